@@ -1,0 +1,352 @@
+"""The settings of the runtime: their defaults, their meaning, and what is wrong with them.
+
+A key is listed in :class:`Settings`, with the parser that judges it; its default is in ``gpurt.yaml`` and its
+description in ``gpurt-schema.yaml``. Preload hooks import this module, so it imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import dask.config
+import yaml
+from dask.utils import parse_bytes
+
+__all__ = [
+    "KEYS",
+    "PATHS",
+    "ConfigError",
+    "ExchangeSettings",
+    "Settings",
+    "ShuffleSettings",
+    "Size",
+    "load",
+    "problems",
+]
+
+#: The ways that a shard may take from worker to worker.
+PATHS = ("shared-memory", "cuda-ipc", "comms")
+
+with open(os.path.join(os.path.dirname(__file__), "gpurt.yaml")) as _file:
+    # The loader in C takes a tenth of the time.
+    _DEFAULTS: dict[str, Any] = yaml.load(_file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+dask.config.update_defaults(_DEFAULTS)
+
+
+class ConfigError(ValueError):
+    """A setting that the runtime cannot use; the message names the key and what would be right."""
+
+
+def _wrong(key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{key!r} is {value!r}: expected {expected}")
+
+
+_A_SIZE = "a size such as '2 GiB' or a share such as '30%'"
+_BYTES = "a size such as '256 MiB', of at least one byte"
+_QUANTITY = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)"
+
+
+@dataclass(frozen=True)
+class Size:
+    """An amount of memory: so many bytes, or a share of a total that is known later.
+
+    Parameters
+    ----------
+    bytes
+        The absolute size, at least 1.
+    fraction
+        The share of the total, above 0 and at most 1.
+    """
+
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.bytes is None) == (self.fraction is None):
+            raise ValueError("a Size has either bytes or a fraction")
+        if self.bytes is not None and self.bytes < 1:
+            raise ValueError(f"a Size has at least one byte, not {self.bytes}")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise ValueError(f"a Size is a share above 0 and at most 1, not {self.fraction}")
+
+    @classmethod
+    def parse(cls, value: object, *, key: str = "size", expected: str = _A_SIZE) -> Size:
+        """Read a size as a user writes it.
+
+        Parameters
+        ----------
+        value
+            A number of bytes, or a string such as ``"2 GiB"`` or ``"30%"``.
+        key
+            The setting to name in an error.
+        expected
+            What that error says would be right.
+
+        Raises
+        ------
+        ConfigError
+            If the value is no size, or no bytes at all, or more than the whole.
+        """
+        try:
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return cls(bytes=int(value))
+            if isinstance(value, str) and (match := re.fullmatch(_QUANTITY, value.strip())):
+                number, unit = match.groups()
+                if unit == "%":
+                    return cls(fraction=float(number) / 100)
+                # An integer stays exact where parse_bytes would go through a float.
+                return cls(
+                    bytes=int(number) * parse_bytes(f"1{unit}")
+                    if number.isdigit()
+                    else parse_bytes(number + unit)
+                )
+        except (ValueError, OverflowError):
+            pass
+        raise _wrong(key, value, expected)
+
+    def of(self, total: int) -> int:
+        """Return the size in bytes, where a share is one of ``total``."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.fraction is not None
+        return round(total * self.fraction)
+
+    def __str__(self) -> str:
+        if self.fraction is not None:
+            return f"{self.fraction * 100:.15g}%"
+        assert self.bytes is not None
+        for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "kiB")):
+            if self.bytes % 2**exponent == 0:
+                return f"{self.bytes >> exponent} {unit}"
+        return f"{self.bytes} B"
+
+
+def _size(key: str, value: object) -> Size:
+    return Size.parse(value, key=key)
+
+
+def _size_or_auto(key: str, value: object) -> Size | None:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    return Size.parse(value, key=key, expected=f"'auto', {_A_SIZE}")
+
+
+def _bytes(key: str, value: object) -> int:
+    size = Size.parse(value, key=key, expected=_BYTES)
+    if size.bytes is None:
+        raise _wrong(key, value, _BYTES)
+    return size.bytes
+
+
+_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def _bool(key: str, value: object) -> bool:
+    # What comes from the environment is a string or a number more often than a bool.
+    if isinstance(value, (bool, int, str)) and (word := str(value).strip().lower()) in _WORDS:
+        return _WORDS[word]
+    raise _wrong(key, value, "true or false")
+
+
+def _count(key: str, value: object) -> int:
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and str(value).strip().isdecimal():
+        return int(value)
+    raise _wrong(key, value, "a whole number of at least 0")
+
+
+def _paths(key: str, value: object) -> frozenset[str]:
+    if isinstance(value, str):
+        # In an environment variable a list is a string: "shared-memory,comms".
+        value = [name for name in (part.strip(" []'\"") for part in value.split(",")) if name]
+        if value == ["auto"]:
+            return frozenset(PATHS)
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise _wrong(key, value, f"'auto' or a list out of {', '.join(PATHS)}")
+    names = {str(name).replace("_", "-") for name in value}
+    for name in sorted(names.difference(PATHS)):
+        raise ConfigError(
+            f"unknown path {name!r} in {key!r}{_hint(name, PATHS)} Known paths: {', '.join(PATHS)}"
+        )
+    return frozenset(names | {"comms"})
+
+
+def _setting(parse: Callable[[str, object], object]) -> Any:
+    return field(metadata={"parse": parse})
+
+
+def _section(settings: type) -> Any:
+    return field(metadata={"section": settings})
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How bytes get from worker to worker.
+
+    Parameters
+    ----------
+    pool
+        The most memory for shards that wait for their owners; None leaves the choice to the worker.
+    inflight
+        The most bytes that one worker pulls at once.
+    landing
+        The most host memory that pulled shards take before they go to disk.
+    paths
+        The ways that a shard may take; ``"comms"`` is always one.
+    """
+
+    pool: Size | None = _setting(_size_or_auto)
+    inflight: int = _setting(_bytes)
+    landing: Size = _setting(_size)
+    paths: frozenset[str] = _setting(_paths)
+
+
+@dataclass(frozen=True)
+class ShuffleSettings:
+    """How a shuffle runs.
+
+    Parameters
+    ----------
+    retries
+        Runs after the first, before the shuffle fails.
+    """
+
+    retries: int = _setting(_count)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of the runtime, judged and with their units resolved.
+
+    Parameters
+    ----------
+    enabled
+        Whether the runtime is on.
+    takeover
+        Whether it serves ``p2p`` shuffles of clients that do not know it.
+    exchange
+        How bytes get from worker to worker.
+    shuffle
+        How a shuffle runs.
+    """
+
+    enabled: bool = _setting(_bool)
+    takeover: bool = _setting(_bool)
+    exchange: ExchangeSettings = _section(ExchangeSettings)
+    shuffle: ShuffleSettings = _section(ShuffleSettings)
+
+
+def _keys(settings: type, prefix: str) -> Iterator[str]:
+    for item in fields(settings):
+        key = f"{prefix}.{item.name.replace('_', '-')}"
+        if section := item.metadata.get("section"):
+            yield from _keys(section, key)
+        else:
+            yield key
+
+
+#: Every key, in full.
+KEYS = tuple(_keys(Settings, "gpurt"))
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """End a complaint about ``word`` with the word that was probably meant, if there is one."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {close[0]!r}?" if close else "."
+
+
+def _unknown(key: str, siblings: Iterable[str]) -> str:
+    import difflib
+
+    prefix, _, name = key.rpartition(".")
+    # A sibling that is spelt alike is the likeliest, then the same name in another section.
+    candidates = {sibling: f"{prefix}.{sibling}" for sibling in siblings}
+    elsewhere = {known.rpartition(".")[2]: known for known in KEYS}
+    for names in (candidates, elsewhere):
+        if close := difflib.get_close_matches(name, names, n=1):
+            return f"unknown key {key!r}: did you mean {names[close[0]]!r}? Known keys: {', '.join(KEYS)}"
+    return f"unknown key {key!r}. Known keys: {', '.join(KEYS)}"
+
+
+def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str, found: list[str]) -> Any:
+    """Make the dataclass ``settings`` of what is given, or append to ``found`` why that cannot be."""
+    items = {item.name.replace("_", "-"): item for item in fields(settings)}
+    if given is None:  # a yaml section with nothing in it
+        given = {}
+    if not isinstance(given, Mapping):
+        found.append(str(_wrong(prefix, given, f"a section with the keys {', '.join(items)}")))
+        return None
+    values = {str(name).replace("_", "-"): value for name, value in given.items()}
+    found.extend(_unknown(f"{prefix}.{name}", items) for name in values if name not in items)
+    read = {}
+    for name, item in items.items():
+        key, value = f"{prefix}.{name}", values.get(name, default[name])
+        try:
+            if section := item.metadata.get("section"):
+                read[item.name] = _read(section, value, default[name], key, found)
+            else:
+                read[item.name] = item.metadata["parse"](key, value)
+        except ConfigError as error:
+            found.append(str(error))
+    return None if found else settings(**read)
+
+
+def _judge(config: Mapping[str, Any] | None) -> tuple[Settings | None, list[str]]:
+    if config is None:
+        config = dask.config.config
+    found = []
+    for name in map(str, config):
+        if name.startswith("gpurt."):
+            nested = ": ".join(name.split("."))
+            found.append(
+                f"{name!r} is one key with dots in it, which Dask does not read: nest it, {nested}: ..."
+            )
+        elif name != "gpurt" and _looks_like_gpurt(name):
+            found.append(f"unknown key {name!r}: did you mean 'gpurt'? Known keys: {', '.join(KEYS)}")
+    return _read(Settings, config.get("gpurt"), _DEFAULTS["gpurt"], "gpurt", found), found
+
+
+def _looks_like_gpurt(name: str) -> bool:
+    # Other packages' sections are none of our business, so only a slip of the finger counts.
+    letters = name.lower().replace("-", "").replace("_", "")
+    return letters == "gpurt" or (len(letters) == 5 and sorted(letters) == sorted("gpurt"))
+
+
+def load(config: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings.
+
+    Parameters
+    ----------
+    config
+        A Dask configuration, nested as in a yaml file; ``dask.config`` if not given. What it does not mention
+        has its default.
+
+    Raises
+    ------
+    ConfigError
+        For the first of the :func:`problems`.
+    """
+    settings, found = _judge(config)
+    if settings is None:
+        raise ConfigError(found[0])
+    return settings
+
+
+def problems(config: Mapping[str, Any] | None = None) -> list[str]:
+    """Return all that is wrong with the settings, one line each; see :func:`load`."""
+    return _judge(config)[1]

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+
+
+def cuda_devices() -> int:
+    """Count the CUDA devices through the driver's own library: it needs no package and makes no context."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return 0
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("GPURT_REQUIRE_GPU") == "1" and not cuda_devices():
+        raise pytest.UsageError("GPURT_REQUIRE_GPU=1 is set, but there is no CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not cuda_devices():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
