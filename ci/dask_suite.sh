@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Dask's own shuffle tests, as they are installed, on a real cluster with the runtime enabled.
+# GPURT_SUITE_BASELINE=1 leaves the runtime off. Arguments go to pytest.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+cd "$scratch"
+
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -c /dev/null --rootdir "$scratch" \
+    -p no:cacheprovider -p dask_suite_plugin --timeout 60 -W ignore "$@" \
+    --pyargs dask.dataframe.dask_expr.tests.test_shuffle dask.dataframe.tests.test_shuffle

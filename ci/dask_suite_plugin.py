@@ -1,0 +1,135 @@
+"""A pytest plugin that sends Dask's own shuffle tests through the runtime on a real cluster.
+
+The tests ship inside the installed ``dask``, and most of them compute on the synchronous scheduler. Here
+that scheduler is the client of a :class:`~distributed.LocalCluster`, and a test that goes through the shuffle
+methods one by one takes the runtime's method too. The session fails if no shuffle went through the runtime.
+
+``GPURT_SUITE_BASELINE=1`` leaves the runtime off, takes ``p2p`` in its place and runs every test: what fails
+then, fails in Dask.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import dask
+import pytest
+from dask.base import named_schedulers
+from dask.dataframe.dask_expr.tests import _util
+from distributed import Client, LocalCluster
+
+BASELINE = os.environ.get("GPURT_SUITE_BASELINE") == "1"
+
+OLD = "dask/dataframe/tests/test_shuffle.py"
+
+#: Tests that cannot work on such a cluster, by the start of their node id, and why.
+DESELECTED: dict[str, str] = {
+    f"{OLD}::test_disk_shuffle_with_unknown_compression": (
+        "expects the workers to see a setting that the test makes in the client's process"
+    ),
+}
+
+if sys.version_info < (3, 12):
+    # Before 3.12 all objects of a class share the lock of a functools.cached_property. The client holds that
+    # of `divisions` while it waits for the quantiles, the scheduler needs it to make their graph, and in a
+    # LocalCluster both are in one process. Dask hangs alike without the runtime.
+    _lock = "client and scheduler of one process deadlock on cached_property's lock (Python 3.11)"
+    DESELECTED |= {
+        f"{OLD}::test_set_index_sorts": _lock,
+        f"{OLD}::test_set_index_empty_partition": _lock,
+        f"{OLD}::test_empty_partitions": _lock,
+    }
+
+_client = pytest.StashKey[Client]()
+_runs = pytest.StashKey[int]()
+
+
+def _deselecting_entry(item: pytest.Item) -> str | None:
+    return next((test for test in DESELECTED if f"{test}[" in f"{item.nodeid}["), None)
+
+
+_original_assert_eq = _util.assert_eq
+
+
+def _assert_eq(a: Any, b: Any, *args: Any, **kwargs: Any) -> None:
+    """Compare as Dask's tests do, with the divisions known beforehand.
+
+    They make the graph while no expression may be pickled. That can take divisions, which the client computes
+    by an expression that it sends. Once the graph was made outside, they are cached.
+    """
+    for collection in (a, b):
+        if hasattr(collection, "dask"):
+            _ = collection.dask
+    _original_assert_eq(a, b, *args, **kwargs)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not BASELINE:
+        dask.config.set({"gpurt.enabled": True})
+    cluster = LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", dashboard_address=None
+    )
+    client = Client(cluster)
+    session.config.stash[_client] = client
+    if not BASELINE:
+        import dask_gpurt
+
+        dask_gpurt.enable(client)
+    for name in ("sync", "synchronous", "single-threaded"):
+        named_schedulers[name] = client.get
+    # The test modules import it by name, and are not imported yet.
+    _util.assert_eq = _assert_eq
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "shuffle_method" in metafunc.fixturenames:
+        methods = ["disk", "tasks", "p2p" if BASELINE else "gpurt"]
+        metafunc.definition.add_marker(pytest.mark.parametrize("shuffle_method", methods, indirect=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if BASELINE:
+        return
+    by_test = {item: test for item in items if (test := _deselecting_entry(item))}
+    if stale := DESELECTED.keys() - set(by_test.values()):
+        raise pytest.UsageError(f"these tests are deselected but do not exist: {', '.join(sorted(stale))}")
+    items[:] = [item for item in items if item not in by_test]
+    config.hook.pytest_deselected(items=list(by_test))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    client = session.config.stash.get(_client, None)
+    if client is None:
+        return
+    try:
+        if not BASELINE and not session.config.option.collectonly:
+            import dask_gpurt
+
+            runs = int(dask_gpurt.report(client)["counters"].get("shuffle.runs", 0))
+            session.config.stash[_runs] = runs
+            if not runs:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    finally:
+        client.close()
+        client.cluster.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if BASELINE:
+        terminalreporter.section("the runtime was left off")
+        return
+    terminalreporter.section("deselected, since they cannot work on this cluster")
+    for test, why in DESELECTED.items():
+        terminalreporter.write_line(f"{test}: {why}")
+    runs = config.stash.get(_runs, 0)
+    terminalreporter.write_line(
+        f"{runs} shuffles went through the runtime"
+        + ("" if runs else ": these tests have shown nothing about it"),
+        green=bool(runs),
+        red=not runs,
+    )

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# What has to hold before a change goes in: the README's test command in a fresh environment with the newest Dask,
+# the linters, Dask's own shuffle tests, and the tests once more with the oldest Dask that is supported.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+OLDEST=2026.7.1
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+trap 'exit 130' INT TERM
+summaries=()
+
+step() {
+    local name=$1 began=$SECONDS
+    shift
+    echo "=== $name"
+    if ! "$@" 2>&1 | tee "$scratch/log"; then
+        echo "FAILED: $name"
+        exit 1
+    fi
+    local summary
+    summary=$(grep -E '^=+ .*(passed|failed|skipped).* =+$' "$scratch/log" | tail -n 1)
+    summaries+=("$name: ${summary:-ok} ($((SECONDS - began)) s)")
+}
+
+environment() {
+    "${PYTHON:-python3}" -m venv "$1" || return
+    unset PYTHONPATH
+    export VIRTUAL_ENV=$1 PATH="$1/bin:$PATH"
+    hash -r
+}
+
+dask_version() {
+    python -c 'import dask; print(dask.__version__)'
+}
+
+readme_command() {
+    python -m pip install -e ".[test]" && python -m pytest
+}
+
+oldest_command() {
+    python -m pip install -e ".[test]" "dask==$OLDEST" "distributed==$OLDEST" && python -m pytest
+}
+
+environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }
+step "install and test" readme_command
+newest=$(dask_version)
+step "ruff format" ruff format --check
+step "ruff check" ruff check
+step "mypy" mypy --strict dask_gpurt
+step "import contract" lint-imports
+step "Dask's own shuffle tests" ci/dask_suite.sh
+
+if [ "$newest" = "$OLDEST" ]; then
+    echo "=== Dask $OLDEST is the newest too: nothing more to test"
+else
+    environment "$scratch/oldest" || { echo "FAILED: make a virtual environment"; exit 1; }
+    step "install and test with Dask $OLDEST" oldest_command
+fi
+
+echo "=== all passed in $SECONDS s, with Dask $newest and $OLDEST"
+printf '%s\n' "${summaries[@]}"
