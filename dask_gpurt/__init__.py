@@ -1,0 +1,39 @@
+"""A runtime for Dask on GPU clusters: it decides where data lives and how it moves.
+
+Importing this module is cheap on purpose: every Dask process that reads the shipped
+configuration imports it to find out whether the runtime is enabled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt._version import __version__
+
+if TYPE_CHECKING:
+    from dask_gpurt.plugins.client import disable, enable, is_enabled, report
+
+__all__ = ["__version__", "dask_setup", "disable", "enable", "is_enabled", "report"]
+
+_PUBLIC = {"enable", "disable", "is_enabled", "report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        from dask_gpurt.plugins import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+async def dask_setup(server: Any) -> None:
+    """Switch the runtime on for ``--preload dask_gpurt``, whatever ``gpurt.enabled`` says.
+
+    Parameters
+    ----------
+    server
+        The scheduler, worker, nanny or client that preloads the package.
+    """
+    from dask_gpurt.preload import activate
+
+    await activate(server)

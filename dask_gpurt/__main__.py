@@ -1,0 +1,3 @@
+from dask_gpurt.cli import main
+
+main(prog_name="python -m dask_gpurt")

@@ -1,0 +1,22 @@
+"""The command line: ``dask gpurt …`` and ``python -m dask_gpurt …``."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dask-gpurt")
+def main() -> None:
+    """A runtime for Dask on GPU clusters: see what it does, and what it could do here."""
+
+
+def _add_commands() -> None:
+    from dask_gpurt.cli.demo import demo
+    from dask_gpurt.cli.doctor import doctor
+
+    main.add_command(demo)
+    main.add_command(doctor)
+
+
+_add_commands()

@@ -1,0 +1,54 @@
+"""Which parts of a contiguous range are free: first fit, with neighbours merged."""
+
+from __future__ import annotations
+
+from sortedcontainers import SortedDict
+
+#: Satisfies CUDA's vector loads, cache lines and Arrow's 64 byte recommendation.
+ALIGNMENT = 256
+
+
+class Arena:
+    """Offsets of blocks in a range of ``capacity`` bytes. Pure; not thread-safe.
+
+    First fit keeps the blocks at the low end, so that the memory behind the range is
+    touched, and paid for, only as far as it is needed.
+
+    Parameters
+    ----------
+    capacity
+        Bytes in the range.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity // ALIGNMENT * ALIGNMENT
+        self.used = 0
+        self._blocks: dict[int, int] = {}
+        self._free = SortedDict({0: self.capacity} if self.capacity else {})
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a new block of at least ``nbytes`` bytes, None without room."""
+        size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+        for offset, free in self._free.items():
+            if free >= size:
+                break
+        else:
+            return None
+        del self._free[offset]
+        if free > size:
+            self._free[offset + size] = free - size
+        self._blocks[offset] = size
+        self.used += size
+        return int(offset)
+
+    def free(self, offset: int) -> None:
+        """Give the block at ``offset`` back; KeyError when there is none."""
+        size = self._blocks.pop(offset)
+        self.used -= size
+        after = self._free.pop(offset + size, 0)
+        index = self._free.bisect_left(offset) - 1
+        if index >= 0:
+            before, length = self._free.peekitem(index)
+            if before + length == offset:
+                offset, size = before, size + length
+        self._free[offset] = size + after

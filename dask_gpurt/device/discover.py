@@ -1,0 +1,46 @@
+"""Which devices this process computes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.device.protocol import Device
+
+
+def discover(memory_limit: int) -> dict[str, Device]:
+    """The devices by kind: always the host, and the GPU that this process uses if any.
+
+    Parameters
+    ----------
+    memory_limit
+        Bytes of host memory that the worker may use.
+    """
+    devices: dict[str, Device] = {"host": HostDevice(memory_limit)}
+    if cuda_missing() is None:
+        from dask_gpurt.device.cuda import CudaDevice
+
+        devices["cuda"] = CudaDevice()
+    return devices
+
+
+def cuda_missing() -> str | None:
+    """Why this process has no GPU to work on; None when it has one."""
+    for package in ("cudf", "pylibcudf", "rmm", "cuda.bindings"):
+        try:
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed"
+        except ModuleNotFoundError:
+            return f"{package} is not installed"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES is empty"
+    try:
+        from cuda.bindings import runtime
+
+        error, count = runtime.cudaGetDeviceCount()
+    except (ImportError, RuntimeError, OSError) as problem:
+        return f"no CUDA driver: {problem}"
+    if int(error) != 0:
+        return f"CUDA reports {error.name}"
+    return None if count else "no CUDA device is visible"

@@ -1,0 +1,138 @@
+"""The seam between the runtime and a kind of device.
+
+A :class:`Device` hands out one :class:`Pool`, memory that peers on the same host may map,
+and maps the pools of others. All methods block; none is called on the event loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+#: What a table backend reads from and writes to: a ``numpy`` byte array on the host,
+#: an object with ``ptr`` and ``size`` on a GPU.
+Buffer = Any
+#: What a peer needs to map a pool; only values that msgpack carries.
+Ticket = dict[str, Any]
+
+
+class PoolFull(Exception):
+    """A pool has no free block of the size asked for.
+
+    Parameters
+    ----------
+    nbytes
+        The size that was asked for.
+    """
+
+    def __init__(self, nbytes: int):
+        super().__init__(f"no free block of {nbytes} bytes")
+        self.nbytes = nbytes
+
+
+class MappingError(Exception):
+    """A peer's pool can not be mapped; the message says why."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a pool: ``nbytes`` bytes from ``offset``, seen through ``buffer``."""
+
+    offset: int
+    nbytes: int
+    buffer: Buffer
+
+
+class Mapping(Protocol):
+    """A pool, own or of a peer, that this process can read."""
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """A view of a part of the pool; it keeps the mapping alive."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Pool(Mapping, Protocol):
+    """Memory of a fixed capacity that is cut into blocks and that peers can map."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that fit."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Bytes in blocks."""
+        ...
+
+    def ticket(self) -> Ticket:
+        """What a peer needs to map this pool."""
+        ...
+
+    def allocate(self, nbytes: int) -> Block:
+        """Cut a block.
+
+        Raises
+        ------
+        PoolFull
+            When no free piece is large enough.
+        """
+        ...
+
+    def free(self, block: Block) -> None: ...
+
+    def trim(self) -> None:
+        """Give memory that no block uses back to the system, where that is cheap."""
+        ...
+
+
+class Device(Protocol):
+    """What a worker computes on."""
+
+    #: "host" or "cuda"
+    kind: str
+    #: How a pool of this device is read by a peer of the same host.
+    shared_path: str
+    #: Whether a mapped shard is read where it lies; otherwise it is copied over first.
+    reads_in_place: bool
+
+    def describe(self) -> dict[str, Any]:
+        """Name, memory and whatever else helps a person who reads ``doctor``."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the memory that a pool is cut from."""
+        ...
+
+    def create_pool(self, nbytes: int) -> Pool: ...
+
+    def map(self, ticket: Ticket) -> Mapping:
+        """Map the pool of a peer.
+
+        Raises
+        ------
+        MappingError
+            With the reason, when this process can not read it.
+        """
+        ...
+
+    def land(self, source: Buffer) -> Buffer:
+        """Copy ``source`` into memory of this process, complete on return.
+
+        Raises
+        ------
+        MemoryError
+            When the device has no room.
+        """
+        ...
+
+    def to_host(self, source: Buffer) -> bytearray | memoryview:
+        """Copy ``source`` into host memory, complete on return."""
+        ...
+
+    def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
+        """Make bytes in host memory readable for the table backend, complete on return."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,380 @@
+"""One worker's end of the exchange: its pools, its paths to peers, and what moves.
+
+Coroutines run on the worker's event loop; everything that copies runs on the threads of
+``executor``. The handlers at the end are what peers call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from dask.utils import format_bytes
+from distributed.protocol import to_serialize
+from distributed.shuffle._limiter import ResourceLimiter
+from distributed.system import MEMORY_LIMIT
+
+from dask_gpurt._version import __version__
+from dask_gpurt.config import ConfigError, Settings
+from dask_gpurt.device import Device
+from dask_gpurt.device.discover import discover
+from dask_gpurt.exchange import paths
+from dask_gpurt.exchange.inbox import Parcel
+from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.paths import Path
+from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
+from dask_gpurt.observe import Metrics
+
+#: What a pool takes when nobody says: enough for producers to run ahead of their readers.
+AUTO_POOL = {"host": 0.25, "cuda": 0.12}
+#: No more than this of the free memory, since others take from it too.
+AUTO_POOL_OF_FREE = 0.4
+#: Seconds without use after which a pool gives its memory back.
+IDLE = 10.0
+#: Attempts to reach a peer before a pull gives up, and the seconds between them.
+ATTEMPTS, PAUSE = 30, 1.0
+
+
+class PeerError(RuntimeError):
+    """A peer can not be worked with; the message says what would be right."""
+
+
+class Exchange:
+    """Pools, paths and transfers of one worker.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker; its ``rpc``, ``loop``, ``address`` and directory are used.
+    settings, metrics
+        Shared by all rooms of this worker.
+    """
+
+    def __init__(self, worker: Any, settings: Settings, metrics: Metrics):
+        self.worker = worker
+        self.settings = settings
+        self.metrics = metrics
+        self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
+        self.devices: dict[str, Device] = discover(self.memory_limit)
+        self.landing = Landing(
+            settings.exchange.landing.of(self.memory_limit),
+            os.path.join(worker.local_directory, "gpurt-landing"),
+            metrics,
+        )
+        self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-comm")
+        self._limiter = ResourceLimiter(settings.exchange.inflight)
+        self._outboxes: dict[str, Outbox] = {}
+        self._outbox_lock = threading.Lock()
+        self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
+        self._parcels: defaultdict[str, set[Parcel]] = defaultdict(set)
+        self._released: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        self._asked: dict[str, float] = {}
+        self.closed = False
+        worker.handlers.update(
+            {
+                "gpurt_ticket": self.ticket,
+                "gpurt_fetch": self.fetch,
+                "gpurt_release": self.release,
+                "gpurt_drain": self.drain,
+                "gpurt_forget": self.forget,
+            }
+        )
+
+    # ---- pools -----------------------------------------------------------------------
+
+    def device(self, kind: str) -> Device:
+        """This worker's device of a kind; raises when it has none."""
+        try:
+            return self.devices[kind]
+        except KeyError:
+            raise PeerError(
+                f"worker {self.worker.address} has no {kind} device, but was given partitions that live on one"
+            ) from None
+
+    def outbox(self, kind: str) -> Outbox:
+        """The published blocks of a device; its pool is made on first use. Blocks."""
+        with self._outbox_lock:
+            if kind not in self._outboxes:
+                device = self.device(kind)
+                pool = device.create_pool(self.pool_size(device))
+                self._outboxes[kind] = Outbox(pool, partial(self._ask_for_room, kind), self.metrics)
+            return self._outboxes[kind]
+
+    def pool_size(self, device: Device) -> int:
+        """Bytes of the pool of a device.
+
+        Raises
+        ------
+        ConfigError
+            When the setting asks for more than there is.
+        """
+        free, total = device.memory()
+        share_of = self.memory_limit if device.kind == "host" else total
+        size = self.settings.exchange.pool
+        if size is None:
+            return int(min(AUTO_POOL[device.kind] * share_of, AUTO_POOL_OF_FREE * free))
+        asked = size.of(share_of)
+        if asked > free:
+            where = "/dev/shm" if device.kind == "host" else "the device"
+            raise ConfigError(
+                f"'gpurt.exchange.pool' is {size} ({format_bytes(asked)}), but {where} has {format_bytes(free)} "
+                f"free of {format_bytes(total)}: set it to less, or to 'auto'"
+            )
+        return asked
+
+    # ---- paths -----------------------------------------------------------------------
+
+    async def path(self, peer: str, kind: str) -> Path:
+        """The path from a peer's pool; found out once."""
+        task = self._paths.get((peer, kind))
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._paths[peer, kind] = asyncio.create_task(self._connect(peer, kind))
+        return await asyncio.shield(task)
+
+    async def _connect(self, peer: str, kind: str) -> Path:
+        if peer == self.worker.address:
+            outbox = await self.offload(self.outbox, kind)
+            return Path(paths.LOCAL, outbox.pool, True)
+        reply = await self.worker.rpc(peer).gpurt_ticket(kind=kind)
+        if reply["version"] != __version__:
+            raise PeerError(
+                f"worker {peer} runs dask_gpurt {reply['version']}, worker {self.worker.address} runs "
+                f"{__version__}: install the same version everywhere"
+            )
+        device = self.devices.get(kind)
+        path = await self.offload(paths.choose, device, reply["ticket"], self.settings.exchange.paths)
+        return paths.fallback_noted(path, self.metrics.fallback)
+
+    def forget_peer(self, peer: str) -> None:
+        """A worker has left: what was known of the way to it is void."""
+        for known in [key for key in self._paths if key[0] == peer]:
+            self._paths.pop(known)
+
+    async def connect_all(self) -> None:
+        """Find out the paths to all workers of the cluster."""
+        identity = await self.worker.scheduler.identity(n_workers=-1)
+        ways = [(peer, kind) for peer in identity["workers"] for kind in self.devices]
+        await asyncio.gather(*(self.path(*way) for way in ways), return_exceptions=True)
+
+    def describe_pools(self) -> dict[str, dict[str, int]]:
+        """Capacity and use of the pools made so far, by kind of device."""
+        return {
+            kind: {"capacity": outbox.pool.capacity, "used": outbox.pool.used}
+            for kind, outbox in self._outboxes.items()
+        }
+
+    def describe_paths(self) -> dict[str, dict[str, Any]]:
+        """The paths found out so far, by peer."""
+        return {
+            peer: {"device": kind, **task.result().describe()}
+            for (peer, kind), task in self._paths.items()
+            if task.done() and not task.cancelled() and not task.exception()
+        }
+
+    # ---- reading ---------------------------------------------------------------------
+
+    async def accept(self, run: RunKey, shard: Shard, on_error: Callable[[Exception], None]) -> Parcel:
+        """Take an offered shard: pull it at once unless it can wait where it lies.
+
+        Parameters
+        ----------
+        on_error
+            Called when the pull has failed for good.
+        """
+        path = await self.path(shard.producer, shard.device)
+        parcel = Parcel(run, shard, path, self.device(shard.device), self.landing, self._release_soon)
+        self._parcels[shard.producer].add(parcel)
+        self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes)
+        self.metrics.add(f"exchange.shards.{path.name}")
+        pressed = self.worker.loop.time() - self._asked.get(shard.producer, -IDLE) < 1.0
+        if pressed or not path.in_place:
+            self._pull_soon(parcel, on_error)
+        return parcel
+
+    def _pull_soon(self, parcel: Parcel, on_error: Callable[[Exception], None] | None = None) -> None:
+        if parcel.start_moving():
+            self.worker._ongoing_background_tasks.call_soon(self._pull, parcel, on_error)
+
+    async def _pull(self, parcel: Parcel, on_error: Callable[[Exception], None] | None) -> None:
+        nbytes = parcel.shard.nbytes
+        await self._limiter.wait_for_available()
+        self._limiter.increase(nbytes)
+        try:
+            if parcel.path.mapping is None:
+                await self._pull_by_comm(parcel)
+            else:
+                with self.metrics.seconds("exchange.seconds.pulling"):
+                    await self.offload(self._pull_mapped, parcel)
+        except Exception as error:
+            parcel.fail(error)
+            parcel.moved_in_vain()
+            if on_error is not None:
+                on_error(error)
+        finally:
+            await self._limiter.decrease(nbytes)
+
+    def _pull_mapped(self, parcel: Parcel) -> None:
+        parcel.land(lambda key: self.landing.put(key, parcel.source(), parcel.device))
+        self.metrics.add("exchange.bytes.copied", parcel.shard.nbytes)
+
+    async def _pull_by_comm(self, parcel: Parcel) -> None:
+        shard = parcel.shard
+        for attempt in range(ATTEMPTS):
+            try:
+                reply = await self.worker.rpc(shard.producer).gpurt_fetch(kind=shard.device, shard=shard.id)
+                break
+            except OSError:
+                if attempt == ATTEMPTS - 1 or parcel.place.name == "GONE":
+                    raise
+                await asyncio.sleep(PAUSE)
+        if reply["data"] is None:
+            raise PeerError(f"worker {shard.producer} does not have shard {shard.id} any more")
+        await self.offload(parcel.land, partial(self._put_received, parcel, reply["data"]))
+
+    def _put_received(self, parcel: Parcel, data: Any, key: str) -> None:
+        if hasattr(data, "__cuda_array_interface__"):
+            self.landing.put_device(key, data)
+        else:
+            self.landing.put_host(key, memoryview(data).cast("B"))
+
+    # ---- releasing -------------------------------------------------------------------
+
+    def _release_soon(self, shard: Shard) -> None:
+        """Tell the producer, with others, that a block is free. From any thread."""
+        self.worker.loop.add_callback(self._note_release, shard)
+
+    async def _note_release(self, shard: Shard) -> None:
+        to = (shard.producer, shard.device)
+        self._released[to].append(shard.id)
+        if len(self._released[to]) == 1:
+            await asyncio.sleep(0)  # what else is released in this turn goes along
+            await self._send_release(*to, self._released.pop(to))
+
+    async def _send_release(self, producer: str, kind: str, shards: list[int]) -> None:
+        if producer == self.worker.address:
+            self.release(kind=kind, shards=shards)
+            return
+        try:
+            await self.worker.rpc(producer).gpurt_release(kind=kind, shards=shards)
+        except OSError:
+            pass  # the producer is gone, and its pool with it
+
+    def discard(self, parcels: Iterable[Parcel]) -> None:
+        """Let go of parcels that nobody will read any more. Blocks while they are read."""
+        for parcel in parcels:
+            self._parcels[parcel.shard.producer].discard(parcel)
+            parcel.discard()
+
+    def discard_soon(self, parcels: Iterable[Parcel]) -> None:
+        """Let go of parcels on a thread of the exchange."""
+        if not self.closed:
+            self.executor.submit(self.discard, parcels)
+
+    def _ask_for_room(self, kind: str, owners: set[str]) -> None:
+        self.worker.loop.add_callback(self._send_drain, owners)
+
+    async def _send_drain(self, owners: set[str]) -> None:
+        me = self.worker.address
+        for owner in owners:
+            if owner == me:
+                self.drain(producer=me)
+            else:
+                try:
+                    await self.worker.rpc(owner).gpurt_drain(producer=me)
+                except OSError:
+                    pass  # a lost owner ends the run, which frees its blocks
+
+    async def withdraw(self, run: RunKey) -> None:
+        """Free what a run has published, once no owner reads it any more."""
+        me = self.worker.address
+        for outbox in list(self._outboxes.values()):
+            for owner in outbox.owners(run):
+                try:
+                    if owner == me:
+                        await self.forget(producer=me, run=list(run))
+                    else:
+                        await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
+                except OSError:
+                    pass  # a dead owner does not read
+                outbox.drop(run, owner)
+            outbox.wake()
+
+    def wake(self) -> None:
+        """Let waiting producers see that a run has ended."""
+        for outbox in list(self._outboxes.values()):
+            outbox.wake()
+
+    # ---- what peers call -------------------------------------------------------------
+
+    async def ticket(self, kind: str) -> dict[str, Any]:
+        """Handler: how to map this worker's pool."""
+        if kind not in self.devices:
+            return {"version": __version__, "ticket": None}
+        outbox = await self.offload(self.outbox, kind)
+        return {"version": __version__, "ticket": outbox.pool.ticket()}
+
+    async def fetch(self, kind: str, shard: int) -> dict[str, Any]:
+        """Handler: the bytes of a shard, for a peer that can not map them."""
+        block = self._outboxes[kind].view(shard)
+        if block is None:
+            return {"data": None}
+        if self.worker.address.startswith("ucx") and kind == "cuda":
+            return {"data": to_serialize(block.buffer)}
+        return {"data": to_serialize(await self.offload(self.device(kind).to_host, block.buffer))}
+
+    def release(self, kind: str, shards: list[int]) -> None:
+        """Handler: an owner is done with these shards."""
+        self._outboxes[kind].release(shards)
+
+    def drain(self, producer: str) -> None:
+        """Handler: a producer waits for room; copy what was left in its pool."""
+        self._asked[producer] = self.worker.loop.time()
+        self.metrics.add("exchange.drains")
+        for parcel in sorted(self._parcels[producer], key=lambda parcel: parcel.shard.id):
+            self._pull_soon(parcel)
+
+    async def forget(self, producer: str, run: list[Any]) -> None:
+        """Handler: a producer ends a run; returns when nothing of it is being read."""
+        key = (run[0], run[1])
+        await self.offload(self.discard, [p for p in self._parcels[producer] if p.run == key])
+
+    # ---- life ------------------------------------------------------------------------
+
+    async def warm_up(self) -> None:
+        """Make the pools, so that a setting that makes no sense is refused at the door."""
+        for kind in self.devices:
+            await self.offload(self.outbox, kind)
+
+    async def offload(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run something that blocks on a thread of this exchange."""
+        if self.closed:
+            raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
+        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
+
+    def trim(self) -> None:
+        """Give idle memory back to the system. Blocks."""
+        for outbox in self._outboxes.values():
+            if not outbox.pool.used:
+                outbox.pool.trim()
+
+    def close(self) -> None:
+        """Release memory, mappings and files. Blocks."""
+        self.closed = True
+        for name in ("ticket", "fetch", "release", "drain", "forget"):
+            self.worker.handlers.pop(f"gpurt_{name}", None)
+        self.executor.shutdown(cancel_futures=True)
+        for task in self._paths.values():
+            if task.done() and not task.cancelled() and not task.exception() and task.result().mapping:
+                task.result().mapping.close()
+        for outbox in self._outboxes.values():
+            outbox.pool.close()
+        self.landing.close()
+        for device in self.devices.values():
+            device.close()

@@ -1,0 +1,152 @@
+"""What this worker has been offered by producers, and reads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from enum import Enum
+
+from dask_gpurt.device import Device
+from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.paths import Path
+from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
+
+#: Seconds after which whoever waits for a shard looks whether its run goes on.
+LOOK_AGAIN = 0.5
+
+
+class Place(Enum):
+    """Where an offered shard is."""
+
+    PRODUCER = "in the producer's pool"
+    MOVING = "being pulled"
+    LANDED = "in this process"
+    GONE = "nowhere any more"
+
+
+class Parcel:
+    """A shard that was offered to this worker. Thread-safe.
+
+    Parameters
+    ----------
+    release
+        Called once, from any thread, when the producer may reuse the block.
+    """
+
+    _keys = itertools.count()
+
+    def __init__(
+        self,
+        run: RunKey,
+        shard: Shard,
+        path: Path,
+        device: Device,
+        landing: Landing,
+        release: Callable[[Shard], None],
+    ):
+        self.run = run
+        self.shard = shard
+        self.path = path
+        self.device = device
+        self.key = str(next(self._keys))
+        self.place = Place.PRODUCER
+        self._landing = landing
+        self._release = release
+        self._lock = threading.Condition()
+        self._readers = 0
+        self._held = True
+        self._landed: Future[None] = Future()
+
+    def start_moving(self) -> bool:
+        """Claim the move to this process; False when it is under way, done or too late."""
+        with self._lock:
+            if self.place is not Place.PRODUCER:
+                return False
+            self.place = Place.MOVING
+            return True
+
+    def land(self, put: Callable[[str], None]) -> None:
+        """End the move: ``put`` stores the bytes in the landing under the key given."""
+        put(self.key)
+        with self._lock:
+            if self.place is Place.GONE:
+                self._landing.discard(self.key)
+                self._let_go()
+                return
+            self.place = Place.LANDED
+            self._let_go()
+        self._landed.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Tell the readers that the move has failed."""
+        with self._lock:
+            if not self._landed.done():
+                self._landed.set_exception(error)
+
+    @contextmanager
+    def reading(self, check: Callable[[], None]) -> Iterator[Buffer]:
+        """The bytes, for as long as the body runs; waits for a move that is under way.
+
+        Raises
+        ------
+        ExchangeClosed
+            When the run is over.
+        """
+        while True:
+            check()
+            with self._lock:
+                if self.place is Place.GONE:
+                    raise ExchangeClosed(f"shard {self.shard.id} of {self.shard.producer} is gone")
+                if self.place is not Place.MOVING:
+                    self._readers += 1
+                    break
+            try:
+                self._landed.result(LOOK_AGAIN)
+            except TimeoutError:
+                continue
+        try:
+            yield self._buffer()
+        finally:
+            with self._lock:
+                self._readers -= 1
+                self._lock.notify_all()
+                if self.place is not Place.PRODUCER:
+                    self._let_go()
+
+    def _buffer(self) -> Buffer:
+        if self.place is Place.PRODUCER:
+            assert self.path.mapping is not None
+            return self.path.mapping.view(self.shard.offset, self.shard.nbytes)
+        return self._landing.get(self.key, self.device)
+
+    def source(self) -> Buffer:
+        """The mapped bytes in the producer's pool, while the shard is there."""
+        assert self.path.mapping is not None
+        return self.path.mapping.view(self.shard.offset, self.shard.nbytes)
+
+    def discard(self) -> None:
+        """Nobody will read this any more: wait for readers, then let it go. Blocks."""
+        with self._lock:
+            before, self.place = self.place, Place.GONE
+            while self._readers:
+                self._lock.wait()
+            # A mover still reads the producer's block; it lets go when it has finished.
+            if before is not Place.MOVING:
+                self._let_go()
+        if before is Place.LANDED:
+            self._landing.discard(self.key)
+
+    def moved_in_vain(self) -> None:
+        """The mover has stopped without landing."""
+        with self._lock:
+            if self.place is Place.GONE:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held and not self._readers:
+            self._held = False
+            self._release(self.shard)

@@ -1,0 +1,5 @@
+"""Counters and events that every room may write to."""
+
+from dask_gpurt.observe.metrics import Metrics
+
+__all__ = ["Metrics"]

@@ -1,0 +1,130 @@
+"""The runtime on the client: switched on and off, and asked what it did."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakSet
+
+import dask
+from distributed import Client, default_client
+from distributed.protocol.pickle import dumps
+
+from dask_gpurt import config
+from dask_gpurt._version import __version__
+from dask_gpurt.dataframe import METHOD, install, uninstall
+from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
+from dask_gpurt.plugins.worker import NAME
+
+_enabled: WeakSet[Client] = WeakSet()
+_lock = threading.Lock()
+_method_is_ours = False
+
+
+def enable(client: Client | None = None) -> Any:
+    """Switch the runtime on for a client and its cluster; again does nothing.
+
+    Parameters
+    ----------
+    client
+        The current one if not given. With an asynchronous client, await the result.
+
+    Raises
+    ------
+    ConfigError
+        When a setting under ``gpurt`` makes no sense.
+    """
+    client = client or default_client()
+    config.load()
+    return client.sync(activate, client)
+
+
+def disable(client: Client | None = None) -> Any:
+    """Give Dask back exactly as shipped, to this client and to its cluster.
+
+    Parameters
+    ----------
+    client
+        The current one if not given. With an asynchronous client, await the result.
+    """
+    client = client or default_client()
+    return client.sync(_deactivate, client)
+
+
+def is_enabled(client: Client | None = None) -> bool:
+    """Whether shuffles of this client go through the runtime."""
+    try:
+        return (client or default_client()) in _enabled
+    except ValueError:
+        return False
+
+
+def report(client: Client | None = None, *, connect: bool = False) -> Any:
+    """What the runtime on the cluster has, did and fell back from.
+
+    Parameters
+    ----------
+    client
+        The current one if not given. With an asynchronous client, await the result.
+    connect
+        Whether the workers shall find out the paths to all their peers first.
+
+    Returns
+    -------
+    dict
+        ``enabled``; when it is, also ``counters`` summed over the workers, ``fallbacks``,
+        and ``workers``: for each address its devices, paths, pools, counters, fallbacks.
+    """
+    client = client or default_client()
+    return client.sync(_report, client, connect)
+
+
+async def activate(client: Client) -> None:
+    """Switch on; a coroutine, for preload hooks."""
+    plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt")))
+    try:
+        await client._register_scheduler_plugin(plugin, NAME, idempotent=True)
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"the scheduler at {client.scheduler.address} can not load dask_gpurt ({error}): install dask-gpurt "
+            f"{__version__} there and on all workers"
+        ) from error
+    with _lock:
+        _enabled.add(client)
+        install(is_enabled)
+        _choose_method()
+
+
+async def _deactivate(client: Client) -> None:
+    with _lock:
+        _enabled.discard(client)
+        if not _enabled:
+            uninstall()
+            _give_method_back()
+    if await _is_on(client):
+        await client.scheduler.gpurt_disable()
+
+
+async def _report(client: Client, connect: bool) -> dict[str, Any]:
+    if not await _is_on(client):
+        return {"enabled": False, "counters": {}, "fallbacks": {}, "workers": {}}
+    return await client.scheduler.gpurt_report(connect=connect)  # type: ignore[no-any-return]
+
+
+async def _is_on(client: Client) -> bool:
+    # By value, for a scheduler that does not have the package.
+    return await client._run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions)  # type: ignore[no-any-return]
+
+
+def _choose_method() -> None:
+    global _method_is_ours
+    if dask.config.get("dataframe.shuffle.method", None) is None:
+        dask.config.set({"dataframe.shuffle.method": METHOD})
+        _method_is_ours = True
+
+
+def _give_method_back() -> None:
+    global _method_is_ours
+    if _method_is_ours and dask.config.get("dataframe.shuffle.method", None) == METHOD:
+        dask.config.set({"dataframe.shuffle.method": None})
+    _method_is_ours = False

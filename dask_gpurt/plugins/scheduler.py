@@ -1,0 +1,141 @@
+"""The runtime on the scheduler.
+
+Dask's p2p extension on the scheduler creates runs, chooses owners and restarts. Three of
+its methods are replaced on that one instance; each replacement ends in the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distributed import SchedulerPlugin
+from distributed.protocol.pickle import dumps
+from distributed.shuffle._core import barrier_key
+from distributed.shuffle._exceptions import P2PConsistencyError
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
+
+from dask_gpurt import config
+from dask_gpurt._version import __version__
+from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.worker import NAME, GpurtWorkerPlugin
+from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
+
+_REPLACED = ("_retrieve_spec", "_create")
+
+
+class GpurtSchedulerPlugin(SchedulerPlugin):
+    """Switches the runtime on for a cluster: workers that are there, and that come.
+
+    Parameters
+    ----------
+    settings
+        The section ``gpurt`` of the process that switches on. What a scheduler or a worker
+        has set itself comes first.
+    """
+
+    name = NAME
+    idempotent = True
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self.given = settings
+
+    async def start(self, scheduler: Any) -> None:
+        if NAME in scheduler.extensions:  # two workers preloaded us at once
+            return
+        settings = config.load_over(self.given)
+        scheduler.extensions[NAME] = self
+        self.scheduler = scheduler
+        self.settings = settings
+        self.metrics = Metrics()
+        self._replace(scheduler.extensions["shuffle"])
+        scheduler.handlers["gpurt_report"] = self.report
+        scheduler.handlers["gpurt_disable"] = self.stop
+        replies = await scheduler.register_worker_plugin(None, dumps(GpurtWorkerPlugin(self.given)), NAME, idempotent=False)
+        failed = {worker: reply for worker, reply in replies.items() if reply.get("status") == "error"}
+        if failed:
+            await self.stop()
+            raise next(iter(failed.values()))["exception"]
+
+    async def stop(self) -> None:
+        """Handler: give Dask back as shipped, on the scheduler and on all workers."""
+        scheduler = self.scheduler
+        for name in _REPLACED:
+            scheduler.extensions["shuffle"].__dict__.pop(name, None)
+        scheduler.extensions.pop(NAME, None)
+        for handler in ("gpurt_report", "gpurt_disable"):
+            scheduler.handlers.pop(handler, None)
+        if NAME in scheduler.worker_plugins:
+            await scheduler.unregister_worker_plugin(None, NAME)
+        if NAME in scheduler.plugins:
+            scheduler.remove_plugin(NAME)
+
+    def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
+        message = [{"op": "gpurt-peer-left", "peer": worker}]
+        scheduler.send_all({}, {address: message for address in scheduler.workers if address != worker})
+
+    # ---- Dask's p2p extension ----------------------------------------------------------
+
+    def _replace(self, extension: Any) -> None:
+        retrieve_spec, create = extension._retrieve_spec, extension._create
+
+        def _retrieve_spec(shuffle_id: Any) -> Any:
+            spec = retrieve_spec(shuffle_id)
+            if type(spec) is DataFrameShuffleSpec and self.settings.takeover:
+                self.metrics.add("shuffle.taken-over")
+                return ShuffleSpec.of(spec)
+            return spec
+
+        def _create(shuffle_id: Any, key: Any, worker: str) -> Any:
+            self._refuse_after_retries(extension, shuffle_id)
+            run = create(shuffle_id, key, worker)
+            if isinstance(run.spec, ShuffleSpec):
+                self._send_outputs_to_owners(extension, shuffle_id, run.worker_for)
+            return run
+
+        extension._retrieve_spec, extension._create = _retrieve_spec, _create
+
+    def _refuse_after_retries(self, extension: Any, shuffle_id: Any) -> None:
+        runs = len(extension._shuffles.get(shuffle_id, ()))
+        if runs > self.settings.shuffle.retries:
+            raise P2PConsistencyError(
+                f"shuffle {shuffle_id} was given up after {runs} runs: each lost a worker or was inconsistent. "
+                f"The workers' logs say which; 'gpurt.shuffle.retries' is {self.settings.shuffle.retries}"
+            )
+
+    def _send_outputs_to_owners(self, extension: Any, shuffle_id: Any, worker_for: dict[int, str]) -> None:
+        """Restrict output tasks before they start; Dask lets them start anywhere and moves them then."""
+        for task in self.scheduler.tasks[barrier_key(shuffle_id)].dependents:
+            partition = output_partition(task.run_spec)
+            if partition in worker_for and task.state in ("released", "waiting"):
+                extension._set_restriction(task, worker_for[partition])
+
+    # ---- what the client asks ------------------------------------------------------------
+
+    async def report(self, connect: bool = False) -> dict[str, Any]:
+        """Handler: the whole picture, for ``doctor`` and for people.
+
+        Parameters
+        ----------
+        connect
+            Whether the workers shall find out the paths to all their peers first.
+        """
+        replies = await self.scheduler.broadcast(
+            msg={"op": "gpurt_report", "connect": connect}, on_error="return"
+        )
+        workers = {
+            worker: reply if isinstance(reply, dict) else {"error": str(reply)} for worker, reply in replies.items()
+        }
+        own = self.metrics.snapshot()
+        counters: dict[str, float] = dict(own["counters"])
+        for reply in workers.values():
+            for name, value in reply.get("counters", {}).items():
+                counters[name] = counters.get(name, 0) + value
+        return {
+            "enabled": True,
+            "version": __version__,
+            "takeover": self.settings.takeover,
+            "counters": counters,
+            "fallbacks": own["fallbacks"],
+            "workers": workers,
+        }

@@ -1,0 +1,61 @@
+"""What Dask's preload hooks run, in schedulers, workers, nannies and clients.
+
+``etc/dask/gpurt.yaml`` names this module in every process; it does nothing while
+``gpurt.enabled`` is false. ``--preload dask_gpurt`` comes here through :func:`activate`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger("dask_gpurt")
+
+
+async def dask_setup(server: Any) -> None:
+    """Switch the runtime on where the configuration says so."""
+    from dask_gpurt import config
+
+    if any(config.problems()):
+        # A hook's own failure is only logged, with a traceback that hides the reason.
+        logger.error("the runtime stays off: %s", "; ".join(config.problems()))
+    elif config.load().enabled:
+        await activate(server)
+
+
+async def activate(server: Any) -> None:
+    """Switch the runtime on for the cluster that ``server`` is part of.
+
+    Parameters
+    ----------
+    server
+        A scheduler, worker, nanny or client.
+    """
+    import dask
+    from distributed import Client, Nanny, Scheduler, Worker
+
+    from dask_gpurt.plugins import client, scheduler
+
+    settings = dict(dask.config.get("gpurt", {}))
+    if isinstance(server, Scheduler):
+        await server.register_scheduler_plugin(scheduler.GpurtSchedulerPlugin(settings), idempotent=True)
+    elif isinstance(server, Client):
+        await client.activate(server)
+    elif isinstance(server, Worker):
+        await _activate_through(server, scheduler.GpurtSchedulerPlugin(settings))
+    elif not isinstance(server, Nanny):
+        raise TypeError(f"dask_gpurt can not be preloaded into a {type(server).__qualname__}")
+
+
+async def _activate_through(worker: Any, plugin: Any) -> None:
+    """A worker that was started with the flag switches its scheduler on, and so its peers."""
+    from distributed.protocol.pickle import dumps
+
+    try:
+        await worker.scheduler.register_scheduler_plugin(plugin=dumps(plugin), name="gpurt", idempotent=True)
+    except (ImportError, ValueError) as error:
+        raise RuntimeError(
+            f"the scheduler at {worker.scheduler.address} can not load dask_gpurt ({error}), so shuffles stay "
+            "Dask's own: install the same version of dask-gpurt there, and check that its "
+            "distributed.scheduler.pickle is true"
+        ) from error

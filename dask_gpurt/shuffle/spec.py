@@ -1,0 +1,106 @@
+"""What a shuffle is: the same on the scheduler and on every worker, for all its runs.
+
+Runs, their ids, their restart and their owners are managed by the machinery of Dask's p2p
+shuffles on the scheduler and the workers; a spec of ours makes it work with our runs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distributed.shuffle._core import ShuffleSpec as DaskShuffleSpec
+from distributed.shuffle._shuffle import DataFrameShuffleSpec, _get_worker_for_range_sharding
+
+if TYPE_CHECKING:
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+    from dask_gpurt.shuffle.run import ShuffleRun
+
+
+@dataclass(frozen=True)
+class ShuffleSpec(DaskShuffleSpec[int]):  # type: ignore[misc]
+    """A shuffle of dataframes by a column that holds output partitions.
+
+    Attributes
+    ----------
+    npartitions
+        Output partitions, wanted or not.
+    column
+        Holds the output partition of each row.
+    meta
+        The pickled empty frame that describes a partition, ``column`` included. Only workers
+        unpickle it: it may live on a GPU, which the scheduler need not have.
+    columns
+        Labels that every input partition has.
+    parts_out
+        The output partitions that are wanted.
+    drop_column, ignore_index
+        Whether ``column`` and the index are left out of the outputs.
+    """
+
+    npartitions: int
+    column: str
+    meta: bytes
+    columns: tuple[Any, ...]
+    parts_out: tuple[int, ...]
+    drop_column: bool
+    ignore_index: bool
+
+    @classmethod
+    def of(cls, spec: DataFrameShuffleSpec, *, ignore_index: bool = False) -> ShuffleSpec:
+        """Our spec for the shuffle that a spec of Dask's p2p describes."""
+        wanted = range(spec.parts_out) if isinstance(spec.parts_out, int) else spec.parts_out
+        return cls(
+            id=spec.id,
+            disk=False,
+            npartitions=spec.npartitions,
+            column=spec.column,
+            meta=pickle.dumps(spec.meta),
+            columns=tuple(spec.meta.columns),
+            parts_out=tuple(wanted),
+            drop_column=spec.drop_column,
+            ignore_index=ignore_index,
+        )
+
+    @property
+    def output_partitions(self) -> Iterator[int]:
+        yield from self.parts_out
+
+    def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
+        """Neighbouring partitions share an owner, so that a shard is one run of sorted rows."""
+        return str(_get_worker_for_range_sharding(self.npartitions, partition, workers))
+
+    def create_run_on_worker(
+        self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: ShuffleWorkerPlugin
+    ) -> ShuffleRun:
+        """Begin this worker's part of a run."""
+        from dask_gpurt.shuffle.run import ShuffleRun
+
+        worker = plugin.worker
+        try:
+            runtime = worker.plugins["gpurt"]
+        except KeyError:
+            raise RuntimeError(
+                f"worker {worker.address} takes part in a gpurt shuffle, but the runtime is not on there: "
+                "start it with `--preload dask_gpurt`, or call dask_gpurt.enable(client) again"
+            ) from None
+        return ShuffleRun(self, run_id, span_id, worker_for, worker, runtime.exchange)
+
+
+def output_partition(node: Any) -> int | None:
+    """The output partition that a task of a shuffle assembles; None when that can not be told.
+
+    Parameters
+    ----------
+    node
+        The task as the scheduler has it.
+    """
+    name = getattr(getattr(node, "func", None), "__name__", "")
+    position = {"shuffle_unpack": 1, "merge_unpack": 2}.get(name)
+    if position is None or len(node.args) <= position:
+        return None
+    partition = node.args[position]
+    return partition if isinstance(partition, int) else None

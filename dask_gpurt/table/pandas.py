@@ -1,0 +1,125 @@
+"""pandas partitions, packed by pickle protocol 5.
+
+The protocol hands over the memory of every array without a copy, whatever its dtype, and
+reads it back as views of the packed buffer.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from dask.dataframe.core import _concat
+
+from dask_gpurt.device import Block, Device
+from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.table.protocol import Packed, Piece
+
+#: Smaller arrays (labels, above all) travel inside the header.
+_INLINE = 4096
+
+
+class PandasTable:
+    """pandas frames in host memory."""
+
+    name = "pandas"
+
+    def __init__(self, device: Device):
+        self.device = device
+
+    def split(
+        self,
+        frame: pd.DataFrame,
+        column: str,
+        groups: Sequence[Sequence[int]],
+        npartitions: int,
+        *,
+        drop_column: bool,
+        ignore_index: bool,
+    ) -> list[Piece | None]:
+        targets = np.asarray(frame[column])
+        # Counting-sort speed: numpy sorts 16 bit integers by radix, and keeps their order.
+        narrow = np.uint16 if npartitions <= 1 << 16 else np.int64
+        order = np.argsort(targets.astype(narrow, copy=False), kind="stable")
+        ends = np.cumsum(np.bincount(targets.astype(np.intp, copy=False), minlength=npartitions))
+        if drop_column:
+            frame = frame.drop(columns=column)
+        pieces: list[Piece | None] = []
+        for partitions in groups:
+            runs = [order[ends[p - 1] if p else 0 : ends[p]] for p in partitions]
+            offsets = (0, *np.cumsum([len(run) for run in runs]).tolist())
+            if not offsets[-1]:
+                pieces.append(None)
+                continue
+            rows = frame.take(_joined(runs))
+            if ignore_index:
+                rows.index = pd.RangeIndex(len(rows))
+            pieces.append(Piece(rows, tuple(partitions), offsets))
+        return pieces
+
+    def cut(self, rows: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
+        return rows.iloc[start:stop].copy()
+
+    def pack(self, piece: Piece, allocate: Callable[[int], Block]) -> Packed:
+        arrays: list[np.ndarray] = []
+
+        def out_of_band(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes < _INLINE:
+                return True
+            arrays.append(np.frombuffer(raw, np.uint8))
+            return False
+
+        body = pickle.dumps(piece.rows, protocol=5, buffer_callback=out_of_band)
+        spans, end = [], 0
+        for array in arrays:
+            spans.append((end, end + array.nbytes))
+            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        block = allocate(end)
+        for array, (start, stop) in zip(arrays, spans, strict=True):
+            np.copyto(block.buffer[start:stop], array)
+        return Packed(block, pickle.dumps((body, spans)))
+
+    def assemble(
+        self, parts: Sequence[tuple[bytes, Buffer, int, int]], meta: pd.DataFrame, *, ignore_index: bool
+    ) -> pd.DataFrame:
+        if not parts:
+            return meta.copy()
+        leases = []
+        frames = []
+        for header, buffer, start, stop in parts:
+            lease = buffer.view(_Lease)
+            leases.append(weakref.ref(lease))
+            body, spans = pickle.loads(header)
+            rows = pickle.loads(body, buffers=[lease[a:b] for a, b in spans])
+            frames.append(rows.iloc[start:stop])
+            del lease, rows
+        if len(frames) == 1:
+            result = frames[0].reset_index(drop=True) if ignore_index else frames[0].copy()
+        else:
+            result = _concat(frames, ignore_index)
+        del frames
+        # Categories, labels or Arrow chunks may still be views; those are copied now.
+        return _own(result) if any(lease() is not None for lease in leases) else result
+
+
+class _Lease(np.ndarray):
+    """A view that everything read out of a packed buffer keeps alive."""
+
+
+def _joined(runs: list[np.ndarray]) -> np.ndarray:
+    """The runs as one array, without a copy where they are neighbours."""
+    full = [run for run in runs if len(run)]
+    return full[0] if len(full) == 1 else np.concatenate(full)
+
+
+def _own(frame: Any) -> Any:
+    """``frame`` with its own copy of every array that is a view of a packed buffer."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(frame, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(body, buffers=[bytearray(buffer.raw()) for buffer in buffers])

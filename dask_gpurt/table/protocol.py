@@ -1,0 +1,149 @@
+"""The seam between the runtime and a dataframe library.
+
+A backend cuts a partition into pieces, one for each owner, packs a piece into one buffer,
+reads pieces back out of such buffers and puts an output partition together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dask_gpurt.device import Block, Device
+from dask_gpurt.device.protocol import Buffer
+
+Frame = Any
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows of one input partition that one owner needs, ordered by output partition.
+
+    Attributes
+    ----------
+    rows
+        The rows, in the backend's own form.
+    partitions
+        The output partitions in it.
+    offsets
+        The row at which each output partition begins, and the number of rows last.
+    """
+
+    rows: Any
+    partitions: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.offsets[-1]
+
+    def halves(self, cut: Callable[[Any, int, int], Any]) -> tuple[Piece, Piece]:
+        """Two pieces with half of the rows each; ``cut(rows, start, stop)`` takes some."""
+        middle, end = len(self) // 2, len(self)
+        first = tuple(min(offset, middle) for offset in self.offsets)
+        second = tuple(max(offset - middle, 0) for offset in self.offsets)
+        return (
+            Piece(cut(self.rows, 0, middle), self.partitions, first),
+            Piece(cut(self.rows, middle, end), self.partitions, second),
+        )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed piece: its block in a pool, and what is needed to read it."""
+
+    block: Block
+    header: bytes
+
+
+class Table(Protocol):
+    """A dataframe library, on a device."""
+
+    name: str
+
+    @property
+    def device(self) -> Device: ...
+
+    def split(
+        self,
+        frame: Frame,
+        column: str,
+        groups: Sequence[Sequence[int]],
+        npartitions: int,
+        *,
+        drop_column: bool,
+        ignore_index: bool,
+    ) -> list[Piece | None]:
+        """Cut ``frame`` into a piece for each group of output partitions.
+
+        Parameters
+        ----------
+        column
+            Holds the output partition of each row, from 0 to ``npartitions - 1``.
+        groups
+            The output partitions of each owner. Rows for a partition in no group are
+            dropped.
+        drop_column, ignore_index
+            Whether ``column`` and the index are left behind.
+
+        Returns
+        -------
+        list
+            As long as ``groups``; None where there are no rows.
+        """
+        ...
+
+    def cut(self, rows: Any, start: int, stop: int) -> Any:
+        """Some rows of ``Piece.rows``."""
+        ...
+
+    def pack(self, piece: Piece, allocate: Callable[[int], Block]) -> Packed:
+        """Write a piece into one block, complete on return.
+
+        Raises
+        ------
+        PoolFull
+            From ``allocate``.
+        """
+        ...
+
+    def assemble(
+        self,
+        parts: Sequence[tuple[bytes, Buffer, int, int]],
+        meta: Frame,
+        *,
+        ignore_index: bool,
+    ) -> Frame:
+        """Concatenate rows ``start`` to ``stop`` of packed ``(header, buffer, start, stop)``.
+
+        The result shares no memory with the buffers. ``meta`` is the result where there
+        are no rows.
+        """
+        ...
+
+
+def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
+    """The backend that understands ``frame``.
+
+    Parameters
+    ----------
+    frame
+        A partition, or the empty frame that describes one.
+    devices
+        Finds the device of this worker by its kind.
+
+    Raises
+    ------
+    TypeError
+        When no backend does.
+    """
+    library = type(frame).__module__.partition(".")[0]
+    if library == "cudf":
+        from dask_gpurt.table.cudf import CudfTable
+
+        return CudfTable(devices("cuda"))
+    if library == "pandas":
+        from dask_gpurt.table.pandas import PandasTable
+
+        return PandasTable(devices("host"))
+    raise TypeError(f"partitions of type {type(frame).__qualname__} can not be shuffled: pandas and cudf frames can")
