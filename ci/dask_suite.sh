@@ -5,8 +5,9 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+packages=$(python -c "import dask, os; print(os.path.dirname(os.path.dirname(dask.__file__)))")
 cd "$scratch"
 
-PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -c /dev/null --rootdir "$scratch" \
-    -p no:cacheprovider -p dask_suite_plugin --timeout 60 -W ignore "$@" \
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -c /dev/null --rootdir "$packages" \
+    -p no:cacheprovider -p dask_suite_plugin --timeout 60 -W ignore -rs "$@" \
     --pyargs dask.dataframe.dask_expr.tests.test_shuffle dask.dataframe.tests.test_shuffle
