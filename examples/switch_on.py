@@ -1,0 +1,44 @@
+"""The ways to switch the runtime on; existing Dask code follows without a change."""
+
+from __future__ import annotations
+
+import dask
+import pandas as pd
+from dask.dataframe import from_pandas
+from distributed import Client
+
+import dask_gpurt
+
+
+def count_by_customer() -> pd.DataFrame:
+    """Existing code: it neither knows nor imports the runtime."""
+    orders = pd.DataFrame({"customer": [i % 7 for i in range(1000)], "item": range(1000)})
+    frame = from_pandas(orders, npartitions=4).shuffle("customer")
+    counts: pd.DataFrame = frame.groupby("customer").count().compute()
+    return counts.sort_index()
+
+
+def by_config() -> pd.DataFrame:
+    """Set it before the client is made; a yaml file or DASK_GPURT__ENABLED=true does the same."""
+    with (
+        dask.config.set({"gpurt.enabled": True}),
+        Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client,
+    ):
+        print("by config:", "on" if dask_gpurt.is_enabled(client) else "off")
+        return count_by_customer()
+
+
+def in_code() -> pd.DataFrame:
+    """Switch it on for a client that runs already, and off again."""
+    with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
+        dask_gpurt.enable(client)
+        counts = count_by_customer()
+        rows = dask_gpurt.report(client)["counters"]["shuffle.rows"]
+        print(f"in code: {rows:,} rows shuffled by the runtime")
+        dask_gpurt.disable(client)
+        return counts
+
+
+if __name__ == "__main__":
+    pd.testing.assert_frame_equal(by_config(), in_code())
+    print("the same result both ways")
