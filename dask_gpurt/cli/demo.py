@@ -22,10 +22,10 @@ import click
 import dask
 import dask.dataframe as dd
 import pandas as pd
-from dask.utils import format_bytes
 from distributed import Client, LocalCluster, wait
 from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -72,11 +72,11 @@ class Outcome:
 
 OPERATIONS = (
     Operation(
-        "flights with weather",
+        "flights, weather",
         lambda f: f.flights.merge(f.weather, on=["origin", "time_hour"], how="left", **f.merge_options),
     ),
     Operation(
-        "flights with planes, airlines",
+        "flights, planes, airlines",
         lambda f: f.flights.merge(f.planes, on="tailnum", **f.merge_options).merge(f.airlines, on="carrier"),
     ),
     Operation(
@@ -90,12 +90,12 @@ OPERATIONS = (
         lambda f: f.flights.groupby("carrier", sort=False).agg({"air_time": "sum"}, **f.groupby_options),
     ),
     Operation(
-        "planes per carrier (nunique)",
+        "nunique planes by carrier",
         lambda f: f.flights.groupby("carrier", sort=False)["tailnum"].nunique(**f.groupby_options),
     ),
     Operation("set_index(time_hour)", lambda f: f.flights.set_index("time_hour"), ordered_by="time_hour"),
     Operation(
-        "sort_values(dep_delay), nulls",
+        "sort_values(dep_delay)",
         lambda f: f.flights.sort_values("dep_delay"),
         ordered_by="dep_delay",
     ),
@@ -219,6 +219,8 @@ def local_cluster(
             "threads_per_worker": 1,
             "protocol": protocol,
             "dashboard_address": None,
+            # Any free port will do for the scheduler's HTTP server; its default may be taken.
+            "scheduler_kwargs": {"dashboard_address": ":0"},
         }
         if backend == "cudf":
             cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
@@ -393,32 +395,35 @@ def _as_table(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
 def print_results(results: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Print the closing table of the demo."""
     console = Console()
-    paths = sorted({path for outcome in outcomes for path, size in outcome.bytes.items() if size})
-    table = Table(title=f"{results['data']}, {results['backend']}, {results['workers']} workers: seconds")
-    table.add_column("operation")
-    table.add_column("rows", justify="right")
-    for method in results["methods"]:
-        table.add_column(method, justify="right", style="bold" if method == "gpurt" else "")
-    for path in paths:
-        table.add_column(f"moved: {path}", justify="right")
-    table.add_column("equal to pandas")
-    for outcome in outcomes:
-        table.add_row(
-            outcome.name,
-            f"{outcome.rows:,}",
-            *(_median(outcome.seconds[method]) for method in results["methods"]),
-            *(format_bytes(outcome.bytes.get(path, 0)) for path in paths),
-            "[red]✗ " + ", ".join(outcome.errors)
-            if outcome.errors
-            else "[green]✓ " + ", ".join(outcome.checks),
-        )
-    console.print(table)
+    console.print(f"{results['data']}, {results['backend']}, {results['workers']} workers")
+    console.print(_results_table(outcomes, results["methods"]))
     for outcome in outcomes:
         for method, error in outcome.errors.items():
             console.print(f"{outcome.name}, {method}: {error}", style="red", markup=False)
     for method, ratio in results["speedups"].items():
         console.print(f"gpurt against {method}: {ratio:.2f} times as fast (geometric mean)")
     console.print(f"Report: {results['report']} ({results['elapsed']:.0f} s in all)", soft_wrap=True)
+
+
+def _results_table(outcomes: Sequence[Outcome], methods: Sequence[str]) -> Table:
+    paths = sorted({path for outcome in outcomes for path, size in outcome.bytes.items() if size})
+    caption = "Seconds by method; MiB that gpurt read by path; results equal to those of pandas"
+    table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("operation", no_wrap=True)
+    for heading in ("rows", *methods, *paths):
+        style = "bold" if heading == "gpurt" else ""
+        table.add_column(heading.replace("-", "-\n"), justify="right", style=style, no_wrap=True)
+    table.add_column("equal", no_wrap=True)
+    for outcome in outcomes:
+        passed = f"{sum(outcome.checks.values())} of {len(outcome.checks)}"
+        table.add_row(
+            outcome.name,
+            f"{outcome.rows:,}",
+            *(_median(outcome.seconds[method]) for method in methods),
+            *(f"{outcome.bytes.get(path, 0) / 2**20:.1f}" for path in paths),
+            f"[red]✗ {passed}" if outcome.errors else f"[green]✓ {passed}",
+        )
+    return table
 
 
 def _median(timings: Sequence[float]) -> str:

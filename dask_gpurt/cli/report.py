@@ -229,7 +229,8 @@ PAGE = """\
 :root { color-scheme: light dark; --ink: #1b2230; --soft: #5c677a; --line: #e3e8ef; --page: #f6f8fb;
   --card: #fff; --gpurt: #7c5cfc; --tasks: #8fa3bf; --p2p: #c4cedb; --good: #1a8754; --bad: #c9304a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8ecf3; --soft: #98a4b8; --line: #2c3444;
-  --page: #12161e; --card: #1a2029; --gpurt: #9b82ff; --tasks: #6f83a3; --p2p: #475469; --good: #4cc38a; --bad: #ff6b81; } }
+  --page: #12161e; --card: #1a2029; --gpurt: #9b82ff; --tasks: #6f83a3; --p2p: #475469;
+  --good: #4cc38a; --bad: #ff6b81; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 900px; margin: 0 auto; padding: 40px 20px 60px; }
