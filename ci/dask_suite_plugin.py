@@ -128,7 +128,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{test}: {why}")
     runs = config.stash.get(_runs, 0)
     terminalreporter.write_line(
-        f"{runs} shuffles went through the runtime"
+        f"{runs} shuffle runs went through the runtime, summed over the workers"
         + ("" if runs else ": these tests have shown nothing about it"),
         green=bool(runs),
         red=not runs,
