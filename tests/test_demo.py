@@ -12,7 +12,15 @@ from xml.dom import minidom
 import pandas as pd
 import pytest
 
-from dask_gpurt.cli.demo import OPERATIONS, Outcome, canonical, check, choose_methods, print_results
+from dask_gpurt.cli.demo import (
+    OPERATIONS,
+    Outcome,
+    all_passed,
+    canonical,
+    check,
+    choose_methods,
+    print_results,
+)
 from dask_gpurt.cli.report import render_report, speedups
 
 ROOT = Path(__file__).parent.parent
@@ -85,14 +93,22 @@ def test_demo_refuses_an_unknown_method() -> None:
 
 
 def test_check_sees_a_wrong_value_a_lost_row_and_disorder() -> None:
-    expected = pd.DataFrame({"key": [1, 2, 3], "value": [0.5, None, 2.0]})
+    expected = pd.DataFrame({"key": [1, 2, 3], "value": [0.5, float("nan"), 2.0]})
     check(expected.iloc[[2, 0, 1]], canonical(expected), ordered_by=None)
     with pytest.raises(AssertionError):
-        check(expected.assign(value=[0.5, None, 2.5]), canonical(expected), ordered_by=None)
+        check(expected.assign(value=[0.5, float("nan"), 2.5]), canonical(expected), ordered_by=None)
     with pytest.raises(AssertionError):
         check(expected.iloc[:2], canonical(expected), ordered_by=None)
     with pytest.raises(AssertionError):
         check(expected.iloc[[2, 0, 1]], canonical(expected), ordered_by="key")
+
+
+def test_a_wrong_or_missing_result_of_the_runtime_fails_the_demo() -> None:
+    good = Outcome("a", 1, {}, checks={"gpurt": True, "p2p": True})
+    assert all_passed([good], ["gpurt", "p2p"])
+    assert all_passed([Outcome("a", 1, {}, checks={"gpurt": True}, errors={"p2p": "x"})], ["gpurt", "p2p"])
+    assert not all_passed([good, Outcome("b", 1, {}, checks={"p2p": True})], ["gpurt", "p2p"])
+    assert not all_passed([Outcome("b", 1, {}, checks={"gpurt": True, "p2p": False})], ["gpurt", "p2p"])
 
 
 def test_methods_are_split_and_speedups_are_geometric_means() -> None:

