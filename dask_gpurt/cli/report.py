@@ -106,7 +106,7 @@ def render_report(results: Mapping[str, Any]) -> str:
         A whole HTML page.
     """
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page.filters["bytes"] = format_bytes
+    page.filters.update(bytes=format_bytes, seconds="{:.3f}".format)
     return page.from_string(PAGE).render(
         run=results,
         tiles=_tiles(results),
@@ -329,7 +329,7 @@ Shorter is better.</p>
 <tr><td>{{ operation.name }}</td><td>{{ "{:,}".format(operation.rows) }}</td>
 {% for method in run.methods %}
 {% if operation.seconds[method] %}
-<td>{{ operation.seconds[method]|map("round", 3)|join(", ") }} s</td>
+<td>{{ operation.seconds[method]|map("seconds")|join(", ") }} s</td>
 {% else %}
 <td class="bad">failed</td>
 {% endif %}
