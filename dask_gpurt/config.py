@@ -25,6 +25,7 @@ __all__ = [
     "ShuffleSettings",
     "Size",
     "load",
+    "load_over",
     "problems",
 ]
 
@@ -345,6 +346,33 @@ def load(config: Mapping[str, Any] | None = None) -> Settings:
     if settings is None:
         raise ConfigError(found[0])
     return settings
+
+
+def load_over(base: Mapping[str, Any]) -> Settings:
+    """Return the settings of this process, and ``base`` for what it has left at the defaults.
+
+    Parameters
+    ----------
+    base
+        The section ``gpurt`` of another process's configuration.
+
+    Raises
+    ------
+    ConfigError
+        As :func:`load`.
+    """
+
+    def set_here(own: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+        changed = {}
+        for name, value in own.items():
+            if isinstance(value, Mapping) and isinstance(default.get(name), Mapping):
+                changed[name] = set_here(value, default[name])
+            elif name not in default or value != default[name]:
+                changed[name] = value
+        return changed
+
+    own = dask.config.get("gpurt", {})
+    return load({"gpurt": dask.config.merge(base, set_here(own, _DEFAULTS["gpurt"]))})
 
 
 def problems(config: Mapping[str, Any] | None = None) -> list[str]:

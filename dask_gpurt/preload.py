@@ -14,6 +14,11 @@ logger = logging.getLogger("dask_gpurt")
 
 async def dask_setup(server: Any) -> None:
     """Switch the runtime on where the configuration says so."""
+    import dask
+
+    # Where nobody has asked for the runtime, this hook costs a dictionary look-up.
+    if not dask.config.get("gpurt", None):
+        return
     from dask_gpurt import config
 
     if any(config.problems()):

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 
 import pytest
+from clusters import Library, cluster
+from distributed import Client
 
 
 def cuda_devices() -> int:
@@ -30,3 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu and not cuda_devices():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+@pytest.fixture(scope="session", params=["pandas", pytest.param("cudf", marks=pytest.mark.gpu)])
+def library(request: pytest.FixtureRequest) -> Library:
+    """Each of the two libraries in turn: the behaviour is the same."""
+    return Library(request.param)
+
+
+@pytest.fixture(scope="session")
+def client(library: Library) -> Iterator[Client]:
+    """A cluster of two processes with the runtime on, shared by all tests that leave it as it is."""
+    with cluster(library.name) as client:
+        yield client

@@ -20,10 +20,19 @@ class GpurtShuffle(P2PShuffle):  # type: ignore[misc]
     @functools.cached_property
     def _meta(self) -> Any:
         meta = self.frame._meta.drop(columns=self.partitioning_index)
-        return meta.reset_index(drop=True) if self.ignore_index else meta
+        return meta.reset_index(drop=True) if self._drops_index else meta
+
+    @property
+    def _drops_index(self) -> bool:
+        """Whether the index stays behind: in ``set_index``, which replaces it anyway.
+
+        Where the user asks for it, Dask's description of the result still has the index, and
+        like Dask's p2p we keep to that.
+        """
+        return bool(self.ignore_index) and self.original_partitioning_index is None
 
     def _layer(self) -> dict[Any, Any]:
-        layer = _with_our_spec(super()._layer(), ignore_index=bool(self.ignore_index))
+        layer = _with_our_spec(super()._layer(), ignore_index=self._drops_index)
         if _computes_targets(self.frame, self.partitioning_index):
             for task in [task for task in layer.values() if task.func.__name__ == "_shuffle_transfer"]:
                 (producer,) = task.dependencies
@@ -35,7 +44,24 @@ class GpurtHashJoin(HashJoinP2P):  # type: ignore[misc]
     """A join that shuffles both sides through the runtime and joins as it unpacks."""
 
     def _layer(self) -> dict[Any, Any]:
-        return _with_our_spec(super()._layer(), ignore_index=False)
+        whole = _WholeHashJoin(*self.operands)
+        layer = _with_our_spec(whole._layer(), ignore_index=False)
+        for index, partition in enumerate(self._partitions):
+            task = layer.pop((whole._name, partition))
+            key = (self._name, index)
+            layer[key] = Task(key, task.func, *task.args, **task.kwargs)
+        return layer
+
+
+class _WholeHashJoin(HashJoinP2P):  # type: ignore[misc]
+    """Hashes to all partitions of the join, also where only some of them are wanted.
+
+    Dask's own takes the number of wanted ones, and so gives other rows.
+    """
+
+    @property
+    def npartitions(self) -> int:
+        return int(self._npartitions)
 
 
 def _with_our_spec(layer: dict[Any, Any], *, ignore_index: bool) -> dict[Any, Any]:

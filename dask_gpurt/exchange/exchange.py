@@ -152,11 +152,6 @@ class Exchange:
         path = await self.offload(paths.choose, device, reply["ticket"], self.settings.exchange.paths)
         return paths.fallback_noted(path, self.metrics.fallback)
 
-    def forget_peer(self, peer: str) -> None:
-        """A worker has left: what was known of the way to it is void."""
-        for known in [key for key in self._paths if key[0] == peer]:
-            self._paths.pop(known)
-
     async def connect_all(self) -> None:
         """Find out the paths to all workers of the cluster."""
         identity = await self.worker.scheduler.identity(n_workers=-1)
@@ -173,9 +168,9 @@ class Exchange:
     def describe_paths(self) -> dict[str, dict[str, Any]]:
         """The paths found out so far, by peer."""
         return {
-            peer: {"device": kind, **task.result().describe()}
+            peer: {"device": kind, **path.describe()}
             for (peer, kind), task in self._paths.items()
-            if task.done() and not task.cancelled() and not task.exception()
+            if (path := _result(task))
         }
 
     # ---- reading ---------------------------------------------------------------------
@@ -191,7 +186,7 @@ class Exchange:
         path = await self.path(shard.producer, shard.device)
         parcel = Parcel(run, shard, path, self.device(shard.device), self.landing, self._release_soon)
         self._parcels[shard.producer].add(parcel)
-        self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes)
+        self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes + len(shard.header))
         self.metrics.add(f"exchange.shards.{path.name}")
         pressed = self.worker.loop.time() - self._asked.get(shard.producer, -IDLE) < 1.0
         if pressed or not path.in_place:
@@ -358,8 +353,17 @@ class Exchange:
             raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
-    def trim(self) -> None:
-        """Give idle memory back to the system. Blocks."""
+    async def keep_house(self) -> None:
+        """Now and then: give idle memory back, here and of workers that have left."""
+        peers = {peer for peer, _ in self._paths} - {self.worker.address}
+        gone = await self.worker.scheduler.gpurt_gone(peers=list(peers)) if peers else []
+        left = [self._paths.pop(key) for key in list(self._paths) if key[0] in gone]
+        await self.offload(self._give_back, [path for task in left if (path := _result(task))])
+
+    def _give_back(self, unused: list[Path]) -> None:
+        for path in unused:
+            if path.mapping is not None:
+                path.mapping.close()
         for outbox in self._outboxes.values():
             if not outbox.pool.used:
                 outbox.pool.trim()
@@ -371,10 +375,15 @@ class Exchange:
             self.worker.handlers.pop(f"gpurt_{name}", None)
         self.executor.shutdown(cancel_futures=True)
         for task in self._paths.values():
-            if task.done() and not task.cancelled() and not task.exception() and task.result().mapping:
-                task.result().mapping.close()
+            if (path := _result(task)) and path.mapping is not None:
+                path.mapping.close()
         for outbox in self._outboxes.values():
             outbox.pool.close()
         self.landing.close()
         for device in self.devices.values():
             device.close()
+
+
+def _result(task: asyncio.Task[Path]) -> Path | None:
+    """The path that was found, if one was."""
+    return task.result() if task.done() and not task.cancelled() and not task.exception() else None

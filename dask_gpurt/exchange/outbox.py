@@ -62,6 +62,13 @@ class Outbox:
         self._metrics.peak("exchange.pool.peak", self.pool.used)
         return block
 
+    def give_back(self, block: Block) -> None:
+        """Free a block that was never published."""
+        with self._changed:
+            self.pool.free(block)
+            self.freed += 1
+            self._changed.notify_all()
+
     def publish(self, run: RunKey, owner: str, block: Block) -> int:
         """Hand a block over to ``owner``; returns the id by which it is released."""
         with self._changed:

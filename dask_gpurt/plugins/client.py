@@ -81,7 +81,7 @@ def report(client: Client | None = None, *, connect: bool = False) -> Any:
 
 async def activate(client: Client) -> None:
     """Switch on; a coroutine, for preload hooks."""
-    plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt")))
+    plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})))
     try:
         await client._register_scheduler_plugin(plugin, NAME, idempotent=True)
     except ModuleNotFoundError as error:

@@ -50,6 +50,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.metrics = Metrics()
         self._replace(scheduler.extensions["shuffle"])
         scheduler.handlers["gpurt_report"] = self.report
+        scheduler.handlers["gpurt_gone"] = self.gone
         scheduler.handlers["gpurt_disable"] = self.stop
         replies = await scheduler.register_worker_plugin(None, dumps(GpurtWorkerPlugin(self.given)), NAME, idempotent=False)
         failed = {worker: reply for worker, reply in replies.items() if reply.get("status") == "error"}
@@ -63,16 +64,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         for name in _REPLACED:
             scheduler.extensions["shuffle"].__dict__.pop(name, None)
         scheduler.extensions.pop(NAME, None)
-        for handler in ("gpurt_report", "gpurt_disable"):
+        for handler in ("gpurt_report", "gpurt_gone", "gpurt_disable"):
             scheduler.handlers.pop(handler, None)
         if NAME in scheduler.worker_plugins:
             await scheduler.unregister_worker_plugin(None, NAME)
         if NAME in scheduler.plugins:
             scheduler.remove_plugin(NAME)
-
-    def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
-        message = [{"op": "gpurt-peer-left", "peer": worker}]
-        scheduler.send_all({}, {address: message for address in scheduler.workers if address != worker})
 
     # ---- Dask's p2p extension ----------------------------------------------------------
 
@@ -110,7 +107,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             if partition in worker_for and task.state in ("released", "waiting"):
                 extension._set_restriction(task, worker_for[partition])
 
-    # ---- what the client asks ------------------------------------------------------------
+    # ---- what workers and clients ask ------------------------------------------------
+
+    def gone(self, peers: list[str]) -> list[str]:
+        """Handler: which of these workers have left."""
+        return [peer for peer in peers if peer not in self.scheduler.workers]
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handler: the whole picture, for ``doctor`` and for people.

@@ -14,6 +14,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.table.protocol import import_backends, warm_up
 
 NAME = "gpurt"
 
@@ -40,21 +41,21 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.metrics = Metrics()
         self.exchange = await asyncio.to_thread(Exchange, worker, settings, self.metrics)
         worker.handlers["gpurt_report"] = self.report
-        worker.stream_handlers["gpurt-peer-left"] = self.exchange.forget_peer
-        self._trim = PeriodicCallback(self._give_back_idle_memory, IDLE * 1000)
-        self._trim.start()
+        self._housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
+        self._housekeeping.start()
         prometheus.register(worker.address, self.metrics)
         try:
+            import_backends(self.exchange.devices)
             await self.exchange.warm_up()
+            worker._ongoing_background_tasks.call_soon(self.exchange.offload, warm_up, self.exchange.devices)
         except Exception:
             await self.teardown(worker)
             raise
 
     async def teardown(self, worker: Any) -> None:
-        self._trim.stop()
+        self._housekeeping.stop()
         prometheus.unregister(worker.address)
         worker.handlers.pop("gpurt_report", None)
-        worker.stream_handlers.pop("gpurt-peer-left", None)
         await asyncio.to_thread(self.exchange.close)
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
@@ -75,6 +76,3 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "problems": config.problems(),
             **self.metrics.snapshot(),
         }
-
-    async def _give_back_idle_memory(self) -> None:
-        await self.exchange.offload(self.exchange.trim)

@@ -53,6 +53,8 @@ class Producer:
         """
         table = backend_for(frame, self.exchange.device)
         self._validate(frame, source)
+        if tuple(frame.columns) != self.spec.columns:
+            frame = frame[list(self.spec.columns)]
         outbox = self.exchange.outbox(table.device.kind)
         metrics = self.exchange.metrics
         metrics.add("shuffle.rows", len(frame))
@@ -112,7 +114,7 @@ class Producer:
             seen = outbox.freed
             try:
                 with self.exchange.metrics.seconds("shuffle.seconds.packing"):
-                    return table.pack(piece, outbox.allocate)
+                    return table.pack(piece, outbox)
             except PoolFull as full:
                 outbox.wait_for_room(full.nbytes, seen, self._check)
 

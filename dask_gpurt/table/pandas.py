@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from dask.dataframe.core import _concat
 
-from dask_gpurt.device import Block, Device
+from dask_gpurt.device import Device
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.protocol import Buffer
-from dask_gpurt.table.protocol import Packed, Piece
+from dask_gpurt.table.protocol import Packed, Piece, Room
 
 #: Smaller arrays (labels, above all) travel inside the header.
 _INLINE = 4096
@@ -65,7 +65,7 @@ class PandasTable:
     def cut(self, rows: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
         return rows.iloc[start:stop].copy()
 
-    def pack(self, piece: Piece, allocate: Callable[[int], Block]) -> Packed:
+    def pack(self, piece: Piece, room: Room) -> Packed:
         arrays: list[np.ndarray] = []
 
         def out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -80,7 +80,7 @@ class PandasTable:
         for array in arrays:
             spans.append((end, end + array.nbytes))
             end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        block = allocate(end)
+        block = room.allocate(end)
         for array, (start, stop) in zip(arrays, spans, strict=True):
             np.copyto(block.buffer[start:stop], array)
         return Packed(block, pickle.dumps((body, spans)))
@@ -99,11 +99,10 @@ class PandasTable:
             rows = pickle.loads(body, buffers=[lease[a:b] for a, b in spans])
             frames.append(rows.iloc[start:stop])
             del lease, rows
-        if len(frames) == 1:
-            result = frames[0].reset_index(drop=True) if ignore_index else frames[0].copy()
-        else:
-            result = _concat(frames, ignore_index)
+        result = frames[0].copy() if len(frames) == 1 else _concat(frames, ignore_index)
         del frames
+        if ignore_index:
+            result.index = pd.RangeIndex(len(result))
         # Categories, labels or Arrow chunks may still be views; those are copied now.
         return _own(result) if any(lease() is not None for lease in leases) else result
 

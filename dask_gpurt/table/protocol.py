@@ -6,7 +6,8 @@ reads pieces back out of such buffers and puts an output partition together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +57,18 @@ class Packed:
     header: bytes
 
 
+class Room(Protocol):
+    """Where pieces are packed."""
+
+    def allocate(self, nbytes: int) -> Block:
+        """Cut a block; raises PoolFull."""
+        ...
+
+    def give_back(self, block: Block) -> None:
+        """Free a block that was not used after all."""
+        ...
+
+
 class Table(Protocol):
     """A dataframe library, on a device."""
 
@@ -97,13 +110,13 @@ class Table(Protocol):
         """Some rows of ``Piece.rows``."""
         ...
 
-    def pack(self, piece: Piece, allocate: Callable[[int], Block]) -> Packed:
+    def pack(self, piece: Piece, room: Room) -> Packed:
         """Write a piece into one block, complete on return.
 
         Raises
         ------
         PoolFull
-            From ``allocate``.
+            When ``room`` has no block of the size.
         """
         ...
 
@@ -147,3 +160,31 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
 
         return PandasTable(devices("host"))
     raise TypeError(f"partitions of type {type(frame).__qualname__} can not be shuffled: pandas and cudf frames can")
+
+
+def import_backends(devices: Mapping[str, Device]) -> None:
+    """Import the libraries of all devices at once.
+
+    Dask's and cudf's modules import each other in circles: a first import on two threads at
+    the same time fails now and then, so it is done before there is a second one.
+    """
+    import dask_gpurt.table.pandas
+
+    if "cuda" in devices:
+        with contextlib.suppress(ImportError):
+            import dask_cudf  # noqa: F401
+        import dask_gpurt.table.cudf  # noqa: F401
+
+
+def warm_up(devices: Mapping[str, Device]) -> None:
+    """Load what the first shuffle on a GPU would otherwise wait for. Blocks.
+
+    Parameters
+    ----------
+    devices
+        Those of this worker, by kind.
+    """
+    if "cuda" in devices:
+        from dask_gpurt.table.cudf import CudfTable
+
+        CudfTable(devices["cuda"]).warm_up()

@@ -1,0 +1,193 @@
+"""A GPU as a device: a pool is one cudaMalloc that peers map by CUDA IPC.
+
+Memory of the user's allocator may not be mappable (asynchronous and managed pools are
+not), so the pool is our own. Copies run on streams of the highest priority, one for each
+thread; a copy from a mapped peer is done by the copy engines and costs no SM.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+import rmm
+from cuda.bindings.runtime import cudaDeviceGetStreamPriorityRange
+from cupy.cuda import runtime
+from cupy.cuda.runtime import CUDARuntimeError
+from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
+
+from dask_gpurt.device.arena import Arena
+from dask_gpurt.device.host import host_id
+from dask_gpurt.device.protocol import Block, Buffer, Mapping, MappingError, Pool, PoolFull, Ticket
+
+
+@dataclass(frozen=True)
+class DeviceSpan:
+    """``size`` bytes of device memory from ``ptr``; keeps ``owner`` alive."""
+
+    ptr: int
+    size: int
+    owner: Any
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.ptr, False), "version": 3, "strides": None}
+
+
+class CudaMapping:
+    """The pool of a peer on the same host, mapped by CUDA IPC."""
+
+    def __init__(self, handle: bytes):
+        self._base = runtime.ipcOpenMemHandle(handle)
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        return DeviceSpan(self._base + offset, nbytes, self)
+
+    def close(self) -> None:
+        if self._base:
+            runtime.ipcCloseMemHandle(self._base)
+            self._base = 0
+
+
+class CudaPool:
+    """Device memory of a fixed size, cut into blocks."""
+
+    def __init__(self, nbytes: int):
+        self._arena = Arena(nbytes)
+        self._lock = threading.Lock()
+        self._base = runtime.malloc(self._arena.capacity)
+
+    @property
+    def capacity(self) -> int:
+        return self._arena.capacity
+
+    @property
+    def used(self) -> int:
+        return self._arena.used
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        return DeviceSpan(self._base + offset, nbytes, self)
+
+    def ticket(self) -> Ticket:
+        return {
+            "host": host_id(),
+            "pid": os.getpid(),
+            "handle": bytes(runtime.ipcGetMemHandle(self._base)),
+            "nbytes": self.capacity,
+        }
+
+    def allocate(self, nbytes: int) -> Block:
+        with self._lock:
+            offset = self._arena.allocate(nbytes)
+        if offset is None:
+            raise PoolFull(nbytes)
+        return Block(offset, nbytes, self.view(offset, nbytes))
+
+    def free(self, block: Block) -> None:
+        with self._lock:
+            self._arena.free(block.offset)
+
+    def trim(self) -> None:
+        pass  # one allocation, mapped by peers: it stays
+
+    def close(self) -> None:
+        if self._base:
+            runtime.free(self._base)
+            self._base = 0
+
+
+class CudaDevice:
+    """The GPU that this process uses, as CUDA's current device on construction."""
+
+    kind = "cuda"
+    shared_path = "cuda-ipc"
+    #: Kernels that read a peer's memory would hold SMs for as long as the link takes.
+    reads_in_place = False
+
+    def __init__(self) -> None:
+        self.index = runtime.getDevice()
+        self._streams = threading.local()
+
+    def stream(self) -> tuple[Stream, Any]:
+        """This thread's communication stream, for rmm and libcudf, and for cupy."""
+        if not hasattr(self._streams, "pair"):
+            runtime.setDevice(self.index)
+            _, _least, greatest = cudaDeviceGetStreamPriorityRange()
+            stream = cupy.cuda.Stream(non_blocking=True, priority=greatest)
+            self._streams.pair = Stream(stream), stream
+        return self._streams.pair  # type: ignore[no-any-return]
+
+    def after_compute(self) -> tuple[Stream, Any]:
+        """The communication stream, ordered behind what the user's stream was given so far."""
+        pair = self.stream()
+        pair[1].wait_event(self.compute_event())
+        return pair
+
+    def compute_event(self) -> Any:
+        """An event behind what the user's stream was given so far."""
+        event = cupy.cuda.Event(block=True, disable_timing=True)
+        runtime.eventRecord(event.ptr, DEFAULT_STREAM.__cuda_stream__()[1])
+        return event
+
+    def describe(self) -> dict[str, Any]:
+        runtime.setDevice(self.index)
+        properties = runtime.getDeviceProperties(self.index)
+        free, total = self.memory()
+        return {
+            "kind": self.kind,
+            "name": properties["name"].decode(),
+            "uuid": properties["uuid"].hex(),
+            "compute_capability": f"{properties['major']}.{properties['minor']}",
+            "memory": total,
+            "memory_free": free,
+            "allocator": type(rmm.mr.get_current_device_resource()).__name__,
+        }
+
+    def memory(self) -> tuple[int, int]:
+        runtime.setDevice(self.index)
+        free, total = runtime.memGetInfo()
+        return int(free), int(total)
+
+    def create_pool(self, nbytes: int) -> Pool:
+        runtime.setDevice(self.index)
+        return CudaPool(nbytes)
+
+    def map(self, ticket: Ticket) -> Mapping:
+        if ticket["host"] != host_id():
+            raise MappingError("on another host")
+        if ticket["pid"] == os.getpid():
+            raise MappingError("CUDA IPC does not work within one process")
+        runtime.setDevice(self.index)
+        try:
+            return CudaMapping(ticket["handle"])
+        except CUDARuntimeError as error:
+            raise MappingError(f"CUDA IPC: {error}") from error
+
+    def land(self, source: Buffer) -> Buffer:
+        stream, raw = self.stream()
+        buffer = rmm.DeviceBuffer(size=source.size, stream=stream)
+        runtime.memcpyAsync(buffer.ptr, source.ptr, source.size, runtime.memcpyDefault, raw.ptr)
+        raw.synchronize()
+        return buffer
+
+    def to_host(self, source: Buffer) -> memoryview:
+        _, raw = self.stream()
+        data = np.empty(source.size, np.uint8)
+        runtime.memcpyAsync(data.ctypes.data, source.ptr, source.size, runtime.memcpyDefault, raw.ptr)
+        raw.synchronize()
+        return memoryview(data)
+
+    def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
+        stream, raw = self.stream()
+        data = np.frombuffer(source, np.uint8)
+        buffer = rmm.DeviceBuffer(size=data.nbytes, stream=stream)
+        runtime.memcpyAsync(buffer.ptr, data.ctypes.data, data.nbytes, runtime.memcpyDefault, raw.ptr)
+        raw.synchronize()
+        return buffer
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,192 @@
+"""cudf partitions, packed by libcudf's contiguous split.
+
+Splitting and packing run on the communication stream, behind the user's work. Outputs are
+put together on the user's stream, since that is the stream their memory is freed on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cudf
+import pylibcudf as plc
+import rmm
+from cudf.core.column import ColumnBase
+from cudf.core.column.utils import access_columns
+from dask.dataframe.core import _concat
+from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+from dask_gpurt.device import Block, Pool, PoolFull
+from dask_gpurt.device.cuda import CudaDevice
+from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.table.protocol import Packed, Piece, Room
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Columns without their names, and the header that brings the names and dtypes back."""
+
+    table: plc.Table
+    header: bytes
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """What a ``plc.Table`` does not know of the frame it was."""
+
+    columns: tuple[Any, ...]
+    #: None where the index was left behind.
+    index: tuple[Any, ...] | None
+    dtypes: tuple[Any, ...]
+
+    def frame(self, table: plc.Table, like: cudf.DataFrame) -> cudf.DataFrame:
+        columns = [
+            ColumnBase.create(column, dtype) for column, dtype in zip(table.columns(), self.dtypes, strict=True)
+        ]
+        return like._from_columns_like_self(columns, self.columns, self.index)
+
+
+class CudfTable:
+    """cudf frames in the memory of one GPU."""
+
+    name = "cudf"
+
+    def __init__(self, device: CudaDevice):
+        self.device = device
+
+    def split(
+        self,
+        frame: cudf.DataFrame,
+        column: str,
+        groups: Sequence[Sequence[int]],
+        npartitions: int,
+        *,
+        drop_column: bool,
+        ignore_index: bool,
+    ) -> list[Piece | None]:
+        targets = frame[column]._column
+        if targets.dtype.kind not in "iu":
+            targets = targets.astype("int32")
+        if drop_column:
+            frame = frame.drop(columns=column)
+        index = [] if ignore_index and frame._columns else list(frame.index._columns)
+        columns = [*index, *frame._columns]
+        schema = _Schema(
+            tuple(frame._column_names),
+            tuple(frame._index_names) if index else None,
+            tuple(c.dtype for c in columns),
+        )
+        header = pickle.dumps(schema)
+        stream, raw = self.device.after_compute()
+        with access_columns(*columns, targets, mode="read", scope="internal") as accessed:
+            *kept, where = (c.plc_column for c in accessed)
+            table, offsets = plc.partitioning.partition(plc.Table(kept), where, npartitions, stream=stream)
+            ends = [*list(offsets)[1:npartitions], table.num_rows()]
+            raw.synchronize()
+        ends = [ends[p] if p < len(ends) else table.num_rows() for p in range(npartitions)]
+        return [self._piece(table, header, partitions, ends) for partitions in groups]
+
+    def _piece(self, table: plc.Table, header: bytes, partitions: Sequence[int], ends: list[int]) -> Piece | None:
+        spans = [(ends[p - 1] if p else 0, ends[p]) for p in partitions]
+        offsets = [0]
+        for start, stop in spans:
+            offsets.append(offsets[-1] + stop - start)
+        if not offsets[-1]:
+            return None
+        stream, _ = self.device.stream()
+        if all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False)):
+            (rows,) = plc.copying.slice(table, [spans[0][0], spans[-1][1]], stream=stream)
+        else:
+            cuts = [edge for span in spans for edge in span]
+            rows = plc.concatenate.concatenate(plc.copying.slice(table, cuts, stream=stream), stream=stream)
+        return Piece(_Rows(rows, header), tuple(partitions), tuple(offsets))
+
+    def cut(self, rows: _Rows, start: int, stop: int) -> _Rows:
+        stream, _ = self.device.stream()
+        (part,) = plc.copying.slice(rows.table, [start, stop], stream=stream)
+        return _Rows(part, rows.header)
+
+    def pack(self, piece: Piece, room: Room) -> Packed:
+        stream, raw = self.device.stream()
+        blocks: dict[int, Block] = {}
+        full: list[PoolFull] = []
+
+        def take(nbytes: int, _stream: Any) -> int:
+            try:
+                block = room.allocate(nbytes)
+            except PoolFull as error:
+                full.append(error)  # libcudf turns every exception into one of its own
+                raise MemoryError from error
+            blocks[block.buffer.ptr] = block
+            return int(block.buffer.ptr)
+
+        def drop(ptr: int, _nbytes: int, _stream: Any) -> None:
+            if ptr in blocks:
+                room.give_back(blocks.pop(ptr))
+
+        memory = rmm.mr.CallbackMemoryResource(take, drop)
+        try:
+            metadata, data = plc.contiguous_split.pack(piece.rows.table, stream=stream, mr=memory).release()
+        except MemoryError:
+            if full:
+                raise full[0] from None
+            raise
+        raw.synchronize()
+        # The block is ours from here on; libcudf gives back what else it took.
+        block = blocks.pop(data.ptr) if len(data) else room.allocate(0)
+        del data
+        return Packed(block, pickle.dumps((bytes(metadata), piece.rows.header)))
+
+    def assemble(
+        self, parts: Sequence[tuple[bytes, Buffer, int, int]], meta: cudf.DataFrame, *, ignore_index: bool
+    ) -> cudf.DataFrame:
+        if not parts:
+            return meta.copy()
+        tables, headers = [], []
+        for packed, buffer, start, stop in parts:
+            metadata, header = pickle.loads(packed)
+            table = plc.contiguous_split.unpack_from_memoryviews(
+                memoryview(metadata), plc.gpumemoryview(buffer), stream=DEFAULT_STREAM
+            )
+            tables.append(plc.copying.slice(table, [start, stop], stream=DEFAULT_STREAM)[0])
+            headers.append(header)
+        if len(set(headers)) == 1:
+            result = pickle.loads(headers[0]).frame(_concatenated(tables), meta)
+        else:  # categories differ, or types do: cudf knows how to bring them together
+            frames = [
+                pickle.loads(header).frame(_concatenated([table]), meta)
+                for header, table in zip(headers, tables, strict=True)
+            ]
+            result = _concat(frames, ignore_index)
+        # The buffers may go once the user's stream has come this far; only this waits for it.
+        self.device.compute_event().synchronize()
+        return result
+
+    def warm_up(self) -> None:
+        """Load the kernels that every shuffle needs; libcudf would load them on first use."""
+        frame = cudf.DataFrame({"_partitions": [0, 1], "a": [0, 1], "b": [0.0, 1.0]})
+        pool = self.device.create_pool(1 << 16)
+        for piece in self.split(frame, "_partitions", [[0, 1]], 2, drop_column=True, ignore_index=False):
+            assert piece is not None
+            packed = self.pack(piece, _Spare(pool))
+            part = (packed.header, packed.block.buffer, 0, 1)
+            self.assemble([part, part], frame[["a", "b"]], ignore_index=False)
+        pool.close()
+
+
+class _Spare:
+    """Room in a pool of its own."""
+
+    def __init__(self, pool: Pool):
+        self.allocate, self.give_back = pool.allocate, pool.free
+
+
+def _concatenated(tables: list[plc.Table]) -> plc.Table:
+    """One table, never a view of what it was made from."""
+    if len(tables) == 1:
+        empty = plc.copying.slice(tables[0], [0, 0], stream=DEFAULT_STREAM)[0]
+        tables = [tables[0], empty]
+    return plc.concatenate.concatenate(tables, stream=DEFAULT_STREAM)

@@ -1,0 +1,104 @@
+"""Real clusters for the tests, and the two libraries that partitions may belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+from distributed import Client, LocalCluster, wait
+
+import dask_gpurt
+
+QUICK = {
+    "distributed.worker.memory.terminate": False,
+    "distributed.comm.timeouts.connect": "5s",
+    "distributed.scheduler.allowed-failures": 20,
+}
+
+
+@contextlib.contextmanager
+def cluster(backend: str = "pandas", workers: int = 2, **settings: Any) -> Iterator[Client]:
+    """A cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
+    nested = {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
+    with dask.config.set({**QUICK, **nested}), _local(backend, workers) as local, Client(local) as client:
+        dask_gpurt.enable(client)
+        try:
+            yield client
+        finally:
+            with contextlib.suppress(OSError):
+                dask_gpurt.disable(client)
+
+
+def _local(backend: str, workers: int) -> Any:
+    options = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": ":0"}
+    if backend == "cudf":
+        from conftest import cuda_devices
+
+        if cuda_devices() >= workers:
+            from dask_cuda import LocalCUDACluster
+
+            return LocalCUDACluster(protocol=os.environ.get("GPURT_TEST_PROTOCOL", "tcp"), **options)
+    return LocalCluster(processes=True, **options)
+
+
+@dataclass
+class Library:
+    """pandas or cudf."""
+
+    name: str
+
+    def frame(self, frame: pd.DataFrame) -> Any:
+        if self.name == "pandas":
+            return frame
+        import cudf
+
+        return cudf.from_pandas(frame)
+
+    def collection(self, parts: list[pd.DataFrame]) -> Any:
+        """A collection with these partitions, on the workers."""
+        frames = [dask.delayed(self.frame)(part) for part in parts]
+        return dd.from_delayed(frames, meta=self.frame(parts[0].iloc[:0]), verify_meta=False).persist()
+
+
+def partitions(collection: Any) -> list[pd.DataFrame]:
+    """The partitions of a collection, as pandas frames."""
+    done = collection.persist()
+    wait(done)
+    frames = dask.compute(*(dask.delayed(_to_pandas)(part) for part in done.to_delayed()))
+    return list(frames)
+
+
+def _to_pandas(frame: Any) -> Any:
+    return frame.to_pandas() if hasattr(frame, "to_pandas") else frame
+
+
+def canonical(frame: Any) -> Any:
+    """The same rows in an order that does not depend on how they came."""
+    table = frame.to_frame("value") if frame.ndim == 1 else frame
+    named = table.reset_index()
+    rows = [repr(row) for row in named.itertuples(index=False, name=None)]
+    return named.iloc[sorted(range(len(rows)), key=rows.__getitem__)].reset_index(drop=True)
+
+
+def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool) -> None:
+    """Partition by partition the same rows."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        if not in_order:
+            mine, other = canonical(mine), canonical(other)
+        if not len(mine) and not len(other):
+            assert list(getattr(mine, "columns", ())) == list(getattr(other, "columns", ()))
+            continue
+        compare = pd.testing.assert_series_equal if mine.ndim == 1 else pd.testing.assert_frame_equal
+        compare(mine, other, check_categorical=False)
+
+
+def counters(client: Client) -> dict[str, float]:
+    """The runtime's counters, summed over the cluster."""
+    return dict(dask_gpurt.report(client)["counters"])
