@@ -27,6 +27,7 @@ __all__ = [
     "load",
     "load_over",
     "problems",
+    "set_here",
 ]
 
 #: The ways that a shard may take from worker to worker.
@@ -362,17 +363,22 @@ def load_over(base: Mapping[str, Any]) -> Settings:
         As :func:`load`.
     """
 
-    def set_here(own: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-        changed = {}
+    return load({"gpurt": dask.config.merge(base, set_here())})
+
+
+def set_here() -> dict[str, Any]:
+    """Return what of the section ``gpurt`` this process has not left at the defaults."""
+
+    def changed(own: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
         for name, value in own.items():
             if isinstance(value, Mapping) and isinstance(default.get(name), Mapping):
-                changed[name] = set_here(value, default[name])
+                found[name] = changed(value, default[name])
             elif name not in default or value != default[name]:
-                changed[name] = value
-        return changed
+                found[name] = value
+        return found
 
-    own = dask.config.get("gpurt", {})
-    return load({"gpurt": dask.config.merge(base, set_here(own, _DEFAULTS["gpurt"]))})
+    return changed(dask.config.get("gpurt", None) or {}, _DEFAULTS["gpurt"])
 
 
 def problems(config: Mapping[str, Any] | None = None) -> list[str]:

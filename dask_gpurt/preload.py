@@ -16,8 +16,9 @@ async def dask_setup(server: Any) -> None:
     """Switch the runtime on where the configuration says so."""
     import dask
 
-    # Where nobody has asked for the runtime, this hook costs a dictionary look-up.
-    if not dask.config.get("gpurt", None):
+    named = dask.config.get("dataframe.shuffle.method", None) == "gpurt"
+    # Where nobody has asked for the runtime, this hook costs two dictionary look-ups.
+    if not named and not dask.config.get("gpurt", None):
         return
     from dask_gpurt import config
 
@@ -26,6 +27,11 @@ async def dask_setup(server: Any) -> None:
         logger.error("the runtime stays off: %s", "; ".join(config.problems()))
     elif config.load().enabled:
         await activate(server)
+    elif named:
+        # To Dask the method would be an unknown one, where now Dask's default serves.
+        from dask_gpurt.plugins import client
+
+        client.teach_method()
 
 
 async def activate(server: Any) -> None:
@@ -46,21 +52,26 @@ async def activate(server: Any) -> None:
         await server.register_scheduler_plugin(scheduler.GpurtSchedulerPlugin(settings), idempotent=True)
     elif isinstance(server, Client):
         await client.activate(server)
-    elif isinstance(server, Worker):
+    elif isinstance(server, (Worker, Nanny)):
+        # Workers of dask-cuda do not read distributed.worker.preload, their nannies do read their own list.
         await _activate_through(server, scheduler.GpurtSchedulerPlugin(settings))
-    elif not isinstance(server, Nanny):
+    else:
         raise TypeError(f"dask_gpurt can not be preloaded into a {type(server).__qualname__}")
 
 
 async def _activate_through(worker: Any, plugin: Any) -> None:
-    """A worker that was started with the flag switches its scheduler on, and so its peers."""
+    """A worker or nanny that was started with the flag switches its scheduler on, and so its peers."""
     from distributed.protocol.pickle import dumps
+
+    from dask_gpurt.config import ConfigError
 
     try:
         await worker.scheduler.register_scheduler_plugin(plugin=dumps(plugin), name="gpurt", idempotent=True)
+    except ConfigError:
+        raise
     except (ImportError, ValueError) as error:
         raise RuntimeError(
-            f"the scheduler at {worker.scheduler.address} can not load dask_gpurt ({error}), so shuffles stay "
-            "Dask's own: install the same version of dask-gpurt there, and check that its "
+            f"the scheduler at {worker.scheduler.address} can not load dask_gpurt ({error}), so shuffles "
+            "stay Dask's own: install the same version of dask-gpurt there, and check that its "
             "distributed.scheduler.pickle is true"
         ) from error

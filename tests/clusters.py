@@ -78,20 +78,20 @@ def _to_pandas(frame: Any) -> Any:
     return frame.to_pandas() if hasattr(frame, "to_pandas") else frame
 
 
-def canonical(frame: Any) -> Any:
+def canonical(frame: Any, *, index: bool = True) -> Any:
     """The same rows in an order that does not depend on how they came."""
     table = frame.to_frame("value") if frame.ndim == 1 else frame
-    named = table.reset_index()
+    named = table.reset_index(drop=not index)
     rows = [repr(row) for row in named.itertuples(index=False, name=None)]
     return named.iloc[sorted(range(len(rows)), key=rows.__getitem__)].reset_index(drop=True)
 
 
-def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool) -> None:
-    """Partition by partition the same rows."""
+def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool, index: bool = True) -> None:
+    """Partition by partition the same rows; without ``index``, whatever numbers they have."""
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         if not in_order:
-            mine, other = canonical(mine), canonical(other)
+            mine, other = canonical(mine, index=index), canonical(other, index=index)
         if not len(mine) and not len(other):
             assert list(getattr(mine, "columns", ())) == list(getattr(other, "columns", ()))
             continue

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterator
 
@@ -24,6 +25,8 @@ def cuda_devices() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Dask says at this level that a shuffle begins and ends.
+    logging.getLogger("distributed.shuffle._scheduler_plugin").setLevel(logging.ERROR)
     if os.environ.get("GPURT_REQUIRE_GPU") == "1" and not cuda_devices():
         raise pytest.UsageError("GPURT_REQUIRE_GPU=1 is set, but there is no CUDA device")
 

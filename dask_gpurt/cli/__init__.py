@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+# Dask adds the group under its own name, not under that of the entry point.
+@click.group("gpurt", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dask-gpurt")
 def main() -> None:
     """A runtime for Dask on GPU clusters: see what it does, and what it could do here."""

@@ -201,6 +201,7 @@ class Exchange:
         nbytes = parcel.shard.nbytes
         await self._limiter.wait_for_available()
         self._limiter.increase(nbytes)
+        self.metrics.peak("exchange.inflight.peak", self._limiter._acquired)
         try:
             if parcel.path.mapping is None:
                 await self._pull_by_comm(parcel)

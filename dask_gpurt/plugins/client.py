@@ -91,8 +91,13 @@ async def activate(client: Client) -> None:
         ) from error
     with _lock:
         _enabled.add(client)
-        install(is_enabled)
+        teach_method()
         _choose_method()
+
+
+def teach_method() -> None:
+    """Make "gpurt" a method that Dask knows; clients without the runtime get Dask's default by it."""
+    install(is_enabled)
 
 
 async def _deactivate(client: Client) -> None:

@@ -1,0 +1,228 @@
+"""Workers that are lost, that come, and shuffles that can not go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from clusters import Library, assert_same_partitions, cluster, counters, partitions
+from distributed import Client, Event, Variable, get_worker, wait
+
+PARTS, ROWS = 8, 5_000
+
+
+def frames() -> list[pd.DataFrame]:
+    random = np.random.default_rng(7)
+    return [pd.DataFrame({"key": random.integers(0, 99, ROWS), "row": np.arange(ROWS) + p * ROWS}) for p in range(PARTS)]
+
+
+def build(library: Library, slow: Callable[[Any, int], Any] | None = None) -> Any:
+    """A collection whose partitions are made by the tasks that the shuffle needs."""
+    import dask.dataframe as dd
+
+    parts = frames()
+
+    def make(i: int) -> Any:
+        frame = library.frame(parts[i])
+        return slow(frame, i) if slow else frame
+
+    return dd.from_map(make, range(PARTS), meta=library.frame(parts[0].iloc[:0]))
+
+
+def expected(outputs: int) -> list[pd.DataFrame]:
+    """What ``tasks`` gives, on this process."""
+    import dask.dataframe as dd
+
+    collection = dd.concat([dd.from_pandas(frame, npartitions=1) for frame in frames()])
+    with dask.config.set(scheduler="sync", **{"dataframe.shuffle.method": "tasks"}):
+        shuffled = collection.shuffle("key", npartitions=outputs)
+        return [shuffled.partitions[i].compute() for i in range(outputs)]
+
+
+def assert_right(shuffled: Any) -> None:
+    assert_same_partitions(partitions(shuffled), expected(shuffled.npartitions), in_order=False, index=False)
+
+
+@pytest.fixture
+def own(library: Library) -> Iterator[Client]:
+    """A cluster of three that a test may damage."""
+    with cluster(library.name, workers=3) as client:
+        yield client
+
+
+def kill(client: Client, address: str) -> None:
+    pid = client.run(os.getpid, workers=[address])[address]
+    os.kill(pid, signal.SIGKILL)
+
+
+def waits_at(event: str, part: int) -> Callable[[Any, int], Any]:
+    """Makes one partition wait for an event, and say where it does."""
+
+    def slow(frame: Any, i: int) -> Any:
+        if i == part and not Event(event).is_set():
+            Variable(f"{event}-worker").set(get_worker().address)
+            Event(f"{event}-reached").set()
+            Event(event).wait(timeout=60)
+        return frame
+
+    return slow
+
+
+def test_a_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    kill(own, Variable("go-worker", client=own).get())
+    Event("go", client=own).set()
+    assert_right(out)
+
+
+def test_another_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    busy = Variable("go-worker", client=own).get()
+    kill(own, next(w for w in own.scheduler_info(n_workers=-1)["workers"] if w != busy))
+    Event("go", client=own).set()
+    assert_right(out)
+
+
+def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> None:
+    """The worker that runs the barrier dies in it, once."""
+
+    def install(dask_worker: Any) -> None:
+        from dask_gpurt.shuffle.run import ShuffleRun
+
+        original = ShuffleRun.barrier
+
+        async def barrier(self: Any, run_ids: Any) -> int:
+            if self.run_id == min(run_ids) and not await Event("died"):
+                await Event("died").set()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return await original(self, run_ids)
+
+        ShuffleRun.barrier = barrier
+
+    def die_once(dask_worker: Any) -> None:
+        from dask_gpurt.shuffle import run
+
+        inputs_done = run.ShuffleRun.inputs_done
+        state = {"first": True}
+
+        async def dying(self: Any) -> None:
+            if state.pop("first", False):
+                os.kill(os.getpid(), signal.SIGKILL)
+            await inputs_done(self)
+
+        run.ShuffleRun.inputs_done = dying
+
+    del install
+    victim = next(iter(own.scheduler_info(n_workers=-1)["workers"]))
+    own.run(die_once, workers=[victim])
+    assert_right(build(library).shuffle("key").persist())
+
+
+def test_a_worker_is_killed_during_unpack(own: Client, library: Library) -> None:
+    def slow(frame: Any, partition_info: Any = None) -> Any:
+        if partition_info and partition_info["number"] == 2 and not Event("unpack").is_set():
+            Variable("unpack-worker").set(get_worker().address)
+            Event("unpack-reached").set()
+            Event("unpack").wait(timeout=60)
+        return frame
+
+    shuffled = build(library).shuffle("key")
+    out = shuffled.map_partitions(slow, meta=shuffled._meta).persist()
+    Event("unpack-reached", client=own).wait(timeout=60)
+    kill(own, Variable("unpack-worker", client=own).get())
+    Event("unpack", client=own).set()
+    assert_right(out)
+
+
+def test_a_worker_is_killed_after_the_shuffle(own: Client, library: Library) -> None:
+    out = build(library).shuffle("key").persist()
+    wait(out)
+    kill(own, next(iter(own.scheduler_info(n_workers=-1)["workers"])))
+    assert_right(out)
+
+
+def test_a_worker_joins_during_transfer(own: Client, library: Library) -> None:
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    if not hasattr(own.cluster, "scale") or library.name == "cudf":
+        pytest.skip("LocalCUDACluster can not grow beyond the GPUs there are")
+    own.cluster.scale(4)
+    own.wait_for_workers(4, timeout=60)
+    Event("go", client=own).set()
+    assert_right(out)
+    assert_right(build(library).shuffle("key", npartitions=12))
+
+
+def test_a_merge_survives_the_loss_of_a_worker(own: Client, library: Library) -> None:
+    left = build(library, waits_at("go", PARTS - 1))
+    out = left.merge(build(library).rename(columns={"row": "other"}), on="key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    kill(own, Variable("go-worker", client=own).get())
+    Event("go", client=own).set()
+    rows = pd.concat(frames())
+    assert len(out) == len(rows.merge(rows, on="key"))
+
+
+def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: Library) -> None:
+    def flaky(frame: Any, partition_info: Any = None) -> Any:
+        if partition_info and not Event(f"tried-{partition_info['number']}").is_set():
+            Event(f"tried-{partition_info['number']}").set()
+            raise ValueError("not yet")
+        return frame
+
+    shuffled = build(library).shuffle("key")
+    with dask.annotate(retries=3):
+        out = shuffled.map_partitions(flaky, meta=shuffled._meta).persist(retries=3)
+    assert_right(out)
+
+
+def test_outputs_that_were_let_go_are_made_again(own: Client, library: Library) -> None:
+    shuffled = build(library).shuffle("key").persist()
+    wait(shuffled)
+    counts = shuffled.map_partitions(len).compute()
+    del shuffled
+    assert sum(counts) == PARTS * ROWS
+    assert_right(build(library).shuffle("key"))
+
+
+def test_after_too_many_losses_the_shuffle_says_so(library: Library) -> None:
+    def lose(frame: Any, i: int) -> Any:
+        # After some were added, so that a run has begun.
+        if i == PARTS - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return frame
+
+    with cluster(library.name, workers=2, shuffle__retries=1) as client:
+        out = build(library, lose).shuffle("key").persist()
+        with pytest.raises(Exception, match=r"gpurt\.shuffle\.retries|KilledWorker|while trying to run") as caught:
+            out.compute()
+        assert "retries" in str(caught.value) or "KilledWorker" in type(caught.value).__name__
+        assert client.submit(lambda: 1).result() == 1
+
+
+def test_nothing_is_left_behind(library: Library) -> None:
+    """Shared memory has no names that a killed worker could leave; its bytes go with it."""
+    before = set(os.listdir("/dev/shm"))
+
+    def free() -> int:
+        shm = os.statvfs("/dev/shm")
+        return shm.f_bavail * shm.f_frsize
+
+    room = free()
+    with cluster(library.name, workers=2) as client:
+        out = build(library).shuffle("key").persist()
+        wait(out)
+        assert counters(client)["shuffle.runs"]
+        kill(client, next(iter(client.scheduler_info(n_workers=-1)["workers"])))
+        assert_right(out)
+        del out
+    assert set(os.listdir("/dev/shm")) <= before
+    assert free() >= room - 2**20
