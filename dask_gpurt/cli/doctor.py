@@ -30,8 +30,8 @@ HOOK = "dask_gpurt.preload"
 #: The processes that may switch the runtime on when they start.
 HOOKED = ("client", "scheduler", "worker", "nanny")
 DEADLOCK = (
-    "before Python 3.12 Dask's own set_index can deadlock where client and scheduler share a process, as with "
-    "LocalCluster: functools.cached_property has one lock for a whole class there. Python 3.12 has none"
+    "before Python 3.12 Dask's own set_index can deadlock where client and scheduler share a process, as "
+    "with LocalCluster: functools.cached_property has one lock for a whole class there. Python 3.12 has none"
 )
 
 
@@ -119,13 +119,11 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool) -
     takeover
         Whether the cluster serves Dask's own ``p2p`` shuffles too.
     """
-    ours = "gpurt" if enabled else "p2p"
-    method = method or ours
-    if runs and enabled and method == "gpurt":
+    if runs and enabled and method in (None, "gpurt"):
         return "through the runtime"
-    if runs and takeover and method in ("p2p", "gpurt"):
-        return "p2p, which the runtime takes over"
-    return f"Dask's own {'default' if method == 'gpurt' else method}"
+    if runs and takeover and method in (None, "gpurt", "p2p"):
+        return "by p2p, which the runtime takes over"
+    return f"by Dask's own {'default' if method in (None, 'gpurt') else method}"
 
 
 # ---- this machine --------------------------------------------------------------------
@@ -171,7 +169,7 @@ def _examine_machine() -> dict[str, Any]:
         "devices": {kind: device.describe() for kind, device in devices.items()},
         "memory": {kind: device.memory() for kind, device in devices.items()},
         "tables": ["pandas"] if missing else ["pandas", "cudf"],
-        "missing": {"cuda": missing, "cudf": missing} if missing else {},
+        "missing": {"cuda": missing} if missing else {},
         "paths": sorted(
             {*(device.shared_path for device in devices.values()), "comms"}.intersection(allowed)
         ),
@@ -278,9 +276,9 @@ def _problems_of_workers(cluster: Mapping[str, Any] | None) -> Iterator[str]:
 
 def _ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> Iterator[str]:
     enabled, method, changed = settings["enabled"], settings["method"], settings["changed"]
-    if enabled and method not in (None, "gpurt"):
+    if (enabled or (cluster and cluster["enabled"])) and method not in (None, "gpurt"):
         yield (
-            f"'gpurt.enabled' is true, but 'dataframe.shuffle.method' is {method!r}: "
+            f"the runtime is on, but 'dataframe.shuffle.method' is {method!r}: "
             f"shuffles go {settings['shuffles']}"
         )
     if enabled and any(settings["hooks"].values()):
@@ -359,13 +357,9 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         state = f"on, takeover {_yaml(cluster['takeover'])}" if cluster["enabled"] else "off"
         yield "Cluster", f"{cluster['address']}, {cluster['workers']} workers: the runtime is {state}"
     yield "Method", f"{settings['method'] or 'not set'}: shuffles go {settings['shuffles']}"
-    yield (
-        "Devices",
-        ", ".join([*machine["devices"], *(f"no {kind}" for kind in machine["missing"] if kind == "cuda")]),
-    )
+    missing = [f"no {what}: {reason}" for what, reason in machine["missing"].items()]
+    yield "Devices", "; ".join([*machine["devices"], *missing])
     yield "Tables", ", ".join(machine["tables"])
-    for what, reason in machine["missing"].items():
-        yield f"No {what}", reason
     shm = machine["shm"]
     yield SHM, f"{format_bytes(shm['free'])} free of {format_bytes(shm['total'])}"
     if cluster is None or not cluster["enabled"]:
@@ -376,11 +370,13 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "Path",
             f"{link['count']} times {link['path']}" + (f": {link['reason']}" if link["reason"] else ""),
         )
-    for address, pools in cluster["pools"].items():
-        used = (
-            f"{kind} {format_bytes(p['used'])} of {format_bytes(p['capacity'])}" for kind, p in pools.items()
+    for kind in sorted({kind for pools in cluster["pools"].values() for kind in pools}):
+        pools = [found[kind] for found in cluster["pools"].values() if kind in found]
+        used, capacity = (sum(pool[what] for pool in pools) for what in ("used", "capacity"))
+        yield (
+            "Pools",
+            f"{kind}: {format_bytes(used)} of {format_bytes(capacity)} used, on {len(pools)} workers",
         )
-        yield "Pool", f"{address}: {', '.join(used)}"
     for fallback in cluster["fallbacks"]:
         yield "Fell back", f"{fallback['count']} times, {fallback['what']}: {fallback['reason']}"
     if not cluster["fallbacks"]:
