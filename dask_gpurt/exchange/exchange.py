@@ -7,6 +7,7 @@ Coroutines run on the worker's event loop; everything that copies runs on the th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections import defaultdict
@@ -143,6 +144,8 @@ class Exchange:
             outbox = await self.offload(self.outbox, kind)
             return Path(paths.LOCAL, outbox.pool, True)
         reply = await self.worker.rpc(peer).gpurt_ticket(kind=kind)
+        if reply is None:  # Dask's answer to an operation that it does not know
+            raise PeerError(f"the runtime is not on at worker {peer}: call dask_gpurt.enable(client) again")
         if reply["version"] != __version__:
             raise PeerError(
                 f"worker {peer} runs dask_gpurt {reply['version']}, worker {self.worker.address} runs "
@@ -257,10 +260,8 @@ class Exchange:
         if producer == self.worker.address:
             self.release(kind=kind, shards=shards)
             return
-        try:
+        with contextlib.suppress(OSError):  # then the producer is gone, and its pool with it
             await self.worker.rpc(producer).gpurt_release(kind=kind, shards=shards)
-        except OSError:
-            pass  # the producer is gone, and its pool with it
 
     def discard(self, parcels: Iterable[Parcel]) -> None:
         """Let go of parcels that nobody will read any more. Blocks while they are read."""
@@ -339,7 +340,8 @@ class Exchange:
     async def forget(self, producer: str, run: list[Any]) -> None:
         """Handler: a producer ends a run; returns when nothing of it is being read."""
         key = (run[0], run[1])
-        await self.offload(self.discard, [p for p in self._parcels[producer] if p.run == key])
+        with contextlib.suppress(ExchangeClosed):
+            await self.offload(self.discard, [p for p in self._parcels[producer] if p.run == key])
 
     # ---- life ------------------------------------------------------------------------
 

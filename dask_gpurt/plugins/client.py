@@ -48,6 +48,9 @@ def disable(client: Client | None = None) -> Any:
         The current one if not given. With an asynchronous client, await the result.
     """
     client = client or default_client()
+    _leave(client)
+    if client.status == "closed" and not client.asynchronous:
+        return None  # its loop has ended
     return client.sync(_deactivate, client)
 
 
@@ -100,13 +103,16 @@ def teach_method() -> None:
     install(is_enabled)
 
 
-async def _deactivate(client: Client) -> None:
+def _leave(client: Client) -> None:
     with _lock:
         _enabled.discard(client)
         if not _enabled:
             uninstall()
             _give_method_back()
-    if await _is_on(client):
+
+
+async def _deactivate(client: Client) -> None:
+    if client.status != "closed" and await _is_on(client):
         await client.scheduler.gpurt_disable()
 
 
