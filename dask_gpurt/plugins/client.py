@@ -8,7 +8,6 @@ from weakref import WeakSet
 
 import dask
 from distributed import Client, default_client
-from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config
 from dask_gpurt._version import __version__
@@ -89,8 +88,8 @@ async def activate(client: Client) -> None:
         await client._register_scheduler_plugin(plugin, NAME, idempotent=True)
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            f"the scheduler at {client.scheduler.address} can not load dask_gpurt ({error}): install dask-gpurt "
-            f"{__version__} there and on all workers"
+            f"the scheduler at {_scheduler(client).address} can not load dask_gpurt ({error}): install "
+            f"dask-gpurt {__version__} there and on all workers"
         ) from error
     with _lock:
         _enabled.add(client)
@@ -113,13 +112,17 @@ def _leave(client: Client) -> None:
 
 async def _deactivate(client: Client) -> None:
     if client.status != "closed" and await _is_on(client):
-        await client.scheduler.gpurt_disable()
+        await _scheduler(client).gpurt_disable()
 
 
 async def _report(client: Client, connect: bool) -> dict[str, Any]:
     if not await _is_on(client):
         return {"enabled": False, "counters": {}, "fallbacks": {}, "workers": {}}
-    return await client.scheduler.gpurt_report(connect=connect)  # type: ignore[no-any-return]
+    return await _scheduler(client).gpurt_report(connect=connect)  # type: ignore[no-any-return]
+
+
+def _scheduler(client: Client) -> Any:
+    return client.scheduler  # untyped, since Dask does not know our handlers
 
 
 async def _is_on(client: Client) -> bool:

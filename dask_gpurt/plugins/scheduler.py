@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed import SchedulerPlugin
+from distributed.core import clean_exception
 from distributed.protocol.pickle import dumps
+from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from distributed.shuffle._core import barrier_key
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
@@ -52,11 +54,13 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         scheduler.handlers["gpurt_report"] = self.report
         scheduler.handlers["gpurt_gone"] = self.gone
         scheduler.handlers["gpurt_disable"] = self.stop
-        replies = await scheduler.register_worker_plugin(None, dumps(GpurtWorkerPlugin(self.given)), NAME, idempotent=False)
-        failed = {worker: reply for worker, reply in replies.items() if reply.get("status") == "error"}
+        replies = await scheduler.register_worker_plugin(
+            None, dumps(GpurtWorkerPlugin(self.given)), NAME, idempotent=False
+        )
+        failed = [reply for reply in replies.values() if reply["status"] == "error"]
         if failed:
             await self.stop()
-            raise next(iter(failed.values()))["exception"]
+            raise _exception_of(failed[0])
 
     async def stop(self) -> None:
         """Handler: give Dask back as shipped, on the scheduler and on all workers."""
@@ -96,8 +100,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         runs = len(extension._shuffles.get(shuffle_id, ()))
         if runs > self.settings.shuffle.retries:
             raise P2PConsistencyError(
-                f"shuffle {shuffle_id} was given up after {runs} runs: each lost a worker or was inconsistent. "
-                f"The workers' logs say which; 'gpurt.shuffle.retries' is {self.settings.shuffle.retries}"
+                f"shuffle {shuffle_id} is given up after {runs} runs: all lost a worker or disagreed, "
+                f"the workers' logs say which. 'gpurt.shuffle.retries' is {self.settings.shuffle.retries}"
             )
 
     def _send_outputs_to_owners(self, extension: Any, shuffle_id: Any, worker_for: dict[int, str]) -> None:
@@ -124,8 +128,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         replies = await self.scheduler.broadcast(
             msg={"op": "gpurt_report", "connect": connect}, on_error="return"
         )
-        workers = {
-            worker: reply if isinstance(reply, dict) else {"error": str(reply)} for worker, reply in replies.items()
+        workers: dict[str, dict[str, Any]] = {
+            worker: reply if isinstance(reply, dict) else {"error": str(reply)}
+            for worker, reply in replies.items()
         }
         own = self.metrics.snapshot()
         counters: dict[str, float] = dict(own["counters"])
@@ -140,3 +145,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "fallbacks": own["fallbacks"],
             "workers": workers,
         }
+
+
+def _exception_of(reply: Mapping[str, Any]) -> BaseException:
+    """What a worker has raised; a scheduler does not unpack what passes through it."""
+    packed = reply["exception"]
+    if isinstance(packed, Serialize):  # of a worker in this process
+        packed = packed.data
+    elif isinstance(packed, Serialized):
+        packed = deserialize(packed.header, packed.frames)
+    _, error, _ = clean_exception(packed)
+    return error or RuntimeError(reply["exception_text"])
