@@ -88,7 +88,7 @@ def examine(client: Client | None = None) -> dict[str, Any]:
         effect; ``notes``.
     """
     cluster = None if client is None else _examine_cluster(client)
-    settings, machine, versions = _examine_settings(), _examine_machine(), _installed()
+    settings, machine, versions = _examine_settings(client), _examine_machine(), _installed()
     runs = cluster["enabled"] if cluster else settings["enabled"]
     takeover = cluster["takeover"] if cluster and runs else settings["takeover"]
     settings["shuffles"] = shuffles_go(settings["method"], runs, settings["enabled"], takeover)
@@ -129,14 +129,15 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool) -
 # ---- this machine --------------------------------------------------------------------
 
 
-def _examine_settings() -> dict[str, Any]:
+def _examine_settings(client: Client | None) -> dict[str, Any]:
     try:
         settings = config.load()
-        enabled, takeover = settings.enabled, settings.takeover
+        configured, takeover = settings.enabled, settings.takeover
     except config.ConfigError:
-        enabled = takeover = False
+        configured = takeover = False
     return {
-        "enabled": enabled,
+        "configured": configured,
+        "enabled": configured or dask_gpurt.is_enabled(client) or dask_gpurt.is_enabled(),
         "takeover": takeover,
         "method": dask.config.get("dataframe.shuffle.method", None),
         "changed": dict(_flat(config.set_here(), "gpurt")),
@@ -243,7 +244,7 @@ def _count_fallbacks(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
 
 def _problems(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> Iterator[str]:
     yield from config.problems()
-    if settings["enabled"]:
+    if settings["configured"]:
         if not any(settings["hooks"].values()):
             yield (
                 f"'gpurt.enabled' is true, but no preload list of Dask has {HOOK!r}, so nothing reads it: "
@@ -252,7 +253,7 @@ def _problems(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> Iterat
             )
         if not dask.config.get("distributed.scheduler.pickle", True):
             yield "'distributed.scheduler.pickle' is false: without it the runtime can not be switched on"
-    elif settings["method"] == "gpurt":
+    elif settings["method"] == "gpurt" and not settings["enabled"]:
         yield (
             "'dataframe.shuffle.method' is 'gpurt' while 'gpurt.enabled' is false: leave it out, the runtime "
             "chooses it by itself; without a client Dask does not know the method"
@@ -281,7 +282,7 @@ def _ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> 
             f"the runtime is on, but 'dataframe.shuffle.method' is {method!r}: "
             f"shuffles go {settings['shuffles']}"
         )
-    if enabled and any(settings["hooks"].values()):
+    if settings["configured"] and any(settings["hooks"].values()):
         for where, there in settings["hooks"].items():
             if not there:
                 yield (
@@ -352,7 +353,7 @@ def print_facts(facts: Mapping[str, Any]) -> None:
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings, machine, cluster = facts["settings"], facts["machine"], facts["cluster"]
     yield "Versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    yield "gpurt.enabled", f"{_yaml(settings['enabled'])} in this configuration"
+    yield "gpurt.enabled", f"{_yaml(settings['configured'])} in this configuration"
     if cluster:
         state = f"on, takeover {_yaml(cluster['takeover'])}" if cluster["enabled"] else "off"
         yield "Cluster", f"{cluster['address']}, {cluster['workers']} workers: the runtime is {state}"
