@@ -127,6 +127,7 @@ def test_a_key_that_does_not_exist_gets_dasks_own_error(on: Client) -> None:
     assert_shuffles(on, ours=True)
 
 
+@pytest.mark.filterwarnings("ignore:Merging dataframes with merge column data type:UserWarning")
 def test_duplicate_column_names_get_the_error_of_tasks(on: Client) -> None:
     twice = dd.from_pandas(pd.concat([FRAME, FRAME[["value"]]], axis=1), npartitions=3)
     once = dd.from_pandas(FRAME, npartitions=3)
