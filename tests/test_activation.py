@@ -253,6 +253,17 @@ def test_a_method_that_the_user_has_chosen_stays(local: LocalCluster, plain: Cli
         assert dask.config.get("dataframe.shuffle.method") == "tasks"
 
 
+def test_a_cluster_is_switched_off_for_all_its_clients(local: LocalCluster, plain: Client) -> None:
+    before = state(local)
+    with Client(local, set_as_default=False) as other:
+        dask_gpurt.enable(plain)
+        dask_gpurt.enable(other)
+        dask_gpurt.disable(other)
+        assert not dask_gpurt.is_enabled(plain)
+        assert shuffle_runs(plain) == 0
+    assert state(local) == before
+
+
 def test_of_two_clients_one_is_switched_off(local: LocalCluster, plain: Client) -> None:
     before = state(local)
     with (

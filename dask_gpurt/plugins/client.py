@@ -88,7 +88,7 @@ async def activate(client: Client) -> None:
         await client._register_scheduler_plugin(plugin, NAME, idempotent=True)
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            f"the scheduler at {_scheduler(client).address} can not load dask_gpurt ({error}): install "
+            f"the scheduler at {_address(client)} can not load dask_gpurt ({error}): install "
             f"dask-gpurt {__version__} there and on all workers"
         ) from error
     with _lock:
@@ -104,7 +104,10 @@ def teach_method() -> None:
 
 def _leave(client: Client) -> None:
     with _lock:
-        _enabled.discard(client)
+        # The cluster is switched off, so other clients of it can not go on either.
+        for other in list(_enabled):
+            if other is client or _address(other) == _address(client) is not None:
+                _enabled.discard(other)
         if not _enabled:
             uninstall()
             _give_method_back()
@@ -123,6 +126,10 @@ async def _report(client: Client, connect: bool) -> dict[str, Any]:
 
 def _scheduler(client: Client) -> Any:
     return client.scheduler  # untyped, since Dask does not know our handlers
+
+
+def _address(client: Client) -> str | None:
+    return getattr(client.scheduler, "address", None)  # None once it is closed
 
 
 async def _is_on(client: Client) -> bool:
