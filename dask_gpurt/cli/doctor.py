@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
@@ -20,6 +19,7 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt import config
+from dask_gpurt.cli.report import installed_versions
 from dask_gpurt.device.discover import cuda_missing, discover
 from dask_gpurt.device.host import SHM
 
@@ -179,16 +179,8 @@ def _examine_machine() -> dict[str, Any]:
 
 
 def _installed() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3])), "dask_gpurt": dask_gpurt.__version__}
-    for package in PACKAGES:
-        # RAPIDS wheels carry the CUDA version in their name.
-        for name in (package, f"{package}-cu13", f"{package}-cu12"):
-            try:
-                found[package] = version(name)
-                break
-            except PackageNotFoundError:
-                continue
-    return found
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"python": python, "dask_gpurt": dask_gpurt.__version__, **installed_versions(PACKAGES)}
 
 
 # ---- a cluster -----------------------------------------------------------------------

@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "dask-gpurt": dask_gpurt.__version__,
-            **_installed_versions(),
+            **installed_versions(PACKAGES),
         },
         "hardware": {
             "cpu": _cpu_model(),
@@ -116,9 +116,16 @@ def render_report(results: Mapping[str, Any]) -> str:
     )
 
 
-def _installed_versions() -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each of the packages that is installed.
+
+    Parameters
+    ----------
+    packages
+        Their names, without the CUDA version that is part of some.
+    """
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         # RAPIDS wheels carry the CUDA version in their name.
         for name in (package, f"{package}-cu13", f"{package}-cu12"):
             try:
