@@ -31,7 +31,9 @@ def cluster(backend: str = "pandas", workers: int = 2, **settings: Any) -> Itera
         try:
             yield client
         finally:
-            with contextlib.suppress(OSError):
+            # Dask's LocalCluster hangs when it is closed while a nanny restarts a worker.
+            with contextlib.suppress(OSError, TimeoutError):
+                client.wait_for_workers(workers, timeout=30)
                 dask_gpurt.disable(client)
 
 

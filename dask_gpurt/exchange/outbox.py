@@ -17,7 +17,7 @@ from dask_gpurt.device import Block, Pool, PoolFull
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
-#: Seconds after which a producer that still waits asks the owners again.
+#: Seconds after which a producer that still waits tries, and asks the owners, again.
 ASK_AGAIN = 0.5
 
 
@@ -63,11 +63,11 @@ class Outbox:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Free a block that was never published."""
-        with self._changed:
-            self.pool.free(block)
-            self.freed += 1
-            self._changed.notify_all()
+        """Free a block that was never published.
+
+        This is not room that a producer waits for: it may be what its own attempt gave back.
+        """
+        self.pool.free(block)
 
     def publish(self, run: RunKey, owner: str, block: Block) -> int:
         """Hand a block over to ``owner``; returns the id by which it is released."""
@@ -77,7 +77,7 @@ class Outbox:
         return shard
 
     def wait_for_room(self, nbytes: int, seen: int, check: Callable[[], None]) -> None:
-        """Wait until a block comes back.
+        """Ask for room and wait until a block comes back, or for a moment: then try again.
 
         Parameters
         ----------
@@ -86,8 +86,7 @@ class Outbox:
         seen
             ``freed`` from before the attempt.
         check
-            Raises when waiting makes no sense any more; called at least every
-            ``ASK_AGAIN`` seconds.
+            Raises when waiting makes no sense any more.
 
         Raises
         ------
@@ -99,10 +98,11 @@ class Outbox:
         with self._metrics.seconds("exchange.seconds.waiting-for-room"), self._changed:
             self._waiting += 1
             try:
-                while self.freed == seen:
-                    check()
+                check()
+                if self.freed == seen:
                     self._ask_for_room({entry.owner for entry in self._entries.values()})
                     self._changed.wait(ASK_AGAIN)
+                check()
             finally:
                 self._waiting -= 1
 

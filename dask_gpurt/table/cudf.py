@@ -42,11 +42,32 @@ class _Schema:
     index: tuple[Any, ...] | None
     dtypes: tuple[Any, ...]
 
+    @classmethod
+    def of(cls, frame: cudf.DataFrame, columns: Sequence[Any], *, index: bool) -> _Schema:
+        names = tuple(frame._index_names) if index else None
+        return cls(tuple(frame._column_names), names, tuple(_portable(column.dtype) for column in columns))
+
     def frame(self, table: plc.Table, like: cudf.DataFrame) -> cudf.DataFrame:
-        columns = [
-            ColumnBase.create(column, dtype) for column, dtype in zip(table.columns(), self.dtypes, strict=True)
-        ]
+        dtypes = [dtype() if isinstance(dtype, _Nested) else dtype for dtype in self.dtypes]
+        columns = [ColumnBase.create(column, dtype) for column, dtype in zip(table.columns(), dtypes, strict=True)]
         return like._from_columns_like_self(columns, self.columns, self.index)
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """A list or struct dtype by way of Arrow; cudf can not pickle those that hold strings."""
+
+    kind: type
+    arrow: Any
+
+    def __call__(self) -> Any:
+        return self.kind.from_arrow(self.arrow)  # type: ignore[attr-defined]
+
+
+def _portable(dtype: Any) -> Any:
+    if type(dtype) in (cudf.ListDtype, cudf.StructDtype):
+        return _Nested(type(dtype), dtype.to_arrow())
+    return dtype
 
 
 class CudfTable:
@@ -74,12 +95,7 @@ class CudfTable:
             frame = frame.drop(columns=column)
         index = [] if ignore_index and frame._columns else list(frame.index._columns)
         columns = [*index, *frame._columns]
-        schema = _Schema(
-            tuple(frame._column_names),
-            tuple(frame._index_names) if index else None,
-            tuple(c.dtype for c in columns),
-        )
-        header = pickle.dumps(schema)
+        header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
         stream, raw = self.device.after_compute()
         with access_columns(*columns, targets, mode="read", scope="internal") as accessed:
             *kept, where = (c.plc_column for c in accessed)
