@@ -56,7 +56,7 @@ def test_defaults() -> None:
     assert not settings.enabled
     assert settings.takeover
     assert settings.exchange.pool is None
-    assert settings.exchange.inflight == 256 * 2**20
+    assert settings.exchange.inflight == 2**30
     assert settings.exchange.landing == Size(fraction=0.3)
     assert settings.exchange.paths == set(PATHS)
     assert settings.shuffle.retries == 10

@@ -39,6 +39,8 @@ AUTO_POOL = {"host": 0.25, "cuda": 0.12}
 AUTO_POOL_OF_FREE = 0.4
 #: Seconds without use after which a pool gives its memory back.
 IDLE = 10.0
+#: Copies are short on a fast link: several threads keep it busy between them.
+THREADS = 4
 #: Attempts to reach a peer before a pull gives up, and the seconds between them.
 ATTEMPTS, PAUSE = 30, 1.0
 
@@ -69,7 +71,7 @@ class Exchange:
             os.path.join(worker.local_directory, "gpurt-landing"),
             metrics,
         )
-        self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-comm")
+        self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
         self._outboxes: dict[str, Outbox] = {}
         self._outbox_lock = threading.Lock()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer
@@ -60,6 +61,9 @@ class Parcel:
         self._readers = 0
         self._held = True
         self._landed: Future[None] = Future()
+        #: What the table backend remembers of the bytes, for as long as they stay here.
+        self.memo: dict[str, Any] = {}
+        self._fence: Callable[[], None] | None = None
 
     def start_moving(self) -> bool:
         """Claim the move to this process; False when it is under way, done or too late."""
@@ -78,6 +82,7 @@ class Parcel:
                 self._let_go()
                 return
             self.place = Place.LANDED
+            self.memo = {}
             self._let_go()
         self._landed.set_result(None)
 
@@ -138,7 +143,9 @@ class Parcel:
             if before is not Place.MOVING:
                 self._let_go()
         if before is Place.LANDED:
+            self._pass_fence()
             self._landing.discard(self.key)
+        self.memo = {}
 
     def moved_in_vain(self) -> None:
         """The mover has stopped without landing."""
@@ -146,7 +153,17 @@ class Parcel:
             if self.place is Place.GONE:
                 self._let_go()
 
+    def read_until(self, fence: Callable[[], None] | None) -> None:
+        """The device goes on reading after the reader has left, until ``fence`` has been passed."""
+        self._fence = fence
+
+    def _pass_fence(self) -> None:
+        if self._fence is not None:
+            self._fence()
+            self._fence = None
+
     def _let_go(self) -> None:
         if self._held and not self._readers:
             self._held = False
+            self._pass_fence()
             self._release(self.shard)

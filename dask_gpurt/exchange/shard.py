@@ -48,11 +48,6 @@ class Shard:
     partitions: tuple[int, ...]
     offsets: tuple[int, ...]
 
-    def rows(self, partition: int) -> tuple[int, int]:
-        """First row of an output partition, and the one behind its last."""
-        at = self.partitions.index(partition)
-        return self.offsets[at], self.offsets[at + 1]
-
     def filled(self) -> set[int]:
         """The output partitions that have rows in it."""
         ends = self.offsets[1:]

@@ -15,7 +15,7 @@ from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.inbox import Parcel
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import backend_for
+from dask_gpurt.table import Part, backend_for
 
 
 class Consumed(Exception):
@@ -87,11 +87,17 @@ class Consumer:
         table = backend_for(self._meta, self.exchange.device)
         metrics = self.exchange.metrics
         with ExitStack() as stack, metrics.seconds("shuffle.seconds.assembling"):
-            parts = [
-                (p.shard.header, stack.enter_context(p.reading(self._check)), *p.shard.rows(partition))
-                for p in parcels
-            ]
-            return table.assemble(parts, self._meta, ignore_index=self.spec.ignore_index)
+            parts = [self._part(parcel, partition, stack) for parcel in parcels]
+            frame = table.assemble(parts, self._meta, ignore_index=self.spec.ignore_index)
+            fence = table.fence()
+            for parcel in parcels:
+                parcel.read_until(fence)
+        return frame
+
+    def _part(self, parcel: Parcel, partition: int, stack: ExitStack) -> Part:
+        shard = parcel.shard
+        buffer = stack.enter_context(parcel.reading(self._check))
+        return Part(shard.header, buffer, shard.offsets, shard.partitions.index(partition), parcel.memo)
 
     @cached_property
     def _meta(self) -> Any:

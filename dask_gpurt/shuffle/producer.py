@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from dask_gpurt.device import PoolFull
@@ -39,10 +39,10 @@ class Producer:
         self.spec = spec
         self.run = run
         self.exchange = exchange
-        self._offer = offer
-        self._check = check
+        self.offer = offer
+        self.check = check
         self._groups: dict[str, list[int]] = {}
-        for partition, owner in sorted(worker_for.items()):
+        for partition, owner in _beginning_after(exchange.worker.address, worker_for):
             self._groups.setdefault(owner, []).append(partition)
         self._attempts = itertools.count()
 
@@ -67,56 +67,8 @@ class Producer:
                 drop_column=self.spec.drop_column,
                 ignore_index=self.spec.ignore_index,
             )
-        parts = itertools.count()
-        attempt = next(self._attempts)
-        for owner, piece in zip(self._groups, pieces, strict=True):
-            if piece is None:
-                continue
-            for small, packed in self._pack(table, piece, outbox):
-                shard = outbox.publish(self.run, owner, packed.block)
-                offered = self._describe(shard, source, attempt, next(parts), table, small, packed)
-                self._offer(owner, offered)
-
-    def _describe(
-        self, shard: int, source: int, attempt: int, part: int, table: Table, piece: Piece, packed: Packed
-    ) -> Shard:
-        return Shard(
-            id=shard,
-            producer=self.exchange.worker.address,
-            device=table.device.kind,
-            source=source,
-            attempt=attempt,
-            part=part,
-            offset=packed.block.offset,
-            nbytes=packed.block.nbytes,
-            header=packed.header,
-            partitions=piece.partitions,
-            offsets=piece.offsets,
-        )
-
-    def _pack(self, table: Table, piece: Piece, outbox: Outbox) -> Iterator[tuple[Piece, Packed]]:
-        """Pack a piece, in halves where it does not fit into the pool as a whole."""
-        try:
-            yield piece, self._pack_whole(table, piece, outbox)
-        except PoolFull as full:
-            if len(piece) < 2:
-                raise MemoryError(
-                    f"one row of shuffle {self.spec.id} takes {full.nbytes} bytes, gpurt.exchange.pool has "
-                    f"{outbox.pool.capacity}: set it to at least that"
-                ) from full
-            for half in piece.halves(table.cut):
-                if len(half):
-                    yield from self._pack(table, half, outbox)
-
-    def _pack_whole(self, table: Table, piece: Piece, outbox: Outbox) -> Packed:
-        while True:
-            self._check()
-            seen = outbox.freed
-            try:
-                with self.exchange.metrics.seconds("shuffle.seconds.packing"):
-                    return table.pack(piece, outbox)
-            except PoolFull as full:
-                outbox.wait_for_room(full.nbytes, seen, self._check)
+        owned = [(owner, piece) for owner, piece in zip(self._groups, pieces, strict=True) if piece is not None]
+        _Packing(self, table, outbox, source, next(self._attempts)).publish_all(owned)
 
     def _validate(self, frame: Any, source: int) -> None:
         """Refuse a partition of another schema before anything of it is published."""
@@ -128,4 +80,83 @@ class Producer:
         raise ValueError(
             f"input partition {source} of shuffle {self.spec.id} has other columns than the collection says: "
             f"missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
+        )
+
+
+def _beginning_after(me: str, worker_for: dict[int, str]) -> list[tuple[int, str]]:
+    """The outputs in order, from the first behind our own on: not all send to one owner first."""
+    outputs = sorted(worker_for.items())
+    mine = [at for at, (_, owner) in enumerate(outputs) if owner == me]
+    start = mine[-1] + 1 if mine else 0
+    return outputs[start:] + outputs[:start]
+
+
+class _Packing:
+    """One input partition on its way into the pool.
+
+    Pieces are published once they are all packed, or as soon as one more does not fit:
+    nobody waits for room while holding what nobody else knows of.
+    """
+
+    def __init__(self, producer: Producer, table: Table, outbox: Outbox, source: int, attempt: int):
+        self.producer = producer
+        self.table = table
+        self.outbox = outbox
+        self.source = source
+        self.attempt = attempt
+        self._parts = itertools.count()
+        self._packed: list[tuple[str, Piece, Packed]] = []
+
+    def publish_all(self, owned: list[tuple[str, Piece]]) -> None:
+        with self.producer.exchange.metrics.seconds("shuffle.seconds.packing"):
+            for owner, piece in owned:
+                self._pack(owner, piece)
+            self._publish()
+
+    def _pack(self, owner: str, piece: Piece) -> None:
+        """Pack a piece, in halves where it does not fit into the pool as a whole."""
+        try:
+            packed = self._pack_whole(piece)  # which may publish what was packed before
+        except PoolFull as full:
+            if len(piece) < 2:
+                raise MemoryError(
+                    f"one row of shuffle {self.producer.spec.id} takes {full.nbytes} bytes, gpurt.exchange.pool "
+                    f"has {self.outbox.pool.capacity}: set it to at least that"
+                ) from full
+            for half in piece.halves(self.table.cut):
+                if len(half):
+                    self._pack(owner, half)
+        else:
+            self._packed.append((owner, piece, packed))
+
+    def _pack_whole(self, piece: Piece) -> Packed:
+        while True:
+            self.producer.check()
+            seen = self.outbox.freed
+            try:
+                return self.table.pack(piece, self.outbox)
+            except PoolFull as full:
+                self._publish()
+                self.outbox.wait_for_room(full.nbytes, seen, self.producer.check)
+
+    def _publish(self) -> None:
+        self.table.settle()
+        packed, self._packed = self._packed, []
+        for owner, piece, one in packed:
+            shard = self.outbox.publish(self.producer.run, owner, one.block)
+            self.producer.offer(owner, self._describe(shard, piece, one))
+
+    def _describe(self, shard: int, piece: Piece, packed: Packed) -> Shard:
+        return Shard(
+            id=shard,
+            producer=self.producer.exchange.worker.address,
+            device=self.table.device.kind,
+            source=self.source,
+            attempt=self.attempt,
+            part=next(self._parts),
+            offset=packed.block.offset,
+            nbytes=packed.block.nbytes,
+            header=packed.header,
+            partitions=piece.partitions,
+            offsets=piece.offsets,
         )

@@ -7,7 +7,7 @@ put together on the user's stream, since that is the stream their memory is free
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,7 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device import Block, Pool, PoolFull
 from dask_gpurt.device.cuda import CudaDevice
-from dask_gpurt.device.protocol import Buffer
-from dask_gpurt.table.protocol import Packed, Piece, Room
+from dask_gpurt.table.protocol import Packed, Part, Piece, Room
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class CudfTable:
         return _Rows(part, rows.header)
 
     def pack(self, piece: Piece, room: Room) -> Packed:
-        stream, raw = self.device.stream()
+        stream, _ = self.device.stream()
         blocks: dict[int, Block] = {}
         full: list[PoolFull] = []
 
@@ -150,36 +149,31 @@ class CudfTable:
             if full:
                 raise full[0] from None
             raise
-        raw.synchronize()
         # The block is ours from here on; libcudf gives back what else it took.
         block = blocks.pop(data.ptr) if len(data) else room.allocate(0)
         del data
         return Packed(block, pickle.dumps((bytes(metadata), piece.rows.header)))
 
-    def assemble(
-        self, parts: Sequence[tuple[bytes, Buffer, int, int]], meta: cudf.DataFrame, *, ignore_index: bool
-    ) -> cudf.DataFrame:
+    def settle(self) -> None:
+        self.device.stream()[1].synchronize()
+
+    def assemble(self, parts: Sequence[Part], meta: cudf.DataFrame, *, ignore_index: bool) -> cudf.DataFrame:
         if not parts:
             return meta.copy()
-        tables, headers = [], []
-        for packed, buffer, start, stop in parts:
-            metadata, header = pickle.loads(packed)
-            table = plc.contiguous_split.unpack_from_memoryviews(
-                memoryview(metadata), plc.gpumemoryview(buffer), stream=DEFAULT_STREAM
-            )
-            tables.append(plc.copying.slice(table, [start, stop], stream=DEFAULT_STREAM)[0])
-            headers.append(header)
+        opened = [_opened(part) for part in parts]
+        tables = [tables[part.index] for part, (_, tables) in zip(parts, opened, strict=True)]
+        headers = [header for header, _ in opened]
         if len(set(headers)) == 1:
-            result = pickle.loads(headers[0]).frame(_concatenated(tables), meta)
-        else:  # categories differ, or types do: cudf knows how to bring them together
-            frames = [
-                pickle.loads(header).frame(_concatenated([table]), meta)
-                for header, table in zip(headers, tables, strict=True)
-            ]
-            result = _concat(frames, ignore_index)
-        # The buffers may go once the user's stream has come this far; only this waits for it.
-        self.device.compute_event().synchronize()
-        return result
+            return pickle.loads(headers[0]).frame(_concatenated(tables), meta)
+        # Categories differ, or types do: cudf knows how to bring them together.
+        frames = [
+            pickle.loads(header).frame(_concatenated([table]), meta)
+            for header, table in zip(headers, tables, strict=True)
+        ]
+        return _concat(frames, ignore_index)
+
+    def fence(self) -> Callable[[], None]:
+        return self.device.compute_event().synchronize  # type: ignore[no-any-return]
 
     def warm_up(self) -> None:
         """Load the kernels that every shuffle needs; libcudf would load them on first use."""
@@ -188,8 +182,10 @@ class CudfTable:
         for piece in self.split(frame, "_partitions", [[0, 1]], 2, drop_column=True, ignore_index=False):
             assert piece is not None
             packed = self.pack(piece, _Spare(pool))
-            part = (packed.header, packed.block.buffer, 0, 1)
+            self.settle()
+            part = Part(packed.header, packed.block.buffer, piece.offsets, 0, {})
             self.assemble([part, part], frame[["a", "b"]], ignore_index=False)
+            self.fence()()
         pool.close()
 
 
@@ -198,6 +194,18 @@ class _Spare:
 
     def __init__(self, pool: Pool):
         self.allocate, self.give_back = pool.allocate, pool.free
+
+
+def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
+    """The schema of a packed piece and a table for each output partition in it, read once."""
+    if "opened" not in part.memo:
+        metadata, header = pickle.loads(part.header)
+        table = plc.contiguous_split.unpack_from_memoryviews(
+            memoryview(metadata), plc.gpumemoryview(part.buffer), stream=DEFAULT_STREAM
+        )
+        edges = [edge for pair in zip(part.offsets, part.offsets[1:], strict=False) for edge in pair]
+        part.memo["opened"] = header, plc.copying.slice(table, edges, stream=DEFAULT_STREAM)
+    return part.memo["opened"]  # type: ignore[no-any-return]
 
 
 def _concatenated(tables: list[plc.Table]) -> plc.Table:

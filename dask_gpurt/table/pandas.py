@@ -17,8 +17,7 @@ from dask.dataframe.core import _concat
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.device.protocol import Buffer
-from dask_gpurt.table.protocol import Packed, Piece, Room
+from dask_gpurt.table.protocol import Packed, Part, Piece, Room
 
 #: Smaller arrays (labels, above all) travel inside the header.
 _INLINE = 4096
@@ -85,19 +84,19 @@ class PandasTable:
             np.copyto(block.buffer[start:stop], array)
         return Packed(block, pickle.dumps((body, spans)))
 
-    def assemble(
-        self, parts: Sequence[tuple[bytes, Buffer, int, int]], meta: pd.DataFrame, *, ignore_index: bool
-    ) -> pd.DataFrame:
+    def settle(self) -> None:
+        pass
+
+    def assemble(self, parts: Sequence[Part], meta: pd.DataFrame, *, ignore_index: bool) -> pd.DataFrame:
         if not parts:
             return meta.copy()
-        leases = []
-        frames = []
-        for header, buffer, start, stop in parts:
-            lease = buffer.view(_Lease)
+        frames, leases = [], []
+        for part in parts:
+            lease = part.buffer.view(_Lease)
             leases.append(weakref.ref(lease))
-            body, spans = pickle.loads(header)
+            body, spans = pickle.loads(part.header)
             rows = pickle.loads(body, buffers=[lease[a:b] for a, b in spans])
-            frames.append(rows.iloc[start:stop])
+            frames.append(rows.iloc[part.offsets[part.index] : part.offsets[part.index + 1]])
             del lease, rows
         result = frames[0].copy() if len(frames) == 1 else _concat(frames, ignore_index)
         del frames
@@ -105,6 +104,9 @@ class PandasTable:
             result.index = pd.RangeIndex(len(result))
         # Categories, labels or Arrow chunks may still be views; those are copied now.
         return _own(result) if any(lease() is not None for lease in leases) else result
+
+    def fence(self) -> None:
+        return None
 
 
 class _Lease(np.ndarray):

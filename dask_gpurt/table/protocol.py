@@ -57,6 +57,27 @@ class Packed:
     header: bytes
 
 
+@dataclass(frozen=True)
+class Part:
+    """The rows of one output partition in one packed piece.
+
+    Attributes
+    ----------
+    header, buffer
+        As they were packed.
+    offsets, index
+        The rows at which the output partitions begin, and which of them is meant.
+    memo
+        Lives as long as the buffer: a backend may remember there what it has read.
+    """
+
+    header: bytes
+    buffer: Buffer
+    offsets: tuple[int, ...]
+    index: int
+    memo: dict[str, Any]
+
+
 class Room(Protocol):
     """Where pieces are packed."""
 
@@ -111,7 +132,7 @@ class Table(Protocol):
         ...
 
     def pack(self, piece: Piece, room: Room) -> Packed:
-        """Write a piece into one block, complete on return.
+        """Write a piece into one block, complete after the next :meth:`settle`.
 
         Raises
         ------
@@ -120,18 +141,20 @@ class Table(Protocol):
         """
         ...
 
-    def assemble(
-        self,
-        parts: Sequence[tuple[bytes, Buffer, int, int]],
-        meta: Frame,
-        *,
-        ignore_index: bool,
-    ) -> Frame:
-        """Concatenate rows ``start`` to ``stop`` of packed ``(header, buffer, start, stop)``.
+    def settle(self) -> None:
+        """Wait until all that this thread has packed is there for peers to read."""
+        ...
 
-        The result shares no memory with the buffers. ``meta`` is the result where there
-        are no rows.
+    def assemble(self, parts: Sequence[Part], meta: Frame, *, ignore_index: bool) -> Frame:
+        """Concatenate parts; ``meta`` is the result where there are none.
+
+        The result shares no memory with the buffers. They may be read until the
+        :meth:`fence` that is asked for next has been passed.
         """
+        ...
+
+    def fence(self) -> Callable[[], None] | None:
+        """Waits, when called, until everything assembled so far has been read; None: it has."""
         ...
 
 
