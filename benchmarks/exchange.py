@@ -259,20 +259,21 @@ class RapidsMPF:
 
     def _connect(self, rank: int, root: Path, barrier: Barrier) -> Any:
         """Join the communicator; the first rank leaves its address in ``root``."""
-        from rapidsmpf.communicator import ucxx
+        from rapidsmpf.communicator.ucxx import barrier as ucxx_barrier
+        from rapidsmpf.communicator.ucxx import get_root_ucxx_address, new_communicator
         from rapidsmpf.config import Options, get_environment_variables
         from rapidsmpf.progress_thread import ProgressThread
         from ucxx._lib.libucxx import UCXAddress
 
         options, progress = Options(get_environment_variables()), ProgressThread(self.resource.statistics)
         if rank == 0:
-            comm = ucxx.new_communicator(self.plan.workers, None, None, options, progress)
-            root.write_bytes(ucxx.get_root_ucxx_address(comm))
+            comm = new_communicator(self.plan.workers, None, None, options, progress)
+            root.write_bytes(get_root_ucxx_address(comm))
         barrier.meet()
         if rank > 0:
             address = UCXAddress.create_from_buffer(root.read_bytes())
-            comm = ucxx.new_communicator(self.plan.workers, None, address, options, progress)
-        ucxx.barrier(comm)
+            comm = new_communicator(self.plan.workers, None, address, options, progress)
+        ucxx_barrier(comm)
         return comm
 
     def begin(self, turn: int) -> None:

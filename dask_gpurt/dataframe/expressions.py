@@ -9,9 +9,12 @@ from dask._task_spec import Task
 from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused
 from dask.dataframe.dask_expr._merge import HashJoinP2P
 from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, P2PShuffle
+from dask.dataframe.dask_expr._util import _convert_to_list
 from distributed.shuffle._core import P2PBarrierTask
+from distributed.shuffle._merge import merge_transfer
 
 from dask_gpurt.shuffle import ShuffleSpec
+from dask_gpurt.table import Hashed
 
 
 class GpurtShuffle(P2PShuffle):  # type: ignore[misc]
@@ -40,17 +43,62 @@ class GpurtShuffle(P2PShuffle):  # type: ignore[misc]
         return layer
 
 
+class HashTargets(AssignPartitioningIndex):  # type: ignore[misc]
+    """Says which columns decide on the output partition, and leaves the hash to the transfer.
+
+    The operands are those of Dask's expression, which would add the column at once.
+    """
+
+    @functools.cached_property
+    def _meta(self) -> Any:
+        return AssignPartitioningIndex.operation(self.frame._meta, *self.operands[1:])
+
+    @staticmethod
+    def operation(frame: Any, by: Any, name: str, npartitions: int, meta: Any, index_shuffle: bool) -> Any:
+        columns = tuple(by) if not index_shuffle and set(by) <= set(frame.columns) else None
+        assign = functools.partial(
+            AssignPartitioningIndex.operation, frame, by, name, npartitions, meta, index_shuffle
+        )
+        return Hashed(frame, columns, meta, assign)
+
+
+def _hash_join_transfer(
+    frame: Any, by: Any, name: str, npartitions: int, id: Any, input_partition: int, by_index: bool
+) -> int:
+    """A transfer of one side of a join, with the arguments of Dask's."""
+    names = [by] if isinstance(by, str) else by
+    if by_index or not isinstance(names, list) or not set(names) <= set(frame.columns):
+        from dask.dataframe.dask_expr._merge import create_assign_index_merge_transfer
+
+        transfer = create_assign_index_merge_transfer()
+        return int(transfer(frame, by, name, npartitions, id, input_partition, by_index))
+    assign = functools.partial(
+        AssignPartitioningIndex.operation, frame, names, name, npartitions, frame, False
+    )
+    return int(merge_transfer(Hashed(frame, tuple(names), frame, assign), id, input_partition))
+
+
 class GpurtHashJoin(HashJoinP2P):  # type: ignore[misc]
     """A join that shuffles both sides through the runtime and joins as it unpacks."""
 
     def _layer(self) -> dict[Any, Any]:
         whole = _WholeHashJoin(*self.operands)
-        layer = _with_our_spec(whole._layer(), ignore_index=False)
+        layer = _with_our_spec(whole._layer(), ignore_index=self._numbers_rows)
+        for task in [task for task in layer.values() if task.key[0].startswith("hash-join-transfer")]:
+            layer[task.key] = Task(task.key, _hash_join_transfer, *task.args)
         for index, partition in enumerate(self._partitions):
             task = layer.pop((whole._name, partition))
             key = (self._name, index)
             layer[key] = Task(key, task.func, *task.args, **task.kwargs)
         return layer
+
+
+    @property
+    def _numbers_rows(self) -> bool:
+        """Whether the join is on columns alone: it gives rows new numbers, so the old stay behind."""
+        sides = ((self.left, self.left_on), (self.right, self.right_on))
+        by_columns = (set(_convert_to_list(on) or ()) <= set(side.columns) for side, on in sides)
+        return not self.left_index and not self.right_index and all(by_columns)
 
 
 class _WholeHashJoin(HashJoinP2P):  # type: ignore[misc]

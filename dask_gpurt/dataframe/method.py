@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge
-from dask.dataframe.dask_expr._shuffle import Shuffle
+from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, Shuffle
 from dask.utils import get_default_shuffle_method
 
-from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle
+from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets
 
 METHOD = "gpurt"
 
@@ -60,8 +60,11 @@ def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any]
         return original(expr)
     if not is_usable():
         return original(expr.substitute_parameters({"method": _dasks_default()}))
+    frame = expr.frame
+    if type(frame) is AssignPartitioningIndex and frame.frame.ndim == 2 and isinstance(frame.partitioning_index, list):
+        frame = HashTargets(*frame.operands)
     return GpurtShuffle(
-        expr.frame,
+        frame,
         expr.partitioning_index,
         expr.npartitions_out,
         expr.ignore_index,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dask_gpurt.device import PoolFull
@@ -11,7 +12,7 @@ from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import Packed, Piece, Table, backend_for
+from dask_gpurt.table import Hashed, Packed, Piece, Table, backend_for
 
 
 class Producer:
@@ -51,13 +52,12 @@ class Producer:
 
         Blocks while the exchange pool is full.
         """
-        table = backend_for(frame, self.exchange.device)
-        self._validate(frame, source)
-        if tuple(frame.columns) != self.spec.columns:
-            frame = frame[list(self.spec.columns)]
+        frame = self._validated(frame, source)
+        plain = frame.frame if isinstance(frame, Hashed) else frame
+        table = backend_for(plain, self.exchange.device)
         outbox = self.exchange.outbox(table.device.kind)
         metrics = self.exchange.metrics
-        metrics.add("shuffle.rows", len(frame))
+        metrics.add("shuffle.rows", len(plain))
         with metrics.seconds("shuffle.seconds.splitting"):
             pieces = table.split(
                 frame,
@@ -70,17 +70,24 @@ class Producer:
         owned = [(owner, piece) for owner, piece in zip(self._groups, pieces, strict=True) if piece is not None]
         _Packing(self, table, outbox, source, next(self._attempts)).publish_all(owned)
 
-    def _validate(self, frame: Any, source: int) -> None:
-        """Refuse a partition of another schema before anything of it is published."""
-        expected, given = set(self.spec.columns), set(frame.columns)
-        if expected == given:
-            return
-        missing = sorted(map(str, expected - given))
-        extra = sorted(map(str, given - expected))
-        raise ValueError(
-            f"input partition {source} of shuffle {self.spec.id} has other columns than the collection says: "
-            f"missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
-        )
+    def _validated(self, frame: Any, source: int) -> Any:
+        """The partition with its columns in order; refused before anything of it is published."""
+        if isinstance(frame, Hashed):
+            plain = self._in_order(frame.frame, [c for c in self.spec.columns if c != self.spec.column], source)
+            return frame if plain is frame.frame else replace(frame, frame=plain)
+        return self._in_order(frame, list(self.spec.columns), source)
+
+    def _in_order(self, frame: Any, columns: list[Any], source: int) -> Any:
+        if list(frame.columns) == columns:
+            return frame
+        missing = sorted(map(str, set(columns) - set(frame.columns)))
+        extra = sorted(map(str, set(frame.columns) - set(columns)))
+        if missing or extra:
+            raise ValueError(
+                f"input partition {source} of shuffle {self.spec.id} has other columns than the collection says: "
+                f"missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
+            )
+        return frame[columns]
 
 
 def _beginning_after(me: str, worker_for: dict[int, str]) -> list[tuple[int, str]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cudf
+import pandas as pd
 import pylibcudf as plc
 import rmm
 from cudf.core.column import ColumnBase
@@ -21,7 +22,7 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device import Block, Pool, PoolFull
 from dask_gpurt.device.cuda import CudaDevice
-from dask_gpurt.table.protocol import Packed, Part, Piece, Room
+from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class CudfTable:
 
     def split(
         self,
-        frame: cudf.DataFrame,
+        frame: cudf.DataFrame | Hashed,
         column: str,
         groups: Sequence[Sequence[int]],
         npartitions: int,
@@ -87,21 +88,38 @@ class CudfTable:
         drop_column: bool,
         ignore_index: bool,
     ) -> list[Piece | None]:
-        targets = frame[column]._column
-        if targets.dtype.kind not in "iu":
-            targets = targets.astype("int32")
-        if drop_column:
-            frame = frame.drop(columns=column)
+        keys: list[ColumnBase] | None = None
+        if isinstance(frame, Hashed):
+            keys = _hashable(frame) if drop_column else None
+            frame = frame.assign() if keys is None else frame.frame
+        if keys is None:
+            target = frame[column]._column
+            keys = [target if target.dtype.kind in "iu" else target.astype("int32")]
+            hashed = False
+            if drop_column:
+                frame = frame.drop(columns=column)
+        else:
+            hashed = True
         index = [] if ignore_index and frame._columns else list(frame.index._columns)
         columns = [*index, *frame._columns]
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
         stream, raw = self.device.after_compute()
-        with access_columns(*columns, targets, mode="read", scope="internal") as accessed:
-            *kept, where = (c.plc_column for c in accessed)
-            table, offsets = plc.partitioning.partition(plc.Table(kept), where, npartitions, stream=stream)
-            ends = [*list(offsets)[1:npartitions], table.num_rows()]
+        with access_columns(*columns, *keys, mode="read", scope="internal") as accessed:
+            tables = [c.plc_column for c in accessed]
+            kept, by = tables[: len(columns)], tables[len(columns) :]
+            # The identity of a hash, or of a partition's number, modulo their count: this
+            # kernel is many times as fast as the one that takes a map of partitions.
+            targets = _murmur(by, stream) if hashed else by[0]
+            table, offsets = plc.partitioning.hash_partition(
+                plc.Table(kept),
+                plc.Table([targets]),
+                npartitions,
+                plc.partitioning.HashId.HASH_IDENTITY,
+                stream=stream,
+            )
             raw.synchronize()
-        ends = [ends[p] if p < len(ends) else table.num_rows() for p in range(npartitions)]
+        ends = [*list(offsets)[1:npartitions], table.num_rows()]
+        ends += [table.num_rows()] * (npartitions - len(ends))
         return [self._piece(table, header, partitions, ends) for partitions in groups]
 
     def _piece(self, table: plc.Table, header: bytes, partitions: Sequence[int], ends: list[int]) -> Piece | None:
@@ -194,6 +212,35 @@ class _Spare:
 
     def __init__(self, pool: Pool):
         self.allocate, self.give_back = pool.allocate, pool.free
+
+
+def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
+    """The key columns, where libcudf's hash of them is all that Dask computes; else None."""
+    if hashed.by is None:
+        return None
+    columns = [hashed.frame[name]._column for name in hashed.by]
+    expected = [hashed.like[name]._column for name in hashed.by]
+    for column, like in zip(columns, expected, strict=True):
+        numbers = column.dtype.kind in "iufb" and like.dtype.kind in "iufb"
+        if not numbers and not (is_string(column.dtype) and is_string(like.dtype)):
+            return None
+    return columns
+
+
+def is_string(dtype: Any) -> bool:
+    return isinstance(dtype, str | pd.StringDtype) or dtype == "str" or getattr(dtype, "kind", "") == "O"
+
+
+def _murmur(keys: list[plc.Column], stream: Any) -> plc.Column:
+    """The hash that ``hash_values`` gives, of numbers cast to float64 as Dask casts them."""
+    float64 = plc.DataType(plc.TypeId.FLOAT64)
+    casts = [
+        plc.unary.cast(key, float64, stream=stream)
+        if plc.traits.is_numeric(key.type()) and key.type() != float64
+        else key
+        for key in keys
+    ]
+    return plc.hashing.murmurhash3_x86_32(plc.Table(casts), stream=stream)
 
 
 def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:

@@ -17,7 +17,7 @@ from dask.dataframe.core import _concat
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.table.protocol import Packed, Part, Piece, Room
+from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
 
 #: Smaller arrays (labels, above all) travel inside the header.
 _INLINE = 4096
@@ -33,7 +33,7 @@ class PandasTable:
 
     def split(
         self,
-        frame: pd.DataFrame,
+        frame: pd.DataFrame | Hashed,
         column: str,
         groups: Sequence[Sequence[int]],
         npartitions: int,
@@ -41,6 +41,8 @@ class PandasTable:
         drop_column: bool,
         ignore_index: bool,
     ) -> list[Piece | None]:
+        if isinstance(frame, Hashed):
+            frame = frame.assign()
         targets = np.asarray(frame[column])
         # Counting-sort speed: numpy sorts 16 bit integers by radix, and keeps their order.
         narrow = np.uint16 if npartitions <= 1 << 16 else np.int64

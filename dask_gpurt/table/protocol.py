@@ -50,6 +50,31 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Hashed:
+    """A partition whose rows go where the hash of some columns says.
+
+    The hash is Dask's, so that a row goes where ``tasks`` would send it. A backend that knows
+    how may compute it while it splits; ``assign`` has Dask do it, in a column.
+
+    Attributes
+    ----------
+    frame
+        The partition.
+    by
+        Columns to hash; None where it is the index, or both.
+    like
+        The frame whose dtypes say which columns are cast before they are hashed.
+    assign
+        Makes ``frame`` with one more column, of output partitions.
+    """
+
+    frame: Frame
+    by: tuple[str, ...] | None
+    like: Frame
+    assign: Callable[[], Frame]
+
+
+@dataclass(frozen=True)
 class Packed:
     """A packed piece: its block in a pool, and what is needed to read it."""
 
@@ -100,7 +125,7 @@ class Table(Protocol):
 
     def split(
         self,
-        frame: Frame,
+        frame: Frame | Hashed,
         column: str,
         groups: Sequence[Sequence[int]],
         npartitions: int,
@@ -113,7 +138,8 @@ class Table(Protocol):
         Parameters
         ----------
         column
-            Holds the output partition of each row, from 0 to ``npartitions - 1``.
+            Holds the output partition of each row, from 0 to ``npartitions - 1``; the frame
+            of a :class:`Hashed` does not have it yet.
         groups
             The output partitions of each owner. Rows for a partition in no group are
             dropped.
