@@ -69,7 +69,7 @@ def test_pulled_shards_go_to_disk_when_memory_is_short(library: Library) -> None
     with cluster(library.name, exchange__pool="256 kiB", exchange__landing="512 kiB") as client:
         assert_like_tasks(collection(library))
         if library.name == "pandas":  # on a GPU they land on the device
-            assert counters(client)["exchange.bytes.disk"] > 0
+            assert counters(client)["exchange.disk.bytes"] > 0
             assert max(worker["counters"]["exchange.landing.peak"] for worker in workers(client)) <= 2**20
 
 
@@ -113,7 +113,10 @@ def test_transfers_in_flight_are_bounded(library: Library) -> None:
     with cluster(library.name, exchange__paths=["comms"], exchange__inflight="100 kiB") as client:
         assert_like_tasks(collection(library))
         shard = ROWS * 16 // 2
-        assert max(worker["counters"]["exchange.inflight.peak"] for worker in workers(client)) <= 100 * 2**10 + shard * 2
+        assert (
+            max(worker["counters"]["exchange.inflight.peak"] for worker in workers(client))
+            <= 100 * 2**10 + shard * 2
+        )
 
 
 def test_the_best_path_is_taken_and_shown(client: Client, library: Library) -> None:

@@ -20,7 +20,10 @@ PARTS, ROWS = 8, 5_000
 
 def frames() -> list[pd.DataFrame]:
     random = np.random.default_rng(7)
-    return [pd.DataFrame({"key": random.integers(0, 99, ROWS), "row": np.arange(ROWS) + p * ROWS}) for p in range(PARTS)]
+    return [
+        pd.DataFrame({"key": random.integers(0, 99, ROWS), "row": np.arange(ROWS) + p * ROWS})
+        for p in range(PARTS)
+    ]
 
 
 def build(library: Library, slow: Callable[[Any, int], Any] | None = None) -> Any:
@@ -187,7 +190,9 @@ def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:
 
     with cluster(library.name, workers=1, shuffle__retries=2) as client:
         out = build(library, begin_again).shuffle("key").persist()
-        with pytest.raises(P2PConsistencyError, match=r"given up after 3 runs.*'gpurt\.shuffle\.retries' is 2"):
+        with pytest.raises(
+            P2PConsistencyError, match=r"given up after 3 runs.*'gpurt\.shuffle\.retries' is 2"
+        ):
             out.compute()
         del out
         assert_right(build(library).shuffle("key", npartitions=5))

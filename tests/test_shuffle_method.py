@@ -81,7 +81,9 @@ def test_shuffle(client: Client, library: Library, what: str) -> None:
 @pytest.mark.parametrize("on", ["column", "columns", "index", "index and column"])
 def test_merge(client: Client, library: Library, how: str, on: str) -> None:
     left = library.collection(flights(5, seed=1))
-    right = library.collection([f[["key", "name", "id"]].rename(columns={"id": "other"}) for f in flights(4, 50, 2)])
+    right = library.collection(
+        [f[["key", "name", "id"]].rename(columns={"id": "other"}) for f in flights(4, 50, 2)]
+    )
 
     def build() -> Any:
         if on == "column":
@@ -98,7 +100,9 @@ def test_merge(client: Client, library: Library, how: str, on: str) -> None:
 
 def test_merge_leftsemi(client: Client, library: Library) -> None:
     left, right = library.collection(flights(5)), library.collection(flights(4, 20, seed=3)[:4])
-    assert_like_tasks(client, lambda: left.merge(right[["key"]], on="key", how="leftsemi"), in_order=False, index=False)
+    assert_like_tasks(
+        client, lambda: left.merge(right[["key"]], on="key", how="leftsemi"), in_order=False, index=False
+    )
 
 
 def test_a_join_of_indices(client: Client, library: Library) -> None:
@@ -122,7 +126,9 @@ def test_a_broadcast_join_stays_one(client: Client, library: Library) -> None:
 
 def test_a_merge_after_a_shuffle_moves_only_the_other_side(client: Client, library: Library) -> None:
     left, right = library.collection(flights(4)), library.collection(flights(4, seed=9))
-    assert_like_tasks(client, lambda: left.shuffle("key").merge(right, on="key"), in_order=False, index=False, runs=2)
+    assert_like_tasks(
+        client, lambda: left.shuffle("key").merge(right, on="key"), in_order=False, index=False, runs=2
+    )
 
 
 GROUPS: dict[str, Callable[[Any], Any]] = {
@@ -138,7 +144,9 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
 def test_reductions_with_split_out(client: Client, library: Library, what: str) -> None:
     df = library.collection(flights())
     # Which of several equal rows is kept is not said, so its number may differ.
-    assert_like_tasks(client, lambda: GROUPS[what](df), in_order=False, index=what in ("split_out", "value_counts"))
+    assert_like_tasks(
+        client, lambda: GROUPS[what](df), in_order=False, index=what in ("split_out", "value_counts")
+    )
 
 
 def test_groupby_apply(client: Client, library: Library) -> None:
@@ -233,7 +241,10 @@ NAMES = [(which, name) for which, frame in kinds(3, 0).items() for name in frame
 def test_every_kind_of_column_survives(client: Client, library: Library, which: str, name: str) -> None:
     if which == "pandas" and library.name == "cudf":
         pytest.skip("cudf has no such column")
-    parts = [kinds(60, part)[which][[name]].assign(key=np.arange(60) % 7, id=np.arange(60) + part) for part in range(4)]
+    parts = [
+        kinds(60, part)[which][[name]].assign(key=np.arange(60) % 7, id=np.arange(60) + part)
+        for part in range(4)
+    ]
     df = library.collection(parts)
     assert_like_tasks(client, lambda: df.shuffle("key"), in_order=library.name == "pandas")
 
@@ -305,7 +316,9 @@ def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Libr
     wait(df)
 
     def tasks() -> dict[str, int]:
-        names = client.run_on_scheduler(lambda dask_scheduler: [t.prefix.name for t in dask_scheduler.tasks.values()])
+        names = client.run_on_scheduler(
+            lambda dask_scheduler: [t.prefix.name for t in dask_scheduler.tasks.values()]
+        )
         return dict(Counter(names))
 
     before = tasks()
@@ -314,7 +327,9 @@ def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Libr
     wait(out)
     # Dask adds an alias for each input that is there already, whatever the method.
     aliases = df.npartitions
-    new = {name: count - before.get(name, 0) for name, count in tasks().items() if count > before.get(name, 0)}
+    new = {
+        name: count - before.get(name, 0) for name, count in tasks().items() if count > before.get(name, 0)
+    }
     assert new.pop("shuffle-transfer") == 6
     assert new.pop("shuffle-barrier") == 1
     assert new.pop("gpurtshuffle") == 9
@@ -336,7 +351,9 @@ def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
             "int": lambda: ints,
             "float": lambda: np.where(ints < 0, np.nan, ints / 2),
             "str": lambda: pd.array([str(i) * (i % 3) for i in ints], dtype="str"),
-            "category": lambda: pd.Categorical([f"k{i}" for i in ints], categories=[f"k{i}" for i in range(-3, 9)]),
+            "category": lambda: pd.Categorical(
+                [f"k{i}" for i in ints], categories=[f"k{i}" for i in range(-3, 9)]
+            ),
             "nullable": lambda: pd.array([None if i < 0 else i for i in ints], dtype="Int64"),
         }
         parts.append(pd.DataFrame({**{name: make[name]() for name in names}, "row": np.arange(rows)}))
@@ -346,7 +363,9 @@ def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
 
 @given(collections())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_frames(client: Client, library: Library, drawn: tuple[list[pd.DataFrame], list[str], int]) -> None:
+def test_random_frames(
+    client: Client, library: Library, drawn: tuple[list[pd.DataFrame], list[str], int]
+) -> None:
     parts, by, outputs = drawn
     if library.name == "cudf" and "nullable" in parts[0].columns:
         parts = [part.drop(columns="nullable") for part in parts]

@@ -92,7 +92,6 @@ class GpurtHashJoin(HashJoinP2P):  # type: ignore[misc]
             layer[key] = Task(key, task.func, *task.args, **task.kwargs)
         return layer
 
-
     @property
     def _numbers_rows(self) -> bool:
         """Whether the join is on columns alone: it gives rows new numbers, so the old stay behind."""

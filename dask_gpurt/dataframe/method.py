@@ -15,6 +15,7 @@ from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, Shuffle
 from dask.utils import get_default_shuffle_method
 
 from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets
+from dask_gpurt.table import library
 
 METHOD = "gpurt"
 
@@ -58,10 +59,14 @@ def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any]
     # Subclasses that do not override `_lower` are concrete methods, not for us.
     if type(expr) is not Shuffle or (expr.method or get_default_shuffle_method()) != METHOD:
         return original(expr)
-    if not is_usable():
+    if not is_usable() or library(expr.frame._meta) is None:
         return original(expr.substitute_parameters({"method": _dasks_default()}))
     frame = expr.frame
-    if type(frame) is AssignPartitioningIndex and frame.frame.ndim == 2 and isinstance(frame.partitioning_index, list):
+    if (
+        type(frame) is AssignPartitioningIndex
+        and frame.frame.ndim == 2
+        and isinstance(frame.partitioning_index, list)
+    ):
         frame = HashTargets(*frame.operands)
     return GpurtShuffle(
         frame,
@@ -76,7 +81,7 @@ def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any]
 def _lower_merge(is_usable: Callable[[], bool], original: Callable[[Any], Any], expr: Any) -> Any:
     if type(expr) is not Merge or not _uses_our_method(expr):
         return original(expr)
-    if not is_usable():
+    if not is_usable() or not (library(expr.left._meta) and library(expr.right._meta)):
         return original(expr.substitute_parameters({"shuffle_method": _dasks_default()}))
     for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
         if expr._on_condition_already_partitioned(side, on):

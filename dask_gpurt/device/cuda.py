@@ -35,7 +35,13 @@ class DeviceSpan:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.size,), "typestr": "|u1", "data": (self.ptr, False), "version": 3, "strides": None}
+        return {
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "data": (self.ptr, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 class CudaMapping:
@@ -107,6 +113,8 @@ class CudaDevice:
     shared_path = "cuda-ipc"
     #: Kernels that read a peer's memory would hold SMs for as long as the link takes.
     reads_in_place = False
+    on_host = False
+    pool_share = 0.12
 
     def __init__(self) -> None:
         self.index = runtime.getDevice()
@@ -166,6 +174,14 @@ class CudaDevice:
             return CudaMapping(ticket["handle"])
         except CUDARuntimeError as error:
             raise MappingError(f"CUDA IPC: {error}") from error
+
+    def carried_by(self, protocol: str) -> bool:
+        return protocol == "ucx"
+
+    def for_comm(self, source: Buffer) -> Any:
+        runtime.setDevice(self.index)
+        memory = cupy.cuda.UnownedMemory(source.ptr, source.size, source)
+        return cupy.ndarray(source.size, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
     def land(self, source: Buffer) -> Buffer:
         stream, raw = self.stream()

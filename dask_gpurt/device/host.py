@@ -161,13 +161,21 @@ class HostDevice:
     kind = "host"
     shared_path = "shared-memory"
     reads_in_place = True
+    on_host = True
+    pool_share = 0.25
 
     def __init__(self, memory_limit: int):
         self.memory_limit = memory_limit
 
     def describe(self) -> dict[str, Any]:
         free, total = self.memory()
-        return {"kind": self.kind, "cpus": os.cpu_count(), "memory": self.memory_limit, "shm": total, "shm_free": free}
+        return {
+            "kind": self.kind,
+            "cpus": os.cpu_count(),
+            "memory": self.memory_limit,
+            "shm": total,
+            "shm_free": free,
+        }
 
     def memory(self) -> tuple[int, int]:
         try:
@@ -186,7 +194,9 @@ class HostDevice:
         try:
             fd = os.open(f"/proc/{ticket['pid']}/fd/{ticket['fd']}", os.O_RDONLY)
         except OSError as error:
-            raise MappingError(f"shared memory of process {ticket['pid']} is out of reach: {error.strerror}") from error
+            raise MappingError(
+                f"shared memory of process {ticket['pid']} is out of reach: {error.strerror}"
+            ) from error
         try:
             if os.fstat(fd).st_size < ticket["nbytes"]:
                 raise MappingError("the peer lives in another process namespace")
@@ -199,6 +209,12 @@ class HostDevice:
             mapping.close()
             raise MappingError("the peer lives in another process namespace")
         return mapping
+
+    def carried_by(self, protocol: str) -> bool:
+        return False  # comms send bytes, which `to_host` and `from_host` make of it for nothing
+
+    def for_comm(self, source: Buffer) -> Any:
+        return source
 
     def land(self, source: Buffer) -> Buffer:
         return np.array(source)

@@ -96,6 +96,10 @@ class Device(Protocol):
     shared_path: str
     #: Whether a mapped shard is read where it lies; otherwise it is copied over first.
     reads_in_place: bool
+    #: Whether its memory is the host's.
+    on_host: bool
+    #: Of its memory, what a pool takes when nobody says: enough for producers to run ahead.
+    pool_share: float
 
     def describe(self) -> dict[str, Any]:
         """Name, memory and whatever else helps a person who reads ``doctor``."""
@@ -115,6 +119,14 @@ class Device(Protocol):
         MappingError
             With the reason, when this process can not read it.
         """
+        ...
+
+    def carried_by(self, protocol: str) -> bool:
+        """Whether Dask's comms of ``protocol`` ("tcp", "ucx", …) take buffers of this device."""
+        ...
+
+    def for_comm(self, source: Buffer) -> Any:
+        """``source`` as such a comm takes it, without a copy."""
         ...
 
     def land(self, source: Buffer) -> Buffer:

@@ -33,11 +33,11 @@ from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 from dask_gpurt.observe import Metrics
 
-#: What a pool takes when nobody says: enough for producers to run ahead of their readers.
-AUTO_POOL = {"host": 0.25, "cuda": 0.12}
-#: No more than this of the free memory, since others take from it too.
+#: No pool takes more than this of the free memory by itself, since others take from it too.
 AUTO_POOL_OF_FREE = 0.4
-#: Seconds without use after which a pool gives its memory back.
+#: Below this a pool is not worth having: what is wrong then shows as it is made.
+SMALLEST_POOL = 2**20
+#: Seconds between looks at whether a pool is empty and can give its memory back.
 IDLE = 10.0
 #: Copies are short on a fast link: several threads keep it busy between them.
 THREADS = 4
@@ -66,6 +66,8 @@ class Exchange:
         self.metrics = metrics
         self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
         self.devices: dict[str, Device] = discover(self.memory_limit)
+        #: The kind of device that this worker is for.
+        self.main = next((kind for kind, device in self.devices.items() if not device.on_host), "host")
         self.landing = Landing(
             settings.exchange.landing.of(self.memory_limit),
             os.path.join(worker.local_directory, "gpurt-landing"),
@@ -89,6 +91,10 @@ class Exchange:
                 "gpurt_forget": self.forget,
             }
         )
+
+    @property
+    def _protocol(self) -> str:
+        return str(self.worker.address).partition("://")[0]
 
     # ---- pools -----------------------------------------------------------------------
 
@@ -119,13 +125,14 @@ class Exchange:
             When the setting asks for more than there is.
         """
         free, total = device.memory()
-        share_of = self.memory_limit if device.kind == "host" else total
+        share_of = self.memory_limit if device.on_host else total
         size = self.settings.exchange.pool
-        if size is None:
-            return int(min(AUTO_POOL[device.kind] * share_of, AUTO_POOL_OF_FREE * free))
+        # On a worker with a GPU the setting is about the GPU.
+        if size is None or device.kind != self.main:
+            return int(max(min(device.pool_share * share_of, AUTO_POOL_OF_FREE * free), SMALLEST_POOL))
         asked = size.of(share_of)
         if asked > free:
-            where = "/dev/shm" if device.kind == "host" else "the device"
+            where = "/dev/shm" if device.on_host else "the device"
             raise ConfigError(
                 f"'gpurt.exchange.pool' is {size} ({format_bytes(asked)}), but {where} has {format_bytes(free)} "
                 f"free of {format_bytes(total)}: set it to less, or to 'auto'"
@@ -170,12 +177,12 @@ class Exchange:
             for kind, outbox in self._outboxes.items()
         }
 
-    def describe_paths(self) -> dict[str, dict[str, Any]]:
-        """The paths found out so far, by peer."""
+    def describe_paths(self, kind: str) -> dict[str, dict[str, Any]]:
+        """The paths found out so far from pools of a kind, by peer."""
         return {
             peer: {"device": kind, **path.describe()}
-            for (peer, kind), task in self._paths.items()
-            if (path := _result(task))
+            for (peer, of), task in self._paths.items()
+            if of == kind and (path := _result(task))
         }
 
     # ---- reading ---------------------------------------------------------------------
@@ -223,7 +230,7 @@ class Exchange:
 
     def _pull_mapped(self, parcel: Parcel) -> None:
         parcel.land(lambda key: self.landing.put(key, parcel.source(), parcel.device))
-        self.metrics.add("exchange.bytes.copied", parcel.shard.nbytes)
+        self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
     async def _pull_by_comm(self, parcel: Parcel) -> None:
         shard = parcel.shard
@@ -240,7 +247,7 @@ class Exchange:
         await self.offload(parcel.land, partial(self._put_received, parcel, reply["data"]))
 
     def _put_received(self, parcel: Parcel, data: Any, key: str) -> None:
-        if hasattr(data, "__cuda_array_interface__"):
+        if parcel.device.carried_by(self._protocol):
             self.landing.put_device(key, data)
         else:
             self.landing.put_host(key, memoryview(data).cast("B"))
@@ -324,9 +331,9 @@ class Exchange:
         block = self._outboxes[kind].view(shard)
         if block is None:
             return {"data": None}
-        if self.worker.address.startswith("ucx") and kind == "cuda":
-            return {"data": to_serialize(block.buffer)}
-        return {"data": to_serialize(await self.offload(self.device(kind).to_host, block.buffer))}
+        device = self.device(kind)
+        readable = device.for_comm if device.carried_by(self._protocol) else device.to_host
+        return {"data": to_serialize(await self.offload(readable, block.buffer))}
 
     def release(self, kind: str, shards: list[int]) -> None:
         """Handler: an owner is done with these shards."""

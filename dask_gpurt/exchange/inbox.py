@@ -63,7 +63,7 @@ class Parcel:
         self._landed: Future[None] = Future()
         #: What the table backend remembers of the bytes, for as long as they stay here.
         self.memo: dict[str, Any] = {}
-        self._fence: Callable[[], None] | None = None
+        self._fences: list[Callable[[], None]] = []
 
     def start_moving(self) -> bool:
         """Claim the move to this process; False when it is under way, done or too late."""
@@ -77,14 +77,17 @@ class Parcel:
         """End the move: ``put`` stores the bytes in the landing under the key given."""
         put(self.key)
         with self._lock:
-            if self.place is Place.GONE:
-                self._landing.discard(self.key)
-                self._let_go()
-                return
-            self.place = Place.LANDED
-            self.memo = {}
+            in_vain = self.place is Place.GONE
+            if not in_vain:
+                self.place = Place.LANDED
+                self.memo = {}
+            let_go = self._lets_go()
+        if in_vain:
+            self._landing.discard(self.key)
+        if let_go:
             self._let_go()
-        self._landed.set_result(None)
+        if not in_vain:
+            self._landed.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Tell the readers that the move has failed."""
@@ -119,8 +122,9 @@ class Parcel:
             with self._lock:
                 self._readers -= 1
                 self._lock.notify_all()
-                if self.place is not Place.PRODUCER:
-                    self._let_go()
+                let_go = self.place in (Place.LANDED, Place.GONE) and self._lets_go()
+            if let_go:
+                self._let_go()
 
     def _buffer(self) -> Buffer:
         if self.place is Place.PRODUCER:
@@ -140,30 +144,36 @@ class Parcel:
             while self._readers:
                 self._lock.wait()
             # A mover still reads the producer's block; it lets go when it has finished.
-            if before is not Place.MOVING:
-                self._let_go()
+            let_go = before is not Place.MOVING and self._lets_go()
+        self._pass_fences()
+        if let_go:
+            self._let_go()
         if before is Place.LANDED:
-            self._pass_fence()
             self._landing.discard(self.key)
         self.memo = {}
 
     def moved_in_vain(self) -> None:
         """The mover has stopped without landing."""
         with self._lock:
-            if self.place is Place.GONE:
-                self._let_go()
+            let_go = self.place is Place.GONE and self._lets_go()
+        if let_go:
+            self._let_go()
 
     def read_until(self, fence: Callable[[], None] | None) -> None:
         """The device goes on reading after the reader has left, until ``fence`` has been passed."""
-        self._fence = fence
+        if fence is not None:
+            self._fences.append(fence)
 
-    def _pass_fence(self) -> None:
-        if self._fence is not None:
-            self._fence()
-            self._fence = None
+    def _pass_fences(self) -> None:
+        while self._fences:
+            self._fences.pop()()
+
+    def _lets_go(self) -> bool:
+        """Whether the producer's block is ours to give back now, once. Under the lock."""
+        held, self._held = self._held, self._held and self._readers > 0
+        return held and not self._held
 
     def _let_go(self) -> None:
-        if self._held and not self._readers:
-            self._held = False
-            self._pass_fence()
-            self._release(self.shard)
+        # Not under the lock, which the event loop takes too: a fence may be a while away.
+        self._pass_fences()
+        self._release(self.shard)

@@ -24,7 +24,7 @@ class Landing:
     limit
         Bytes of host memory.
     directory
-        Where files go; made when the first one is written.
+        Where files go.
     """
 
     def __init__(self, limit: int, directory: str, metrics: Metrics):
@@ -38,12 +38,12 @@ class Landing:
             zict.File(directory),
             n=limit,
             weight=lambda _key, value: len(value),
-            fast_to_slow_callbacks=lambda _key, value: metrics.add("exchange.bytes.disk", len(value)),
+            fast_to_slow_callbacks=lambda _key, value: metrics.add("exchange.disk.bytes", len(value)),
         )
 
     def put(self, key: str, source: Buffer, device: Device) -> None:
         """Copy a mapped shard here."""
-        if device.kind == "host":
+        if device.on_host:
             self.put_host(key, device.to_host(device.land(source)))
             return
         try:

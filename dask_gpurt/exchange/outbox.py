@@ -139,4 +139,3 @@ class Outbox:
         """Let waiting producers look again, because a run has ended."""
         with self._changed:
             self._changed.notify_all()
-

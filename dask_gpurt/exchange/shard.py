@@ -51,4 +51,6 @@ class Shard:
     def filled(self) -> set[int]:
         """The output partitions that have rows in it."""
         ends = self.offsets[1:]
-        return {p for p, start, stop in zip(self.partitions, self.offsets, ends, strict=False) if stop > start}
+        return {
+            p for p, start, stop in zip(self.partitions, self.offsets, ends, strict=False) if stop > start
+        }

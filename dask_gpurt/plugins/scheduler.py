@@ -1,6 +1,6 @@
 """The runtime on the scheduler.
 
-Dask's p2p extension on the scheduler creates runs, chooses owners and restarts. Three of
+Dask's p2p extension on the scheduler creates runs, chooses owners and restarts. Two of
 its methods are replaced on that one instance; each replacement ends in the original.
 """
 
@@ -22,6 +22,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.worker import NAME, GpurtWorkerPlugin
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
+from dask_gpurt.table import library
 
 _REPLACED = ("_retrieve_spec", "_create")
 
@@ -82,7 +83,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
         def _retrieve_spec(shuffle_id: Any) -> Any:
             spec = retrieve_spec(shuffle_id)
-            if type(spec) is DataFrameShuffleSpec and self.settings.takeover:
+            if type(spec) is DataFrameShuffleSpec and self.settings.takeover and library(spec.meta):
                 self.metrics.add("shuffle.taken-over")
                 return ShuffleSpec.of(spec)
             return spec
@@ -136,7 +137,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         counters: dict[str, float] = dict(own["counters"])
         for reply in workers.values():
             for name, value in reply.get("counters", {}).items():
-                counters[name] = counters.get(name, 0) + value
+                known = counters.get(name, 0)
+                counters[name] = max(known, value) if name.endswith(".peak") else known + value
         return {
             "enabled": True,
             "version": __version__,

@@ -71,7 +71,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return {
             "version": __version__,
             "devices": {kind: device.describe() for kind, device in self.exchange.devices.items()},
-            "paths": self.exchange.describe_paths(),
+            "paths": self.exchange.describe_paths(self.exchange.main),
+            "host_paths": self.exchange.describe_paths("host"),
             "pools": self.exchange.describe_pools(),
             "problems": config.problems(),
             **self.metrics.snapshot(),

@@ -132,4 +132,3 @@ class Consumer:
 
 def _attempt(shard: Shard) -> tuple[str, int]:
     return shard.producer, shard.attempt
-

@@ -67,13 +67,17 @@ class Producer:
                 drop_column=self.spec.drop_column,
                 ignore_index=self.spec.ignore_index,
             )
-        owned = [(owner, piece) for owner, piece in zip(self._groups, pieces, strict=True) if piece is not None]
+        owned = [
+            (owner, piece) for owner, piece in zip(self._groups, pieces, strict=True) if piece is not None
+        ]
         _Packing(self, table, outbox, source, next(self._attempts)).publish_all(owned)
 
     def _validated(self, frame: Any, source: int) -> Any:
         """The partition with its columns in order; refused before anything of it is published."""
         if isinstance(frame, Hashed):
-            plain = self._in_order(frame.frame, [c for c in self.spec.columns if c != self.spec.column], source)
+            plain = self._in_order(
+                frame.frame, [c for c in self.spec.columns if c != self.spec.column], source
+            )
             return frame if plain is frame.frame else replace(frame, frame=plain)
         return self._in_order(frame, list(self.spec.columns), source)
 

@@ -1,5 +1,5 @@
 """What a partition is: split, pack, unpack, concatenate."""
 
-from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room, Table, backend_for
+from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room, Table, backend_for, library
 
-__all__ = ["Hashed", "Packed", "Part", "Piece", "Room", "Table", "backend_for"]
+__all__ = ["Hashed", "Packed", "Part", "Piece", "Room", "Table", "backend_for", "library"]

@@ -18,11 +18,14 @@ import rmm
 from cudf.core.column import ColumnBase
 from cudf.core.column.utils import access_columns
 from dask.dataframe.core import _concat
+from pylibcudf.libcudf.partitioning import hash_id
 from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device import Block, Pool, PoolFull
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
+
+IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class _Schema:
 
     def frame(self, table: plc.Table, like: cudf.DataFrame) -> cudf.DataFrame:
         dtypes = [dtype() if isinstance(dtype, _Nested) else dtype for dtype in self.dtypes]
-        columns = [ColumnBase.create(column, dtype) for column, dtype in zip(table.columns(), dtypes, strict=True)]
+        columns = [
+            ColumnBase.create(column, dtype) for column, dtype in zip(table.columns(), dtypes, strict=True)
+        ]
         return like._from_columns_like_self(columns, self.columns, self.index)
 
 
@@ -88,41 +93,35 @@ class CudfTable:
         drop_column: bool,
         ignore_index: bool,
     ) -> list[Piece | None]:
-        keys: list[ColumnBase] | None = None
-        if isinstance(frame, Hashed):
-            keys = _hashable(frame) if drop_column else None
-            frame = frame.assign() if keys is None else frame.frame
+        keys = _hashable(frame) if isinstance(frame, Hashed) and drop_column else None
         if keys is None:
+            frame = frame.assign() if isinstance(frame, Hashed) else frame
             target = frame[column]._column
-            keys = [target if target.dtype.kind in "iu" else target.astype("int32")]
-            hashed = False
-            if drop_column:
-                frame = frame.drop(columns=column)
+            by = [target if target.dtype.kind in "iu" else target.astype("int32")]
+            frame = frame.drop(columns=column) if drop_column else frame
         else:
-            hashed = True
+            by, frame = keys, frame.frame
         index = [] if ignore_index and frame._columns else list(frame.index._columns)
         columns = [*index, *frame._columns]
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
         stream, raw = self.device.after_compute()
-        with access_columns(*columns, *keys, mode="read", scope="internal") as accessed:
-            tables = [c.plc_column for c in accessed]
-            kept, by = tables[: len(columns)], tables[len(columns) :]
-            # The identity of a hash, or of a partition's number, modulo their count: this
-            # kernel is many times as fast as the one that takes a map of partitions.
-            targets = _murmur(by, stream) if hashed else by[0]
+        with access_columns(*columns, *by, mode="read", scope="internal") as accessed:
+            plain = [c.plc_column for c in accessed]
+            kept, by = plc.Table(plain[: len(columns)]), plain[len(columns) :]
+            # Rows go to their hash, which is the one of `hash_values`, or to the identity of a
+            # number, modulo the count: many times as fast as libcudf's split by a map.
+            by, hash = (by, IDENTITY) if keys is None else (_as_dask_casts(by, stream), MURMUR)
             table, offsets = plc.partitioning.hash_partition(
-                plc.Table(kept),
-                plc.Table([targets]),
-                npartitions,
-                plc.partitioning.HashId.HASH_IDENTITY,
-                stream=stream,
+                kept, plc.Table(by), npartitions, hash, stream=stream
             )
             raw.synchronize()
         ends = [*list(offsets)[1:npartitions], table.num_rows()]
         ends += [table.num_rows()] * (npartitions - len(ends))
         return [self._piece(table, header, partitions, ends) for partitions in groups]
 
-    def _piece(self, table: plc.Table, header: bytes, partitions: Sequence[int], ends: list[int]) -> Piece | None:
+    def _piece(
+        self, table: plc.Table, header: bytes, partitions: Sequence[int], ends: list[int]
+    ) -> Piece | None:
         spans = [(ends[p - 1] if p else 0, ends[p]) for p in partitions]
         offsets = [0]
         for start, stop in spans:
@@ -231,16 +230,10 @@ def is_string(dtype: Any) -> bool:
     return isinstance(dtype, str | pd.StringDtype) or dtype == "str" or getattr(dtype, "kind", "") == "O"
 
 
-def _murmur(keys: list[plc.Column], stream: Any) -> plc.Column:
-    """The hash that ``hash_values`` gives, of numbers cast to float64 as Dask casts them."""
+def _as_dask_casts(keys: list[plc.Column], stream: Any) -> list[plc.Column]:
+    """Numbers as float64: Dask hashes them like this, so that types that differ still meet."""
     float64 = plc.DataType(plc.TypeId.FLOAT64)
-    casts = [
-        plc.unary.cast(key, float64, stream=stream)
-        if plc.traits.is_numeric(key.type()) and key.type() != float64
-        else key
-        for key in keys
-    ]
-    return plc.hashing.murmurhash3_x86_32(plc.Table(casts), stream=stream)
+    return [plc.unary.cast(k, float64, stream=stream) if plc.traits.is_numeric(k.type()) else k for k in keys]
 
 
 def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:

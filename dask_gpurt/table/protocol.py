@@ -199,16 +199,27 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
     TypeError
         When no backend does.
     """
-    library = type(frame).__module__.partition(".")[0]
-    if library == "cudf":
-        from dask_gpurt.table.cudf import CudfTable
+    match library(frame):
+        case "cudf":
+            from dask_gpurt.table.cudf import CudfTable
 
-        return CudfTable(devices("cuda"))
-    if library == "pandas":
-        from dask_gpurt.table.pandas import PandasTable
+            return CudfTable(devices("cuda"))
+        case "pandas":
+            from dask_gpurt.table.pandas import PandasTable
 
-        return PandasTable(devices("host"))
-    raise TypeError(f"partitions of type {type(frame).__qualname__} can not be shuffled: pandas and cudf frames can")
+            return PandasTable(devices("host"))
+    raise TypeError(
+        f"partitions of type {type(frame).__qualname__} can not be shuffled: pandas and cudf frames can"
+    )
+
+
+def library(frame: Frame) -> str | None:
+    """Whose frame it is, or a subclass of: "pandas", "cudf", or None that no backend knows."""
+    for kind in type(frame).__mro__:
+        root = kind.__module__.partition(".")[0]
+        if root in ("pandas", "cudf"):
+            return root
+    return None
 
 
 def import_backends(devices: Mapping[str, Device]) -> None:
