@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import cudf
@@ -21,7 +22,7 @@ from dask.dataframe.core import _concat
 from pylibcudf.libcudf.partitioning import hash_id
 from rmm.pylibrmm.stream import DEFAULT_STREAM
 
-from dask_gpurt.device import Block, Pool, PoolFull
+from dask_gpurt.device import Block, Device, Pool, PoolFull
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
 
@@ -62,11 +63,11 @@ class _Schema:
 class _Nested:
     """A list or struct dtype by way of Arrow; cudf can not pickle those that hold strings."""
 
-    kind: type
+    kind: type[cudf.ListDtype] | type[cudf.StructDtype]
     arrow: Any
 
     def __call__(self) -> Any:
-        return self.kind.from_arrow(self.arrow)  # type: ignore[attr-defined]
+        return self.kind.from_arrow(self.arrow)
 
 
 def _portable(dtype: Any) -> Any:
@@ -80,7 +81,8 @@ class CudfTable:
 
     name = "cudf"
 
-    def __init__(self, device: CudaDevice):
+    def __init__(self, device: Device):
+        assert isinstance(device, CudaDevice)
         self.device = device
 
     def split(
@@ -93,31 +95,29 @@ class CudfTable:
         drop_column: bool,
         ignore_index: bool,
     ) -> list[Piece | None]:
-        keys = _hashable(frame) if isinstance(frame, Hashed) and drop_column else None
-        if keys is None:
-            frame = frame.assign() if isinstance(frame, Hashed) else frame
-            target = frame[column]._column
-            by = [target if target.dtype.kind in "iu" else target.astype("int32")]
-            frame = frame.drop(columns=column) if drop_column else frame
-        else:
-            by, frame = keys, frame.frame
+        frame, keys, function = _hashing(frame, column, drop_column=drop_column)
         index = [] if ignore_index and frame._columns else list(frame.index._columns)
         columns = [*index, *frame._columns]
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
+        table, ends = self._partitioned(columns, keys, function, npartitions)
+        return [self._piece(table, header, partitions, ends) for partitions in groups]
+
+    def _partitioned(
+        self, columns: list[ColumnBase], keys: list[ColumnBase], function: hash_id, npartitions: int
+    ) -> tuple[plc.Table, list[int]]:
+        """The rows of ``columns`` by output partition, and the row at which each partition ends."""
         stream, raw = self.device.after_compute()
-        with access_columns(*columns, *by, mode="read", scope="internal") as accessed:
+        with access_columns(*columns, *keys, mode="read", scope="internal") as accessed:
             plain = [c.plc_column for c in accessed]
             kept, by = plc.Table(plain[: len(columns)]), plain[len(columns) :]
-            # Rows go to their hash, which is the one of `hash_values`, or to the identity of a
-            # number, modulo the count: many times as fast as libcudf's split by a map.
-            by, hash = (by, IDENTITY) if keys is None else (_as_dask_casts(by, stream), MURMUR)
+            if function == MURMUR:
+                by = _as_dask_casts(by, stream)
             table, offsets = plc.partitioning.hash_partition(
-                kept, plc.Table(by), npartitions, hash, stream=stream
+                kept, plc.Table(by), npartitions, function, stream=stream
             )
             raw.synchronize()
         ends = [*list(offsets)[1:npartitions], table.num_rows()]
-        ends += [table.num_rows()] * (npartitions - len(ends))
-        return [self._piece(table, header, partitions, ends) for partitions in groups]
+        return table, ends + [table.num_rows()] * (npartitions - len(ends))
 
     def _piece(
         self, table: plc.Table, header: bytes, partitions: Sequence[int], ends: list[int]
@@ -129,7 +129,7 @@ class CudfTable:
         if not offsets[-1]:
             return None
         stream, _ = self.device.stream()
-        if all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False)):
+        if all(left[1] == right[0] for left, right in pairwise(spans)):
             (rows,) = plc.copying.slice(table, [spans[0][0], spans[-1][1]], stream=stream)
         else:
             cuts = [edge for span in spans for edge in span]
@@ -190,7 +190,8 @@ class CudfTable:
         return _concat(frames, ignore_index)
 
     def fence(self) -> Callable[[], None]:
-        return self.device.compute_event().synchronize  # type: ignore[no-any-return]
+        wait: Callable[[], None] = self.device.compute_event().synchronize
+        return wait
 
     def warm_up(self) -> None:
         """Load the kernels that every shuffle needs; libcudf would load them on first use."""
@@ -211,6 +212,24 @@ class _Spare:
 
     def __init__(self, pool: Pool):
         self.allocate, self.give_back = pool.allocate, pool.free
+
+
+def _hashing(
+    frame: cudf.DataFrame | Hashed, column: str, *, drop_column: bool
+) -> tuple[cudf.DataFrame, list[ColumnBase], hash_id]:
+    """The rows to split, the columns to hash, and the function that gives output partitions then.
+
+    Rows go to their hash, which is the one of `hash_values`, or to the identity of a number,
+    modulo the count: many times as fast as libcudf's split by a map.
+    """
+    if isinstance(frame, Hashed):
+        keys = _hashable(frame) if drop_column else None
+        if keys is not None:
+            return frame.frame, keys, MURMUR
+        frame = frame.assign()
+    target = frame[column]._column
+    numbers = target if target.dtype.kind in "iu" else target.astype("int32")
+    return frame.drop(columns=column) if drop_column else frame, [numbers], IDENTITY
 
 
 def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
@@ -243,9 +262,10 @@ def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
         table = plc.contiguous_split.unpack_from_memoryviews(
             memoryview(metadata), plc.gpumemoryview(part.buffer), stream=DEFAULT_STREAM
         )
-        edges = [edge for pair in zip(part.offsets, part.offsets[1:], strict=False) for edge in pair]
+        edges = [edge for pair in pairwise(part.offsets) for edge in pair]
         part.memo["opened"] = header, plc.copying.slice(table, edges, stream=DEFAULT_STREAM)
-    return part.memo["opened"]  # type: ignore[no-any-return]
+    opened: tuple[bytes, list[plc.Table]] = part.memo["opened"]
+    return opened
 
 
 def _concatenated(tables: list[plc.Table]) -> plc.Table:
