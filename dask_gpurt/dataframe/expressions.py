@@ -12,12 +12,13 @@ from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, P2PShuffl
 from dask.dataframe.dask_expr._util import _convert_to_list
 from distributed.shuffle._core import P2PBarrierTask
 from distributed.shuffle._merge import merge_transfer
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.table import Hashed
 
 
-class GpurtShuffle(P2PShuffle):  # type: ignore[misc]
+class GpurtShuffle(P2PShuffle):
     """A shuffle through the runtime."""
 
     @functools.cached_property
@@ -35,7 +36,7 @@ class GpurtShuffle(P2PShuffle):  # type: ignore[misc]
         return bool(self.ignore_index) and self.original_partitioning_index is None
 
     def _layer(self) -> dict[Any, Any]:
-        layer = _with_our_spec(super()._layer(), ignore_index=self._drops_index)
+        layer = _with_our_spec(P2PShuffle._layer(self), ignore_index=self._drops_index)
         if _computes_targets(self.frame, self.partitioning_index):
             for task in [task for task in layer.values() if task.func.__name__ == "_shuffle_transfer"]:
                 (producer,) = task.dependencies
@@ -43,7 +44,7 @@ class GpurtShuffle(P2PShuffle):  # type: ignore[misc]
         return layer
 
 
-class HashTargets(AssignPartitioningIndex):  # type: ignore[misc]
+class HashTargets(AssignPartitioningIndex):
     """Says which columns decide on the output partition, and leaves the hash to the transfer.
 
     The operands are those of Dask's expression, which would add the column at once.
@@ -75,10 +76,11 @@ def _hash_join_transfer(
     assign = functools.partial(
         AssignPartitioningIndex.operation, frame, names, name, npartitions, frame, False
     )
-    return int(merge_transfer(Hashed(frame, tuple(names), frame, assign), id, input_partition))
+    hashed: Any = Hashed(frame, tuple(names), frame, assign)  # Dask's function only passes it on
+    return int(merge_transfer(hashed, id, input_partition))
 
 
-class GpurtHashJoin(HashJoinP2P):  # type: ignore[misc]
+class GpurtHashJoin(HashJoinP2P):
     """A join that shuffles both sides through the runtime and joins as it unpacks."""
 
     def _layer(self) -> dict[Any, Any]:
@@ -100,7 +102,7 @@ class GpurtHashJoin(HashJoinP2P):  # type: ignore[misc]
         return not self.left_index and not self.right_index and all(by_columns)
 
 
-class _WholeHashJoin(HashJoinP2P):  # type: ignore[misc]
+class _WholeHashJoin(HashJoinP2P):
     """Hashes to all partitions of the join, also where only some of them are wanted.
 
     Dask's own takes the number of wanted ones, and so gives other rows.
@@ -114,6 +116,7 @@ class _WholeHashJoin(HashJoinP2P):  # type: ignore[misc]
 def _with_our_spec(layer: dict[Any, Any], *, ignore_index: bool) -> dict[Any, Any]:
     barriers = [task for task in layer.values() if isinstance(task, P2PBarrierTask)]
     for task in barriers:
+        assert isinstance(task.spec, DataFrameShuffleSpec)
         spec = ShuffleSpec.of(task.spec, ignore_index=ignore_index)
         layer[task.key] = P2PBarrierTask(task.key, task.func, *task.args, spec=spec)
     return layer

@@ -29,11 +29,10 @@ class Arena:
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a new block of at least ``nbytes`` bytes, None without room."""
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        for offset, free in self._free.items():
-            if free >= size:
-                break
-        else:
+        found = next((entry for entry in self._free.items() if entry[1] >= size), None)
+        if found is None:
             return None
+        offset, free = found
         del self._free[offset]
         if free > size:
             self._free[offset + size] = free - size

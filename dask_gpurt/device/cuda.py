@@ -127,7 +127,8 @@ class CudaDevice:
             _, _least, greatest = cudaDeviceGetStreamPriorityRange()
             stream = cupy.cuda.Stream(non_blocking=True, priority=greatest)
             self._streams.pair = Stream(stream), stream
-        return self._streams.pair  # type: ignore[no-any-return]
+        pair: tuple[Stream, Any] = self._streams.pair
+        return pair
 
     def after_compute(self) -> tuple[Stream, Any]:
         """The communication stream, ordered behind what the user's stream was given so far."""
@@ -192,10 +193,10 @@ class CudaDevice:
 
     def to_host(self, source: Buffer) -> memoryview:
         _, raw = self.stream()
-        data = np.empty(source.size, np.uint8)
-        runtime.memcpyAsync(data.ctypes.data, source.ptr, source.size, runtime.memcpyDefault, raw.ptr)
+        host = np.empty(source.size, np.uint8)
+        runtime.memcpyAsync(host.ctypes.data, source.ptr, source.size, runtime.memcpyDefault, raw.ptr)
         raw.synchronize()
-        return memoryview(data)
+        return host.data
 
     def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
         stream, raw = self.stream()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from dask.utils import format_bytes
-from distributed.protocol import to_serialize
+from distributed.protocol.serialize import to_serialize
 from distributed.shuffle._limiter import ResourceLimiter
 from distributed.system import MEMORY_LIMIT
 
@@ -104,7 +104,8 @@ class Exchange:
             return self.devices[kind]
         except KeyError:
             raise PeerError(
-                f"worker {self.worker.address} has no {kind} device, but was given partitions that live on one"
+                f"worker {self.worker.address} has no {kind} device, "
+                "but was given partitions that live on one"
             ) from None
 
     def outbox(self, kind: str) -> Outbox:
@@ -134,8 +135,8 @@ class Exchange:
         if asked > free:
             where = "/dev/shm" if device.on_host else "the device"
             raise ConfigError(
-                f"'gpurt.exchange.pool' is {size} ({format_bytes(asked)}), but {where} has {format_bytes(free)} "
-                f"free of {format_bytes(total)}: set it to less, or to 'auto'"
+                f"'gpurt.exchange.pool' is {size} ({format_bytes(asked)}), but {where} has "
+                f"{format_bytes(free)} free of {format_bytes(total)}: set it to less, or to 'auto'"
             )
         return asked
 
@@ -292,10 +293,8 @@ class Exchange:
             if owner == me:
                 self.drain(producer=me)
             else:
-                try:
+                with contextlib.suppress(OSError):  # a lost owner ends the run, which frees its blocks
                     await self.worker.rpc(owner).gpurt_drain(producer=me)
-                except OSError:
-                    pass  # a lost owner ends the run, which frees its blocks
 
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""

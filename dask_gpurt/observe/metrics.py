@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -18,17 +18,17 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, float] = defaultdict(int)
         self._fallbacks: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
         with self._lock:
-            self._counters[name] += amount  # type: ignore[assignment]
+            self._counters[name] += amount
 
     def peak(self, name: str, value: float) -> None:
         """Keep the largest value seen under ``name``."""
         with self._lock:
-            self._counters[name] = max(self._counters[name], value)  # type: ignore[assignment]
+            self._counters[name] = max(self._counters[name], value)
 
     @contextmanager
     def seconds(self, name: str) -> Iterator[None]:

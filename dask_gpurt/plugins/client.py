@@ -74,8 +74,9 @@ def report(client: Client | None = None, *, connect: bool = False) -> Any:
     Returns
     -------
     dict
-        ``enabled``; when it is, also ``counters`` summed over the workers, ``fallbacks``,
-        and ``workers``: for each address its devices, paths, pools, counters, fallbacks.
+        ``enabled``; when it is, also ``counters`` summed over the workers (of peaks the largest),
+        ``fallbacks``, and ``workers``: for each address its devices, pools, counters, fallbacks,
+        and the paths to its peers: ``paths`` for its main device, ``host_paths`` for the host.
     """
     client = client or default_client()
     return client.sync(_report, client, connect)
@@ -121,7 +122,8 @@ async def _deactivate(client: Client) -> None:
 async def _report(client: Client, connect: bool) -> dict[str, Any]:
     if not await _is_on(client):
         return {"enabled": False, "counters": {}, "fallbacks": {}, "workers": {}}
-    return await _scheduler(client).gpurt_report(connect=connect)  # type: ignore[no-any-return]
+    found: dict[str, Any] = await _scheduler(client).gpurt_report(connect=connect)
+    return found
 
 
 def _scheduler(client: Client) -> Any:
@@ -134,7 +136,7 @@ def _address(client: Client) -> str | None:
 
 async def _is_on(client: Client) -> bool:
     # By value, for a scheduler that does not have the package.
-    return await client._run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions)  # type: ignore[no-any-return]
+    return bool(await client._run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions))
 
 
 def _choose_method() -> None:

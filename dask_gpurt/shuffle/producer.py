@@ -88,8 +88,8 @@ class Producer:
         extra = sorted(map(str, set(frame.columns) - set(columns)))
         if missing or extra:
             raise ValueError(
-                f"input partition {source} of shuffle {self.spec.id} has other columns than the collection says: "
-                f"missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
+                f"input partition {source} of shuffle {self.spec.id} has other columns than the collection "
+                f"says: missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
             )
         return frame[columns]
 
@@ -131,8 +131,8 @@ class _Packing:
         except PoolFull as full:
             if len(piece) < 2:
                 raise MemoryError(
-                    f"one row of shuffle {self.producer.spec.id} takes {full.nbytes} bytes, gpurt.exchange.pool "
-                    f"has {self.outbox.pool.capacity}: set it to at least that"
+                    f"one row of shuffle {self.producer.spec.id} takes {full.nbytes} bytes, "
+                    f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least that"
                 ) from full
             for half in piece.halves(self.table.cut):
                 if len(half):

@@ -13,7 +13,7 @@ import pickle
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from dask.typing import Key
 from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
@@ -136,7 +136,7 @@ class ShuffleRun:
                 self.fail(error)
                 return
             if reply["status"] != "OK":
-                self.fail(_exception_of(reply))
+                self.fail(_exception_of(cast(ErrorMessage, reply)))
                 return
 
     async def _deliver(self, owner: str, shards: list[Shard]) -> OKMessage | ErrorMessage:
@@ -145,9 +145,10 @@ class ShuffleRun:
             return await self.receive(data)
         for attempt in range(ATTEMPTS):
             try:
-                return await self._worker.rpc(owner).shuffle_receive(
+                reply: OKMessage | ErrorMessage = await self._worker.rpc(owner).shuffle_receive(
                     data=data, shuffle_id=self.id, run_id=self.run_id
                 )
+                return reply
             except OSError:
                 if attempt == ATTEMPTS - 1:
                     raise

@@ -7,7 +7,7 @@ shuffles on the scheduler and the workers; a spec of ours makes it work with our
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ShuffleSpec(DaskShuffleSpec[int]):  # type: ignore[misc]
+class ShuffleSpec(DaskShuffleSpec[int]):
     """A shuffle of dataframes by a column that holds output partitions.
 
     Attributes
@@ -66,14 +66,15 @@ class ShuffleSpec(DaskShuffleSpec[int]):  # type: ignore[misc]
         )
 
     @property
-    def output_partitions(self) -> Iterator[int]:
+    def output_partitions(self) -> Generator[int, None, None]:
         yield from self.parts_out
 
     def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
         """Neighbouring partitions share an owner, so that a shard is one run of sorted rows."""
         return str(_get_worker_for_range_sharding(self.npartitions, partition, workers))
 
-    def create_run_on_worker(
+    # Dask wants a run of its own class, and calls no more of it than ours has.
+    def create_run_on_worker(  # type: ignore[override]
         self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: ShuffleWorkerPlugin
     ) -> ShuffleRun:
         """Begin this worker's part of a run."""
@@ -81,7 +82,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):  # type: ignore[misc]
 
         worker = plugin.worker
         try:
-            runtime = worker.plugins["gpurt"]
+            runtime: Any = worker.plugins["gpurt"]
         except KeyError:
             raise RuntimeError(
                 f"worker {worker.address} takes part in a gpurt shuffle, but the runtime is not on there: "
