@@ -13,7 +13,7 @@ from distributed import Client
 
 import dask_gpurt
 
-PARTS, ROWS = 8, 40_000  # 8 × 640 kB in two columns
+PARTS, ROWS = 8, 40_000  # 640 kB each, in two columns
 
 
 def collection(library: Library, rows: int = ROWS, seed: int = 3) -> Any:

@@ -347,16 +347,14 @@ def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
     parts = []
     for rows in draw(st.lists(st.integers(0, 30), min_size=2, max_size=5)):
         ints = numbers.integers(-3, 9, rows)
-        make = {
-            "int": lambda: ints,
-            "float": lambda: np.where(ints < 0, np.nan, ints / 2),
-            "str": lambda: pd.array([str(i) * (i % 3) for i in ints], dtype="str"),
-            "category": lambda: pd.Categorical(
-                [f"k{i}" for i in ints], categories=[f"k{i}" for i in range(-3, 9)]
-            ),
-            "nullable": lambda: pd.array([None if i < 0 else i for i in ints], dtype="Int64"),
+        values = {
+            "int": ints,
+            "float": np.where(ints < 0, np.nan, ints / 2),
+            "str": pd.array([str(i) * (i % 3) for i in ints], dtype="str"),
+            "category": pd.Categorical([f"k{i}" for i in ints], categories=[f"k{i}" for i in range(-3, 9)]),
+            "nullable": pd.array([None if i < 0 else i for i in ints], dtype="Int64"),
         }
-        parts.append(pd.DataFrame({**{name: make[name]() for name in names}, "row": np.arange(rows)}))
+        parts.append(pd.DataFrame({**{name: values[name] for name in names}, "row": np.arange(rows)}))
     by = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
     return parts, by, draw(st.integers(1, 12))
 
