@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from dask_gpurt.config import KEYS
+from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import exchange
 
 ROOT = Path(__file__).parents[1]
@@ -136,9 +137,19 @@ def test_settings_has_the_defaults() -> None:
     assert shown == list(values(defaults))
 
 
+def class_attribute(file: str, owner: str, name: str) -> Any:
+    """Read from the source, where importing it takes a GPU."""
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            for line in node.body:
+                if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name:
+                    return ast.literal_eval(line.value)
+    raise AttributeError(f"{owner}.{name}")
+
+
 def test_settings_says_what_auto_is() -> None:
     page = " ".join(text("docs/settings.md").split())
-    host, cuda = exchange.AUTO_POOL["host"], exchange.AUTO_POOL["cuda"]
+    host, cuda = HostDevice.pool_share, class_attribute("device/cuda.py", "CudaDevice", "pool_share")
     assert f"`auto` is {cuda:.0%} of the memory of a GPU and {host:.0%} of a worker's memory limit" in page
     assert f"never more than {exchange.AUTO_POOL_OF_FREE:.0%} of what is free" in page
 
