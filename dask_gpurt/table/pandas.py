@@ -41,26 +41,25 @@ class PandasTable:
         drop_column: bool,
         ignore_index: bool,
     ) -> list[Piece | None]:
-        if isinstance(frame, Hashed):
-            frame = frame.assign()
-        targets = np.asarray(frame[column])
+        rows: pd.DataFrame = frame.assign() if isinstance(frame, Hashed) else frame
+        targets = np.asarray(rows[column])
         # Counting-sort speed: numpy sorts 16 bit integers by radix, and keeps their order.
         narrow = np.uint16 if npartitions <= 1 << 16 else np.int64
         order = np.argsort(targets.astype(narrow, copy=False), kind="stable")
         ends = np.cumsum(np.bincount(targets.astype(np.intp, copy=False), minlength=npartitions))
         if drop_column:
-            frame = frame.drop(columns=column)
+            rows = rows.drop(columns=column)
         pieces: list[Piece | None] = []
         for partitions in groups:
-            runs = [order[ends[p - 1] if p else 0 : ends[p]] for p in partitions]
-            offsets = (0, *np.cumsum([len(run) for run in runs]).tolist())
+            spans = [(ends[p - 1] if p else 0, ends[p]) for p in partitions]
+            offsets = (0, *np.cumsum([stop - start for start, stop in spans]).tolist())
             if not offsets[-1]:
                 pieces.append(None)
                 continue
-            rows = frame.take(_joined(runs))
+            taken = rows.take(_joined(order, spans))
             if ignore_index:
-                rows.index = pd.RangeIndex(len(rows))
-            pieces.append(Piece(rows, tuple(partitions), offsets))
+                taken.index = pd.RangeIndex(len(taken))
+            pieces.append(Piece(taken, tuple(partitions), offsets))
         return pieces
 
     def cut(self, rows: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
@@ -100,7 +99,7 @@ class PandasTable:
             rows = pickle.loads(body, buffers=[lease[a:b] for a, b in spans])
             frames.append(rows.iloc[part.offsets[part.index] : part.offsets[part.index + 1]])
             del lease, rows
-        result = frames[0].copy() if len(frames) == 1 else _concat(frames, ignore_index)
+        result: pd.DataFrame = frames[0].copy() if len(frames) == 1 else _concat(frames, ignore_index)
         del frames
         if ignore_index:
             result.index = pd.RangeIndex(len(result))
@@ -115,10 +114,11 @@ class _Lease(np.ndarray):
     """A view that everything read out of a packed buffer keeps alive."""
 
 
-def _joined(runs: list[np.ndarray]) -> np.ndarray:
-    """The runs as one array, without a copy where they are neighbours."""
-    full = [run for run in runs if len(run)]
-    return full[0] if len(full) == 1 else np.concatenate(full)
+def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """The spans of ``order`` one behind the other, without a copy where they are neighbours."""
+    if all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False)):
+        return order[spans[0][0] : spans[-1][1]]
+    return np.concatenate([order[start:stop] for start, stop in spans])
 
 
 def _own(frame: Any) -> Any:
