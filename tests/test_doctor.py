@@ -122,7 +122,7 @@ def test_wrong_settings_are_problems(settings: dict[str, Any], said: str) -> Non
         ({"gpurt.enabled": True, "dataframe.shuffle.method": "tasks"}, "shuffles go by Dask's own tasks"),
         ({"gpurt.enabled": True, "distributed.worker.preload": ["mine"]}, "['mine'], which leaves"),
         ({"gpurt.takeover": False}, "'gpurt.takeover' is false, but 'gpurt.enabled' is false"),
-        ({"gpurt.exchange.inflight": "1 GiB"}, "'gpurt.exchange.inflight' is '1 GiB', but"),
+        ({"gpurt.exchange.inflight": "2 GiB"}, "'gpurt.exchange.inflight' is '2 GiB', but"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
