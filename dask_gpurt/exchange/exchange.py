@@ -36,7 +36,7 @@ from dask_gpurt.observe import Metrics
 #: No pool takes more than this of the free memory by itself, since others take from it too.
 AUTO_POOL_OF_FREE = 0.4
 #: Below this a pool is not worth having: what is wrong then shows as it is made.
-SMALLEST_POOL = 2**20
+SMALLEST_POOL = 2**16
 #: Seconds between looks at whether a pool is empty and can give its memory back.
 IDLE = 10.0
 #: Copies are short on a fast link: several threads keep it busy between them.
@@ -170,6 +170,10 @@ class Exchange:
         identity = await self.worker.scheduler.identity(n_workers=-1)
         ways = [(peer, kind) for peer in identity["workers"] for kind in self.devices]
         await asyncio.gather(*(self.path(*way) for way in ways), return_exceptions=True)
+
+    def describe_devices(self) -> dict[str, dict[str, Any]]:
+        """What the devices are, by kind. Blocks."""
+        return {kind: device.describe() for kind, device in self.devices.items()}
 
     def describe_pools(self) -> dict[str, dict[str, int]]:
         """Capacity and use of the pools made so far, by kind of device."""

@@ -70,7 +70,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.exchange.connect_all()
         return {
             "version": __version__,
-            "devices": {kind: device.describe() for kind, device in self.exchange.devices.items()},
+            "devices": await self.exchange.offload(self.exchange.describe_devices),
             "paths": self.exchange.describe_paths(self.exchange.main),
             "host_paths": self.exchange.describe_paths("host"),
             "pools": self.exchange.describe_pools(),

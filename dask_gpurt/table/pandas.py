@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ class _Lease(np.ndarray):
 
 def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     """The spans of ``order`` one behind the other, without a copy where they are neighbours."""
-    if all(left[1] == right[0] for left, right in zip(spans, spans[1:], strict=False)):
+    if all(left[1] == right[0] for left, right in pairwise(spans)):
         return order[spans[0][0] : spans[-1][1]]
     return np.concatenate([order[start:stop] for start, stop in spans])
 
