@@ -54,6 +54,7 @@ from shuffle import GIB, ROW_BYTES, WRAP, fingerprint, make_random, totals
 import dask_gpurt
 from dask_gpurt.cli.demo import BYTES_PREFIX, choose_backend, local_cluster
 from dask_gpurt.cli.report import environment, speedups
+from dask_gpurt.dataframe.expressions import HashTargets
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.run import ShuffleRun
 
@@ -194,13 +195,17 @@ class Gpurt:
         return run
 
     def _with_targets(self, frame: Frame) -> Frame:
-        """Make the very call that a transfer task makes."""
+        """Have Dask say where rows belong."""
         return AssignPartitioningIndex.operation(
             frame, ["key"], TARGETS, self.plan.partitions, self.meta, False
         )
 
     def produce(self, source: int) -> None:
-        self.run.add_partition(self._with_targets(self.inputs[source]), source)
+        # What a transfer task of a shuffle by columns gets: the hash is part of its work.
+        frame = HashTargets.operation(
+            self.inputs[source], ["key"], TARGETS, self.plan.partitions, self.meta, False
+        )
+        self.run.add_partition(frame, source)
 
     def settle(self) -> None:
         self.barrier.meet()

@@ -94,7 +94,7 @@ def test_a_mapping_that_fails_falls_back_to_the_comms(library: Library) -> None:
             def fail(ticket: Any) -> Any:
                 raise MappingError("containers do not share memory here")
 
-            for device in dask_worker.plugins["gpurt"].exchange.devices.values():
+            for device in dask_worker.plugins["gpurt"].exchange.pools.devices.values():
                 device.map = fail
 
         client.run(break_mapping)
@@ -151,6 +151,18 @@ def test_shards_are_pulled_while_other_producers_still_work(library: Library) ->
             offered = sum(v for k, v in found.items() if k.startswith("exchange.shards."))
         Event("last", client=client).set()
         assert sum(map(len, partitions(out))) == PARTS * 1000
+
+
+def test_four_workers(library: Library) -> None:
+    with cluster(library.name, workers=4) as client:
+        df = collection(library, 4_000)
+        assert_like_tasks(df)
+        other = collection(library, 1_000, seed=4).rename(columns={"row": "other"})
+        joined = df.merge(other, on="key")
+        rows = sum(map(len, partitions(joined)))
+        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+            assert rows == sum(map(len, partitions(df.merge(other, on="key")))) > 0
+        assert counters(client)["shuffle.runs"] == 3 * 4
 
 
 @pytest.mark.parametrize("rows", [1, 1000])

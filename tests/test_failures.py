@@ -15,6 +15,8 @@ from distributed import Client, Event, Variable, get_worker, wait
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.utils import sync
 
+import dask_gpurt
+
 PARTS, ROWS = 8, 5_000
 
 
@@ -197,6 +199,20 @@ def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:
         del out
         assert_right(build(library).shuffle("key", npartitions=5))
         assert counters(client)["shuffle.runs"] == 4
+
+
+def test_the_runtime_is_switched_off_during_a_shuffle(library: Library) -> None:
+    with cluster(library.name, workers=2) as client:
+        out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+        Event("go-reached", client=client).wait(timeout=60)
+        dask_gpurt.disable(client)
+        Event("go", client=client).set()
+        with pytest.raises(RuntimeError, match="failed during transfer phase") as caught:
+            out.compute()
+        assert "the runtime" in str(caught.value.__cause__)
+        del out
+        dask_gpurt.enable(client)
+        assert_right(build(library).shuffle("key", npartitions=5))
 
 
 def test_nothing_is_left_behind(library: Library) -> None:

@@ -9,34 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from dask.utils import format_bytes
 from distributed.protocol.serialize import to_serialize
 from distributed.shuffle._limiter import ResourceLimiter
 from distributed.system import MEMORY_LIMIT
 
 from dask_gpurt._version import __version__
-from dask_gpurt.config import ConfigError, Settings
-from dask_gpurt.device import Device
-from dask_gpurt.device.discover import discover
+from dask_gpurt.config import Settings
 from dask_gpurt.exchange import paths
 from dask_gpurt.exchange.inbox import Parcel
 from dask_gpurt.exchange.landing import Landing
-from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.paths import Path
+from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 from dask_gpurt.observe import Metrics
 
-#: No pool takes more than this of the free memory by itself, since others take from it too.
-AUTO_POOL_OF_FREE = 0.4
-#: Below this a pool is not worth having: what is wrong then shows as it is made.
-SMALLEST_POOL = 2**16
 #: Seconds between looks at whether a pool is empty and can give its memory back.
 IDLE = 10.0
 #: Copies are short on a fast link: several threads keep it busy between them.
@@ -64,19 +56,15 @@ class Exchange:
         self.worker = worker
         self.settings = settings
         self.metrics = metrics
-        self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
-        self.devices: dict[str, Device] = discover(self.memory_limit)
-        #: The kind of device that this worker is for.
-        self.main = next((kind for kind, device in self.devices.items() if not device.on_host), "host")
+        memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
+        self.pools = Pools(settings.exchange.pool, memory_limit, self._ask_for_room, metrics)
         self.landing = Landing(
-            settings.exchange.landing.of(self.memory_limit),
+            settings.exchange.landing.of(memory_limit),
             os.path.join(worker.local_directory, "gpurt-landing"),
             metrics,
         )
         self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
-        self._outboxes: dict[str, Outbox] = {}
-        self._outbox_lock = threading.Lock()
         self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
         self._parcels: defaultdict[str, set[Parcel]] = defaultdict(set)
         self._released: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
@@ -96,50 +84,6 @@ class Exchange:
     def _protocol(self) -> str:
         return str(self.worker.address).partition("://")[0]
 
-    # ---- pools -----------------------------------------------------------------------
-
-    def device(self, kind: str) -> Device:
-        """This worker's device of a kind; raises when it has none."""
-        try:
-            return self.devices[kind]
-        except KeyError:
-            raise PeerError(
-                f"worker {self.worker.address} has no {kind} device, "
-                "but was given partitions that live on one"
-            ) from None
-
-    def outbox(self, kind: str) -> Outbox:
-        """The published blocks of a device; its pool is made on first use. Blocks."""
-        with self._outbox_lock:
-            if kind not in self._outboxes:
-                device = self.device(kind)
-                pool = device.create_pool(self.pool_size(device))
-                self._outboxes[kind] = Outbox(pool, partial(self._ask_for_room, kind), self.metrics)
-            return self._outboxes[kind]
-
-    def pool_size(self, device: Device) -> int:
-        """Bytes of the pool of a device.
-
-        Raises
-        ------
-        ConfigError
-            When the setting asks for more than there is.
-        """
-        free, total = device.memory()
-        share_of = self.memory_limit if device.on_host else total
-        size = self.settings.exchange.pool
-        # On a worker with a GPU the setting is about the GPU.
-        if size is None or device.kind != self.main:
-            return int(max(min(device.pool_share * share_of, AUTO_POOL_OF_FREE * free), SMALLEST_POOL))
-        asked = size.of(share_of)
-        if asked > free:
-            where = "/dev/shm" if device.on_host else "the device"
-            raise ConfigError(
-                f"'gpurt.exchange.pool' is {size} ({format_bytes(asked)}), but {where} has "
-                f"{format_bytes(free)} free of {format_bytes(total)}: set it to less, or to 'auto'"
-            )
-        return asked
-
     # ---- paths -----------------------------------------------------------------------
 
     async def path(self, peer: str, kind: str) -> Path:
@@ -151,7 +95,7 @@ class Exchange:
 
     async def _connect(self, peer: str, kind: str) -> Path:
         if peer == self.worker.address:
-            outbox = await self.offload(self.outbox, kind)
+            outbox = await self.offload(self.pools.outbox, kind)
             return Path(paths.LOCAL, outbox.pool, True)
         reply = await self.worker.rpc(peer).gpurt_ticket(kind=kind)
         if reply is None:  # Dask's answer to an operation that it does not know
@@ -161,26 +105,15 @@ class Exchange:
                 f"worker {peer} runs dask_gpurt {reply['version']}, worker {self.worker.address} runs "
                 f"{__version__}: install the same version everywhere"
             )
-        device = self.devices.get(kind)
+        device = self.pools.devices.get(kind)
         path = await self.offload(paths.choose, device, reply["ticket"], self.settings.exchange.paths)
         return paths.fallback_noted(path, self.metrics.fallback)
 
     async def connect_all(self) -> None:
         """Find out the paths to all workers of the cluster."""
         identity = await self.worker.scheduler.identity(n_workers=-1)
-        ways = [(peer, kind) for peer in identity["workers"] for kind in self.devices]
+        ways = [(peer, kind) for peer in identity["workers"] for kind in self.pools.devices]
         await asyncio.gather(*(self.path(*way) for way in ways), return_exceptions=True)
-
-    def describe_devices(self) -> dict[str, dict[str, Any]]:
-        """What the devices are, by kind. Blocks."""
-        return {kind: device.describe() for kind, device in self.devices.items()}
-
-    def describe_pools(self) -> dict[str, dict[str, int]]:
-        """Capacity and use of the pools made so far, by kind of device."""
-        return {
-            kind: {"capacity": outbox.pool.capacity, "used": outbox.pool.used}
-            for kind, outbox in self._outboxes.items()
-        }
 
     def describe_paths(self, kind: str) -> dict[str, dict[str, Any]]:
         """The paths found out so far from pools of a kind, by peer."""
@@ -201,7 +134,8 @@ class Exchange:
             Called when the pull has failed for good.
         """
         path = await self.path(shard.producer, shard.device)
-        parcel = Parcel(run, shard, path, self.device(shard.device), self.landing, self._release_soon)
+        device = self.pools.device(shard.device)
+        parcel = Parcel(run, shard, path, device, self.landing, self._release_soon)
         self._parcels[shard.producer].add(parcel)
         self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes + len(shard.header))
         self.metrics.add(f"exchange.shards.{path.name}")
@@ -288,7 +222,7 @@ class Exchange:
         if not self.closed:
             self.executor.submit(self.discard, parcels)
 
-    def _ask_for_room(self, kind: str, owners: set[str]) -> None:
+    def _ask_for_room(self, owners: set[str]) -> None:
         self.worker.loop.add_callback(self._send_drain, owners)
 
     async def _send_drain(self, owners: set[str]) -> None:
@@ -303,44 +237,35 @@ class Exchange:
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
         me = self.worker.address
-        for outbox in list(self._outboxes.values()):
-            for owner in outbox.owners(run):
-                try:
-                    if owner == me:
-                        await self.forget(producer=me, run=list(run))
-                    else:
-                        await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
-                except OSError:
-                    pass  # a dead owner does not read
-                outbox.drop(run, owner)
-            outbox.wake()
-
-    def wake(self) -> None:
-        """Let waiting producers see that a run has ended."""
-        for outbox in list(self._outboxes.values()):
-            outbox.wake()
+        for outbox, owner in self.pools.owners(run):
+            with contextlib.suppress(OSError):  # a dead owner does not read
+                if owner == me:
+                    await self.forget(producer=me, run=list(run))
+                else:
+                    await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
+            outbox.drop(run, owner)
 
     # ---- what peers call -------------------------------------------------------------
 
     async def ticket(self, kind: str) -> dict[str, Any]:
         """Handler: how to map this worker's pool."""
-        if kind not in self.devices:
+        if kind not in self.pools.devices:
             return {"version": __version__, "ticket": None}
-        outbox = await self.offload(self.outbox, kind)
+        outbox = await self.offload(self.pools.outbox, kind)
         return {"version": __version__, "ticket": outbox.pool.ticket()}
 
     async def fetch(self, kind: str, shard: int) -> dict[str, Any]:
         """Handler: the bytes of a shard, for a peer that can not map them."""
-        block = self._outboxes[kind].view(shard)
+        block = self.pools.known(kind).view(shard)
         if block is None:
             return {"data": None}
-        device = self.device(kind)
+        device = self.pools.device(kind)
         readable = device.for_comm if device.carried_by(self._protocol) else device.to_host
         return {"data": to_serialize(await self.offload(readable, block.buffer))}
 
     def release(self, kind: str, shards: list[int]) -> None:
         """Handler: an owner is done with these shards."""
-        self._outboxes[kind].release(shards)
+        self.pools.known(kind).release(shards)
 
     def drain(self, producer: str) -> None:
         """Handler: a producer waits for room; copy what was left in its pool."""
@@ -357,11 +282,6 @@ class Exchange:
 
     # ---- life ------------------------------------------------------------------------
 
-    async def warm_up(self) -> None:
-        """Make the pools, so that a setting that makes no sense is refused at the door."""
-        for kind in self.devices:
-            await self.offload(self.outbox, kind)
-
     async def offload(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run something that blocks on a thread of this exchange."""
         if self.closed:
@@ -371,7 +291,8 @@ class Exchange:
     async def keep_house(self) -> None:
         """Now and then: give idle memory back, here and of workers that have left."""
         peers = {peer for peer, _ in self._paths} - {self.worker.address}
-        gone = await self.worker.scheduler.gpurt_gone(peers=list(peers)) if peers else []
+        # None is the answer of a scheduler on which the runtime has been switched off.
+        gone = (await self.worker.scheduler.gpurt_gone(peers=list(peers)) if peers else None) or []
         left = [self._paths.pop(key) for key in list(self._paths) if key[0] in gone]
         await self.offload(self._give_back, [path for task in left if (path := _result(task))])
 
@@ -379,24 +300,20 @@ class Exchange:
         for path in unused:
             if path.mapping is not None:
                 path.mapping.close()
-        for outbox in self._outboxes.values():
-            if not outbox.pool.used:
-                outbox.pool.trim()
+        self.pools.trim()
 
     def close(self) -> None:
         """Release memory, mappings and files. Blocks."""
         self.closed = True
+        self.pools.wake()
         for name in ("ticket", "fetch", "release", "drain", "forget"):
             self.worker.handlers.pop(f"gpurt_{name}", None)
         self.executor.shutdown(cancel_futures=True)
         for task in self._paths.values():
             if (path := _result(task)) and path.mapping is not None:
                 path.mapping.close()
-        for outbox in self._outboxes.values():
-            outbox.pool.close()
+        self.pools.close()
         self.landing.close()
-        for device in self.devices.values():
-            device.close()
 
 
 def _result(task: asyncio.Task[Path]) -> Path | None:

@@ -45,9 +45,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._housekeeping.start()
         prometheus.register(worker.address, self.metrics)
         try:
-            import_backends(self.exchange.devices)
-            await self.exchange.warm_up()
-            worker._ongoing_background_tasks.call_soon(self.exchange.offload, warm_up, self.exchange.devices)
+            import_backends(self.exchange.pools.devices)
+            await self.exchange.offload(self.exchange.pools.make_all)
+            worker._ongoing_background_tasks.call_soon(
+                self.exchange.offload, warm_up, self.exchange.pools.devices
+            )
         except Exception:
             await self.teardown(worker)
             raise
@@ -70,10 +72,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.exchange.connect_all()
         return {
             "version": __version__,
-            "devices": await self.exchange.offload(self.exchange.describe_devices),
-            "paths": self.exchange.describe_paths(self.exchange.main),
+            "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
+            "paths": self.exchange.describe_paths(self.exchange.pools.main),
             "host_paths": self.exchange.describe_paths("host"),
-            "pools": self.exchange.describe_pools(),
+            "pools": self.exchange.pools.describe(),
             "problems": config.problems(),
             **self.metrics.snapshot(),
         }

@@ -84,7 +84,7 @@ class Consumer:
             self._readers.setdefault(key, set()).add(partition)
             parcels = [p for p, unread in self._unread.items() if partition in unread]
         parcels.sort(key=lambda parcel: (parcel.shard.source, parcel.shard.part))
-        table = backend_for(self._meta, self.exchange.device)
+        table = backend_for(self._meta, self.exchange.pools.device)
         metrics = self.exchange.metrics
         with ExitStack() as stack, metrics.seconds("shuffle.seconds.assembling"):
             parts = [self._part(parcel, partition, stack) for parcel in parcels]

@@ -54,8 +54,8 @@ class Producer:
         """
         frame = self._validated(frame, source)
         plain = frame.frame if isinstance(frame, Hashed) else frame
-        table = backend_for(plain, self.exchange.device)
-        outbox = self.exchange.outbox(table.device.kind)
+        table = backend_for(plain, self.exchange.pools.device)
+        outbox = self.exchange.pools.outbox(table.device.kind)
         metrics = self.exchange.metrics
         metrics.add("shuffle.rows", len(plain))
         with metrics.seconds("shuffle.seconds.splitting"):
@@ -120,9 +120,13 @@ class _Packing:
 
     def publish_all(self, owned: list[tuple[str, Piece]]) -> None:
         with self.producer.exchange.metrics.seconds("shuffle.seconds.packing"):
-            for owner, piece in owned:
-                self._pack(owner, piece)
-            self._publish()
+            try:
+                for owner, piece in owned:
+                    self._pack(owner, piece)
+                self._publish()
+            finally:  # when the run has ended meanwhile, or a piece could not be packed
+                for _, _, packed in self._packed:
+                    self.outbox.give_back(packed.block)
 
     def _pack(self, owner: str, piece: Piece) -> None:
         """Pack a piece, in halves where it does not fit into the pool as a whole."""

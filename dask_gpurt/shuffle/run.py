@@ -83,21 +83,26 @@ class ShuffleRun:
         """Raise what ended the run, once it has ended."""
         if self._exception is not None:
             raise self._exception
-        if self.closed:
+        if self._exchange.closed and not self._worker._is_finalizing():
+            raise RuntimeError(
+                f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
+                "was running: compute it again, or switch off when nothing runs"
+            )
+        if self.closed or self._exchange.closed:
             raise ShuffleClosedError(f"{self} is over")
 
     def fail(self, exception: Exception) -> None:
         """End the run with an error that everybody who waits in it will see."""
         if not self.closed and self._exception is None:
             self._exception = exception
-            self._exchange.wake()
+            self._exchange.pools.wake()
 
     async def close(self) -> None:
         """Give back what the run holds, here and in the pools of others."""
         if self.closed:
             return
         self.closed = True
-        self._exchange.wake()
+        self._exchange.pools.wake()
         for sender in self._senders.values():
             sender.cancel()
         with contextlib.suppress(ExchangeClosed):  # then all is released already
