@@ -84,11 +84,18 @@ class Command:
         return match[match.re.groups and 1]
 
 
+def _runnable(command: tuple[str | Path, ...]) -> list[str]:
+    """``dask`` by way of its module where the packages are there but no commands."""
+    if command[0] == DASK and not DASK.exists():
+        command = (sys.executable, "-m", "dask", *command[1:])
+    return list(map(str, command))
+
+
 @contextlib.contextmanager
 def started(*command: str | Path, **settings: str) -> Iterator[Command]:
     """Start a command, and end it and its children afterwards."""
     process = subprocess.Popen(
-        list(map(str, command)),
+        _runnable(command),
         env=environment(**settings),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

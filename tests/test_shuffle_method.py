@@ -60,6 +60,9 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
     "more": lambda df: df.shuffle("key", npartitions=17),
     "null keys": lambda df: df.shuffle("ratio"),
     "timestamps": lambda df: df.shuffle("when"),
+    "categories": lambda df: df.assign(kind=df.name.astype("category")).shuffle("kind"),
+    "categories and numbers": lambda df: df.assign(kind=df.name.astype("category")).shuffle(["kind", "key"]),
+    "numbers and strings": lambda df: df.shuffle(["ratio", "name"]),
     "by a series": lambda df: df.shuffle(df.key % 7),
     "named index": lambda df: df.set_index("id", sorted=True).shuffle("key"),
     "one column": lambda df: df[["key"]].shuffle("key"),
@@ -360,7 +363,7 @@ def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
 
 
 @given(collections())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_frames(
     client: Client, library: Library, drawn: tuple[list[pd.DataFrame], list[str], int]
 ) -> None:

@@ -22,7 +22,7 @@ from distributed.system import MEMORY_LIMIT
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.exchange import paths
-from dask_gpurt.exchange.inbox import Parcel
+from dask_gpurt.exchange.inbox import Parcel, Place
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.pools import Pools
@@ -31,6 +31,8 @@ from dask_gpurt.observe import Metrics
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
 IDLE = 10.0
+#: Seconds for which a producer that asked for room counts as short of it.
+PRESSED = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
 THREADS = 4
 #: Attempts to reach a peer before a pull gives up, and the seconds between them.
@@ -139,7 +141,7 @@ class Exchange:
         self._parcels[shard.producer].add(parcel)
         self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes + len(shard.header))
         self.metrics.add(f"exchange.shards.{path.name}")
-        pressed = self.worker.loop.time() - self._asked.get(shard.producer, -IDLE) < 1.0
+        pressed = self.worker.loop.time() - self._asked.get(shard.producer, -PRESSED) < PRESSED
         if pressed or not path.in_place:
             self._pull_soon(parcel, on_error)
         return parcel
@@ -178,7 +180,7 @@ class Exchange:
                 reply = await self.worker.rpc(shard.producer).gpurt_fetch(kind=shard.device, shard=shard.id)
                 break
             except OSError:
-                if attempt == ATTEMPTS - 1 or parcel.place.name == "GONE":
+                if attempt == ATTEMPTS - 1 or parcel.place is Place.GONE:
                     raise
                 await asyncio.sleep(PAUSE)
         if reply["data"] is None:
@@ -278,7 +280,7 @@ class Exchange:
         """Handler: a producer ends a run; returns when nothing of it is being read."""
         key = (run[0], run[1])
         with contextlib.suppress(ExchangeClosed):
-            await self.offload(self.discard, [p for p in self._parcels[producer] if p.run == key])
+            await self.offload(self.discard, [p for p in list(self._parcels[producer]) if p.run == key])
 
     # ---- life ------------------------------------------------------------------------
 

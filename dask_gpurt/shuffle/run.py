@@ -81,13 +81,13 @@ class ShuffleRun:
 
     def raise_if_closed(self) -> None:
         """Raise what ended the run, once it has ended."""
-        if self._exception is not None:
-            raise self._exception
         if self._exchange.closed and not self._worker._is_finalizing():
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
                 "was running: compute it again, or switch off when nothing runs"
             )
+        if self._exception is not None:
+            raise self._exception
         if self.closed or self._exchange.closed:
             raise ShuffleClosedError(f"{self} is over")
 

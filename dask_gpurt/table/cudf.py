@@ -13,10 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 import cudf
-import pandas as pd
 import pylibcudf as plc
 import rmm
-from cudf.core.column import ColumnBase
+from cudf.core.column import ColumnBase, NumericalColumn, StringColumn
 from cudf.core.column.utils import access_columns
 from dask.dataframe.core import _concat
 from pylibcudf.libcudf.partitioning import hash_id
@@ -238,15 +237,11 @@ def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
         return None
     columns = [hashed.frame[name]._column for name in hashed.by]
     expected = [hashed.like[name]._column for name in hashed.by]
-    for column, like in zip(columns, expected, strict=True):
-        numbers = column.dtype.kind in "iufb" and like.dtype.kind in "iufb"
-        if not numbers and not (is_string(column.dtype) and is_string(like.dtype)):
-            return None
-    return columns
-
-
-def is_string(dtype: Any) -> bool:
-    return isinstance(dtype, str | pd.StringDtype) or dtype == "str" or getattr(dtype, "kind", "") == "O"
+    # Categories above all are not: Dask hashes what they stand for, or their codes uncast.
+    for plain in (NumericalColumn, StringColumn):
+        if all(type(column) is plain for column in (*columns, *expected)):
+            return columns
+    return None
 
 
 def _as_dask_casts(keys: list[plc.Column], stream: Any) -> list[plc.Column]:
