@@ -38,8 +38,9 @@ readme_command() {
     python -m pip install -e ".[test]" && python -m pytest
 }
 
+# Without the tests of the demo and of the benchmarks, which ask little of Dask and take a while.
 oldest_command() {
-    python -m pip install -e ".[test]" "dask==$OLDEST" "distributed==$OLDEST" && python -m pytest
+    python -m pip install -e ".[test]" "dask==$OLDEST" "distributed==$OLDEST" && python -m pytest -m "not slow"
 }
 
 environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }

@@ -23,6 +23,8 @@ from dask_gpurt.cli.demo import (
 )
 from dask_gpurt.cli.report import render_report, speedups
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -172,13 +172,26 @@ def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: 
     assert_right(out)
 
 
-def test_outputs_that_were_let_go_are_made_again(own: Client, library: Library) -> None:
-    shuffled = build(library).shuffle("key").persist()
-    wait(shuffled)
-    counts = shuffled.map_partitions(len).compute()
-    del shuffled
-    assert sum(counts) == PARTS * ROWS
-    assert_right(build(library).shuffle("key"))
+def test_outputs_whose_shards_were_let_go_are_made_again(own: Client, library: Library) -> None:
+    """While the barrier is still in memory, so that Dask asks the run for them a second time."""
+    shuffled = build(library).shuffle("key").optimize()
+    graph, outputs = shuffled.__dask_graph__(), shuffled.__dask_keys__()
+    (barrier,) = [key for key in graph if str(key).startswith("shuffle-barrier")]
+    *futures, kept = own.get(graph, [*outputs, barrier], sync=False)
+    wait([*futures, kept])
+    del futures
+    while own.run_on_scheduler(_outputs_in_memory):  # until the scheduler has heard that they may go
+        pass
+    before = counters(own)["shuffle.rows"]
+    again = own.gather(own.get(graph, outputs, sync=False))
+    assert sum(map(len, again)) == PARTS * ROWS
+    assert counters(own)["shuffle.rows"] == 2 * before
+    assert kept.status == "finished"
+
+
+def _outputs_in_memory(dask_scheduler: Any) -> int:
+    states = [ts.state for ts in dask_scheduler.tasks.values() if ts.prefix.name == "gpurtshuffle"]
+    return states.count("memory")
 
 
 def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:
