@@ -196,10 +196,10 @@ def _outputs_in_memory(dask_scheduler: Any) -> int:
 
 def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:
     def begin_again(frame: Any, i: int) -> Any:
-        """One input finds the run inconsistent whenever one has begun, as a lost worker would make it."""
+        """Each input ends the run that another has begun, as the loss of a worker would."""
         worker = get_worker()
         runs = list(worker.plugins["shuffle"].shuffle_runs._active_runs.values())
-        if i == PARTS - 1 and runs:
+        if runs:
             sync(worker.loop, runs[0]._begin_again)
         return frame
 
