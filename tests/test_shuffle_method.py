@@ -50,6 +50,10 @@ def assert_like_tasks(
     assert_same_partitions(ours, with_method("tasks", build), in_order=in_order, index=index)
 
 
+def _some(df: Any, column: str) -> Any:
+    return df[df[column] % 3 == 0]
+
+
 SHUFFLES: dict[str, Callable[[Any], Any]] = {
     "column": lambda df: df.shuffle("key"),
     "string": lambda df: df.shuffle("name"),
@@ -65,6 +69,10 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
     "numbers and strings": lambda df: df.shuffle(["ratio", "name"]),
     "by a series": lambda df: df.shuffle(df.key % 7),
     "named index": lambda df: df.set_index("id", sorted=True).shuffle("key"),
+    "without the key": lambda df: df.shuffle("key")[["id", "name"]],
+    "a series": lambda df: df.shuffle("key").id,
+    "a filter": lambda df: _some(df.shuffle("key"), "id"),
+    "a filter of the key, without it": lambda df: _some(df.shuffle("key"), "key")[["id"]],
     "one column": lambda df: df[["key"]].shuffle("key"),
 }
 

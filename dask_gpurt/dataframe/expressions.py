@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from dask._task_spec import Task
-from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused
+from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection
 from dask.dataframe.dask_expr._merge import HashJoinP2P
 from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, P2PShuffle
 from dask.dataframe.dask_expr._util import _convert_to_list
@@ -47,20 +47,36 @@ class GpurtShuffle(P2PShuffle):
 class HashTargets(AssignPartitioningIndex):
     """Says which columns decide on the output partition, and leaves the hash to the transfer.
 
-    The operands are those of Dask's expression, which would add the column at once.
+    The operands are those of Dask's expression, which would add the column at once, and the
+    columns that are wanted afterwards, where the keys may not be among them.
     """
+
+    _parameters = [*AssignPartitioningIndex._parameters, "kept"]
+    _defaults = {**AssignPartitioningIndex._defaults, "kept": None}
 
     @functools.cached_property
     def _meta(self) -> Any:
-        return AssignPartitioningIndex.operation(self.frame._meta, *self.operands[1:])
+        *operands, kept = self.operands[1:]
+        meta = AssignPartitioningIndex.operation(self.frame._meta, *operands)
+        return meta if kept is None else meta[[*kept, self.index_name]]
 
     @staticmethod
-    def operation(frame: Any, by: Any, name: str, npartitions: int, meta: Any, index_shuffle: bool) -> Any:
+    def operation(
+        frame: Any, by: Any, name: str, npartitions: int, meta: Any, index_shuffle: bool, kept: Any = None
+    ) -> Any:
         columns = tuple(by) if not index_shuffle and set(by) <= set(frame.columns) else None
-        assign = functools.partial(
-            AssignPartitioningIndex.operation, frame, by, name, npartitions, meta, index_shuffle
-        )
-        return Hashed(frame, columns, meta, assign)
+
+        def assign() -> Any:
+            full = AssignPartitioningIndex.operation(frame, by, name, npartitions, meta, index_shuffle)
+            return full if kept is None else full[[*kept, name]]
+
+        return Hashed(frame if kept is None else frame[kept], columns, frame, meta, assign)
+
+    def _simplify_up(self, parent: Any, dependents: Any) -> Any:
+        if isinstance(parent, Projection) and self.index_name in (columns := parent.operand("columns")):
+            kept = [column for column in columns if column != self.index_name]
+            return HashTargets(*self.operands[:-1], kept)
+        return None
 
 
 def _hash_join_transfer(
@@ -76,7 +92,7 @@ def _hash_join_transfer(
     assign = functools.partial(
         AssignPartitioningIndex.operation, frame, names, name, npartitions, frame, False
     )
-    hashed: Any = Hashed(frame, tuple(names), frame, assign)  # Dask's function only passes it on
+    hashed: Any = Hashed(frame, tuple(names), frame, frame, assign)  # Dask's function only passes it on
     return int(merge_transfer(hashed, id, input_partition))
 
 

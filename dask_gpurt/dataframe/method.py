@@ -67,7 +67,7 @@ def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any]
         and frame.frame.ndim == 2
         and isinstance(frame.partitioning_index, list)
     ):
-        frame = HashTargets(*frame.operands)
+        frame = HashTargets(*frame.operands, None)
     return GpurtShuffle(
         frame,
         expr.partitioning_index,

@@ -78,7 +78,9 @@ class Producer:
             plain = self._in_order(
                 frame.frame, [c for c in self.spec.columns if c != self.spec.column], source
             )
-            return frame if plain is frame.frame else replace(frame, frame=plain)
+            if plain is frame.frame:
+                return frame
+            return replace(frame, frame=plain, assign=lambda: frame.assign()[list(self.spec.columns)])
         return self._in_order(frame, list(self.spec.columns), source)
 
     def _in_order(self, frame: Any, columns: list[Any], source: int) -> Any:

@@ -235,7 +235,7 @@ def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
     """The key columns, where libcudf's hash of them is all that Dask computes; else None."""
     if hashed.by is None:
         return None
-    columns = [hashed.frame[name]._column for name in hashed.by]
+    columns = [hashed.keys[name]._column for name in hashed.by]
     expected = [hashed.like[name]._column for name in hashed.by]
     # Categories above all are not: Dask hashes what they stand for, or their codes uncast.
     for plain in (NumericalColumn, StringColumn):

@@ -62,6 +62,8 @@ class Hashed:
         The partition.
     by
         Columns to hash; None where it is the index, or both.
+    keys
+        The frame that has these columns, which ``frame`` need not have.
     like
         The frame whose dtypes say which columns are cast before they are hashed.
     assign
@@ -70,6 +72,7 @@ class Hashed:
 
     frame: Frame
     by: tuple[str, ...] | None
+    keys: Frame
     like: Frame
     assign: Callable[[], Frame]
 
