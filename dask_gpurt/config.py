@@ -21,6 +21,7 @@ __all__ = [
     "PATHS",
     "ConfigError",
     "ExchangeSettings",
+    "MemorySettings",
     "Settings",
     "ShuffleSettings",
     "Size",
@@ -138,6 +139,13 @@ def _size_or_auto(key: str, value: object) -> Size | None:
     return Size.parse(value, key=key, expected=f"'auto', {_A_SIZE}")
 
 
+def _size_or_none(key: str, value: object) -> Size | int | None:
+    """As :func:`_size_or_auto`, and nothing at all is an amount too."""
+    if str(value).strip() in ("0", "0%"):
+        return 0
+    return _size_or_auto(key, value)
+
+
 def _bytes(key: str, value: object) -> int:
     size = Size.parse(value, key=key, expected=_BYTES)
     if size.bytes is None:
@@ -230,6 +238,34 @@ class ShuffleSettings:
 
 
 @dataclass(frozen=True)
+class MemorySettings:
+    """Where a worker keeps its data. None leaves a size to the worker.
+
+    Parameters
+    ----------
+    tiers
+        Whether the runtime keeps it, in tiers; otherwise Dask does.
+    device
+        The most bytes of live objects on the device.
+    pinned
+        Bytes of pinned host memory for what is spilled first.
+    host
+        The most bytes in ordinary host memory, on a worker with a GPU also of its host objects.
+    disk
+        The most bytes of files.
+    retries
+        How often a task that ran out of memory is run again.
+    """
+
+    tiers: bool = _setting(_bool)
+    device: Size | None = _setting(_size_or_auto)
+    pinned: Size | int | None = _setting(_size_or_none)
+    host: Size | int | None = _setting(_size_or_none)
+    disk: Size | None = _setting(_size_or_auto)
+    retries: int = _setting(_count)
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the runtime, judged and with their units resolved.
 
@@ -243,12 +279,15 @@ class Settings:
         How bytes get from worker to worker.
     shuffle
         How a shuffle runs.
+    memory
+        Where a worker keeps its data.
     """
 
     enabled: bool = _setting(_bool)
     takeover: bool = _setting(_bool)
     exchange: ExchangeSettings = _section(ExchangeSettings)
     shuffle: ShuffleSettings = _section(ShuffleSettings)
+    memory: MemorySettings = _section(MemorySettings)
 
 
 def _keys(settings: type, prefix: str) -> Iterator[str]:

@@ -1,0 +1,154 @@
+"""Objects taken apart, in files: one for each, checked when it is read.
+
+What is spilled would only push everything else out of the page cache, so files are written
+and read past it where the file system can do that.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import suppress
+from typing import TypeVar
+
+from dask_gpurt.memory.files import CorruptFile, corrupt, file_size, layout, read, write
+from dask_gpurt.memory.frames import Frames
+from dask_gpurt.memory.tiers import NoRoom, Tier
+
+__all__ = ["CorruptFile", "DiskTier"]
+
+_T = TypeVar("_T")
+
+
+class DiskTier(MutableMapping[str, Frames]):
+    """A mapping into files of a directory of its own. Thread-safe; not to be read while the key goes.
+
+    Parameters
+    ----------
+    directory
+        Where that directory is made.
+    capacity
+        Bytes of files, None for as many as the file system takes.
+    """
+
+    def __init__(self, directory: str, capacity: int | None = None):
+        try:
+            os.makedirs(directory, exist_ok=True)
+            self.path = tempfile.mkdtemp(prefix="gpurt-tier-", dir=directory)
+        except OSError as error:
+            why = f"data can not be spilled here ({error.strerror}), set another local_directory"
+            raise OSError(error.errno, why, directory) from error
+        self.capacity = capacity
+        self.used = 0
+        #: Whether the file system has not refused direct I/O so far.
+        self.direct = True
+        self._files: dict[str, tuple[str, int]] = {}
+        self._names = itertools.count()
+        self._lock = threading.Lock()
+        self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
+
+    def __setitem__(self, key: str, frames: Frames) -> None:
+        parts = layout(frames)
+        size = file_size(parts)
+        with self._lock:
+            if self.capacity is not None and self.used + size > self.capacity:
+                raise self._no_room(size, f"{self.used} of {self.capacity} bytes are used")
+            self.used += size
+            path = os.path.join(self.path, str(next(self._names)))
+        partial = path + ".part"
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            self._on_file(partial, flags, lambda fd: write(fd, parts))
+            os.rename(partial, path)
+        except BaseException as error:
+            self._give_back(size)
+            with suppress(OSError):  # the first error is the one that says why
+                os.unlink(partial)
+            if isinstance(error, OSError):
+                raise self._no_room(size, error.strerror or str(error)) from error
+            raise
+        with self._lock:
+            before = self._files.get(key)
+            self._files[key] = path, size
+        self._unlink(before)
+
+    def _no_room(self, size: int, why: str) -> NoRoom:
+        what = "free some, set 'gpurt.memory.disk' to what there is, or 'local_directory' to another place"
+        return NoRoom(Tier.DISK, size, f"{self.path}: {why}: {what}")
+
+    def __getitem__(self, key: str) -> Frames:
+        path, size = self._files[key]
+        try:
+            return self._on_file(path, os.O_RDONLY, lambda fd: read(fd, path, size))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EIO) and not isinstance(error, CorruptFile):
+                raise corrupt(path, error.strerror) from error
+            raise
+
+    def __delitem__(self, key: str) -> None:
+        with self._lock:
+            file = self._files.pop(key)
+        self._unlink(file)
+
+    def clear(self) -> None:
+        # Without reading them, unlike the method of the base class.
+        with self._lock:
+            files, self._files = self._files, {}
+        for file in files.values():
+            self._unlink(file)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._files))
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def close(self) -> None:
+        """Remove all files, and the directory."""
+        self.clear()
+        self._remove()
+
+    def _unlink(self, file: tuple[str, int] | None) -> None:
+        if file is not None:
+            path, size = file
+            self._give_back(size)
+            with suppress(FileNotFoundError):  # somebody cleaned up, which is what we want
+                os.unlink(path)
+
+    def _give_back(self, size: int) -> None:
+        with self._lock:
+            self.used -= size
+
+    def _on_file(self, path: str, flags: int, action: Callable[[int], _T]) -> _T:
+        if self.direct:
+            try:
+                return _with_fd(path, flags | os.O_DIRECT, action)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        return _with_fd(path, flags, action)
+
+
+def _with_fd(path: str, flags: int, action: Callable[[int], _T]) -> _T:
+    fd = os.open(path, flags, 0o600)
+    try:
+        return action(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: str, pid: int) -> None:
+    # At the end of a forked process the files are still its parent's. What can not be removed
+    # at the end of an interpreter is left to Dask, which cleans its local directories up.
+    if os.getpid() == pid:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,108 @@
+"""Objects taken apart: what pickles, and the memory of their arrays, without a copy."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from distributed.protocol import pickle as dask_pickle
+from distributed.protocol.serialize import deserialize, serialize
+
+#: One buffer, in one or several pieces: arrays of bytes, or one object on a device.
+Scattered = list[Any]
+#: Libraries whose objects lie in the memory of a GPU.
+_DEVICE_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
+
+
+class NotMovable(Exception):
+    """An object can not be taken apart; the message names its type and says why."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """An object taken apart.
+
+    Attributes
+    ----------
+    header
+        What brings it back, given its buffers.
+    buffers
+        The memory of its arrays.
+    """
+
+    header: bytes
+    buffers: tuple[Scattered, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for buffer in self.buffers for piece in buffer)
+
+
+def lives_on_device(value: Any) -> bool:
+    """Whether an object is of a library whose objects lie on a GPU."""
+    return any(kind.__module__.partition(".")[0] in _DEVICE_LIBRARIES for kind in type(value).__mro__)
+
+
+def take_apart(value: Any) -> Frames:
+    """The header and the buffers of an object; the buffers are its own memory.
+
+    Raises
+    ------
+    NotMovable
+        When it can not be serialised.
+    """
+    try:
+        return _device_frames(value) if lives_on_device(value) else _host_frames(value)
+    except Exception as error:
+        raise NotMovable(f"a {type(value).__qualname__} can not be serialised: {error}") from error
+
+
+def _host_frames(value: Any) -> Frames:
+    buffers: list[pickle.PickleBuffer] = []
+    body = dask_pickle.dumps(value, buffer_callback=buffers.append)
+    arrays = tuple([np.frombuffer(buffer.raw(), np.uint8)] for buffer in buffers)
+    writeable = [not memoryview(buffer).readonly for buffer in buffers]
+    return Frames(pickle.dumps(("host", body, writeable)), arrays)
+
+
+def _device_frames(value: Any) -> Frames:
+    header, frames = serialize(value, serializers=("cuda", "dask", "pickle"), on_error="raise")
+    on_device = [hasattr(frame, "__cuda_array_interface__") for frame in frames]
+    buffers = tuple(
+        [frame if there else np.frombuffer(memoryview(frame).cast("B"), np.uint8)]
+        for frame, there in zip(frames, on_device, strict=True)
+    )
+    return Frames(pickle.dumps(("device", header, on_device)), buffers)
+
+
+def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
+    """The object again, in memory of its own.
+
+    Parameters
+    ----------
+    to_device
+        Makes a device buffer out of the pieces of one.
+    """
+    kind, body, flags = pickle.loads(frames.header)
+    if kind == "host":
+        arrays = [_joined(pieces) for pieces in frames.buffers]
+        for array, writeable in zip(arrays, flags, strict=True):
+            array.flags.writeable = writeable
+        return dask_pickle.loads(body, buffers=arrays)
+    buffers = [
+        to_device(pieces) if there else _joined(pieces).data
+        for pieces, there in zip(frames.buffers, flags, strict=True)
+    ]
+    return deserialize(body, buffers)
+
+
+def _joined(pieces: Scattered) -> np.ndarray:
+    joined = np.empty(sum(piece.nbytes for piece in pieces), np.uint8)
+    at = 0
+    for piece in pieces:
+        joined[at : at + piece.nbytes] = piece
+        at += piece.nbytes
+    return joined

@@ -1,0 +1,170 @@
+"""Objects taken apart, in one piece of host memory that a device may have registered.
+
+Registering memory is slow and takes it from everybody else, so it is done once, for a fixed
+piece. Objects take blocks of it wherever they are free: there is no fragmentation beyond the
+last block of each, and nothing has to move.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from sortedcontainers import SortedDict
+
+from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.memory.frames import Frames, Scattered
+from dask_gpurt.memory.pageable import MemoryTier
+from dask_gpurt.memory.tiers import NoRoom, Tier
+
+
+class BlockPool:
+    """Page-aligned memory, cut into blocks of one size. Thread-safe.
+
+    The system provides a page when it is first touched, or registered.
+
+    Parameters
+    ----------
+    capacity
+        Bytes; rounded down to whole blocks.
+    block
+        Bytes in a block, a multiple of 256.
+    register
+        Called once with the whole memory; returns what undoes it.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        block: int = 1 << 20,
+        register: Callable[[np.ndarray], Callable[[], None]] | None = None,
+    ):
+        if block <= 0 or block % ALIGNMENT:
+            raise ValueError(f"a block of {block} bytes: expected a multiple of {ALIGNMENT}")
+        count = max(capacity, 0) // block
+        self.capacity = count * block
+        self.used = 0
+        self._block = block
+        self._memory = np.empty(0, np.uint8)
+        if count:
+            self._memory = np.frombuffer(mmap.mmap(-1, self.capacity), np.uint8)
+        self._base = self._memory.ctypes.data
+        #: Runs of adjacent blocks: the number of the first, and how many.
+        self._free = SortedDict({0: count} if count else {})
+        self._taken: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._undo = register(self._memory) if register and count else None
+
+    def allocate(self, nbytes: int) -> Scattered:
+        """Take blocks, as one run where there is one that is long enough, or as few as there may be.
+
+        Returns
+        -------
+        list of numpy.ndarray
+            Pieces of ``nbytes`` bytes together, each a run of blocks, the last one trimmed.
+
+        Raises
+        ------
+        NoRoom
+            Without enough free blocks.
+        """
+        need = -(-nbytes // self._block)
+        with self._lock:
+            if need * self._block > self.capacity - self.used:
+                raise NoRoom(Tier.PINNED, nbytes)
+            runs = list(self._take(need))
+        pieces = [self._memory[first * self._block : (first + count) * self._block] for first, count in runs]
+        if pieces:
+            pieces[-1] = pieces[-1][: nbytes - sum(piece.size for piece in pieces[:-1])]
+        return pieces
+
+    def _take(self, need: int) -> Iterator[tuple[int, int]]:
+        # The first that fits: the low end is used again before more memory is touched.
+        first = next((run for run in self._free.items() if run[1] >= need), None)
+        runs = [first] if first else sorted(self._free.items(), key=lambda run: -run[1])
+        for start, length in runs:
+            count = min(need, length)
+            if not count:
+                return
+            del self._free[start]
+            if length > count:
+                self._free[start + count] = length - count
+            self._taken[start] = count
+            self.used += count * self._block
+            need -= count
+            yield start, count
+
+    def free(self, pieces: Iterable[np.ndarray]) -> None:
+        """Give back what :meth:`allocate` returned; KeyError for anything else."""
+        with self._lock:
+            for piece in pieces:
+                start = (piece.ctypes.data - self._base) // self._block
+                count = self._taken.pop(start)
+                self.used -= count * self._block
+                self._merge(start, count)
+
+    def _merge(self, start: int, count: int) -> None:
+        count += self._free.pop(start + count, 0)
+        index = self._free.bisect_left(start) - 1
+        if index >= 0:
+            before, length = self._free.peekitem(index)
+            if before + length == start:
+                start, count = before, length + count
+        self._free[start] = count
+
+    def close(self) -> None:
+        """Take no more; pieces that are still around stay readable, and keep the memory."""
+        with self._lock:
+            undo, self._undo = self._undo, None
+            self.capacity = 0
+            self._memory = np.empty(0, np.uint8)
+        if undo:
+            undo()
+
+
+class PinnedTier(MemoryTier):
+    """A mapping into the blocks of a pool, one allocation for each object."""
+
+    def __init__(self, pool: BlockPool):
+        super().__init__()
+        self._pool = pool
+
+    @property
+    def capacity(self) -> int:
+        return self._pool.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes in blocks that are taken."""
+        return self._pool.used
+
+    def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
+        ends, end = [], 0
+        for size in sizes:
+            end = -(-end // ALIGNMENT) * ALIGNMENT + size
+            ends.append(end)
+        pieces = self._pool.allocate(end)
+        buffers = tuple(_cut(pieces, end - size, end) for end, size in zip(ends, sizes, strict=True))
+        return Frames(header, buffers), pieces
+
+    def _free(self, pieces: Scattered) -> None:
+        self._pool.free(pieces)
+
+    def close(self) -> None:
+        """Let go of everything, the pool included."""
+        self.clear()
+        self._pool.close()
+
+
+def _cut(pieces: Scattered, start: int, end: int) -> Scattered:
+    """The bytes of ``pieces`` from ``start`` to ``end``; one empty piece if there are none."""
+    found, offset = [], 0
+    for piece in pieces:
+        part = piece[max(start - offset, 0) : max(end - offset, 0)]
+        offset += piece.size
+        if part.size:
+            found.append(part)
+    return found or [np.empty(0, np.uint8)]

@@ -1,0 +1,49 @@
+"""What goes down first: decided by who needs it next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dask.typing import Key
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An object that could be spilled.
+
+    Attributes
+    ----------
+    nbytes
+        What spilling it frees.
+    needed
+        The soonest scheduler priority among the tasks of this worker that need it (Dask's: a
+        smaller tuple runs sooner), None if no task does.
+    used
+        When it was last used, on a clock that only grows.
+    """
+
+    key: Key
+    nbytes: int
+    needed: tuple[Any, ...] | None
+    used: int
+
+
+def order(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """From what goes first: needed by nobody, needed last, large, old."""
+    ranked = sorted(candidates, key=lambda c: (-c.nbytes, c.used, repr(c.key)))
+    unneeded = [c for c in ranked if c.needed is None]
+    needed = sorted((c for c in ranked if c.needed is not None), key=lambda c: c.needed or (), reverse=True)
+    return unneeded + needed
+
+
+def choose(candidates: Iterable[Candidate], nbytes: int) -> list[Candidate]:
+    """The first ones in :func:`order` that free ``nbytes`` between them; all if they can not."""
+    chosen: list[Candidate] = []
+    for candidate in order(c for c in candidates if c.nbytes):
+        if nbytes <= 0:
+            break
+        chosen.append(candidate)
+        nbytes -= candidate.nbytes
+    return chosen

@@ -1,0 +1,154 @@
+"""What objects own: each allocation once, however many views of it there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from dask.sizeof import sizeof
+
+#: Bytes by the address of each root allocation.
+Roots = dict[int, int]
+
+
+def owned(value: Any) -> Roots:
+    """The memory that an object keeps alive.
+
+    Parameters
+    ----------
+    value
+        Frames, series, indexes and arrays of numpy, pandas, Arrow, cudf and cupy are looked
+        into; of anything else Dask's ``sizeof`` is taken.
+    """
+    roots: Roots = {}
+    for address, nbytes in _walk(value):
+        roots[address] = max(nbytes, roots.get(address, 0))
+    return roots
+
+
+def _walk(value: Any) -> Iterator[tuple[int, int]]:
+    if isinstance(value, pd.DataFrame):
+        yield from _walk(value.index)
+        for block in value._mgr.blocks:
+            yield from _walk(block.values)
+    elif isinstance(value, pd.MultiIndex):
+        for part in (*value.levels, *value.codes):
+            yield from _walk(part)
+    elif isinstance(value, pd.RangeIndex):
+        yield id(value), sizeof(value)
+    elif isinstance(value, (pd.Series, pd.Index)):
+        yield from _walk(value.array)
+        if isinstance(value, pd.Series):
+            yield from _walk(value.index)
+    elif isinstance(value, np.ndarray):
+        yield _root(value)
+        if value.dtype.hasobject:
+            yield id(value), sizeof(value) - value.nbytes
+    elif isinstance(value, pd.api.extensions.ExtensionArray):
+        yield from _walk_extension(value)
+    elif isinstance(value, (pa.Table, pa.RecordBatch)):
+        for column in value.columns:
+            yield from _walk(column)
+    elif isinstance(value, pa.ChunkedArray):
+        for chunk in value.chunks:
+            yield from _walk(chunk)
+    elif isinstance(value, pa.Array):
+        yield from (_buffer_root(buffer) for buffer in value.buffers() if buffer is not None)
+    else:
+        yield from _walk_other(value)
+
+
+def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
+    library = type(value).__module__.partition(".")[0]
+    if library == "cupy" and hasattr(value, "data"):
+        yield value.data.mem.ptr, value.data.mem.size
+    elif library == "cudf" and hasattr(value, "device_serialize"):
+        yield from _walk_cudf(value)
+    else:
+        yield id(value), sizeof(value)
+
+
+def _walk_extension(array: Any) -> Iterator[tuple[int, int]]:
+    parts = [getattr(array, name, None) for name in ("_pa_array", "_ndarray", "_data", "_mask", "_codes")]
+    if isinstance(array, pd.Categorical):
+        parts.append(array.categories)
+    elif isinstance(array, pd.arrays.IntervalArray):
+        parts += [array.left, array.right]
+    known = [part for part in parts if isinstance(part, (np.ndarray, pa.ChunkedArray, pd.Index))]
+    known += [part for part in parts if isinstance(part, pd.api.extensions.ExtensionArray)]
+    if not known:
+        yield id(array), sizeof(pd.Series(array, copy=False))
+    for part in known:
+        yield from _walk(part)
+
+
+def _walk_cudf(value: Any) -> Iterator[tuple[int, int]]:
+    for frame in value.device_serialize()[1]:
+        owner: Any = getattr(frame, "owner", None)
+        if hasattr(owner, "ptr") and hasattr(owner, "size"):
+            yield owner.ptr, owner.size
+        else:
+            yield id(frame), frame.nbytes
+
+
+def _root(array: np.ndarray) -> tuple[int, int]:
+    base: Any = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    if base.base is not None:
+        try:
+            held = np.frombuffer(base.base, np.uint8)
+        except (TypeError, ValueError, BufferError):
+            pass  # it is no buffer: what the array sees is all that is known
+        else:
+            return int(held.ctypes.data), int(held.nbytes)
+    return int(base.ctypes.data), int(base.nbytes)
+
+
+def _buffer_root(buffer: Any) -> tuple[int, int]:
+    while buffer.parent is not None:
+        buffer = buffer.parent
+    return buffer.address, buffer.size
+
+
+class Owned:
+    """The union of what some keys own. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, Roots] = {}
+        self._sharers: Counter[int] = Counter()
+        #: As first seen: an allocation has one size, whatever two objects know of it.
+        self._sizes: Roots = {}
+        self.total = 0
+
+    def add(self, key: Hashable, roots: Roots) -> None:
+        """Count what a new key owns."""
+        self._roots[key] = roots
+        for address, nbytes in roots.items():
+            if address not in self._sizes:
+                self._sizes[address] = nbytes
+                self.total += nbytes
+            self._sharers[address] += 1
+
+    def discard(self, key: Hashable) -> None:
+        """Count a key no more."""
+        for address in self._roots.pop(key, {}):
+            self._sharers[address] -= 1
+            if not self._sharers[address]:
+                del self._sharers[address]
+                self.total -= self._sizes.pop(address)
+
+    def gain(self, key: Hashable) -> int:
+        """Bytes that would be free if this key went alone."""
+        return sum(self._sizes[a] for a in self._roots.get(key, {}) if self._sharers[a] == 1)
+
+    def clear(self) -> None:
+        """Count nothing any more."""
+        self._roots.clear()
+        self._sharers.clear()
+        self._sizes.clear()
+        self.total = 0

@@ -1,0 +1,116 @@
+"""The tiers of a worker, from fast to slow, and how much each may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dask.utils import format_bytes
+
+from dask_gpurt.config import ConfigError, MemorySettings, Size
+
+#: dask-cuda's own default for --device-memory-limit.
+DEVICE_SHARE = 0.8
+#: Pinned memory is taken from everybody on the host, and a few GiB keep the bus busy.
+PINNED_SHARE, PINNED_MOST = 0.1, 8 * 2**30
+
+
+class Tier(StrEnum):
+    """Where bytes lie; from fast to slow."""
+
+    DEVICE = "device"
+    PINNED = "pinned"
+    HOST = "host"
+    DISK = "disk"
+
+
+class NoRoom(Exception):
+    """A tier can not take an object.
+
+    Parameters
+    ----------
+    tier, nbytes
+        Which tier, and what was to be stored there.
+    reason
+        More than that it is full.
+    """
+
+    def __init__(self, tier: Tier, nbytes: int, reason: str = ""):
+        super().__init__(f"no room for {nbytes} bytes in the {tier} tier" + (f": {reason}" if reason else ""))
+        self.tier = tier
+        self.nbytes = nbytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that each tier may hold; None on disk: as much as fits."""
+
+    device: int
+    pinned: int
+    host: int
+    disk: int | None
+
+
+def limits(
+    settings: MemorySettings,
+    *,
+    on_host: bool,
+    memory_limit: int,
+    device_memory: int,
+    given_device: int | None,
+    target: float | bool,
+    disk_free: int,
+) -> Limits:
+    """Resolve what the user has set, for us, for Dask and for dask-cuda.
+
+    Parameters
+    ----------
+    on_host
+        Whether the worker computes in host memory: that is its device tier then.
+    memory_limit
+        Bytes of host memory that the worker may use.
+    device_memory
+        Bytes of the GPU; ignored on a host worker.
+    given_device
+        The limit given to dask-cuda, if any.
+    target
+        ``distributed.worker.memory.target``.
+    disk_free
+        Free bytes where files go.
+
+    Raises
+    ------
+    ConfigError
+        When a tier is larger than what it is cut from.
+    """
+    whole = memory_limit if on_host else device_memory
+    kept = int(memory_limit * (target or 1))
+    device = _of(settings.device, whole)
+    if device is None:
+        device = kept if on_host else min(given_device or int(DEVICE_SHARE * whole), whole)
+    pinned = _of(settings.pinned, memory_limit)
+    if pinned is None:
+        pinned = 0 if on_host else int(min(PINNED_SHARE * memory_limit, PINNED_MOST))
+    host = _of(settings.host, memory_limit)
+    if host is None:
+        host = 0 if on_host else max(0, kept - pinned)
+    disk = _of(settings.disk, disk_free)
+    _refuse("device", device, whole, "this worker's memory limit" if on_host else "the device")
+    _refuse("pinned", pinned, memory_limit, "this worker's memory limit")
+    together = pinned + host + (device if on_host else 0)
+    _refuse("host", together, memory_limit, "all tiers in host memory together, of a memory limit")
+    if disk is not None:
+        _refuse("disk", disk, disk_free, "free space where the worker's files go")
+    return Limits(device, pinned, host, disk)
+
+
+def _of(size: Size | int | None, total: int) -> int | None:
+    return size.of(total) if isinstance(size, Size) else size
+
+
+def _refuse(name: str, asked: int, most: int, what: str) -> None:
+    if asked > most:
+        raise ConfigError(
+            f"'gpurt.memory.{name}' comes to {format_bytes(asked)}, which is more than {format_bytes(most)} "
+            f"({what}): set it to less, or to 'auto'"
+        )
