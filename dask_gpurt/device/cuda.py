@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,5 +207,38 @@ class CudaDevice:
         raw.synchronize()
         return buffer
 
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]]) -> None:
+        _, raw = self.after_compute()
+        for source, pieces in zip(sources, into, strict=True):
+            at = _address(source)
+            for piece in pieces:
+                runtime.memcpyAsync(piece.ctypes.data, at, piece.nbytes, runtime.memcpyDefault, raw.ptr)
+                at += piece.nbytes
+        raw.synchronize()
+
+    def gather(self, pieces: list[Any]) -> Buffer:
+        # The user's stream will read it and free it: it may be reused in that order only.
+        buffer = rmm.DeviceBuffer(size=sum(piece.nbytes for piece in pieces), stream=DEFAULT_STREAM)
+        _, raw = self.after_compute()
+        at = buffer.ptr
+        for piece in pieces:
+            runtime.memcpyAsync(at, piece.ctypes.data, piece.nbytes, runtime.memcpyDefault, raw.ptr)
+            at += piece.nbytes
+        raw.synchronize()
+        return buffer
+
+    def register(self, memory: np.ndarray) -> Callable[[], None]:
+        """Pin host memory, so that copies run at the speed of the bus; returns the undo. Blocks."""
+        runtime.setDevice(self.index)
+        runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
+        return lambda: runtime.hostUnregister(memory.ctypes.data)
+
     def close(self) -> None:
         pass
+
+
+def _address(source: Any) -> int:
+    """Where a buffer begins, on the device or in host memory."""
+    if isinstance(source, np.ndarray):
+        return int(source.ctypes.data)
+    return int(source.__cuda_array_interface__["data"][0])

@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,16 @@ class HostDevice:
 
     def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
         return np.frombuffer(source, np.uint8)
+
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]]) -> None:
+        for source, pieces in zip(sources, into, strict=True):
+            at = 0
+            for piece in pieces:
+                np.copyto(piece, source[at : at + piece.nbytes])
+                at += piece.nbytes
+
+    def gather(self, pieces: list[Any]) -> Buffer:
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
     def close(self) -> None:
         pass

@@ -6,6 +6,7 @@ and maps the pools of others. All methods block; none is called on the event loo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -145,6 +146,20 @@ class Device(Protocol):
 
     def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
         """Make bytes in host memory readable for the table backend, complete on return."""
+        ...
+
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]]) -> None:
+        """Copy buffers of this device into pieces of host memory, complete on return."""
+        ...
+
+    def gather(self, pieces: list[Any]) -> Buffer:
+        """One buffer of this device out of pieces of host memory, complete on return.
+
+        Raises
+        ------
+        MemoryError
+            When the device has no room.
+        """
         ...
 
     def close(self) -> None: ...

@@ -1,0 +1,249 @@
+"""What goes down first, how large tiers are, and what objects own: rules, without a cluster."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given
+
+from dask_gpurt import config
+from dask_gpurt.config import ConfigError
+from dask_gpurt.memory.frames import Frames, NotMovable, put_together, take_apart
+from dask_gpurt.memory.ledger import Ledger, Picture
+from dask_gpurt.memory.policy import Candidate, choose, order
+from dask_gpurt.memory.sizes import Owned, owned
+from dask_gpurt.memory.tiers import Limits, Tier, limits
+
+GIB = 2**30
+
+# ---- policy --------------------------------------------------------------------------
+
+
+def test_order() -> None:
+    unneeded, large = Candidate("unneeded", 1, None, 9), Candidate("large", 5, None, 9)
+    soon, later = Candidate("soon", 9, (0, 1), 0), Candidate("later", 1, (0, 7), 5)
+    old = Candidate("old", 1, None, 2)
+    assert order([soon, unneeded, later, old, large]) == [large, old, unneeded, later, soon]
+
+
+candidates = st.lists(
+    st.builds(
+        Candidate,
+        key=st.integers(),
+        nbytes=st.integers(0, 9),
+        needed=st.none() | st.tuples(st.integers(0, 3)),
+        used=st.integers(0, 3),
+    ),
+    unique_by=lambda candidate: candidate.key,
+)
+
+
+@given(candidates, st.integers(0, 40), st.randoms())
+def test_choice(given: list[Candidate], nbytes: int, random: Any) -> None:
+    chosen = choose(given, nbytes)
+    freed = sum(candidate.nbytes for candidate in chosen)
+    assert freed >= nbytes or freed == sum(candidate.nbytes for candidate in given)
+    assert not chosen or freed - chosen[-1].nbytes < nbytes  # the last one was necessary
+    if any(candidate.needed is not None for candidate in chosen):
+        assert {c.key for c in given if c.needed is None and c.nbytes} <= {c.key for c in chosen}
+    random.shuffle(given)
+    assert choose(given, nbytes) == chosen
+
+
+# ---- limits --------------------------------------------------------------------------
+
+
+def resolved(on_host: bool = False, given_device: int | None = None, **settings: Any) -> Limits:
+    return limits(
+        config.load({"gpurt": {"memory": settings}}).memory,
+        on_host=on_host,
+        memory_limit=100 * GIB,
+        device_memory=140 * GIB,
+        given_device=given_device,
+        target=0.6,
+        disk_free=1000 * GIB,
+    )
+
+
+def test_defaults() -> None:
+    assert resolved() == Limits(112 * GIB, 8 * GIB, 52 * GIB, None)
+    assert resolved(on_host=True) == Limits(60 * GIB, 0, 0, None)
+
+
+def test_what_the_user_gave_dask_cuda_counts() -> None:
+    assert resolved(given_device=30 * GIB).device == 30 * GIB
+    assert resolved(given_device=30 * GIB, device="50%").device == 70 * GIB
+
+
+def test_sizes_and_shares() -> None:
+    assert resolved(device="1 GiB", pinned="10%", host=0, disk="50%") == Limits(GIB, 10 * GIB, 0, 500 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "settings", "message"),
+    [
+        (False, {"device": "141 GiB"}, r"'gpurt.memory.device' comes to 141.00 GiB.*140.00 GiB"),
+        (True, {"device": "101 GiB"}, r"'gpurt.memory.device' comes to 101.00 GiB.*memory limit"),
+        (False, {"pinned": "101 GiB"}, r"'gpurt.memory.pinned'.*100.00 GiB"),
+        (False, {"pinned": "60 GiB", "host": "50 GiB"}, r"'gpurt.memory.host' comes to 110.00 GiB"),
+        (True, {"pinned": "30 GiB", "host": "20 GiB"}, r"'gpurt.memory.host' comes to 110.00 GiB"),
+        (False, {"disk": "2000 GiB"}, r"'gpurt.memory.disk'.*0.98 TiB"),
+        (False, {"device": "120%"}, r"'gpurt.memory.device' is '120%'"),
+        (False, {"device": 0}, r"'gpurt.memory.device' is 0"),
+        (False, {"host": "lots"}, r"'gpurt.memory.host' is 'lots'"),
+        (False, {"retries": -1}, r"'gpurt.memory.retries' is -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(on_host: bool, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(on_host, **settings)
+
+
+# ---- frames --------------------------------------------------------------------------
+
+OBJECTS = [
+    pd.DataFrame({"a": np.arange(5000), "b": ["x", None] * 2500, "c": pd.Categorical(["u", "v"] * 2500)}),
+    pd.DataFrame({"s": pd.array(["ä", None, "long" * 50], dtype="string")}, index=[3, 1, 2]),
+    pd.DataFrame(
+        {"i": pd.array([1, None, 3], dtype="Int64"), "t": pd.date_range("2020", periods=3, tz="CET")}
+    ),
+    pd.DataFrame(np.arange(30.0).reshape(5, 6)).iloc[1:4, 2:5],
+    pd.Series(np.arange(10000), index=pd.MultiIndex.from_product([range(100), range(100)]), name="n"),
+    pd.DataFrame({"e": []}),
+    np.asfortranarray(np.arange(12).reshape(3, 4)),
+    np.arange(100)[::3],
+    np.array([(1, "a")], dtype=[("x", "i4"), ("y", "U3")]),
+    np.array([1, "two", None], dtype=object),
+    pa.table({"x": [1, None, 3], "y": [["a"], [], None]}),
+    {"nested": [1, (2, b"bytes")]},
+    b"x" * 10000,
+]
+
+
+def same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, pd.DataFrame):
+        pd.testing.assert_frame_equal(left, right, check_exact=True, check_freq=True)
+    elif isinstance(left, pd.Series):
+        pd.testing.assert_series_equal(left, right, check_exact=True)
+    elif isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        assert left.flags.f_contiguous or not right.flags.f_contiguous
+        np.testing.assert_array_equal(left, right)
+        assert left.flags.writeable == right.flags.writeable
+    else:
+        assert left == right
+
+
+def scattered(buffer: list[np.ndarray], cuts: list[int]) -> list[np.ndarray]:
+    (whole,) = buffer
+    edges = sorted({0, whole.size, *(cut % (whole.size + 1) for cut in cuts)})
+    return [whole[a:b].copy() for a, b in pairwise(edges)]
+
+
+@given(st.sampled_from(range(len(OBJECTS))), st.lists(st.integers(0, 10**6), max_size=4))
+def test_round_trip(which: int, cuts: list[int]) -> None:
+    frames = take_apart(OBJECTS[which])
+    pieces = tuple(scattered(buffer, cuts) for buffer in frames.buffers)
+    back = put_together(Frames(frames.header, pieces), lambda pieces: pieces)
+    same(back, OBJECTS[which])
+
+
+def test_the_copy_shares_no_memory() -> None:
+    original = np.zeros(5000)
+    back = put_together(take_apart(original), lambda pieces: pieces)
+    back[:] = 1
+    assert not original.any()
+
+
+def test_what_does_not_pickle_is_named() -> None:
+    with pytest.raises(NotMovable, match="generator"):
+        take_apart(i for i in range(3))
+
+
+# ---- sizes ---------------------------------------------------------------------------
+
+
+def total(*values: Any) -> int:
+    known = Owned()
+    for at, value in enumerate(values):
+        known.add(at, owned(value))
+    return known.total
+
+
+def test_views_and_slices_count_what_they_keep_alive() -> None:
+    whole = np.zeros(10**6)
+    assert total(whole) == whole.nbytes
+    assert total(whole[:10]) == whole.nbytes
+    assert total(whole, whole[10:], whole.reshape(10, -1).T) == whole.nbytes
+
+
+def test_frames_that_share_their_columns_count_once() -> None:
+    frame = pd.DataFrame({"a": np.arange(10**5), "b": np.arange(10.0**5)})
+    assert total(frame, frame[["a"]], frame.iloc[:10]) < 1.01 * total(frame)
+    assert total(frame) >= frame.memory_usage(index=False).sum()
+    strings = pd.DataFrame({"s": pd.array(["text"] * 10**5, dtype="string[pyarrow]")})
+    assert total(strings, strings.iloc[5:10]) < 1.01 * total(strings)
+    assert total(strings) >= 4 * 10**5
+
+
+def test_arrow_tables_and_slices() -> None:
+    table = pa.table({"x": np.arange(10**5)})
+    assert table.nbytes <= total(table, table.slice(5, 10)) < 1.01 * table.nbytes + 1000
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.dictionaries(st.integers(0, 5), st.just(7)))))
+def test_the_union_under_changes(steps: list[tuple[str, dict[int, int]]]) -> None:
+    known, model = Owned(), dict[str, dict[int, int]]()
+    for key, roots in steps:
+        known.discard(key)
+        known.add(key, roots)
+        model[key] = roots
+        union = {address for roots in model.values() for address in roots}
+        assert known.total == 7 * len(union)
+        for one, mine in model.items():
+            others = {address for other, roots in model.items() if other != one for address in roots}
+            assert known.gain(one) == 7 * len(set(mine) - others)
+
+
+# ---- ledger --------------------------------------------------------------------------
+
+cells = st.tuples(st.sampled_from(list(Tier)), st.sampled_from(["partitions", "shards"]), st.integers(0, 99))
+
+
+@given(st.lists(st.tuples(cells, st.booleans(), st.booleans())))
+def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], bool, bool]]) -> None:
+    """Messages may be lost, doubled and overtaken by older ones: a snapshot brings it all together."""
+    ledger, picture, sent = Ledger(dict.fromkeys(Tier, 100)), Picture(), []
+    for (tier, kind, nbytes), tell, arrives in steps:
+        ledger.set(tier, kind, nbytes)
+        if tell and (message := ledger.changes()) is not None:
+            sent.append(message)
+            if arrives:
+                picture.apply("w", message)
+                picture.apply("w", message)
+    picture.apply("w", ledger.snapshot())
+    for message in sent:
+        picture.apply("w", message)
+    for row in picture.rows():
+        tier = Tier(row["tier"])
+        assert row["partitions"] == ledger.cell(tier, "partitions")
+        assert row["headroom"] == ledger.headroom(tier) == 100 - ledger.used(tier)
+    picture.forget("w")
+    assert picture.rows() == []
+
+
+def test_nothing_changed_is_nothing_to_tell() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    ledger.set(Tier.HOST, "partitions", 5)
+    message = ledger.changes()
+    assert message is not None
+    assert message["cells"] == [["host", "partitions", 5]]
+    ledger.set(Tier.HOST, "partitions", 5)
+    assert ledger.changes() is None
