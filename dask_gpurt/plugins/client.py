@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 import dask
+import pandas as pd
 from distributed import Client, default_client
 
 from dask_gpurt import config
 from dask_gpurt._version import __version__
 from dask_gpurt.dataframe import METHOD, install, uninstall
+from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 from dask_gpurt.plugins.worker import NAME
 
@@ -82,6 +86,35 @@ def report(client: Client | None = None, *, connect: bool = False) -> Any:
     return client.sync(_report, client, connect)
 
 
+def memory(client: Client | None = None) -> Any:
+    """What the tiers of all workers hold.
+
+    Parameters
+    ----------
+    client
+        The current one if not given. With an asynchronous client, await the result.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each worker and tier, in bytes: ``capacity``, ``headroom``, ``partitions``,
+        ``shards``, ``reservations`` and ``unmanaged``. No rows where the runtime or
+        ``gpurt.memory.tiers`` is off.
+    """
+    client = client or default_client()
+    return client.sync(_memory, client)
+
+
+class _Room(ModuleType):
+    """The package ``dask_gpurt.memory``, which would hide the function of that name: so it can be called."""
+
+    def __call__(self, client: Client | None = None) -> Any:
+        return memory(client)
+
+
+sys.modules["dask_gpurt.memory"].__class__ = _Room
+
+
 async def activate(client: Client) -> None:
     """Switch on; a coroutine, for preload hooks."""
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})))
@@ -124,6 +157,11 @@ async def _report(client: Client, connect: bool) -> dict[str, Any]:
         return {"enabled": False, "counters": {}, "fallbacks": {}, "workers": {}}
     found: dict[str, Any] = await _scheduler(client).gpurt_report(connect=connect)
     return found
+
+
+async def _memory(client: Client) -> pd.DataFrame:
+    rows = await _scheduler(client).gpurt_memory() if await _is_on(client) else []
+    return pd.DataFrame(rows, columns=["worker", "tier", "capacity", "headroom", *KINDS])
 
 
 def _scheduler(client: Client) -> Any:

@@ -19,7 +19,9 @@ from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
 from dask_gpurt import config
 from dask_gpurt._version import __version__
+from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.worker import NAME, GpurtWorkerPlugin
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
 from dask_gpurt.table import library
@@ -51,10 +53,13 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.scheduler = scheduler
         self.settings = settings
         self.metrics = Metrics()
+        self.picture = Picture()
         self._replace(scheduler.extensions["shuffle"])
         scheduler.handlers["gpurt_report"] = self.report
         scheduler.handlers["gpurt_gone"] = self.gone
         scheduler.handlers["gpurt_disable"] = self.stop
+        scheduler.handlers["gpurt_memory"] = self.memory
+        scheduler.stream_handlers[OP] = self.memory_changed
         replies = await scheduler.register_worker_plugin(
             None, dumps(GpurtWorkerPlugin(self.given)), NAME, idempotent=False
         )
@@ -69,12 +74,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         for name in _REPLACED:
             scheduler.extensions["shuffle"].__dict__.pop(name, None)
         scheduler.extensions.pop(NAME, None)
-        for handler in ("gpurt_report", "gpurt_gone", "gpurt_disable"):
+        for handler in ("gpurt_report", "gpurt_gone", "gpurt_disable", "gpurt_memory"):
             scheduler.handlers.pop(handler, None)
         if NAME in scheduler.worker_plugins:
             await scheduler.unregister_worker_plugin(None, NAME)
         if NAME in scheduler.plugins:
             scheduler.remove_plugin(NAME)
+        # Last: until they have switched off, workers send changes, and who sends what is unknown is closed.
+        scheduler.stream_handlers.pop(OP, None)
 
     # ---- Dask's p2p extension ----------------------------------------------------------
 
@@ -111,6 +118,23 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             partition = output_partition(task.run_spec)
             if partition in worker_for and task.state in ("released", "waiting"):
                 extension._set_restriction(task, worker_for[partition])
+
+    # ---- memory ------------------------------------------------------------------------
+
+    def memory_changed(self, worker: str, **message: Any) -> None:
+        """Handler: what has changed in the tiers of a worker."""
+        if worker in self.scheduler.workers:
+            self.picture.apply(worker, message)
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        self.picture.forget(worker)
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Handler: a row for each worker and tier."""
+        for address, state in self.scheduler.workers.items():
+            if (whole := state.metrics.get(METRIC)) is not None:
+                self.picture.apply(address, whole)
+        return self.picture.rows()
 
     # ---- what workers and clients ask ------------------------------------------------
 

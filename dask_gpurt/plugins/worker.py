@@ -14,6 +14,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.table.protocol import import_backends, warm_up
 
 NAME = "gpurt"
@@ -40,6 +41,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.worker = worker
         self.metrics = Metrics()
         self.exchange = await asyncio.to_thread(Exchange, worker, settings, self.metrics)
+        self.tiers: WorkerTiers | None = None
         worker.handlers["gpurt_report"] = self.report
         self._housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
         self._housekeeping.start()
@@ -47,6 +49,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
         try:
             import_backends(self.exchange.pools.devices)
             await self.exchange.offload(self.exchange.pools.make_all)
+            if settings.memory.tiers:
+                pools = self.exchange.pools
+                self.tiers = await asyncio.to_thread(
+                    WorkerTiers, worker, settings, pools.devices, self.metrics, pools.describe
+                )
+                self.tiers.install()
             worker._ongoing_background_tasks.call_soon(
                 self.exchange.offload, warm_up, self.exchange.pools.devices
             )
@@ -57,6 +65,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
         prometheus.unregister(worker.address)
+        if self.tiers is not None:
+            await self.tiers.uninstall()
         worker.handlers.pop("gpurt_report", None)
         await asyncio.to_thread(self.exchange.close)
 

@@ -1,0 +1,60 @@
+"""A worker tells the scheduler what its tiers hold: changes at once, and all with each heartbeat."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from distributed.comm.core import CommClosedError
+
+from dask_gpurt.memory.ledger import Ledger
+
+#: The name of the stream operation and of the heartbeat metric.
+OP, METRIC = "gpurt-memory", "gpurt_memory"
+#: Seconds within which changes go in one message.
+GATHER = 0.05
+
+
+class Reporter:
+    """Sends the changes of a ledger; from any thread.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker whose ledger it is.
+    """
+
+    def __init__(self, worker: Any, ledger: Ledger):
+        self._worker = worker
+        self._ledger = ledger
+        self._scheduled = threading.Event()
+        self._closed = False
+        # In a new dictionary: a heartbeat that is being put together goes over the old one.
+        worker.metrics = {**worker.metrics, METRIC: self._whole}
+
+    def _whole(self, _worker: Any) -> dict[str, Any]:
+        return self._ledger.snapshot()
+
+    def changed(self) -> None:
+        """There may be something to tell."""
+        if not self._scheduled.is_set() and not self._closed:
+            self._scheduled.set()
+            self._worker.loop.add_callback(self._later)
+
+    def _later(self) -> None:
+        self._worker.loop.call_later(GATHER, self._send)
+
+    def _send(self) -> None:
+        self._scheduled.clear()
+        message = None if self._closed else self._ledger.changes()
+        if message is None:
+            return
+        try:
+            self._worker.batched_stream.send({"op": OP, **message})
+        except CommClosedError:
+            return  # the next heartbeat carries all of it
+
+    def close(self) -> None:
+        """Tell nothing any more."""
+        self._closed = True
+        self._worker.metrics = {name: m for name, m in self._worker.metrics.items() if name != METRIC}
