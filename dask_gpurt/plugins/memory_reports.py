@@ -7,7 +7,7 @@ from typing import Any
 
 from distributed.comm.core import CommClosedError
 
-from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.ledger import KINDS, Ledger
 
 #: The name of the stream operation and of the heartbeat metric.
 OP, METRIC = "gpurt-memory", "gpurt_memory"
@@ -58,3 +58,12 @@ class Reporter:
         """Tell nothing any more."""
         self._closed = True
         self._worker.metrics = {name: m for name, m in self._worker.metrics.items() if name != METRIC}
+
+
+def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:
+    """Tier, kind and bytes of all that a ledger knows; a tier's ``capacity`` counts as a kind."""
+    return [
+        (str(tier), kind, capacity if kind == "capacity" else ledger.cell(tier, kind))
+        for tier, capacity in ledger.capacity.items()
+        for kind in ("capacity", *KINDS)
+    ]

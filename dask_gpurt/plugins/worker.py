@@ -14,6 +14,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.table.protocol import import_backends, warm_up
 
@@ -45,7 +46,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         worker.handlers["gpurt_report"] = self.report
         self._housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
         self._housekeeping.start()
-        prometheus.register(worker.address, self.metrics)
+        prometheus.register(worker.address, self.metrics, self._amounts)
         try:
             import_backends(self.exchange.pools.devices)
             await self.exchange.offload(self.exchange.pools.make_all)
@@ -75,6 +76,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
             for run in shuffles.shuffle_runs._active_runs.values():
                 if hasattr(run, "task_done"):
                     run.task_done(key)
+
+    def _amounts(self) -> list[tuple[str, str, int]]:
+        return amounts(self.tiers.ledger) if self.tiers is not None else []
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handler: what this worker has, did and fell back from."""
