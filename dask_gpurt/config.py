@@ -129,10 +129,6 @@ class Size:
         return f"{self.bytes} B"
 
 
-def _size(key: str, value: object) -> Size:
-    return Size.parse(value, key=key)
-
-
 def _size_or_auto(key: str, value: object) -> Size | None:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
@@ -212,15 +208,12 @@ class ExchangeSettings:
         The most memory for shards that wait for their owners; None leaves the choice to the worker.
     inflight
         The most bytes that one worker pulls at once.
-    landing
-        The most host memory that pulled shards take before they go to disk.
     paths
         The ways that a shard may take; ``"comms"`` is always one.
     """
 
     pool: Size | None = _setting(_size_or_auto)
     inflight: int = _setting(_bytes)
-    landing: Size = _setting(_size)
     paths: frozenset[str] = _setting(_paths)
 
 

@@ -34,6 +34,7 @@ def cluster(backend: str = "pandas", workers: int = 2, **settings: Any) -> Itera
             # Dask's LocalCluster hangs when it is closed while a nanny restarts a worker.
             with contextlib.suppress(OSError, TimeoutError):
                 client.wait_for_workers(workers, timeout=30)
+            with contextlib.suppress(OSError, TimeoutError):
                 dask_gpurt.disable(client)
 
 

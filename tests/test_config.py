@@ -57,7 +57,7 @@ def test_defaults() -> None:
     assert settings.takeover
     assert settings.exchange.pool is None
     assert settings.exchange.inflight == 2**30
-    assert settings.exchange.landing == Size(fraction=0.3)
+    assert settings.memory.device is None
     assert settings.exchange.paths == set(PATHS)
     assert settings.shuffle.retries == 10
     assert problems(DEFAULTS) == []
@@ -120,7 +120,7 @@ def test_load_reads_the_environment() -> None:
         ("gpurt.exchange.pool", "50 %", Size(fraction=0.5)),
         ("gpurt.exchange.inflight", 1e9, 10**9),
         ("gpurt.exchange.inflight", "1.5GiB", 3 * 2**29),
-        ("gpurt.exchange.landing", "100%", Size(fraction=1.0)),
+        ("gpurt.memory.disk", "100%", Size(fraction=1.0)),
         ("gpurt.exchange.paths", "auto", set(PATHS)),
         ("gpurt.exchange.paths", [], {"comms"}),
         ("gpurt.exchange.paths", ["cuda-ipc"], {"cuda-ipc", "comms"}),
@@ -160,8 +160,7 @@ def test_good_values(key: str, value: object, expected: object) -> None:
         ("gpurt.exchange.pool", "٣ GiB"),
         ("gpurt.exchange.inflight", "30%"),
         ("gpurt.exchange.inflight", "auto"),
-        ("gpurt.exchange.landing", "auto"),
-        ("gpurt.exchange.landing", {"share": "30%"}),
+        ("gpurt.memory.device", {"share": "30%"}),
         ("gpurt.exchange.paths", 7),
         ("gpurt.shuffle.retries", -1),
         ("gpurt.shuffle.retries", 1.5),

@@ -35,6 +35,10 @@ class DeviceSpan:
     owner: Any
 
     @property
+    def nbytes(self) -> int:
+        return self.size
+
+    @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
             "shape": (self.size,),
@@ -207,8 +211,8 @@ class CudaDevice:
         raw.synchronize()
         return buffer
 
-    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]]) -> None:
-        _, raw = self.after_compute()
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> None:
+        _, raw = self.after_compute() if ordered else self.stream()
         for source, pieces in zip(sources, into, strict=True):
             at = _address(source)
             for piece in pieces:

@@ -226,7 +226,7 @@ class HostDevice:
     def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
         return np.frombuffer(source, np.uint8)
 
-    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]]) -> None:
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> None:
         for source, pieces in zip(sources, into, strict=True):
             at = 0
             for piece in pieces:

@@ -148,8 +148,14 @@ class Device(Protocol):
         """Make bytes in host memory readable for the table backend, complete on return."""
         ...
 
-    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]]) -> None:
-        """Copy buffers of this device into pieces of host memory, complete on return."""
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> None:
+        """Copy buffers of this device into pieces of host memory, complete on return.
+
+        Parameters
+        ----------
+        ordered
+            Whether work that was given to the device so far may still write the buffers.
+        """
         ...
 
     def gather(self, pieces: list[Any]) -> Buffer:

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from distributed.protocol.serialize import to_serialize
 from distributed.shuffle._limiter import ResourceLimiter
-from distributed.system import MEMORY_LIMIT
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.exchange import paths
 from dask_gpurt.exchange.inbox import Parcel, Place
-from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.landing import Landing, received
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
+from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.observe import Metrics
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
@@ -50,21 +48,21 @@ class Exchange:
     ----------
     worker
         The Dask worker; its ``rpc``, ``loop``, ``address`` and directory are used.
+    pools
+        The devices of the worker and their pools.
+    ladder
+        Where pulled shards go.
     settings, metrics
         Shared by all rooms of this worker.
     """
 
-    def __init__(self, worker: Any, settings: Settings, metrics: Metrics):
+    def __init__(self, worker: Any, pools: Pools, ladder: Ladder, settings: Settings, metrics: Metrics):
         self.worker = worker
         self.settings = settings
         self.metrics = metrics
-        memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
-        self.pools = Pools(settings.exchange.pool, memory_limit, self._ask_for_room, metrics)
-        self.landing = Landing(
-            settings.exchange.landing.of(memory_limit),
-            os.path.join(worker.local_directory, "gpurt-landing"),
-            metrics,
-        )
+        self.pools = pools
+        self.pools.ask_for_room = self._ask_for_room
+        self.landing = Landing(ladder, pools.main, metrics)
         self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
         self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
@@ -170,7 +168,7 @@ class Exchange:
             await self._limiter.decrease(nbytes)
 
     def _pull_mapped(self, parcel: Parcel) -> None:
-        parcel.land(lambda key: self.landing.put(key, parcel.source(), parcel.device))
+        self._land(parcel, parcel.source(), parcel.device.land)
         self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
     async def _pull_by_comm(self, parcel: Parcel) -> None:
@@ -185,13 +183,12 @@ class Exchange:
                 await asyncio.sleep(PAUSE)
         if reply["data"] is None:
             raise PeerError(f"worker {shard.producer} does not have shard {shard.id} any more")
-        await self.offload(parcel.land, partial(self._put_received, parcel, reply["data"]))
+        here = parcel.device.on_host or parcel.device.carried_by(self._protocol)
+        bring = _as_it_is if here else parcel.device.from_host
+        await self.offload(self._land, parcel, received(reply["data"]), bring)
 
-    def _put_received(self, parcel: Parcel, data: Any, key: str) -> None:
-        if parcel.device.carried_by(self._protocol):
-            self.landing.put_device(key, data)
-        else:
-            self.landing.put_host(key, memoryview(data).cast("B"))
+    def _land(self, parcel: Parcel, source: Any, bring: Callable[[Any], Any]) -> None:
+        parcel.land(lambda key: self.landing.put(key, parcel.shard, source, parcel.device, bring))
 
     # ---- releasing -------------------------------------------------------------------
 
@@ -315,7 +312,10 @@ class Exchange:
             if (path := _result(task)) and path.mapping is not None:
                 path.mapping.close()
         self.pools.close()
-        self.landing.close()
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
 
 
 def _result(task: asyncio.Task[Path]) -> Path | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -53,7 +53,7 @@ class Parcel:
         self.shard = shard
         self.path = path
         self.device = device
-        self.key = str(next(self._keys))
+        self.key = f"gpurt-shard-{next(self._keys)}"
         self.place = Place.PRODUCER
         self._landing = landing
         self._release = release
@@ -61,7 +61,7 @@ class Parcel:
         self._readers = 0
         self._held = True
         self._landed: Future[None] = Future()
-        #: What the table backend remembers of the bytes, for as long as they stay here.
+        #: What the table backend remembers of the bytes, while they lie in the producer's pool.
         self.memo: dict[str, Any] = {}
         self._fences: list[Callable[[], None]] = []
 
@@ -96,8 +96,13 @@ class Parcel:
                 self._landed.set_exception(error)
 
     @contextmanager
-    def reading(self, check: Callable[[], None]) -> Iterator[Buffer]:
-        """The bytes, for as long as the body runs; waits for a move that is under way.
+    def staying(self, check: Callable[[], None]) -> Iterator[bool]:
+        """The bytes stay where they are for as long as the body runs; waits for a move under way.
+
+        Yields
+        ------
+        bool
+            Whether they have landed.
 
         Raises
         ------
@@ -111,13 +116,14 @@ class Parcel:
                     raise ExchangeClosed(f"shard {self.shard.id} of {self.shard.producer} is gone")
                 if self.place is not Place.MOVING:
                     self._readers += 1
+                    landed = self.place is Place.LANDED
                     break
             try:
                 self._landed.result(LOOK_AGAIN)
             except TimeoutError:
                 continue
         try:
-            yield self._buffer()
+            yield landed
         finally:
             with self._lock:
                 self._readers -= 1
@@ -125,12 +131,6 @@ class Parcel:
                 let_go = self.place in (Place.LANDED, Place.GONE) and self._lets_go()
             if let_go:
                 self._let_go()
-
-    def _buffer(self) -> Buffer:
-        if self.place is Place.PRODUCER:
-            assert self.path.mapping is not None
-            return self.path.mapping.view(self.shard.offset, self.shard.nbytes)
-        return self._landing.get(self.key, self.device)
 
     def source(self) -> Buffer:
         """The mapped bytes in the producer's pool, while the shard is there."""
@@ -177,3 +177,25 @@ class Parcel:
         # Not under the lock, which the event loop takes too: a fence may be a while away.
         self._pass_fences()
         self._release(self.shard)
+
+
+@contextmanager
+def reading(
+    parcels: Sequence[Parcel], landing: Landing, check: Callable[[], None]
+) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
+    """The bytes of some shards and the memo of each, for as long as the body runs. Blocks.
+
+    Raises
+    ------
+    ExchangeClosed
+        When the run is over.
+    """
+    with ExitStack() as stack:
+        landed = {parcel.key for parcel in parcels if stack.enter_context(parcel.staying(check))}
+        found = stack.enter_context(landing.reading(landed))
+        yield [
+            (found[parcel.key].buffer, found[parcel.key].memo)
+            if parcel.key in landed
+            else (parcel.source(), parcel.memo)
+            for parcel in parcels
+        ]

@@ -1,84 +1,95 @@
-"""Where pulled shards wait: on the device, in host memory, on disk."""
+"""Where pulled shards wait: in the tiers of the worker, next to the data of its keys.
+
+A shard stays live only where there is room without moving anything: it will be read once,
+while what would have to go may be read sooner. It never waits for room, since the lowest
+tier is the disk.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import zict
+import numpy as np
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.exchange.shard import Shard
+from dask_gpurt.memory.frames import Raw, raw_frames
+from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.ledger import SHARDS
+from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Metrics
 
 
 class Landing:
     """Pulled shards by key. Thread-safe; no method is called on the event loop.
 
-    What the device has no room for lands in host memory; what exceeds ``limit`` there goes
-    to disk, least recently used first.
-
     Parameters
     ----------
-    limit
-        Bytes of host memory.
-    directory
-        Where files go.
+    ladder
+        The tiers.
+    main
+        Kind of the device that is their upper end.
     """
 
-    def __init__(self, limit: int, directory: str, metrics: Metrics):
-        self._device: dict[str, Buffer] = {}
-        self._limit = limit
-        self._directory = directory
+    def __init__(self, ladder: Ladder, main: str, metrics: Metrics):
+        self._ladder = ladder
+        self._main = main
         self._metrics = metrics
-        os.makedirs(directory, exist_ok=True)
-        self._host: Any = zict.Buffer(
-            {},
-            zict.File(directory),
-            n=limit,
-            weight=lambda _key, value: len(value),
-            fast_to_slow_callbacks=lambda _key, value: metrics.add("exchange.disk.bytes", len(value)),
-        )
 
-    def put(self, key: str, source: Buffer, device: Device) -> None:
-        """Copy a mapped shard here."""
-        if device.on_host:
-            self.put_host(key, device.to_host(device.land(source)))
-            return
+    def put(self, key: str, shard: Shard, source: Any, device: Device, bring: Callable[[Any], Any]) -> None:
+        """Keep the bytes of a shard, live or in a lower tier.
+
+        Parameters
+        ----------
+        source
+            The bytes, mapped or in memory of this process.
+        bring
+            Makes a buffer of ``device`` out of them; may raise MemoryError.
+
+        Raises
+        ------
+        OSError
+            When no tier has room.
+        """
+        home = self._home(device.kind)
+        needed = (math.inf, min(shard.filled(), default=0))
+        if self._ladder.promise_at_once(key, shard.nbytes, home):
+            try:
+                self._ladder.store(key, Raw(bring(source)), SHARDS, home=home, needed=needed)
+                return
+            except MemoryError:
+                self._metrics.fallback("shards do not stay on the device", "it has no room for them")
+                self._ladder.forget_promise(key)
         try:
-            self._device[key] = device.land(source)
-        except MemoryError:
-            self._metrics.fallback("shards land in host memory", "the device has no room for them")
-            self.put_host(key, device.to_host(source))
+            tier = self._ladder.store_below(key, raw_frames(source), SHARDS, home=home, needed=needed)
+        except NoRoom as error:
+            raise OSError(f"no tier has room for the shards that this worker has pulled: {error}") from error
+        self._metrics.add(f"memory.spill.bytes.exchange.{tier}", shard.nbytes)
 
-    def put_host(self, key: str, data: bytes | bytearray | memoryview) -> None:
-        """Keep bytes that already lie in host memory of this process."""
-        try:
-            self._host[key] = data
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"pulled shards take more than gpurt.exchange.landing ({self._limit} bytes of memory) and "
-                f"{self._directory} can not take the rest: {error.strerror}",
-            ) from error
-        self._metrics.peak("exchange.landing.peak", self._host.fast.total_weight)
+    def _home(self, kind: str) -> Tier:
+        return Tier.DEVICE if kind == self._main else Tier.HOST
 
-    def put_device(self, key: str, data: Buffer) -> None:
-        """Keep a buffer that already lies on the device."""
-        self._device[key] = data
+    def keeps(self, nbytes: int, kind: str) -> bool:
+        """Whether so many bytes of shards stay live beside other things."""
+        return self._ladder.keeps_live(nbytes, self._home(kind))
 
-    def get(self, key: str, device: Device) -> Buffer:
-        """What the table backend reads."""
-        if key in self._device:
-            return self._device[key]
-        return device.from_host(self._host[key])
+    @contextmanager
+    def reading(self, keys: Iterable[str]) -> Iterator[dict[str, Raw]]:
+        """Shards for the table backend, for as long as the body runs."""
+        with self._ladder.reading(keys) as found:
+            yield {str(key): raw for key, raw in found.items()}
 
     def discard(self, key: str) -> None:
-        self._device.pop(key, None)
-        self._host.pop(key, None)
+        """Let a shard go."""
+        self._ladder.discard(key)
 
-    def close(self) -> None:
-        self._device.clear()
-        self._host.clear()
-        shutil.rmtree(self._directory, ignore_errors=True)
+
+def received(data: Any) -> Buffer | np.ndarray:
+    """What a comm has brought, as bytes."""
+    if hasattr(data, "__cuda_array_interface__"):
+        return data
+    return np.frombuffer(memoryview(data).cast("B"), np.uint8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from dask.utils import format_bytes
@@ -35,23 +34,18 @@ class Pools:
         The setting ``gpurt.exchange.pool``; None leaves it to us.
     memory_limit
         Bytes of host memory that the worker may use.
-    ask_for_room
-        Called from waiting producers with the owners whose shards fill a pool.
     """
 
-    def __init__(
-        self,
-        size: Size | None,
-        memory_limit: int,
-        ask_for_room: Callable[[set[str]], None],
-        metrics: Metrics,
-    ):
+    #: Called from waiting producers with the owners whose shards fill a pool; must not block.
+    ask_for_room: Callable[[set[str]], None]
+
+    def __init__(self, size: Size | None, memory_limit: int, metrics: Metrics):
         self.devices: dict[str, Device] = discover(memory_limit)
         #: The kind of device that this worker is for.
         self.main = next((kind for kind, device in self.devices.items() if not device.on_host), "host")
         self._size = size
         self._memory_limit = memory_limit
-        self._new_outbox = partial(Outbox, ask_for_room=ask_for_room, metrics=metrics)
+        self._metrics = metrics
         self._outboxes: dict[str, Outbox] = {}
         self._lock = threading.Lock()
 
@@ -69,7 +63,8 @@ class Pools:
         with self._lock:
             if kind not in self._outboxes:
                 device = self.device(kind)
-                self._outboxes[kind] = self._new_outbox(device.create_pool(self._size_for(device)))
+                pool = device.create_pool(self._size_for(device))
+                self._outboxes[kind] = Outbox(pool, self.ask_for_room, self._metrics)
             return self._outboxes[kind]
 
     def known(self, kind: str) -> Outbox:

@@ -91,6 +91,10 @@ class DiskTier(MutableMapping[str, Frames]):
                 raise corrupt(path, error.strerror) from error
             raise
 
+    def stored(self, key: str) -> int:
+        """Bytes in the file of an object."""
+        return self._files[key][1]
+
     def __delitem__(self, key: str) -> None:
         with self._lock:
             file = self._files.pop(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from distributed.protocol.serialize import deserialize, serialize
 
 #: One buffer, in one or several pieces: arrays of bytes, or one object on a device.
 Scattered = list[Any]
+_RAW = b"raw"
 #: Libraries whose objects lie in the memory of a GPU.
 _DEVICE_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
 
@@ -41,6 +42,22 @@ class Frames:
         return sum(piece.nbytes for buffer in self.buffers for piece in buffer)
 
 
+@dataclass(eq=False)
+class Raw:
+    """Bytes that mean nothing here: a shard of somebody's.
+
+    Attributes
+    ----------
+    buffer
+        On the device, or an array of bytes in host memory.
+    memo
+        What its reader remembers of it, for as long as it stays where it is.
+    """
+
+    buffer: Any
+    memo: dict[str, Any] = field(default_factory=dict)
+
+
 def lives_on_device(value: Any) -> bool:
     """Whether an object is of a library whose objects lie on a GPU."""
     return any(kind.__module__.partition(".")[0] in _DEVICE_LIBRARIES for kind in type(value).__mro__)
@@ -54,10 +71,17 @@ def take_apart(value: Any) -> Frames:
     NotMovable
         When it can not be serialised.
     """
+    if isinstance(value, Raw):
+        return raw_frames(value.buffer)
     try:
         return _device_frames(value) if lives_on_device(value) else _host_frames(value)
     except Exception as error:
         raise NotMovable(f"a {type(value).__qualname__} can not be serialised: {error}") from error
+
+
+def raw_frames(buffer: Any) -> Frames:
+    """A buffer as it is, which comes back as a :class:`Raw`."""
+    return Frames(_RAW, ([buffer],))
 
 
 def _host_frames(value: Any) -> Frames:
@@ -86,20 +110,23 @@ def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
     to_device
         Makes a device buffer out of the pieces of one.
     """
+    if frames.header == _RAW:
+        return Raw(to_device(frames.buffers[0]))
     kind, body, flags = pickle.loads(frames.header)
     if kind == "host":
-        arrays = [_joined(pieces) for pieces in frames.buffers]
+        arrays = [joined(pieces) for pieces in frames.buffers]
         for array, writeable in zip(arrays, flags, strict=True):
             array.flags.writeable = writeable
         return dask_pickle.loads(body, buffers=arrays)
     buffers = [
-        to_device(pieces) if there else _joined(pieces).data
+        to_device(pieces) if there else joined(pieces).data
         for pieces, there in zip(frames.buffers, flags, strict=True)
     ]
     return deserialize(body, buffers)
 
 
-def _joined(pieces: Scattered) -> np.ndarray:
+def joined(pieces: Scattered) -> np.ndarray:
+    """A buffer in one piece, in new memory."""
     joined = np.empty(sum(piece.nbytes for piece in pieces), np.uint8)
     at = 0
     for piece in pieces:

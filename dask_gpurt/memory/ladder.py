@@ -11,20 +11,22 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
 from dask.typing import Key
 from dask.utils import key_split
 
 from dask_gpurt.device import Device
-from dask_gpurt.memory.frames import Frames, NotMovable, put_together, take_apart
-from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.below import Below
+from dask_gpurt.memory.frames import Frames, NotMovable, joined, put_together, take_apart
+from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, Ledger
+from dask_gpurt.memory.live import Live
 from dask_gpurt.memory.policy import Candidate, choose
-from dask_gpurt.memory.sizes import Owned, owned
+from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
 
@@ -43,14 +45,18 @@ class Spilled(NamedTuple):
 class _Entry:
     """One key. ``tier`` is where the object lies; ``value`` holds it while it is live there."""
 
-    name: str
+    kind: str
     home: Tier
     tier: Tier
     value: Any
     nbytes: int
     prefix: str
     used: int
+    #: When it is needed, for what no task of Dask's waits for.
+    needed: tuple[float, ...] | None = None
     live: bool = True
+    #: What it is called below.
+    name: str = ""
     holders: int = 0
     moving: bool = False
     #: Who reads a copy below the live tiers, and the copies that go with the last of them.
@@ -97,41 +103,83 @@ class Ladder(MutableMapping[Key, Any]):
     ):
         self.limits = limits
         self.ledger = ledger
-        self._below = below
+        self._below = Below(below, device, self._host_room)
         self._home = home
         self._device = device
         self._metrics = metrics
         self._needed = needed
         self._changed = changed
         self._entries: dict[Key, _Entry] = {}
-        self._live = {Tier.DEVICE: Owned(), Tier.HOST: Owned()}
-        self._promised: dict[Key, tuple[Tier, int]] = {}
+        self._live = Live(limits)
         self._names = itertools.count()
         self._clock = itertools.count()
         self._lock = threading.Condition(threading.RLock())
         #: One at a time makes room: two would choose the same objects.
-        self._spilling = threading.Lock()
+        self._spilling = threading.RLock()
 
     # ---- the mapping -----------------------------------------------------------------
 
     def __setitem__(self, key: Key, value: Any) -> None:
+        self.store(key, value)
+
+    def store(
+        self,
+        key: Key,
+        value: Any,
+        kind: str = PARTITIONS,
+        *,
+        home: Tier | None = None,
+        needed: tuple[float, ...] | None = None,
+    ) -> None:
+        """Keep a live object, which takes the room that its key has been promised.
+
+        Parameters
+        ----------
+        kind
+            Keys of other kinds than partitions do not show in the mapping.
+        home
+            Where it is live, if that is not for the object to say.
+        needed
+            Its place among the priorities of tasks, if no task's input it is.
+        """
         roots = owned(value)
         with self._lock:
             if key in self._entries:
                 del self[key]
-            self._promised.pop(key, None)
-            entry = self._new(key, self._home(value), value, sum(roots.values()))
-            self._live[entry.home].add(key, roots)
+            self._live.forget(key)
+            entry = self._new(key, kind, home or self._home(value), value, sum(roots.values()), needed)
+            self._live.add(key, entry.home, kind, roots)
             self._account()
+
+    def store_below(
+        self, key: Key, frames: Frames, kind: str, *, home: Tier, needed: tuple[float, ...] | None = None
+    ) -> Tier:
+        """Keep what has been taken apart below its home, at once; returns where. Blocks.
+
+        Raises
+        ------
+        NoRoom
+            When all tiers are full.
+        """
+        name = str(next(self._names))
+        tier = self._below.put(name, frames, kind, home, ordered=False)
+        with self._lock:
+            entry = self._new(key, kind, home, None, frames.nbytes, needed)
+            entry.live, entry.tier, entry.name = False, tier, name
+            self._account()
+        return tier
 
     def adopt(self, key: Key, nbytes: int, read: Callable[[], Any]) -> None:
         """Take a key over from another mapping, in which it lies on disk; ``read`` takes it out."""
         with self._lock:
-            entry = self._new(key, Tier.DEVICE, None, nbytes)
+            entry = self._new(key, PARTITIONS, Tier.DEVICE, None, nbytes, None)
             entry.live, entry.tier, entry.before = False, Tier.DISK, read
 
-    def _new(self, key: Key, home: Tier, value: Any, nbytes: int) -> _Entry:
-        entry = _Entry("", home, home, value, nbytes, key_split(key), next(self._clock))
+    def _new(
+        self, key: Key, kind: str, home: Tier, value: Any, nbytes: int, needed: tuple[float, ...] | None
+    ) -> _Entry:
+        prefix = key_split(key) if kind == PARTITIONS else kind
+        entry = _Entry(kind, home, home, value, nbytes, prefix, next(self._clock), needed)
         self._entries[key] = entry
         return entry
 
@@ -155,20 +203,26 @@ class Ladder(MutableMapping[Key, Any]):
         with self._lock:
             entry = self._entries.pop(key)
             if entry.live:
-                self._live[entry.home].discard(key)
+                self._live.discard(key)
             elif not entry.moving:
                 self._drop(entry)
             entry.value = None
             self._account()
 
+    def discard(self, key: Key) -> None:
+        """Let a key go, if there is one."""
+        with self._lock:
+            if key in self._entries:
+                del self[key]
+
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(list(self._entries))
+        return iter([key for key, entry in list(self._entries.items()) if entry.kind == PARTITIONS])
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(1 for _ in self)
 
     def tier(self, key: Key) -> Tier:
         """Where an object lies."""
@@ -216,14 +270,35 @@ class Ladder(MutableMapping[Key, Any]):
                 entry.holders -= 1
                 entry.used = next(self._clock)
 
-    def hold_where_live(self, keys: Iterable[Key]) -> tuple[list[_Entry], list[Key]]:
+    def hold_where_live(self, keys: Iterable[Key]) -> tuple[dict[Key, _Entry], list[Key]]:
         """Hold those of ``keys`` that are live, and name the others; does not block."""
         with self._lock:
-            known = [(key, self._entries[key]) for key in keys if key in self._entries]
-            held = [entry for _, entry in known if entry.live]
-            for entry in held:
+            known = {key: self._entries[key] for key in keys if key in self._entries}
+            held = {key: entry for key, entry in known.items() if entry.live}
+            for entry in held.values():
                 entry.holders += 1
-            return held, [key for key, entry in known if not entry.live]
+            return held, [key for key in known if key not in held]
+
+    @contextmanager
+    def reading(self, keys: Iterable[Key]) -> Iterator[dict[Key, Any]]:
+        """The objects for as long as the body runs, copies of what is not live. Blocks.
+
+        This is for what is read once: it stays in the tier where it lies, and there is room
+        for the copies.
+        """
+        held, lower = self.hold_where_live(keys)
+        try:
+            with self._lock:
+                live = {key: entry.value for key, entry in held.items()}
+                below = [(key, self._entries[key]) for key in lower if key in self._entries]
+            for home in {entry.home for _, entry in below}:
+                nbytes = sum(entry.nbytes for _, entry in below if entry.home is home)
+                self.promise(("reading", id(held), home), nbytes, home)
+            yield {**live, **self.copies(lower)}
+        finally:
+            self.release(held.values())
+            for home in (Tier.DEVICE, Tier.HOST):
+                self.forget_promise(("reading", id(held), home))
 
     def lower(self, keys: Iterable[Key]) -> list[Key]:
         """Those of ``keys`` that are not live."""
@@ -262,12 +337,12 @@ class Ladder(MutableMapping[Key, Any]):
             raise
         roots = owned(value)
         with self._lock:
-            self._promised.pop(key, None)
+            self._live.forget(key)
             self._drop(entry)
             if self._entries.get(key) is entry:
                 entry.before, entry.value, entry.live = None, value, True
                 entry.home = entry.tier = self._home(value)
-                self._live[entry.home].add(key, roots)
+                self._live.add(key, entry.home, entry.kind, roots)
             self._account()
         self._arrived(entry)
         self._moved(came_from, entry.home, entry.nbytes, began)
@@ -279,16 +354,15 @@ class Ladder(MutableMapping[Key, Any]):
             if entry.live:
                 return entry.value
             tier, name = entry.tier, entry.name
-            frames = self._below[tier][name] if tier is not Tier.DISK else None
             entry.readers += 1
         try:
-            return put_together(frames or self._below[tier][name], self._device.gather)
+            gather = self._device.gather if entry.home is Tier.DEVICE else joined
+            return put_together(self._below.get(tier, name), gather)
         finally:
             with self._lock:
                 entry.readers -= 1
                 while entry.doomed and not entry.readers:
-                    tier, name = entry.doomed.pop()
-                    del self._below[tier][name]
+                    self._below.discard(*entry.doomed.pop())
 
     def _drop(self, entry: _Entry) -> None:
         """Let the copy below the live tiers go, once nobody reads it. Under the lock."""
@@ -296,7 +370,7 @@ class Ladder(MutableMapping[Key, Any]):
             if entry.readers:
                 entry.doomed.append((entry.tier, entry.name))
             else:
-                del self._below[entry.tier][entry.name]
+                self._below.discard(entry.tier, entry.name)
 
     def _arrived(self, entry: _Entry) -> None:
         with self._lock:
@@ -307,7 +381,7 @@ class Ladder(MutableMapping[Key, Any]):
 
     def live_bytes(self, tier: Tier) -> int:
         """Bytes of live objects in a tier, views and shared memory once."""
-        return self._live[tier].total
+        return self._live.total(tier)
 
     def over(self) -> int:
         """Bytes by which live objects exceed their tiers, at most."""
@@ -315,10 +389,17 @@ class Ladder(MutableMapping[Key, Any]):
 
     def _excess(self, nbytes: int, tier: Tier) -> int:
         """Bytes that are too many in a tier once ``nbytes`` more are live there."""
-        limit = self.limits.device if tier is Tier.DEVICE else self.limits.host
         with self._lock:
-            promised = sum(size for home, size in self._promised.values() if home is tier)
-            return self.live_bytes(tier) + promised + nbytes - limit
+            return self._live.excess(tier, nbytes, self._below.total(tier))
+
+    def _host_room(self, nbytes: int) -> bool:
+        # Live host objects and spilled ones share the host tier of a worker with a GPU.
+        return self._device.on_host or self._excess(nbytes, Tier.HOST) <= 0
+
+    def keeps_live(self, nbytes: int, tier: Tier) -> bool:
+        """Whether so many bytes would leave half of a tier to other things."""
+        limit = self.limits.device if tier is Tier.DEVICE else self.limits.host
+        return 2 * nbytes <= limit
 
     def make_room(self, nbytes: int, tier: Tier = Tier.DEVICE) -> int:
         """Spill until ``nbytes`` more fit into a tier, as far as that goes; the bytes spilled. Blocks."""
@@ -332,7 +413,7 @@ class Ladder(MutableMapping[Key, Any]):
         with self._lock:
             if self._excess(nbytes, tier) > 0:
                 return False
-            self._promised[key] = tier, nbytes
+            self._live.promise(key, tier, nbytes)
             self._account()
             return True
 
@@ -340,13 +421,13 @@ class Ladder(MutableMapping[Key, Any]):
         """Promise room to a key that will be stored; spills for it. Blocks."""
         self.make_room(nbytes, tier)
         with self._lock:
-            self._promised[key] = tier, nbytes
+            self._live.promise(key, tier, nbytes)
             self._account()
 
     def forget_promise(self, key: Key) -> None:
         """A key will not be stored after all."""
         with self._lock:
-            if self._promised.pop(key, None) is not None:
+            if self._live.forget(key):
                 self._account()
 
     def bring(self, keys: Iterable[Key]) -> None:
@@ -380,85 +461,49 @@ class Ladder(MutableMapping[Key, Any]):
     def _candidates(self, tier: Tier) -> list[Candidate]:
         with self._lock:
             free = [
-                (key, entry.used)
+                (key, entry, self._live.gain(key, tier))
                 for key, entry in self._entries.items()
                 if entry.live and entry.home is tier and not entry.holders and not entry.moving
             ]
-        gain = self._live[tier].gain
-        return [Candidate(key, gain(key), self._needed(key), used) for key, used in free]
+        return [
+            Candidate(key, gain, entry.needed or self._needed(key), entry.used) for key, entry, gain in free
+        ]
 
     def _spill_one(self, key: Key, tier: Tier) -> bool:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or not entry.live or entry.holders or entry.moving:
                 return False
-            entry.moving, value = True, entry.value
+            entry.moving, value, used = True, entry.value, entry.used
         name = str(next(self._names))  # of its own, since an earlier copy may still be read
         began = perf_counter()
         try:
-            target = self._put_below(name, value, tier)
-        except NotMovable as error:
-            self._metrics.fallback("an object stays live", str(error))
-            target = None
-        except BaseException:
+            target = self._put_below(name, entry.kind, value, tier)
+            if target is not None and not self._leave(key, entry, target, name, used):
+                self._below.discard(target, name)
+                target = None
+        finally:
             self._arrived(entry)
-            raise
-        if target is not None and not self._leave(key, entry, target, name):
-            del self._below[target][name]
-            target = None
-        self._arrived(entry)
         if target is not None:
             self._moved(tier, target, entry.nbytes, began)
         return target is not None
 
-    def _put_below(self, name: str, value: Any, tier: Tier) -> Tier | None:
-        frames = take_apart(value)
-        why, order = [], list(Tier)
-        for target, mapping in self._below.items():
-            if order.index(target) <= order.index(tier) or (
-                target is Tier.HOST and not self._host_has_room(frames.nbytes)
-            ):
-                continue
-            try:
-                self._store(mapping, name, frames)
-                return target
-            except NoRoom as error:
-                why.append(str(error))
-        self._metrics.fallback(
-            "objects stay live above their tier's limit", "; ".join(why) or "no lower tier"
-        )
+    def _put_below(self, name: str, kind: str, value: Any, tier: Tier) -> Tier | None:
+        try:
+            return self._below.put(name, take_apart(value), kind, tier)
+        except NotMovable as error:
+            self._metrics.fallback("an object stays live", str(error))
+        except NoRoom as error:
+            self._metrics.fallback("objects stay live above their tier's limit", str(error))
         return None
 
-    def _store(self, mapping: Any, name: str, frames: Frames) -> None:
-        if self._device.on_host or all(isinstance(piece, np.ndarray) for b in frames.buffers for piece in b):
-            mapping[name] = frames
-            return
-        sources = [buffer[0] for buffer in frames.buffers]
-        sizes = [source.nbytes for source in sources]
-        if hasattr(mapping, "adopt"):  # straight into its memory
-            into = mapping.adopt(name, frames.header, sizes)
-            try:
-                self._device.scatter(sources, into.buffers)
-            except BaseException:
-                del mapping[name]
-                raise
-        else:
-            into = Frames(frames.header, tuple([np.empty(size, np.uint8)] for size in sizes))
-            self._device.scatter(sources, into.buffers)
-            mapping[name] = into
-
-    def _host_has_room(self, nbytes: int) -> bool:
-        # Live host objects and spilled ones share the host tier of a worker with a GPU.
-        spilled = getattr(self._below.get(Tier.HOST), "used", 0)
-        return self.live_bytes(Tier.HOST) + spilled + nbytes <= self.limits.host
-
-    def _leave(self, key: Key, entry: _Entry, target: Tier, name: str) -> bool:
-        """Second phase: let go of the live object, unless it is gone or somebody reads it."""
+    def _leave(self, key: Key, entry: _Entry, target: Tier, name: str, used: int) -> bool:
+        """Second phase: let go of the live object, unless it is gone or was read meanwhile."""
         with self._lock:
-            if self._entries.get(key) is not entry or entry.holders:
+            if self._entries.get(key) is not entry or entry.holders or entry.used != used:
                 return False
             entry.live, entry.value, entry.tier, entry.name = False, None, target, name
-            self._live[entry.home].discard(key)
+            self._live.discard(key)
             self._account()
             return True
 
@@ -469,36 +514,27 @@ class Ladder(MutableMapping[Key, Any]):
         self._metrics.add("memory.spill.seconds", perf_counter() - began)
 
     def _account(self) -> None:
-        live, host = self.live_bytes(Tier.DEVICE), self.live_bytes(Tier.HOST)
-        self.ledger.set(Tier.DEVICE, "partitions", live)
-        self._metrics.peak("memory.device.peak", live)
-        for tier in self._live:
-            promised = sum(size for home, size in self._promised.values() if home is tier)
-            self.ledger.set(tier, "reservations", promised)
-        for tier, mapping in self._below.items():
-            used = getattr(mapping, "used", 0)
-            self.ledger.set(tier, "partitions", used + (host if tier is Tier.HOST else 0))
-            self._metrics.peak(f"memory.{tier}.peak", used)
+        for tier in Tier:
+            for kind in (PARTITIONS, SHARDS):
+                nbytes = self._live.of_kind(tier, kind) + self._below.used(tier, kind)
+                self.ledger.set(tier, kind, nbytes)
+            self.ledger.set(tier, "reservations", self._live.promised(tier))
+            self._metrics.peak(f"memory.{tier}.peak", self.ledger.used(tier))
         self._changed()
 
     @property
     def spilled_total(self) -> Spilled:
         """For Dask's metrics: what does not lie in host memory, and what lies on disk."""
         with self._lock:
-            entries = list(self._entries.values())
+            entries = [entry for entry in self._entries.values() if entry.kind == PARTITIONS]
         off_host = [e.nbytes for e in entries if e.tier is Tier.DISK]
         if not self._device.on_host:
             off_host += [e.nbytes for e in entries if e.live and e.tier is Tier.DEVICE]
-        on_disk = getattr(self._below.get(Tier.DISK), "used", 0)
-        return Spilled(sum(off_host), on_disk)
+        return Spilled(sum(off_host), self._below.total(Tier.DISK))
 
     def close(self) -> None:
         """Let everything go, files included. Blocks."""
         with self._lock:
             self._entries.clear()
-            for live in self._live.values():
-                live.clear()
-        for mapping in self._below.values():
-            mapping.clear()
-            if hasattr(mapping, "close"):
-                mapping.close()
+            self._live.clear()
+        self._below.close()

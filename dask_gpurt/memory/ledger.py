@@ -8,8 +8,10 @@ from typing import Any
 
 from dask_gpurt.memory.tiers import Tier
 
-#: What bytes in a tier are: keys' data, published shards, room promised, all else in the process.
-KINDS = ("partitions", "shards", "reservations", "unmanaged")
+#: What bytes in a tier are: keys' data, shards that were pulled, room promised. Next to the tier's
+#: capacity: shards in the exchange pool, and all else in the process or on the device.
+PARTITIONS, SHARDS = "partitions", "shards"
+KINDS = (PARTITIONS, SHARDS, "reservations", "published", "unmanaged")
 
 Message = dict[str, Any]
 

@@ -79,6 +79,13 @@ class MemoryTier(MutableMapping[str, Frames]):
     def __getitem__(self, key: str) -> Frames:
         return self._entries[key][0]
 
+    def stored(self, key: str) -> int:
+        """Bytes that an object takes here."""
+        return self._size(self._entries[key][1])
+
+    def _size(self, pieces: Scattered) -> int:
+        return sum(piece.size for piece in pieces)
+
     def __delitem__(self, key: str) -> None:
         with self._lock:
             _, pieces = self._entries.pop(key)
@@ -124,4 +131,4 @@ class HostTier(MemoryTier):
 
     def _free(self, pieces: Scattered) -> None:
         with self._lock:
-            self.used -= sum(piece.size for piece in pieces)
+            self.used -= self._size(pieces)

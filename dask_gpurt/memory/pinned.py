@@ -32,7 +32,13 @@ class BlockPool:
     block
         Bytes in a block, a multiple of 256.
     register
-        Called once with the whole memory; returns what undoes it.
+        Called once with the whole memory, on a thread; returns what undoes it. Until then
+        there is no room.
+
+    Attributes
+    ----------
+    ready
+        Set once there is room, or never will be.
     """
 
     def __init__(
@@ -56,7 +62,23 @@ class BlockPool:
         self._free = SortedDict({0: count} if count else {})
         self._taken: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._undo = register(self._memory) if register and count else None
+        self._undo: Callable[[], None] | None = None
+        self.error: Exception | None = None
+        self.ready = threading.Event()
+        if register and count:
+            self._registering = threading.Thread(
+                target=self._register, args=[register], name="gpurt-pin", daemon=True
+            )
+            self._registering.start()
+        else:
+            self.ready.set()
+
+    def _register(self, register: Callable[[np.ndarray], Callable[[], None]]) -> None:
+        try:
+            self._undo = register(self._memory)
+        except Exception as error:  # kept for whoever asks for room
+            self.error = error
+        self.ready.set()
 
     def allocate(self, nbytes: int) -> Scattered:
         """Take blocks, as one run where there is one that is long enough, or as few as there may be.
@@ -71,6 +93,8 @@ class BlockPool:
         NoRoom
             Without enough free blocks.
         """
+        if not self.ready.is_set() or self.error is not None:
+            raise NoRoom(Tier.PINNED, nbytes, f"could not be pinned: {self.error}" if self.error else "")
         need = -(-nbytes // self._block)
         with self._lock:
             if need * self._block > self.capacity - self.used:
@@ -101,10 +125,18 @@ class BlockPool:
         """Give back what :meth:`allocate` returned; KeyError for anything else."""
         with self._lock:
             for piece in pieces:
-                start = (piece.ctypes.data - self._base) // self._block
+                start = self._first(piece)
                 count = self._taken.pop(start)
                 self.used -= count * self._block
                 self._merge(start, count)
+
+    def size(self, pieces: Iterable[np.ndarray]) -> int:
+        """Bytes in the blocks of what :meth:`allocate` returned."""
+        with self._lock:
+            return sum(self._taken[self._first(piece)] for piece in pieces) * self._block
+
+    def _first(self, piece: np.ndarray) -> int:
+        return int(piece.ctypes.data - self._base) // self._block
 
     def _merge(self, start: int, count: int) -> None:
         count += self._free.pop(start + count, 0)
@@ -117,6 +149,7 @@ class BlockPool:
 
     def close(self) -> None:
         """Take no more; pieces that are still around stay readable, and keep the memory."""
+        self.ready.wait()
         with self._lock:
             undo, self._undo = self._undo, None
             self.capacity = 0
@@ -152,6 +185,9 @@ class PinnedTier(MemoryTier):
 
     def _free(self, pieces: Scattered) -> None:
         self._pool.free(pieces)
+
+    def _size(self, pieces: Scattered) -> int:
+        return self._pool.size(pieces)
 
     def close(self) -> None:
         """Let go of everything, the pool included."""

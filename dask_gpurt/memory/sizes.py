@@ -11,6 +11,8 @@ import pandas as pd
 import pyarrow as pa
 from dask.sizeof import sizeof
 
+from dask_gpurt.memory.frames import Raw
+
 #: Bytes by the address of each root allocation.
 Roots = dict[int, int]
 
@@ -64,7 +66,11 @@ def _walk(value: Any) -> Iterator[tuple[int, int]]:
 
 def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
     library = type(value).__module__.partition(".")[0]
-    if library == "cupy" and hasattr(value, "data"):
+    if isinstance(value, Raw):
+        yield from _walk(value.buffer)
+    elif library == "rmm" and hasattr(value, "ptr"):
+        yield value.ptr, value.size
+    elif library == "cupy" and hasattr(value, "data"):
         yield value.data.mem.ptr, value.data.mem.size
     elif library == "cudf" and hasattr(value, "device_serialize"):
         yield from _walk_cudf(value)

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed import WorkerPlugin
+from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt import config
 from dask_gpurt._version import __version__
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
+from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.tiers import WorkerTiers
+from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.table.protocol import import_backends, warm_up
 
 NAME = "gpurt"
@@ -41,8 +44,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         settings = config.load_over(self.given)
         self.worker = worker
         self.metrics = Metrics()
-        self.exchange = await asyncio.to_thread(Exchange, worker, settings, self.metrics)
-        self.tiers: WorkerTiers | None = None
+        self.data: WorkerData | None = None
+        await asyncio.to_thread(self._build, worker, settings)
+        self.tiers.start()
         worker.handlers["gpurt_report"] = self.report
         self._housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
         self._housekeeping.start()
@@ -51,11 +55,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             import_backends(self.exchange.pools.devices)
             await self.exchange.offload(self.exchange.pools.make_all)
             if settings.memory.tiers:
-                pools = self.exchange.pools
-                self.tiers = await asyncio.to_thread(
-                    WorkerTiers, worker, settings, pools.devices, self.metrics, pools.describe
-                )
-                self.tiers.install()
+                self.data = WorkerData(worker, self.tiers, settings.memory.retries, self.metrics)
+                self.data.install()
             worker._ongoing_background_tasks.call_soon(
                 self.exchange.offload, warm_up, self.exchange.pools.devices
             )
@@ -63,13 +64,20 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.teardown(worker)
             raise
 
+    def _build(self, worker: Any, settings: config.Settings) -> None:
+        memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
+        pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
+        self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
+        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
+
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
         prometheus.unregister(worker.address)
-        if self.tiers is not None:
-            await self.tiers.uninstall()
+        if self.data is not None:
+            await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
         await asyncio.to_thread(self.exchange.close)
+        await self.tiers.close()
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
@@ -78,7 +86,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
                     run.task_done(key)
 
     def _amounts(self) -> list[tuple[str, str, int]]:
-        return amounts(self.tiers.ledger) if self.tiers is not None else []
+        return amounts(self.tiers.ledger)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handler: what this worker has, did and fell back from."""

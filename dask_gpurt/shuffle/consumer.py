@@ -5,14 +5,14 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange import Exchange, Shard
-from dask_gpurt.exchange.inbox import Parcel
+from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from dask_gpurt.table import Part, backend_for
@@ -86,18 +86,14 @@ class Consumer:
         parcels.sort(key=lambda parcel: (parcel.shard.source, parcel.shard.part))
         table = backend_for(self._meta, self.exchange.pools.device)
         metrics = self.exchange.metrics
-        with ExitStack() as stack, metrics.seconds("shuffle.seconds.assembling"):
-            parts = [self._part(parcel, partition, stack) for parcel in parcels]
+        landing = self.exchange.landing
+        with reading(parcels, landing, self._check) as found, metrics.seconds("shuffle.seconds.assembling"):
+            parts = [_part(p.shard, partition, *bytes_) for p, bytes_ in zip(parcels, found, strict=True)]
             frame = table.assemble(parts, self._meta, ignore_index=self.spec.ignore_index)
             fence = table.fence()
             for parcel in parcels:
                 parcel.read_until(fence)
         return frame
-
-    def _part(self, parcel: Parcel, partition: int, stack: ExitStack) -> Part:
-        shard = parcel.shard
-        buffer = stack.enter_context(parcel.reading(self._check))
-        return Part(shard.header, buffer, shard.offsets, shard.partitions.index(partition), parcel.memo)
 
     @cached_property
     def _meta(self) -> Any:
@@ -128,6 +124,10 @@ class Consumer:
             self._unread.clear()
             self._parcels.clear()
         self.exchange.discard(parcels)
+
+
+def _part(shard: Shard, partition: int, buffer: Buffer, memo: dict[str, Any]) -> Part:
+    return Part(shard.header, buffer, shard.offsets, shard.partitions.index(partition), memo)
 
 
 def _attempt(shard: Shard) -> tuple[str, int]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from dask.sizeof import sizeof
+
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
@@ -42,9 +44,12 @@ class Producer:
         self.exchange = exchange
         self.offer = offer
         self.check = check
-        self._groups: dict[str, list[int]] = {}
-        for partition, owner in _beginning_after(exchange.worker.address, worker_for):
-            self._groups.setdefault(owner, []).append(partition)
+        outputs = _beginning_after(exchange.worker.address, worker_for)
+        #: The outputs that go into one shard, and whom it goes to: coarse, and fine.
+        self._coarse: dict[str, list[int]] = {}
+        for partition, owner in outputs:
+            self._coarse.setdefault(owner, []).append(partition)
+        self._fine = [(owner, [partition]) for partition, owner in outputs]
         self._attempts = itertools.count()
 
     def add(self, frame: Any, source: int) -> None:
@@ -58,19 +63,29 @@ class Producer:
         outbox = self.exchange.pools.outbox(table.device.kind)
         metrics = self.exchange.metrics
         metrics.add("shuffle.rows", len(plain))
+        groups = self._fine if self._will_spill(plain, table.device.kind) else list(self._coarse.items())
         with metrics.seconds("shuffle.seconds.splitting"):
             pieces = table.split(
                 frame,
                 self.spec.column,
-                list(self._groups.values()),
+                [partitions for _, partitions in groups],
                 self.spec.npartitions,
                 drop_column=self.spec.drop_column,
                 ignore_index=self.spec.ignore_index,
             )
         owned = [
-            (owner, piece) for owner, piece in zip(self._groups, pieces, strict=True) if piece is not None
+            (owner, piece) for (owner, _), piece in zip(groups, pieces, strict=True) if piece is not None
         ]
         _Packing(self, table, outbox, source, next(self._attempts)).publish_all(owned)
+
+    def _will_spill(self, frame: Any, kind: str) -> bool:
+        """Whether owners can hardly keep all that is shuffled live, if other inputs are like this one.
+
+        A shard that has been spilled is read as a whole for each output in it. So each output
+        gets shards of its own then; otherwise fewer and larger ones are cheaper.
+        """
+        share = sizeof(frame) * self.spec.npartitions // max(1, len(self._coarse))
+        return not self.exchange.landing.keeps(share, kind)
 
     def _validated(self, frame: Any, source: int) -> Any:
         """The partition with its columns in order; refused before anything of it is published."""

@@ -1,0 +1,125 @@
+"""The tiers below the live ones, as one place: what is put goes to the first that has room."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dask_gpurt.device import Device
+from dask_gpurt.memory.frames import Frames
+from dask_gpurt.memory.tiers import NoRoom, Tier
+
+_ORDER = list(Tier)
+
+
+class Below:
+    """Objects taken apart, by tier and name. Thread-safe.
+
+    Parameters
+    ----------
+    tiers
+        The mapping of each tier, in order.
+    device
+        Where buffers that are not in host memory lie.
+    host_room
+        Whether so many bytes more fit into the host tier, which live objects use too.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[Tier, Any],
+        device: Device,
+        host_room: Callable[[int], bool],
+    ):
+        self._tiers = dict(tiers)
+        self._device = device
+        self._host_room = host_room
+        self._stored: dict[tuple[Tier, str], tuple[str, int]] = {}
+        self._used: Counter[tuple[Tier, str]] = Counter()
+        self._lock = threading.Lock()
+
+    def put(self, name: str, frames: Frames, kind: str, above: Tier, *, ordered: bool = True) -> Tier:
+        """Store an object in the first tier under ``above`` with room; returns which.
+
+        Parameters
+        ----------
+        name
+            New, and not used again.
+        kind
+            What the ledger calls it.
+        ordered
+            Whether work that the device was given so far may still write the buffers.
+
+        Raises
+        ------
+        NoRoom
+            When none has room; it names the reason of each.
+        """
+        why: list[str] = []
+        for tier, mapping in self._tiers.items():
+            if _ORDER.index(tier) <= _ORDER.index(above):
+                continue
+            if tier is Tier.HOST and not self._host_room(frames.nbytes):
+                continue
+            try:
+                self._store(mapping, name, frames, ordered)
+            except NoRoom as error:
+                why.append(str(error))
+                continue
+            self._count(tier, name, kind, mapping.stored(name))
+            return tier
+        raise NoRoom(_ORDER[-1], frames.nbytes, "; ".join(why) or "there is no lower tier")
+
+    def _store(self, mapping: Any, name: str, frames: Frames, ordered: bool) -> None:
+        if all(isinstance(piece, np.ndarray) for buffer in frames.buffers for piece in buffer):
+            mapping[name] = frames
+            return
+        sources = [buffer[0] for buffer in frames.buffers]
+        sizes = [source.nbytes for source in sources]
+        if not hasattr(mapping, "adopt"):  # by way of host memory
+            into = Frames(frames.header, tuple([np.empty(size, np.uint8)] for size in sizes))
+            self._device.scatter(sources, into.buffers, ordered=ordered)
+            mapping[name] = into
+            return
+        into = mapping.adopt(name, frames.header, sizes)
+        try:
+            self._device.scatter(sources, into.buffers, ordered=ordered)
+        except BaseException:
+            del mapping[name]
+            raise
+
+    def _count(self, tier: Tier, name: str, kind: str, nbytes: int) -> None:
+        with self._lock:
+            self._stored[tier, name] = kind, nbytes
+            self._used[tier, kind] += nbytes
+
+    def get(self, tier: Tier, name: str) -> Frames:
+        """What was put; refers to the tier's memory, so it must not be discarded while it is read."""
+        frames: Frames = self._tiers[tier][name]
+        return frames
+
+    def discard(self, tier: Tier, name: str) -> None:
+        """Let an object go."""
+        del self._tiers[tier][name]
+        with self._lock:
+            kind, nbytes = self._stored.pop((tier, name))
+            self._used[tier, kind] -= nbytes
+
+    def used(self, tier: Tier, kind: str) -> int:
+        """Bytes that objects of a kind take in a tier."""
+        return self._used[tier, kind]
+
+    def total(self, tier: Tier) -> int:
+        """Bytes that a tier says it uses."""
+        return int(self._tiers[tier].used) if tier in self._tiers else 0
+
+    def close(self) -> None:
+        """Let everything go, files included. Blocks."""
+        for mapping in self._tiers.values():
+            mapping.clear()
+            if hasattr(mapping, "close"):
+                mapping.close()
