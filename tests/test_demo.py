@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from xml.dom import minidom
@@ -22,6 +23,7 @@ from dask_gpurt.cli.demo import (
     print_results,
 )
 from dask_gpurt.cli.report import render_report, speedups
+from dask_gpurt.cli.tier_view import TierSampler
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +89,97 @@ def test_report_tells_failures(results: dict[str, Any]) -> None:
     html = render_report({**results, "operations": [failed, *others]})
     minidom.parseString(html)
     assert "&lt;lost rows&gt;" in html
+
+
+def tier_plot(html: str) -> Any:
+    pictures = minidom.parseString(html).getElementsByTagName("svg")
+    (plot,) = [p for p in pictures if p.getAttribute("aria-label") == "Bytes per tier over time"]
+    return plot
+
+
+def dashed(plot: Any) -> list[str]:
+    lines = plot.getElementsByTagName("line")
+    return [line.firstChild.firstChild.data for line in lines if line.hasAttribute("stroke-dasharray")]
+
+
+def test_report_draws_what_the_tiers_held(results: dict[str, Any], page: Path) -> None:
+    seen = results["tiers"]
+    assert not seen["failed"], seen["error"]
+    assert [name for _, name in seen["starts"]] == [known.name for known in OPERATIONS for _ in range(2)]
+    assert len(seen["seconds"]) >= 2 * len(seen["starts"])
+    assert seen["seconds"] == sorted(seen["seconds"])
+    tables, most = min(seen["used"]["device"]), max(seen["used"]["device"])
+    assert 0 < tables < most < seen["capacity"]["device"]
+
+    plot = tier_plot(page.read_text())
+    drawn = {
+        line.firstChild.firstChild.data: [
+            tuple(map(float, point.split(","))) for point in line.getAttribute("points").split()
+        ]
+        for line in plot.getElementsByTagName("polyline")
+    }
+    assert set(drawn) == {tier for tier, capacity in seen["capacity"].items() if capacity} >= {"device"}
+    assert all(len(points) == len(seen["seconds"]) for points in drawn.values())
+    highest = min(range(len(drawn["device"])), key=lambda i: drawn["device"][i][1])
+    assert seen["used"]["device"][highest] == pytest.approx(most, rel=0.01)
+    bands = {band.firstChild.firstChild.data for band in plot.getElementsByTagName("rect")}
+    assert bands == {operation.name for operation in OPERATIONS}
+
+
+def test_report_dashes_a_capacity_that_is_in_the_picture(results: dict[str, Any], page: Path) -> None:
+    assert dashed(tier_plot(page.read_text())) == []
+    seen = results["tiers"]
+    full = {**seen["capacity"], "device": max(seen["used"]["device"])}
+    html = render_report({**results, "tiers": {**seen, "capacity": full}})
+    assert dashed(tier_plot(html)) == ["capacity of device"]
+
+
+def test_a_sample_that_fails_is_told(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    third, reads = threading.Event(), iter(range(1000))
+
+    def read() -> pd.DataFrame:
+        if next(reads) == 2:
+            third.set()
+        raise OSError("<gone>")
+
+    sampler = TierSampler(read, period=0.001)
+    with sampler.watching("a join"):
+        assert third.wait(60)
+    failed = sampler.seen()
+    assert failed["failed"] >= 3
+    html = render_report({**results, "tiers": failed})
+    minidom.parseString(html)
+    assert "OSError: &lt;gone&gt;" in html
+    print_results({**results, "tiers": failed}, [])
+    assert "OSError: <gone>" in capsys.readouterr().out
+
+
+def test_samples_are_bounded_and_still_span_the_run() -> None:
+    enough, reads = threading.Event(), iter(range(1, 1 << 30))
+
+    def read() -> pd.DataFrame:
+        count = next(reads)
+        if count == 40:
+            enough.set()
+        place = {"tier": ["device", "device"], "capacity": [100, 50]}
+        return pd.DataFrame({**place, "partitions": [count, 1], "shards": [0, 2]})
+
+    sampler = TierSampler(read, period=1e-6, most=8)
+    with sampler.watching("a join"):
+        pass
+    with sampler.watching("a sort"):
+        assert enough.wait(60)
+    seen = sampler.seen()
+    assert 4 <= len(seen["seconds"]) <= 8
+    assert seen["used"]["device"][0] == 1 + 1 + 2
+    assert seen["used"]["device"][-1] >= 40
+    assert seen["capacity"]["device"] == 150
+    assert [name for _, name in seen["starts"]] == ["a join", "a sort"]
+
+
+def test_report_without_tiers_has_no_plot_of_them(results: dict[str, Any]) -> None:
+    nothing = TierSampler(pd.DataFrame).seen()
+    assert "Bytes per tier" not in render_report({**results, "tiers": nothing})
 
 
 def test_demo_refuses_an_unknown_method() -> None:

@@ -12,9 +12,10 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt.cli.report import environment, speedups, write_report
+from dask_gpurt.cli.tier_view import TierSampler
 
 METHODS = ("gpurt", "tasks", "p2p")
 BYTES_PREFIX = "exchange.bytes."
@@ -138,10 +140,13 @@ def demo(
     started = time.perf_counter()
     with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
-            dask_gpurt.enable(client)
+            # For the report, which shows what they hold.
+            with dask.config.set({"gpurt.memory.tiers": True}):
+                dask_gpurt.enable(client)
+        sampler = TierSampler(partial(dask_gpurt.memory, client))
         with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
             frames = distribute(tables, backend, partitions, Path(folder))
-        outcomes = run_operations(client, frames, tables, chosen, repeat, quiet=as_json)
+        outcomes = run_operations(client, frames, tables, chosen, repeat, sampler, quiet=as_json)
         paths = exchange_paths(client) if "gpurt" in chosen else []
     results = {
         "passed": all_passed(outcomes, chosen),
@@ -155,6 +160,7 @@ def demo(
         "operations": [asdict(outcome) for outcome in outcomes],
         "speedups": speedups({outcome.name: outcome.seconds for outcome in outcomes}),
         "paths": paths,
+        "tiers": sampler.seen(),
         "report": str(report.resolve()),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "elapsed": time.perf_counter() - started,
@@ -288,7 +294,13 @@ def distribute(tables: Frames, backend: str, partitions: int, folder: Path) -> F
 
 
 def run_operations(
-    client: Client, frames: Frames, tables: Frames, methods: Sequence[str], repeat: int, quiet: bool
+    client: Client,
+    frames: Frames,
+    tables: Frames,
+    methods: Sequence[str],
+    repeat: int,
+    sampler: TierSampler,
+    quiet: bool,
 ) -> list[Outcome]:
     """Run every operation with every method, taking turns: a warm-up, then the timed and checked runs."""
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -301,7 +313,7 @@ def run_operations(
             outcome = Outcome(operation.name, len(expected), {method: [] for method in methods})
             for turn in range(repeat + 1):
                 for method in methods:
-                    _run_once(client, operation, frames, expected, method, outcome, timed=turn > 0)
+                    _run_once(client, operation, frames, expected, method, outcome, sampler, timed=turn > 0)
                     progress.advance(bar)
             outcomes.append(outcome)
     return outcomes
@@ -314,17 +326,19 @@ def _run_once(
     expected: pd.DataFrame,
     method: str,
     outcome: Outcome,
+    sampler: TierSampler,
     timed: bool,
 ) -> None:
     if method in outcome.errors:
         return
     before = exchange_bytes(client) if method == "gpurt" else {}
     try:
-        start = time.perf_counter()
-        with dask.config.set({"dataframe.shuffle.method": method}):
-            result = operation.run(frames).persist()
-        wait(result)
-        seconds = time.perf_counter() - start
+        with sampler.watching(operation.name) if method == "gpurt" else nullcontext():
+            start = time.perf_counter()
+            with dask.config.set({"dataframe.shuffle.method": method}):
+                result = operation.run(frames).persist()
+            wait(result)
+            seconds = time.perf_counter() - start
         if not timed:
             return
         outcome.seconds[method].append(seconds)
@@ -412,6 +426,9 @@ def print_results(results: Mapping[str, Any], outcomes: Sequence[Outcome]) -> No
             console.print(f"{outcome.name}, {method}: {error}", style="red", markup=False)
     for method, ratio in results["speedups"].items():
         console.print(f"gpurt against {method}: {ratio:.2f} times as fast (geometric mean)")
+    if results["tiers"]["failed"]:
+        told = f"{results['tiers']['failed']} samples of the tiers failed: {results['tiers']['error']}"
+        console.print(told, style="red", markup=False)
     console.print(f"Report: {results['report']} ({results['elapsed']:.0f} s in all)", soft_wrap=True)
 
 

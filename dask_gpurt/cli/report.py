@@ -17,6 +17,7 @@ from dask.utils import format_bytes
 from distributed.diagnostics import nvml
 
 import dask_gpurt
+from dask_gpurt.cli.tier_view import SECTION, tier_chart
 
 PACKAGES = ("dask", "distributed", "pandas", "numpy", "pyarrow", "dask-cudf", "cudf", "rmm", "ucxx")
 METHOD_COLOURS = {"gpurt": "var(--gpurt)", "tasks": "var(--tasks)", "p2p": "var(--p2p)"}
@@ -105,13 +106,19 @@ def render_report(results: Mapping[str, Any]) -> str:
     str
         A whole HTML page.
     """
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.DictLoader({"tiers": SECTION}),
+    )
     page.filters.update(bytes=format_bytes, seconds="{:.3f}".format)
     return page.from_string(PAGE).render(
         run=results,
         tiles=_tiles(results),
         timing_chart=_timing_chart(results["operations"], results["methods"]),
         traffic_chart=_traffic_chart(results["operations"]),
+        tier_chart=tier_chart(results["tiers"]),
         method_colours=METHOD_COLOURS,
     )
 
@@ -321,6 +328,10 @@ Shorter is better.</p>
 {% endfor %}
 </svg>
 </section>
+{% endif %}
+
+{% if run.tiers.seconds or run.tiers.failed %}
+{% include "tiers" %}
 {% endif %}
 
 <section>

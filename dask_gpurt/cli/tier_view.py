@@ -1,0 +1,218 @@
+"""What the tiers held while the demo ran: sampled on a thread, drawn over time."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pandas as pd
+from dask.utils import format_bytes
+
+from dask_gpurt.memory.tiers import Tier
+
+COLOURS = {
+    Tier.DEVICE: "var(--gpurt)",
+    Tier.PINNED: "#22a06b",
+    Tier.HOST: "#e2803a",
+    Tier.DISK: "#c9475f",
+}
+#: The plot's edges in the picture.
+LEFT, RIGHT, TOP, BOTTOM = 90, 730, 8, 228
+
+
+class _Sample(NamedTuple):
+    seconds: float
+    used: dict[str, int]
+    capacity: dict[str, int]
+
+
+class TierSampler:
+    """Reads on a thread what the tiers hold, while something runs; its clock stands still in between.
+
+    Parameters
+    ----------
+    read
+        Returns what :func:`dask_gpurt.memory` does.
+    period
+        Seconds between two samples.
+    most
+        How many to keep. When there are more, every other one goes, and the next come half as often.
+    """
+
+    def __init__(self, read: Callable[[], pd.DataFrame], *, period: float = 0.1, most: int = 600):
+        self._read = read
+        self._period = period
+        self._most = most
+        self._samples: list[_Sample] = []
+        self._starts: list[tuple[float, str]] = []
+        self._seconds = 0.0
+        self._failed = 0
+        self._error: str | None = None
+
+    @contextmanager
+    def watching(self, name: str) -> Iterator[None]:
+        """Sample from when the body begins until it has ended; ``name`` says what it does."""
+        self._starts.append((self._seconds, name))
+        began, ended = time.perf_counter() - self._seconds, threading.Event()
+        thread = threading.Thread(target=self._sample, args=(began, ended), name="gpurt-tier-view")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._seconds = time.perf_counter() - began
+
+    def _sample(self, began: float, ended: threading.Event) -> None:
+        self._take(began)
+        while not ended.wait(self._period):
+            self._take(began)
+        self._take(began)
+
+    def _take(self, began: float) -> None:
+        try:
+            rows = self._read()
+            used = _by_tier(rows, rows["partitions"] + rows["shards"])
+            capacity = _by_tier(rows, rows["capacity"])
+        # The demo goes on without the sample, and says so at the end.
+        except Exception as error:
+            self._failed += 1
+            self._error = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+            return
+        if used:
+            self._samples.append(_Sample(time.perf_counter() - began, used, capacity))
+        if len(self._samples) > self._most:
+            del self._samples[1::2]
+            self._period *= 2
+
+    def seen(self) -> dict[str, Any]:
+        """All samples, as plain values.
+
+        Returns
+        -------
+        dict
+            ``seconds`` of each sample; by tier, summed over the workers, the bytes ``used`` at each and the
+            ``capacity``; the ``starts`` of what was watched; how many samples ``failed``, and the last
+            ``error``.
+        """
+        samples = self._samples
+        return {
+            "seconds": [round(sample.seconds, 3) for sample in samples],
+            "used": {str(tier): [sample.used.get(tier, 0) for sample in samples] for tier in Tier},
+            "capacity": {
+                str(tier): max((sample.capacity.get(tier, 0) for sample in samples), default=0)
+                for tier in Tier
+            },
+            "starts": [[round(seconds, 3), name] for seconds, name in self._starts],
+            "failed": self._failed,
+            "error": self._error,
+        }
+
+
+def _by_tier(rows: pd.DataFrame, nbytes: pd.Series[Any]) -> dict[str, int]:
+    return {str(tier): int(total) for tier, total in nbytes.groupby(rows["tier"]).sum().items()}
+
+
+def tier_chart(seen: Mapping[str, Any]) -> dict[str, Any]:
+    """Place a line per tier, its capacity unless that is above the picture, axes, a band per operation.
+
+    Parameters
+    ----------
+    seen
+        What :meth:`TierSampler.seen` returns.
+    """
+    seconds: Sequence[float] = seen["seconds"]
+    most = max((max(used, default=0) for used in seen["used"].values()), default=0)
+    step = int(2 ** math.ceil(math.log2(max(most, 4) / 4)))
+    top, end = step * max(1, math.ceil(most / step)), max(seconds, default=0) or 1
+
+    def x(at: float) -> float:
+        return round(LEFT + (RIGHT - LEFT) * min(at / end, 1), 1)
+
+    def y(nbytes: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * nbytes / top, 1)
+
+    lines = [
+        {
+            "tier": tier,
+            "colour": COLOURS[tier],
+            "most": max(seen["used"][tier], default=0),
+            "points": " ".join(f"{x(at)},{y(n)}" for at, n in zip(seconds, seen["used"][tier], strict=True)),
+            "limit": y(capacity) if 0 < (capacity := seen["capacity"][tier]) <= top else None,
+            "capacity": capacity,
+        }
+        for tier in Tier
+    ]
+    return {
+        "lines": lines,
+        "rows": [{"y": y(at), "label": format_bytes(at)} for at in range(0, top + 1, step)],
+        "columns": [{"x": x(at), "label": f"{at:g} s"} for at in _ticks(end)],
+        "bands": [
+            {"x": x(start), "width": x(until) - x(start), "name": name}
+            for start, until, name in _operations(seen["starts"], end)
+        ],
+        "edges": {"left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+    }
+
+
+def _ticks(end: float) -> list[float]:
+    """Round numbers of seconds, at most ten."""
+    scale = 10 ** math.floor(math.log10(end))
+    step = next(scale * part for part in (0.1, 0.2, 0.5, 1, 2) if end / (scale * part) <= 10)
+    return [i * step for i in range(math.floor(end / step) + 1)]
+
+
+def _operations(starts: Sequence[tuple[float, str]], end: float) -> list[tuple[float, float, str]]:
+    """From when to when each operation was watched; its rounds follow one another."""
+    first = {name: start for start, name in reversed(starts)}
+    in_order = sorted((start, name) for name, start in first.items())
+    return [(start, until, name) for (start, name), (until, _) in pairwise([*in_order, (end, "")])]
+
+
+SECTION = """\
+<section>
+<h2>Bytes per tier over time</h2>
+<p>Partitions and shards on all workers in the seconds of gpurt's runs, warm-ups included; what ran between
+them is left out. Each band is an operation, in the order above. Dashed is what a tier may hold, unless that
+is above the picture. On this cluster tasks and p2p keep their data in these tiers too.</p>
+{% if run.tiers.failed %}
+<p class="bad">{{ run.tiers.failed }} samples failed, the last with {{ run.tiers.error }}</p>
+{% endif %}
+<div class="legend">
+{% for line in tier_chart.lines %}
+<span><i style="background:{{ line.colour }}"></i>{{ line.tier }}:
+{{ "at most %s of %s"|format(line.most|bytes, line.capacity|bytes) if line.capacity else "none" }}</span>
+{% endfor %}
+</div>
+{% with edges = tier_chart.edges %}
+<svg viewBox="0 0 740 {{ edges.bottom + 24 }}" role="img" aria-label="Bytes per tier over time">
+{% for band in tier_chart.bands %}
+<rect x="{{ band.x }}" y="{{ edges.top }}" width="{{ band.width }}" height="{{ edges.bottom - edges.top }}"
+ fill="var(--line)" fill-opacity="{{ loop.cycle(0.6, 0.2) }}"><title>{{ band.name }}</title></rect>
+{% endfor %}
+{% for row in tier_chart.rows %}
+<line x1="{{ edges.left }}" x2="{{ edges.right }}" y1="{{ row.y }}" y2="{{ row.y }}" stroke="var(--line)"/>
+<text class="value" x="{{ edges.left - 8 }}" y="{{ row.y + 4 }}" text-anchor="end">{{ row.label }}</text>
+{% endfor %}
+{% for column in tier_chart.columns %}
+<text class="value" x="{{ column.x }}" y="{{ edges.bottom + 18 }}"
+ text-anchor="middle">{{ column.label }}</text>
+{% endfor %}
+{% for line in tier_chart.lines|selectattr("capacity")|list|reverse %}
+{% if line.limit is not none %}
+<line x1="{{ edges.left }}" x2="{{ edges.right }}" y1="{{ line.limit }}" y2="{{ line.limit }}"
+ stroke="{{ line.colour }}" stroke-dasharray="6 4"><title>capacity of {{ line.tier }}</title></line>
+{% endif %}
+<polyline points="{{ line.points }}" fill="none" stroke="{{ line.colour }}" stroke-width="2"
+ stroke-linejoin="round"><title>{{ line.tier }}</title></polyline>
+{% endfor %}
+</svg>
+{% endwith %}
+</section>
+"""
