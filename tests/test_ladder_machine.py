@@ -1,0 +1,329 @@
+"""The ladder against a plain dict: tiny tiers, others at work between the phases of a move, full tiers."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.frames import Frames
+from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.pageable import HostTier
+from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.sizes import Roots, owned
+from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
+from dask_gpurt.observe import Metrics
+
+KIB = 1024
+KEYS = st.sampled_from("abcdef")
+SEEDS, SIZES, AMOUNTS = st.integers(0, 99), st.integers(1, 20), st.integers(0, 60 * KIB)
+
+
+class Gate:
+    """Where a test stops a thread, or refuses what is to be stored."""
+
+    closed, refuse_after = False, -1
+
+    def pass_through(self) -> None:
+        if self.closed:
+            self.closed = False  # for the first one only
+            self._reached.set()
+            assert self._opened.wait(30)
+
+    def store(self) -> None:
+        self.refuse_after -= 1
+        if self.refuse_after == -1:
+            raise NoRoom(Tier.PINNED, 0, "says the test")
+
+    @contextmanager
+    def stopping(self, work: Callable[[], Any]) -> Iterator[Future[Any]]:
+        """Do the work on a thread: as far as the gate before the block, the rest of it afterwards."""
+        self._reached, self._opened, self.closed = threading.Event(), threading.Event(), True
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(work)
+            done.add_done_callback(lambda _: self._reached.set())  # it may not come by
+            assert self._reached.wait(30)
+            self.closed = False
+            try:
+                yield done
+            finally:
+                self._opened.set()
+        done.result()
+
+
+class Gated:
+    """A tier behind a gate: writers stop when they have stored."""
+
+    gate: Gate
+
+    def __setitem__(self, name: str, frames: Frames) -> None:
+        self.gate.store()
+        super().__setitem__(name, frames)  # type: ignore[misc]
+        self.gate.pass_through()
+
+
+class Pinned(Gated, PinnedTier): ...
+
+
+class Host(Gated, HostTier): ...
+
+
+class Disk(Gated, DiskTier):
+    def __getitem__(self, name: str) -> Frames:
+        self.gate.pass_through()
+        return super().__getitem__(name)
+
+
+def array(seed: int, kib: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, kib * KIB, np.uint8)
+
+
+def rows_apart(seed: int, kib: int) -> np.ndarray:
+    return array(seed, 2 * kib).reshape(KIB, -1)[::2]
+
+
+def frame(seed: int, kib: int) -> pd.DataFrame:
+    numbers = array(seed, kib).view("i8")
+    return pd.DataFrame({"number": numbers, "half": numbers / 2, "text": [f"{n:x}"[:3] for n in numbers]})
+
+
+def assert_identical(found: Any, expected: Any) -> None:
+    if isinstance(expected, np.ndarray):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.tobytes() == expected.tobytes()
+    elif isinstance(expected, pd.DataFrame):
+        pd.testing.assert_frame_equal(found, expected, check_exact=True)
+    else:
+        assert found is expected
+
+
+class Machine(RuleBasedStateMachine):
+    """What is put is what is read, the account is right, and nothing stays behind."""
+
+    @initialize(sizes=st.tuples(*[st.integers(0, 60)] * 3), disk=st.none() | st.integers(0, 60))
+    def start(self, sizes: tuple[int, int, int], disk: int | None) -> None:
+        device, pinned, host = (size * KIB for size in sizes)
+        self.limits = Limits(device, pinned, host, None if disk is None else disk * KIB)
+        self.stack, self.gate = ExitStack(), Gate()
+        directory = self.stack.enter_context(tempfile.TemporaryDirectory())
+        self.tiers: dict[Tier, Any] = {
+            Tier.PINNED: Pinned(BlockPool(pinned, block=4 * KIB)),
+            Tier.HOST: Host(host),
+            Tier.DISK: Disk(directory, self.limits.disk),
+        }
+        for mapping in self.tiers.values():
+            mapping.gate = self.gate
+        self.ladder = Ladder(
+            self.limits,
+            self.tiers,
+            home=lambda value: Tier.DEVICE,
+            device=HostDevice(1 << 30),
+            ledger=Ledger({tier: 1 << 30 for tier in Tier}),
+            metrics=Metrics(),
+            needed=lambda key: None,
+            changed=lambda: None,
+        )
+        self.stack.callback(self.ladder.close)
+        self.model: dict[str, Any] = {}
+        self.promised: dict[str, int] = {}
+        self.held: list[tuple[Any, set[str]]] = []
+
+    # ---- what a dict does --------------------------------------------------------------------
+
+    def store(self, key: str, value: Any, expected: Any) -> None:
+        self.ladder[key], self.model[key] = value, expected
+        self.promised.pop(key, None)
+        self.nobody_holds(key)
+
+    def nobody_holds(self, key: str) -> None:
+        for _, keys in self.held:
+            keys.discard(key)
+
+    @rule(key=KEYS, make=st.sampled_from([array, rows_apart, frame]), seed=SEEDS, kib=SIZES)
+    def put(self, key: str, make: Callable[[int, int], Any], seed: int, kib: int) -> None:
+        self.store(key, make(seed, kib), make(seed, kib))
+
+    @rule(key=KEYS, of=KEYS, start=st.integers(0, 90))
+    def put_view(self, key: str, of: str, start: int) -> None:
+        if isinstance(self.model.get(of), (np.ndarray, pd.DataFrame)):
+            self.store(key, self.ladder[of][start:], self.model[of][start:])
+
+    @rule(key=KEYS)
+    def put_what_can_not_be_pickled(self, key: str) -> None:
+        lock = threading.Lock()
+        self.store(key, lock, lock)
+
+    @rule(key=KEYS)
+    def get(self, key: str) -> None:
+        if key in self.model:
+            assert_identical(self.ladder[key], self.model[key])
+        else:
+            with pytest.raises(KeyError):
+                self.ladder[key]
+
+    @rule(key=KEYS)
+    def delete(self, key: str) -> None:
+        self.nobody_holds(key)
+        if self.model.pop(key, None) is not None:
+            del self.ladder[key]
+        else:
+            with pytest.raises(KeyError):
+                del self.ladder[key]
+
+    # ---- what only a ladder does -------------------------------------------------------------
+
+    @rule(keys=st.sets(KEYS, max_size=3), live=st.booleans())
+    def hold(self, keys: set[str], live: bool) -> None:
+        held = self.ladder.hold_live(keys) if live else self.ladder.hold(keys)
+        if held is not None:
+            self.held.append((held, keys & set(self.model)))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.ladder.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))[0])
+
+    @rule(keys=st.lists(KEYS, max_size=3, unique=True))
+    def bring(self, keys: list[str]) -> None:
+        before, most = self.live(), max(self.limits.device, self.live_and_promised())
+        self.ladder.bring(keys)
+        assert set(before) <= set(self.live()) <= {*before, *keys}
+        assert self.live_and_promised() <= most
+
+    @rule(nbytes=AMOUNTS)
+    def spill(self, nbytes: int) -> None:
+        self.ladder.spill(nbytes)
+
+    @rule(nbytes=AMOUNTS)
+    def make_room(self, nbytes: int) -> None:
+        self.ladder.make_room(nbytes)
+        roots = [set(owned(value)) for value in self.live().values()]
+        apart = len(set().union(*roots)) == sum(map(len, roots))
+        movable = all(hasattr(value, "shape") for value in self.live().values())
+        if roots and apart and movable and not self.holds() and self.limits.disk is None:
+            assert self.live_and_promised() + nbytes <= self.limits.device
+
+    @rule(key=KEYS, nbytes=AMOUNTS)
+    def promise(self, key: str, nbytes: int) -> None:
+        if key not in self.model:
+            self.ladder.promise(key, nbytes, Tier.DEVICE)
+            self.promised[key] = nbytes
+
+    @rule(key=KEYS)
+    def forget_promise(self, key: str) -> None:
+        self.ladder.forget_promise(key)
+        self.promised.pop(key, None)
+
+    # ---- others at work, and failures --------------------------------------------------------
+
+    @rule(
+        data=st.data(), actions=st.lists(st.sampled_from(["put", "put_view", "delete", "hold"]), max_size=4)
+    )
+    def meanwhile_a_copy_is_below(self, data: st.DataObject, actions: list[str]) -> None:
+        with self.gate.stopping(lambda: self.ladder.spill(1 << 30)):
+            self.act(data, actions)
+        self.change_something()
+
+    @rule(data=st.data(), actions=st.lists(st.sampled_from(["put", "delete"]), max_size=4))
+    def meanwhile_a_file_is_read(self, data: st.DataObject, actions: list[str]) -> None:
+        if in_files := [key for key in self.model if self.ladder.tier(key) is Tier.DISK]:
+            key = data.draw(st.sampled_from(in_files))
+            expected = self.model[key]
+            with self.gate.stopping(lambda: self.ladder.copies([key])[key]) as reader:
+                self.act(data, actions)
+            assert_identical(reader.result(), expected)
+            self.change_something()
+
+    def change_something(self) -> None:
+        """A copy that is let go shows in the ledger with the next change."""
+        self.ladder["other"] = None
+        del self.ladder["other"]
+
+    def act(self, data: st.DataObject, actions: list[str]) -> None:
+        """Only what does not wait for the thread at the gate."""
+        for action in actions:
+            key, of = data.draw(KEYS), data.draw(KEYS)
+            if action == "put":
+                self.put(key, array, data.draw(SEEDS), 3)
+            elif action == "put_view" and of in self.live():
+                self.put_view(key, of, 10)
+            elif action == "delete":
+                self.delete(key)
+            elif action == "hold":
+                self.hold({key, of}, live=True)
+            self.same_as_the_dict()
+
+    @rule(nbytes=AMOUNTS, after=st.integers(0, 5))
+    def spill_until_refused(self, nbytes: int, after: int) -> None:
+        self.gate.refuse_after = after
+        self.ladder.spill(nbytes)
+        self.gate.refuse_after = -1
+
+    @rule(nbytes=AMOUNTS, after=st.integers(0, 2))
+    def spill_until_the_disk_is_full(self, nbytes: int, after: int) -> None:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        answers = itertools.chain([mock.DEFAULT] * after, itertools.repeat(full))
+        with mock.patch.object(os, "write", mock.Mock(wraps=os.write, side_effect=answers)):
+            self.ladder.spill(nbytes)
+
+    # ---- what always holds -------------------------------------------------------------------
+
+    def live(self) -> dict[str, Any]:
+        return self.ladder.copies(set(self.model) - set(self.ladder.lower(self.model)))
+
+    def live_and_promised(self) -> int:
+        return self.ladder.live_bytes(Tier.DEVICE) + sum(self.promised.values())
+
+    def holds(self) -> set[str]:
+        return set().union(*(keys for _, keys in self.held))
+
+    @precondition(lambda self: hasattr(self, "model"))
+    @invariant()
+    def same_as_the_dict(self) -> None:
+        assert set(self.ladder) == set(self.model)
+        assert len(self.ladder) == len(self.model)
+        for key, found in self.ladder.copies(self.model).items():
+            assert_identical(found, self.model[key])
+
+    @precondition(lambda self: hasattr(self, "model"))
+    @invariant()
+    def account_is_right(self) -> None:
+        live = self.live()
+        assert self.holds() <= set(live)
+        assert sum(map(len, self.tiers.values())) == len(self.model) - len(live)
+        roots: Roots = {}
+        for value in live.values():
+            roots.update(owned(value))
+        assert self.ladder.live_bytes(Tier.DEVICE) == sum(roots.values())
+        used = {tier: mapping.used for tier, mapping in self.tiers.items()}
+        cells = {tier: self.ladder.ledger.cell(tier, "partitions") for tier in Tier}
+        assert cells == {Tier.DEVICE: sum(roots.values()), **used}
+        assert all(used[t] <= getattr(self.limits, t) for t in used if getattr(self.limits, t) is not None)
+        assert self.ladder.ledger.cell(Tier.DEVICE, "reservations") == sum(self.promised.values())
+
+    def teardown(self) -> None:
+        with getattr(self, "stack", ExitStack()):
+            for key in list(getattr(self, "model", ())):
+                self.delete(key)
+                self.account_is_right()
+
+
+Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+TestMachine = Machine.TestCase
