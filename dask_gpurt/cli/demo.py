@@ -140,9 +140,7 @@ def demo(
     started = time.perf_counter()
     with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
-            # For the report, which shows what they hold.
-            with dask.config.set({"gpurt.memory.tiers": True}):
-                dask_gpurt.enable(client)
+            dask_gpurt.enable(client)
         sampler = TierSampler(partial(dask_gpurt.memory, client))
         with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
             frames = distribute(tables, backend, partitions, Path(folder))

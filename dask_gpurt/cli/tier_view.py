@@ -180,7 +180,7 @@ SECTION = """\
 <h2>Bytes per tier over time</h2>
 <p>Partitions and shards on all workers in the seconds of gpurt's runs, warm-ups included; what ran between
 them is left out. Each band is an operation, in the order above. Dashed is what a tier may hold, unless that
-is above the picture. On this cluster tasks and p2p keep their data in these tiers too.</p>
+is above the picture. Unless gpurt.memory.tiers is off, tasks and p2p keep their data in these tiers too.</p>
 {% if run.tiers.failed %}
 <p class="bad">{{ run.tiers.failed }} samples failed, the last with {{ run.tiers.error }}</p>
 {% endif %}
