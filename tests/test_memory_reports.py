@@ -1,0 +1,54 @@
+"""How often a worker tells the scheduler what its tiers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.plugins.memory_reports import GATHER, Reporter
+
+
+class FakeWorker:
+    """Remembers what is sent, and what is to be called later; it happens when the test says so."""
+
+    def __init__(self, heartbeat: float):
+        self.metrics: dict[str, Any] = {}
+        self.periodic_callbacks = {"heartbeat": SimpleNamespace(callback_time=heartbeat * 1000)}
+        self.sent: list[Any] = []
+        self.batched_stream = SimpleNamespace(send=self.sent.append)
+        self.waiting: list[tuple[float, Callable[[], None]]] = []
+        self.loop = SimpleNamespace(
+            add_callback=lambda call: call(), call_later=lambda *call: self.waiting.append(call)
+        )
+
+    def wait(self) -> float:
+        """Let the next call happen; tell how late it is."""
+        delay, call = self.waiting.pop()
+        call()
+        return delay
+
+
+@pytest.mark.parametrize(("heartbeat", "pause"), [(0.5, GATHER), (2.28, 0.228)])
+def test_the_larger_the_cluster_the_rarer_the_messages_of_busy_workers(
+    heartbeat: float, pause: float
+) -> None:
+    worker, ledger = FakeWorker(heartbeat), Ledger(dict.fromkeys(Tier, 100))
+    reporter = Reporter(worker, ledger)
+
+    def change(nbytes: int) -> float:
+        for kind in ("partitions", "shards"):
+            ledger.set(Tier.HOST, kind, nbytes)
+            reporter.changed()
+        return worker.wait()
+
+    assert change(1) == GATHER  # a change after a long silence is told at once
+    assert change(2) == pytest.approx(pause, abs=0.02)
+    assert [message["cells"] for message in worker.sent] == [
+        [["host", "partitions", nbytes], ["host", "shards", nbytes]] for nbytes in (1, 2)
+    ]
+    assert worker.waiting == []
