@@ -1,16 +1,18 @@
 """The file of one object: how it is laid out, written and read.
 
-Bytes go through an aligned buffer, because direct I/O wants addresses, offsets and lengths
-that are multiples of a page. Layout: :data:`_START`, the length of each buffer, the header,
+Direct I/O wants addresses, offsets and lengths that are multiples of a page, so bytes are
+written through an aligned buffer, and a file is read into aligned memory as a whole. Layout: :data:`_START`, the length of each buffer, the header,
 the buffers, and a checksum of everything before it.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import struct
+import threading
 import zlib
 
 import numpy as np
@@ -19,6 +21,8 @@ from dask_gpurt.memory.frames import Frames, Scattered
 
 _PAGE = 4096
 _BOUNCE = 4 << 20
+#: A buffer for each thread that writes: to touch a new one would take longer than to fill it.
+_threads = threading.local()
 #: Magic, bytes of header, number of buffers.
 _START = struct.Struct("<8sQQ")
 _MAGIC = b"gpurt-1\n"
@@ -51,7 +55,9 @@ def file_size(parts: Scattered) -> int:
 
 def write(fd: int, parts: Scattered) -> None:
     """Write a file."""
-    bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE), np.uint8)
+    if not hasattr(_threads, "bounce"):
+        _threads.bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE), np.uint8)
+    bounce = _threads.bounce
     filled, checksum = 0, 0
 
     def flush(nbytes: int) -> None:
@@ -82,53 +88,41 @@ def write(fd: int, parts: Scattered) -> None:
 
 
 def read(fd: int, path: str, size: int) -> Frames:
-    """Read a file of ``size`` bytes into new arrays.
+    """Read a file of ``size`` bytes; the buffers share new memory of their own.
 
     Raises
     ------
     CorruptFile
         When it is not what was written.
     """
-    source = _Source(fd, path)
     if os.fstat(fd).st_size != size:
         raise corrupt(path, "its size is another one")
-    # The lengths are judged before memory is taken for them.
-    magic, header_size, count = _START.unpack(source.take(_START.size).data)
-    left = size - _START.size - _CHECKSUM.size - 8 * count
-    if magic != _MAGIC or left < 0:
+    whole, checksum = _read_whole(fd, path, size)
+    magic, header_size, count = _START.unpack(whole[: _START.size].data)
+    start = _START.size + 8 * count
+    if magic != _MAGIC or start > size:
         raise corrupt(path, "it begins wrongly")
-    lengths = source.take(8 * count).view("<u8").tolist()
-    if header_size + sum(lengths) != left:
+    lengths = whole[_START.size : start].view("<u8").tolist()
+    if start + header_size + sum(lengths) + _CHECKSUM.size != size:
         raise corrupt(path, "its lengths are wrong")
-    header = source.take(header_size).tobytes()
-    buffers = tuple([source.take(length)] for length in lengths)
-    expected = source.checksum
-    if _CHECKSUM.unpack(source.take(_CHECKSUM.size).data)[0] != expected:
+    if _CHECKSUM.unpack(whole[size - _CHECKSUM.size : size].data)[0] != checksum:
         raise corrupt(path, "its checksum is wrong")
-    return Frames(header, buffers)
+    ends = list(itertools.accumulate(lengths, initial=start + header_size))
+    header = whole[start : start + header_size].tobytes()
+    return Frames(header, tuple([whole[a:b]] for a, b in itertools.pairwise(ends)))
 
 
-class _Source:
-    """A file read from the start, and the checksum of what was taken so far."""
-
-    def __init__(self, fd: int, path: str):
-        self.checksum = 0
-        self._fd = fd
-        self._path = path
-        self._bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE), np.uint8)
-        self._ready = self._bounce[:0]
-
-    def take(self, size: int) -> np.ndarray:
-        """The next bytes, in a new array."""
-        found = np.empty(size, np.uint8)
-        left = found
-        while left.size:
-            if not self._ready.size:
-                self._ready = self._bounce[: os.readv(self._fd, [self._bounce.data])]
-                if not self._ready.size:
-                    raise corrupt(self._path, "it ends too early")
-            part = self._ready[: left.size]
-            np.copyto(left[: part.size], part)
-            self.checksum = zlib.crc32(part.data, self.checksum)
-            self._ready, left = self._ready[part.size :], left[part.size :]
-        return found
+def _read_whole(fd: int, path: str, size: int) -> tuple[np.ndarray, int]:
+    """The bytes of a file, and the checksum of all but the last ones, which are its own."""
+    memory = np.empty(-(-size // _PAGE) * _PAGE + _PAGE, np.uint8)
+    offset = -memory.ctypes.data % _PAGE
+    whole = memory[offset : offset + memory.size - _PAGE]
+    filled, checksum = 0, 0
+    while filled < size:
+        nbytes = os.readv(fd, [whole[filled : filled + _BOUNCE].data])
+        if not nbytes:
+            raise corrupt(path, "it ends too early")
+        checked = whole[filled : min(filled + nbytes, size - _CHECKSUM.size)]
+        checksum = zlib.crc32(checked.data, checksum)
+        filled += nbytes
+    return whole, checksum
