@@ -1,0 +1,336 @@
+"""What the memory ledgers of many workers cost the scheduler, in CPU time of its process.
+
+    python benchmarks/ledger.py --workers 256 --rate 1000 --seconds 8 --repeats 5 --json results.json
+
+The scheduler has a process of its own, with the runtime switched on. Real workers, many in a process, reach
+it over TCP; of the ledger of each, ``--rate`` cells change in a second, all cells in turn. Legs with changes
+take turns with legs in which nothing is reported. After each leg with changes the scheduler's picture has to
+become what the ledgers say. What was reached is counted, and held against what was asked for: late workers
+put more changes in fewer messages, which flatters the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import itertools
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+import psutil
+from distributed import Client, Scheduler, Worker
+from distributed.protocol.core import dumps, loads
+
+import dask_gpurt
+from dask_gpurt.cli.report import environment
+from dask_gpurt.memory.ledger import KINDS, Ledger, Picture
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.plugins import tiers
+from dask_gpurt.plugins.memory_reports import Reporter
+
+SPAWN = get_context("spawn")
+CELLS = tuple(itertools.product(Tier, KINDS))
+#: Processes that the workers are spread over.
+PROCESSES = 2
+#: Seconds between two looks at how many changes are due.
+TICK = 0.001
+#: Seconds of a leg before it is measured: those of a heartbeat, after which the reporters know the cluster.
+SETTLE = 3.0
+#: Seconds in which the scheduler's picture has to be right.
+PATIENCE = 10.0
+#: The part of the load without which nothing is shown to be cheap.
+REACHED = 0.9
+#: The targets: a share of a core, and microseconds for a cell in ``Picture.apply``.
+MOST_SHARE, MOST_MICROSECONDS = 0.2, 2.0
+#: Seconds, in the place of those after which a worker writes its own figures over ours.
+NEVER = 1e6
+#: Of the workers, not of the scheduler: what they do for themselves takes the cores that make the changes.
+QUIET = {
+    "gpurt.exchange.pool": "1 MiB",
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "2s",
+    "distributed.admin.system-monitor.interval": "10s",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many report, how many changes each, and for how long it is measured."""
+
+    workers: int
+    rate: float
+    seconds: float
+    repeats: int
+
+
+# ---- the processes -----------------------------------------------------------------------------
+
+
+class Senders:
+    """The workers of one process, and what they are asked to do."""
+
+    def __init__(self, workers: Sequence[Any], rate: float):
+        self.workers = workers
+        self.rate = rate
+        self.made = 0
+
+    def tiers(self) -> list[Any]:
+        """What the runtime has given the workers."""
+        return [worker.plugins["gpurt"].tiers for worker in self.workers]
+
+    async def begin(self) -> None:
+        """Report, and change."""
+        for worker, own in zip(self.workers, self.tiers(), strict=True):
+            own.reporter = Reporter(worker, own.ledger)
+        self.changes = asyncio.create_task(self._change())
+
+    async def _change(self) -> None:
+        pairs = [(own.ledger, own.reporter) for own in self.tiers()]
+        start, done = time.perf_counter(), 0
+        while True:
+            due = int((time.perf_counter() - start) * self.rate)
+            for step in range(done, due):
+                self._change_each(pairs, *CELLS[step % len(CELLS)])
+            done = due
+            await asyncio.sleep(TICK)
+
+    def _change_each(self, pairs: Sequence[tuple[Ledger, Reporter]], tier: Tier, kind: str) -> None:
+        for ledger, reporter in pairs:
+            self.made += 1
+            ledger.set(tier, kind, self.made)
+            reporter.changed()
+
+    async def count(self) -> dict[str, float]:
+        """Tell what was done so far, and how many messages a second are due when nothing is late."""
+        streams = [worker.batched_stream for worker in self.workers]
+        sent = sum(stream.message_count - len(stream.buffer) for stream in streams)
+        due = sum(1 / (own.reporter.pause + TICK) for own in self.tiers())
+        return {"changes": self.made, "messages": sent, "senders": time.process_time(), "due": due}
+
+    async def halt(self) -> dict[tuple[str, str], dict[str, int]]:
+        """Change no more; tell what the ledgers say, by worker and tier."""
+        self.changes.cancel()
+        return {
+            (worker.address, str(tier)): {kind: own.ledger.cell(tier, kind) for kind in KINDS}
+            for worker, own in zip(self.workers, self.tiers(), strict=True)
+            for tier in Tier
+        }
+
+    async def end(self) -> None:
+        """Report no more, not with heartbeats either."""
+        for own in self.tiers():
+            own.reporter.close()
+
+
+async def schedule(pipe: Connection) -> None:
+    """Be the scheduler; send its address."""
+    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler:
+        pipe.send(scheduler.address)
+        await scheduler.finished()
+
+
+async def send(pipe: Connection, address: str, count: int, rate: float) -> None:
+    """Be ``count`` workers that do what comes through the pipe."""
+    tiers.LOOK = NEVER
+    with dask.config.set(QUIET):
+        async with AsyncExitStack() as stack:
+            workers = [Worker(address, nthreads=1, dashboard=False, memory_limit=0) for _ in range(count)]
+            await asyncio.gather(*map(stack.enter_async_context, workers))
+            senders = Senders(workers, rate)
+            gc.freeze()  # or each collection goes over all that so many workers are made of
+            pipe.send(len(workers))
+            while name := await asyncio.to_thread(pipe.recv):
+                pipe.send(await getattr(senders, name)())
+
+
+def run(function: Callable[..., Any], *args: Any) -> None:
+    """Be a process."""
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    asyncio.run(function(*args))
+
+
+# ---- measuring ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def bench(plan: Plan) -> Iterator[Bench]:
+    """Start a scheduler and its workers, in processes that end with the context."""
+    with ExitStack() as stack:
+        scheduler, pipe = start(stack, schedule)
+        address = pipe.recv()
+        counts = [len(range(i, plan.workers, PROCESSES)) for i in range(PROCESSES)]
+        pipes = [start(stack, send, address, n, plan.rate)[1] for n in counts if n]
+        for pipe in pipes:
+            pipe.recv()
+        client = stack.enter_context(Client(address))
+        dask_gpurt.enable(client)
+        yield Bench(plan, scheduler, pipes, client)
+
+
+def start(stack: ExitStack, function: Callable[..., Any], *args: Any) -> tuple[psutil.Process, Connection]:
+    """Start a process, and a pipe to it."""
+    here, there = SPAWN.Pipe()
+    process = SPAWN.Process(target=run, args=(function, there, *args), daemon=True)
+    process.start()
+    there.close()  # so that a process that has died is not waited for
+    stack.callback(process.join)
+    stack.callback(process.terminate)
+    return psutil.Process(process.pid), here
+
+
+class Bench:
+    """What is measured: ``scheduler`` is a process, ``pipes`` lead to those of the workers."""
+
+    def __init__(self, plan: Plan, scheduler: psutil.Process, pipes: Sequence[Connection], client: Client):
+        self.plan = plan
+        self.scheduler = scheduler
+        self.pipes = pipes
+        self.client = client
+        self._ask("end")
+
+    def _ask(self, name: str) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send(name)
+        return [pipe.recv() for pipe in self.pipes]
+
+    def leg(self, changing: bool) -> dict[str, float]:
+        """Measure for a while; what is counted is per second, and processes are shares of a core."""
+        if changing:
+            self._ask("begin")
+        time.sleep(SETTLE)
+        before = self._sample()
+        time.sleep(self.plan.seconds)
+        after = self._sample()
+        if changing:
+            self._check({row: kinds for said in self._ask("halt") for row, kinds in said.items()})
+            self._ask("end")
+        seconds, due = after.pop("clock") - before["clock"], after.pop("due")
+        rates = {name: (count - before[name]) / seconds for name, count in after.items()}
+        return {"changing": changing, **rates, "messages_due": due if changing else 0.0}
+
+    def _sample(self) -> dict[str, float]:
+        said, cpu = self._ask("count"), self.scheduler.cpu_times()
+        counted = {name: sum(one[name] for one in said) for name in said[0]}
+        return {**counted, "scheduler": cpu.user + cpu.system, "clock": time.perf_counter()}
+
+    def _check(self, truth: Mapping[tuple[str, str], Mapping[str, int]]) -> None:
+        """Wait until the scheduler knows the last change of each cell."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            rows = dask_gpurt.memory(self.client).set_index(["worker", "tier"])
+            if rows[list(KINDS)].to_dict("index") == truth:
+                return
+        raise ValueError(f"after {PATIENCE} s the scheduler's picture is not what the ledgers say")
+
+
+def measure_apply(cells: int, rounds: int = 200, workers: int = 256) -> float:
+    """Time ``Picture.apply`` alone, with messages of so many cells as they come off the wire.
+
+    Returns
+    -------
+    float
+        Microseconds for each cell.
+    """
+    ledger, messages = Ledger(dict.fromkeys(Tier, 2**40)), []
+    for turn in range(1, rounds + 1):
+        for tier, kind in CELLS[:cells]:
+            ledger.set(tier, kind, turn)
+        messages.append(loads(dumps(ledger.changes())))
+    picture, names = Picture(), [f"tcp://127.0.0.1:{40000 + i}" for i in range(workers)]
+    start = time.perf_counter()
+    for message in messages:
+        for name in names:
+            picture.apply(name, message)
+    return (time.perf_counter() - start) / (rounds * workers * cells) * 1e6
+
+
+# ---- results -----------------------------------------------------------------------------------
+
+
+def summarise(legs: Sequence[Mapping[str, float]], plan: Plan) -> dict[str, Any]:
+    """Derive what the ledgers cost from the medians of both kinds of legs."""
+    with_, without = (
+        {name: statistics.median(leg[name] for leg in legs if leg["changing"] == kind) for name in legs[0]}
+        for kind in (True, False)
+    )
+    share = with_["scheduler"] - without["scheduler"]
+    applied = {str(cells): measure_apply(cells) for cells in (1, len(CELLS))}
+    asked = plan.workers * plan.rate
+    loaded = min(with_["changes"] / asked, with_["messages"] / with_["messages_due"])
+    return {
+        "share_with": with_["scheduler"],
+        "share_without": without["scheduler"],
+        "share": share,
+        **{name: with_[name] for name in ("senders", "changes", "messages", "messages_due")},
+        "changes_due": asked,
+        "microseconds_per_change": share / with_["changes"] * 1e6,
+        "microseconds_per_message": share / with_["messages"] * 1e6,
+        "microseconds_of_apply": applied,
+        "verdict": judge(share, max(applied.values()), loaded),
+    }
+
+
+def judge(share: float, applied: float, loaded: float) -> str:
+    """Say whether the target is met; what is too much at part of the load is too much."""
+    load = f"with {loaded:.0%} of the load"
+    if share > MOST_SHARE or applied > MOST_MICROSECONDS:
+        return f"Target missed, {load}"
+    return f"Target met, {load}" if loaded >= REACHED else f"NOTHING SHOWN, {load}: the workers were late"
+
+
+def print_summary(results: Mapping[str, Any]) -> None:
+    """Print a line for each leg, what the ledgers cost, and the verdict."""
+    line = "{scheduler:6.1%} of a core for the scheduler, {senders:6.1%} for the workers, changes: "
+    for leg in results["legs"]:
+        click.echo((line + ("yes" if leg["changing"] else "no")).format(**leg))
+    figures = results["figures"]
+    click.echo(
+        "Share of a core: {share_with:.1%} with, {share_without:.1%} without, {share:.1%} for the ledgers\n"
+        "{microseconds_per_change:.2f} µs a change, {microseconds_per_message:.0f} µs a message\n"
+        "In a second: {changes:,.0f} changes of {changes_due:,.0f}, "
+        "{messages:,.0f} messages of {messages_due:,.0f}".format(**figures)
+    )
+    for cells, cost in figures["microseconds_of_apply"].items():
+        click.echo(f"Picture.apply: {cost:.2f} µs a cell, {cells} in a message")
+    click.echo(figures["verdict"])
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--workers", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--rate", type=click.FloatRange(min=1), default=1000.0, show_default=True, help="Per worker.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=8.0, show_default=True, help="Of a leg.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Of both legs.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(output: Path | None, **parameters: Any) -> None:
+    plan = Plan(**parameters)
+    with bench(plan) as running:
+        legs = [running.leg(changing) for changing in [False, True] * plan.repeats]
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": {**asdict(plan), "processes": PROCESSES, "cells": len(CELLS)},
+        **environment(),
+        "figures": summarise(legs, plan),
+        "legs": legs,
+    }
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=1) + "\n")
+    print_summary(results)
+
+
+if __name__ == "__main__":
+    # By its own name, by which the processes find what they run.
+    importlib.import_module("ledger").main()
