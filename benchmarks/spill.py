@@ -122,12 +122,13 @@ def plain(device: Any, nbytes: int, pinned: bool) -> dict[str, float]:
     """Bytes per second of one copy of an array, down and up: pinned as the tier is, or pageable."""
     memory = np.zeros(nbytes, np.uint8)
     undo = device.register(memory) if pinned and hasattr(device, "register") else None
-    buffer = device.gather([memory])
+    buffer, fence = device.gather([memory])
+    fence()
     began = time.perf_counter()
-    device.scatter([buffer], [[memory]])
+    device.scatter([buffer], [[memory]])()
     down = time.perf_counter() - began
     began = time.perf_counter()
-    device.gather([memory])
+    device.gather([memory])[1]()
     up = time.perf_counter() - began
     if undo:
         undo()

@@ -23,7 +23,7 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.host import host_id
-from dask_gpurt.device.protocol import Block, Buffer, Mapping, MappingError, Pool, PoolFull, Ticket
+from dask_gpurt.device.protocol import Block, Buffer, Fence, Mapping, MappingError, Pool, PoolFull, Ticket
 
 
 @dataclass(frozen=True)
@@ -211,16 +211,16 @@ class CudaDevice:
         raw.synchronize()
         return buffer
 
-    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> None:
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         _, raw = self.after_compute() if ordered else self.stream()
         for source, pieces in zip(sources, into, strict=True):
             at = _address(source)
             for piece in pieces:
                 runtime.memcpyAsync(piece.ctypes.data, at, piece.nbytes, runtime.memcpyDefault, raw.ptr)
                 at += piece.nbytes
-        raw.synchronize()
+        return _behind(raw)
 
-    def gather(self, pieces: list[Any]) -> Buffer:
+    def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         # The user's stream will read it and free it: it may be reused in that order only.
         buffer = rmm.DeviceBuffer(size=sum(piece.nbytes for piece in pieces), stream=DEFAULT_STREAM)
         _, raw = self.after_compute()
@@ -228,8 +228,7 @@ class CudaDevice:
         for piece in pieces:
             runtime.memcpyAsync(at, piece.ctypes.data, piece.nbytes, runtime.memcpyDefault, raw.ptr)
             at += piece.nbytes
-        raw.synchronize()
-        return buffer
+        return buffer, _behind(raw)
 
     def register(self, memory: np.ndarray) -> Callable[[], None]:
         """Pin host memory, so that copies run at the speed of the bus; returns the undo. Blocks."""
@@ -239,6 +238,14 @@ class CudaDevice:
 
     def close(self) -> None:
         pass
+
+
+def _behind(stream: Any) -> Fence:
+    """Waits until what a stream has been given so far is done, sleeping meanwhile."""
+    event = cupy.cuda.Event(block=True, disable_timing=True)
+    event.record(stream)
+    wait: Fence = event.synchronize
+    return wait
 
 
 def _address(source: Any) -> int:

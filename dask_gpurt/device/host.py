@@ -19,7 +19,17 @@ import numpy as np
 import psutil
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.protocol import Block, Buffer, Mapping, MappingError, Pool, PoolFull, Ticket
+from dask_gpurt.device.protocol import (
+    Block,
+    Buffer,
+    Fence,
+    Mapping,
+    MappingError,
+    Pool,
+    PoolFull,
+    Ticket,
+    passed,
+)
 
 SHM = "/dev/shm"
 #: The first bytes of a pool hold a random token, by which a peer knows the right file.
@@ -226,15 +236,16 @@ class HostDevice:
     def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
         return np.frombuffer(source, np.uint8)
 
-    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> None:
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         for source, pieces in zip(sources, into, strict=True):
             at = 0
             for piece in pieces:
                 np.copyto(piece, source[at : at + piece.nbytes])
                 at += piece.nbytes
+        return passed
 
-    def gather(self, pieces: list[Any]) -> Buffer:
-        return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
+    def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint8), passed
 
     def close(self) -> None:
         pass

@@ -6,7 +6,7 @@ and maps the pools of others. All methods block; none is called on the event loo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,14 @@ from typing import Any, Protocol
 Buffer = Any
 #: What a peer needs to map a pool; only values that msgpack carries.
 Ticket = dict[str, Any]
+
+
+#: Waits, when called, until something that was begun is complete.
+Fence = Callable[[], None]
+
+
+def passed() -> None:
+    """The fence of what is complete already."""
 
 
 class PoolFull(Exception):
@@ -148,8 +156,8 @@ class Device(Protocol):
         """Make bytes in host memory readable for the table backend, complete on return."""
         ...
 
-    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> None:
-        """Copy buffers of this device into pieces of host memory, complete on return.
+    def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
+        """Begin to copy buffers of this device into pieces of host memory; both stay until the fence.
 
         Parameters
         ----------
@@ -158,8 +166,10 @@ class Device(Protocol):
         """
         ...
 
-    def gather(self, pieces: list[Any]) -> Buffer:
-        """One buffer of this device out of pieces of host memory, complete on return.
+    def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
+        """One buffer of this device out of pieces of host memory, which stay until the fence.
+
+        The copies of a thread are made in order.
 
         Raises
         ------

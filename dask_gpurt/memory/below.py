@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.device import Device
+from dask_gpurt.device.protocol import Fence, passed
 from dask_gpurt.memory.frames import Frames
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
@@ -42,8 +43,16 @@ class Below:
         self._used: Counter[tuple[Tier, str]] = Counter()
         self._lock = threading.Lock()
 
-    def put(self, name: str, frames: Frames, kind: str, above: Tier, *, ordered: bool = True) -> Tier:
-        """Store an object in the first tier under ``above`` with room; returns which.
+    def put(
+        self, name: str, frames: Frames, kind: str, above: Tier, *, ordered: bool = True
+    ) -> tuple[Tier, Fence]:
+        """Begin to store an object in the first tier under ``above`` with room.
+
+        Returns
+        -------
+        tuple
+            Which tier, and what waits until the copy is complete. Until then the buffers of
+            ``frames`` have to stay.
 
         Parameters
         ----------
@@ -66,28 +75,28 @@ class Below:
             if tier is Tier.HOST and not self._host_room(frames.nbytes):
                 continue
             try:
-                self._store(mapping, name, frames, ordered)
+                fence = self._store(mapping, name, frames, ordered)
             except NoRoom as error:
                 why.append(str(error))
                 continue
             self._count(tier, name, kind, mapping.stored(name))
-            return tier
+            return tier, fence
         raise NoRoom(_ORDER[-1], frames.nbytes, "; ".join(why) or "there is no lower tier")
 
-    def _store(self, mapping: Any, name: str, frames: Frames, ordered: bool) -> None:
+    def _store(self, mapping: Any, name: str, frames: Frames, ordered: bool) -> Fence:
         if all(isinstance(piece, np.ndarray) for buffer in frames.buffers for piece in buffer):
             mapping[name] = frames
-            return
+            return passed
         sources = [buffer[0] for buffer in frames.buffers]
         sizes = [source.nbytes for source in sources]
         if not hasattr(mapping, "adopt"):  # by way of host memory
             into = Frames(frames.header, tuple([np.empty(size, np.uint8)] for size in sizes))
-            self._device.scatter(sources, into.buffers, ordered=ordered)
+            self._device.scatter(sources, into.buffers, ordered=ordered)()
             mapping[name] = into
-            return
+            return passed
         into = mapping.adopt(name, frames.header, sizes)
         try:
-            self._device.scatter(sources, into.buffers, ordered=ordered)
+            return self._device.scatter(sources, into.buffers, ordered=ordered)
         except BaseException:
             del mapping[name]
             raise

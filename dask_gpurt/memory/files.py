@@ -1,8 +1,9 @@
 """The file of one object: how it is laid out, written and read.
 
 Direct I/O wants addresses, offsets and lengths that are multiples of a page, so bytes are
-written through an aligned buffer, and a file is read into aligned memory as a whole. Layout: :data:`_START`, the length of each buffer, the header,
-the buffers, and a checksum of everything before it.
+written through an aligned buffer, and a file is read into aligned memory as a whole. Layout:
+:data:`_START`, the length of each buffer, the header, the buffers, and a checksum of
+everything before it.
 """
 
 from __future__ import annotations

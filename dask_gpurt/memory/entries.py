@@ -1,0 +1,229 @@
+"""Every object of a worker: which tier it lies in, who uses it, and what all of them take."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dask.typing import Key
+from dask.utils import key_split
+
+from dask_gpurt.device import Device
+from dask_gpurt.device.protocol import Buffer, Fence
+from dask_gpurt.memory.below import Below
+from dask_gpurt.memory.frames import Scattered, joined, put_together
+from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, Ledger
+from dask_gpurt.memory.live import Live
+from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.observe import Metrics
+
+#: Where a need stands among the priorities of tasks; a smaller one comes sooner.
+Need = tuple[Any, ...] | None
+
+
+class Spilled(NamedTuple):
+    """What Dask asks a mapping for: bytes that are not in host memory, and bytes on disk."""
+
+    memory: int
+    disk: int
+
+
+@dataclass(eq=False)
+class Entry:
+    """One key. ``tier`` is where the object lies; ``value`` holds it while it is live there."""
+
+    kind: str
+    home: Tier
+    tier: Tier
+    value: Any
+    nbytes: int
+    prefix: str
+    used: int
+    #: When it is needed, for what no task of Dask's waits for.
+    needed: Need = None
+    live: bool = True
+    #: What it is called below.
+    name: str = ""
+    holders: int = 0
+    moving: bool = False
+    #: Who reads a copy below the live tiers, and the copies that go with the last of them.
+    readers: int = 0
+    doomed: list[tuple[Tier, str]] = field(default_factory=list)
+    #: Reads it out of the mapping that was there before us.
+    before: Callable[[], Any] | None = field(default=None, repr=False)
+
+
+#: A copy below that stays as long as it is read: of what, in which tier, under which name.
+Copy = tuple[Entry, Tier, str]
+
+
+class Entries:
+    """Objects by key, the tiers below them, and the account. Thread-safe.
+
+    Parameters
+    ----------
+    limits
+        Bytes of each tier.
+    below
+        The mappings of the lower tiers, in order.
+    home
+        The tier in which an object is live.
+    device
+        What the device tier is the memory of.
+    changed
+        Called after each change of the ledger; must not block.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        below: Mapping[Tier, Any],
+        *,
+        home: Callable[[Any], Tier],
+        device: Device,
+        ledger: Ledger,
+        metrics: Metrics,
+        changed: Callable[[], None],
+    ):
+        self.limits = limits
+        self.ledger = ledger
+        self._below = Below(below, device, self._host_room)
+        self._home = home
+        self._device = device
+        self._metrics = metrics
+        self._changed = changed
+        self._entries: dict[Key, Entry] = {}
+        self._live = Live(limits)
+        self._names = itertools.count()
+        self._clock = itertools.count()
+        #: Notified when an entry has stopped moving.
+        self._lock = threading.Condition(threading.RLock())
+
+    def _host_room(self, nbytes: int) -> bool:
+        # Live host objects and spilled ones share the host tier of a worker with a GPU.
+        return self._device.on_host or self._excess(nbytes, Tier.HOST) <= 0
+
+    def _excess(self, nbytes: int, tier: Tier) -> int:
+        """Bytes that are too many in a tier once ``nbytes`` more are live there."""
+        with self._lock:
+            return self._live.excess(tier, nbytes, self._below.total(tier))
+
+    # ---- one entry -------------------------------------------------------------------
+
+    def _new(self, key: Key, kind: str, home: Tier, value: Any, nbytes: int, needed: Need) -> Entry:
+        prefix = key_split(key) if kind == PARTITIONS else kind
+        entry = Entry(kind, home, home, value, nbytes, prefix, next(self._clock), needed)
+        self._entries[key] = entry
+        return entry
+
+    def _new_name(self) -> str:
+        # Never one twice, since an earlier copy of an object may still be read.
+        return str(next(self._names))
+
+    def _drop(self, entry: Entry) -> None:
+        """Let the copy below the live tiers go, once nobody reads it. Under the lock."""
+        if entry.before is None:
+            if entry.readers:
+                entry.doomed.append((entry.tier, entry.name))
+            else:
+                self._below.discard(entry.tier, entry.name)
+
+    def _arrived(self, entry: Entry) -> None:
+        with self._lock:
+            entry.moving = False
+            self._lock.notify_all()
+
+    # ---- reading what is below -------------------------------------------------------
+
+    def _pin(self, entry: Entry, stack: ExitStack) -> Copy:
+        """Let the copy of an entry below stay until ``stack`` is left. Under the lock."""
+        entry.readers += 1
+        stack.callback(self._unpin, entry)
+        return entry, entry.tier, entry.name
+
+    def _unpin(self, entry: Entry) -> None:
+        with self._lock:
+            entry.readers -= 1
+            while entry.doomed and not entry.readers:
+                self._below.discard(*entry.doomed.pop())
+
+    def _read(self, copy: Copy, stack: ExitStack) -> Any:
+        """The object again; it is complete when ``stack`` has been left."""
+        entry, tier, name = copy
+        gathering = _Gathering(self._device if entry.home is Tier.DEVICE else None)
+        stack.callback(gathering.wait)
+        return put_together(self._below.get(tier, name), gathering)
+
+    # ---- accounts --------------------------------------------------------------------
+
+    def live_bytes(self, tier: Tier) -> int:
+        """Bytes of live objects in a tier, views and shared memory once."""
+        return self._live.total(tier)
+
+    def tier(self, key: Key) -> Tier:
+        """Where an object lies."""
+        return self._entries[key].tier
+
+    def lower(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of ``keys`` that are not live."""
+        with self._lock:
+            return [key for key in keys if key in self._entries and not self._entries[key].live]
+
+    def largest(self, count: int) -> list[tuple[Key, int]]:
+        """The live keys that take most."""
+        with self._lock:
+            live = [(key, entry.nbytes) for key, entry in self._entries.items() if entry.live]
+        return sorted(live, key=lambda item: -item[1])[:count]
+
+    @property
+    def spilled_total(self) -> Spilled:
+        """For Dask's metrics: what does not lie in host memory, and what lies on disk."""
+        with self._lock:
+            entries = [entry for entry in self._entries.values() if entry.kind == PARTITIONS]
+        off_host = [e.nbytes for e in entries if e.tier is Tier.DISK]
+        if not self._device.on_host:
+            off_host += [e.nbytes for e in entries if e.live and e.tier is Tier.DEVICE]
+        return Spilled(sum(off_host), self._below.total(Tier.DISK))
+
+    def _moved(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> None:
+        self._metrics.add(f"memory.spill.bytes.{source}.{target}", nbytes)
+        self._metrics.add("memory.spill.seconds", seconds)
+
+    def _account(self) -> None:
+        for tier in Tier:
+            for kind in (PARTITIONS, SHARDS):
+                nbytes = self._live.of_kind(tier, kind) + self._below.used(tier, kind)
+                self.ledger.set(tier, kind, nbytes)
+            self.ledger.set(tier, "reservations", self._live.promised(tier))
+            self._metrics.peak(f"memory.{tier}.peak", self.ledger.used(tier))
+        self._changed()
+
+    def close(self) -> None:
+        """Let everything go, files included. Blocks."""
+        with self._lock:
+            self._entries.clear()
+            self._live.clear()
+        self._below.close()
+
+
+class _Gathering:
+    """Buffers on their way up: to the device, or into new host memory without one."""
+
+    def __init__(self, device: Device | None):
+        self._device = device
+        self._fence: Fence | None = None
+
+    def __call__(self, pieces: Scattered) -> Buffer:
+        if self._device is None:
+            return joined(pieces)
+        buffer, self._fence = self._device.gather(pieces)
+        return buffer
+
+    def wait(self) -> None:
+        # One thread's copies are made in order, so the last fence is behind all of them.
+        if self._fence is not None:
+            self._fence()

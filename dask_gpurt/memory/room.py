@@ -1,0 +1,166 @@
+"""Room in the live tiers: promised before it is taken, and made by spilling.
+
+A spill copies first and lets go of the object afterwards, unless somebody has begun to read
+it meanwhile. The copies of one spill are all begun before the first is waited for, so that a
+device that is busy is waited for once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.device.protocol import Fence
+from dask_gpurt.memory.entries import Entries, Entry, Need
+from dask_gpurt.memory.frames import NotMovable, take_apart
+from dask_gpurt.memory.policy import Candidate, choose
+from dask_gpurt.memory.tiers import NoRoom, Tier
+
+
+@dataclass(frozen=True)
+class _Move:
+    """An object that is being copied down."""
+
+    key: Key
+    entry: Entry
+    #: Of the entry when the copy began: it is stale once somebody has read the object again.
+    used: int
+    target: Tier
+    name: str
+    fence: Fence
+    began: float
+
+
+class Room(Entries):
+    """Entries whose live tiers have limits. Thread-safe.
+
+    Parameters
+    ----------
+    needed
+        The soonest scheduler priority among the tasks of this worker that need a key, None
+        without any. Called on any thread.
+    """
+
+    def __init__(self, *args: Any, needed: Callable[[Key], Need], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._needed = needed
+        #: One at a time makes room: two would choose the same objects.
+        self._spilling = threading.RLock()
+
+    # ---- promised --------------------------------------------------------------------
+
+    def promise_at_once(self, key: Key, nbytes: int, tier: Tier) -> bool:
+        """Promise room to a key that will be stored, if there is some; does not block."""
+        with self._lock:
+            if self._excess(nbytes, tier) > 0:
+                return False
+            self._live.promise(key, tier, nbytes)
+            self._account()
+            return True
+
+    def promise(self, key: Key, nbytes: int, tier: Tier) -> None:
+        """Promise room to a key that will be stored; spills for it. Blocks."""
+        self.make_room(nbytes, tier)
+        with self._lock:
+            self._live.promise(key, tier, nbytes)
+            self._account()
+
+    def forget_promise(self, key: Key) -> None:
+        """A key will not be stored after all."""
+        with self._lock:
+            if self._live.forget(key):
+                self._account()
+
+    def keeps_live(self, nbytes: int, tier: Tier) -> bool:
+        """Whether so many bytes would leave half of a tier to other things."""
+        limit = self.limits.device if tier is Tier.DEVICE else self.limits.host
+        return 2 * nbytes <= limit
+
+    def over(self) -> int:
+        """Bytes by which live objects exceed the device tier."""
+        return max(self.live_bytes(Tier.DEVICE) - self.limits.device, 0)
+
+    # ---- made ------------------------------------------------------------------------
+
+    def make_room(self, nbytes: int, tier: Tier = Tier.DEVICE) -> int:
+        """Spill until ``nbytes`` more fit into a tier, as far as that goes; the bytes spilled. Blocks."""
+        if self._excess(nbytes, tier) <= 0:
+            return 0
+        with self._spilling:
+            return self._spill(self._excess(nbytes, tier), tier)
+
+    def spill(self, nbytes: int, tier: Tier = Tier.DEVICE) -> int:
+        """Spill at least ``nbytes`` out of a tier, as far as that goes; the bytes spilled. Blocks."""
+        with self._spilling:
+            return self._spill(nbytes, tier)
+
+    def _spill(self, nbytes: int, tier: Tier) -> int:
+        freed, stuck = 0, set[Key]()
+        while freed < nbytes:
+            candidates = [c for c in self._candidates(tier) if c.key not in stuck]
+            chosen = choose(candidates, nbytes - freed)
+            if not chosen:
+                break
+            moves = [(c, self._begin(c.key, tier)) for c in chosen]
+            for candidate, move in moves:
+                if move is not None and self._end(move):
+                    freed += candidate.nbytes
+                else:
+                    stuck.add(candidate.key)
+        return freed
+
+    def _candidates(self, tier: Tier) -> list[Candidate]:
+        with self._lock:
+            free = [
+                (key, entry, self._live.gain(key, tier))
+                for key, entry in self._entries.items()
+                if entry.live and entry.home is tier and not entry.holders and not entry.moving
+            ]
+        return [
+            Candidate(key, gain, entry.needed or self._needed(key), entry.used) for key, entry, gain in free
+        ]
+
+    def _begin(self, key: Key, tier: Tier) -> _Move | None:
+        """First phase: begin to copy an object down."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or not entry.live or entry.holders or entry.moving:
+                return None
+            entry.moving, value, used = True, entry.value, entry.used
+        name, began = self._new_name(), perf_counter()
+        try:
+            target, fence = self._below.put(name, take_apart(value), entry.kind, tier)
+            return _Move(key, entry, used, target, name, fence, began)
+        except NotMovable as error:
+            self._metrics.fallback("an object stays live", str(error))
+        except NoRoom as error:
+            self._metrics.fallback("objects stay live above their tier's limit", str(error))
+        except BaseException:
+            self._arrived(entry)
+            raise
+        self._arrived(entry)
+        return None
+
+    def _end(self, move: _Move) -> bool:
+        """Second phase: let go of the live object, unless it is gone or was read meanwhile."""
+        entry, left = move.entry, False
+        try:
+            move.fence()
+            with self._lock:
+                if self._entries.get(move.key) is entry and not entry.holders and entry.used == move.used:
+                    entry.live, entry.value, entry.tier, entry.name = False, None, move.target, move.name
+                    self._live.discard(move.key)
+                    self._account()
+                    left = True
+        finally:
+            if not left:
+                self._below.discard(move.target, move.name)
+            self._arrived(entry)
+        if left:
+            self._moved(entry.home, move.target, entry.nbytes, perf_counter() - move.began)
+        return left
