@@ -216,8 +216,8 @@ class Machine(RuleBasedStateMachine):
         self.ladder.make_room(nbytes)
         roots = [set(owned(value)) for value in self.live().values()]
         apart = len(set().union(*roots)) == sum(map(len, roots))
-        movable = all(hasattr(value, "shape") for value in self.live().values())
-        if roots and apart and movable and not self.holds() and self.limits.disk is None:
+        movable = any(hasattr(value, "shape") for value in self.live().values())
+        if movable and apart and not self.holds() and self.limits.disk is None:
             assert self.live_and_promised() + nbytes <= self.limits.device
 
     @rule(key=KEYS, nbytes=AMOUNTS)
@@ -239,7 +239,6 @@ class Machine(RuleBasedStateMachine):
     def meanwhile_a_copy_is_below(self, data: st.DataObject, actions: list[str]) -> None:
         with self.gate.stopping(lambda: self.ladder.spill(1 << 30)):
             self.act(data, actions)
-        self.change_something()
 
     @rule(data=st.data(), actions=st.lists(st.sampled_from(["put", "delete"]), max_size=4))
     def meanwhile_a_file_is_read(self, data: st.DataObject, actions: list[str]) -> None:
