@@ -61,15 +61,13 @@ class DiskTier(MutableMapping[str, Frames]):
                 raise self._no_room(size, f"{self.used} of {self.capacity} bytes are used")
             self.used += size
             path = os.path.join(self.path, str(next(self._names)))
-        partial = path + ".part"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            self._on_file(partial, flags, lambda fd: write(fd, parts))
-            os.rename(partial, path)
+            self._on_file(path, flags, lambda fd: write(fd, parts))
         except BaseException as error:
             self._give_back(size)
             with suppress(OSError):  # the first error is the one that says why
-                os.unlink(partial)
+                os.unlink(path)
             if isinstance(error, OSError):
                 raise self._no_room(size, error.strerror or str(error)) from error
             raise

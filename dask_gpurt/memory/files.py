@@ -50,8 +50,16 @@ def layout(frames: Frames) -> Scattered:
 
 
 def file_size(parts: Scattered) -> int:
-    """Bytes of the file of ``parts``."""
+    """Bytes of the file of ``parts``, up to the end of a page."""
+    return _pages(_content(parts))
+
+
+def _content(parts: Scattered) -> int:
     return _CHECKSUM.size + sum(int(part.nbytes) for part in parts)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
 
 
 def write(fd: int, parts: Scattered) -> None:
@@ -82,10 +90,9 @@ def write(fd: int, parts: Scattered) -> None:
             checksum = zlib.crc32(chunk.data, checksum)
             put(chunk)
     put(np.frombuffer(_CHECKSUM.pack(checksum), np.uint8))
-    pages = -(-filled // _PAGE) * _PAGE
-    bounce[filled:pages] = 0
-    flush(pages)
-    os.ftruncate(fd, file_size(parts))
+    # Whole pages: to cut the file off afterwards takes longer than to write a small one.
+    bounce[filled : _pages(filled)] = 0
+    flush(_pages(filled))
 
 
 def read(fd: int, path: str, size: int) -> Frames:
@@ -98,32 +105,30 @@ def read(fd: int, path: str, size: int) -> Frames:
     """
     if os.fstat(fd).st_size != size:
         raise corrupt(path, "its size is another one")
-    whole, checksum = _read_whole(fd, path, size)
+    whole = _read_whole(fd, path, size)
     magic, header_size, count = _START.unpack(whole[: _START.size].data)
     start = _START.size + 8 * count
     if magic != _MAGIC or start > size:
         raise corrupt(path, "it begins wrongly")
     lengths = whole[_START.size : start].view("<u8").tolist()
-    if start + header_size + sum(lengths) + _CHECKSUM.size != size:
-        raise corrupt(path, "its lengths are wrong")
-    if _CHECKSUM.unpack(whole[size - _CHECKSUM.size : size].data)[0] != checksum:
-        raise corrupt(path, "its checksum is wrong")
     ends = list(itertools.accumulate(lengths, initial=start + header_size))
+    end = ends[-1]
+    if _pages(end + _CHECKSUM.size) != size:
+        raise corrupt(path, "its lengths are wrong")
+    if _CHECKSUM.unpack(whole[end : end + _CHECKSUM.size].data)[0] != zlib.crc32(whole[:end].data):
+        raise corrupt(path, "its checksum is wrong")
     header = whole[start : start + header_size].tobytes()
     return Frames(header, tuple([whole[a:b]] for a, b in itertools.pairwise(ends)))
 
 
-def _read_whole(fd: int, path: str, size: int) -> tuple[np.ndarray, int]:
-    """The bytes of a file, and the checksum of all but the last ones, which are its own."""
-    memory = np.empty(-(-size // _PAGE) * _PAGE + _PAGE, np.uint8)
+def _read_whole(fd: int, path: str, size: int) -> np.ndarray:
+    memory = np.empty(size + _PAGE, np.uint8)
     offset = -memory.ctypes.data % _PAGE
-    whole = memory[offset : offset + memory.size - _PAGE]
-    filled, checksum = 0, 0
+    whole = memory[offset : offset + size]
+    filled = 0
     while filled < size:
         nbytes = os.readv(fd, [whole[filled : filled + _BOUNCE].data])
         if not nbytes:
             raise corrupt(path, "it ends too early")
-        checked = whole[filled : min(filled + nbytes, size - _CHECKSUM.size)]
-        checksum = zlib.crc32(checked.data, checksum)
         filled += nbytes
-    return whole, checksum
+    return whole
