@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,12 +189,19 @@ class CudaDevice:
         memory = cupy.cuda.UnownedMemory(source.ptr, source.size, source)
         return cupy.ndarray(source.size, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
-    def land(self, source: Buffer) -> Buffer:
+    def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
+        return self._copied((source.ptr, source.size) for source in sources)
+
+    def _copied(self, sources: Iterable[tuple[int, int]]) -> list[Buffer]:
+        """New buffers with what lies at some addresses, so many bytes of it."""
         stream, raw = self.stream()
-        buffer = rmm.DeviceBuffer(size=source.size, stream=stream)
-        runtime.memcpyAsync(buffer.ptr, source.ptr, source.size, runtime.memcpyDefault, raw.ptr)
+        buffers = []
+        for ptr, size in sources:
+            buffer = rmm.DeviceBuffer(size=size, stream=stream)
+            runtime.memcpyAsync(buffer.ptr, ptr, size, runtime.memcpyDefault, raw.ptr)
+            buffers.append(buffer)
         raw.synchronize()
-        return buffer
+        return buffers
 
     def to_host(self, source: Buffer) -> memoryview:
         _, raw = self.stream()
@@ -203,13 +210,8 @@ class CudaDevice:
         raw.synchronize()
         return host.data
 
-    def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
-        stream, raw = self.stream()
-        data = np.frombuffer(source, np.uint8)
-        buffer = rmm.DeviceBuffer(size=data.nbytes, stream=stream)
-        runtime.memcpyAsync(buffer.ptr, data.ctypes.data, data.nbytes, runtime.memcpyDefault, raw.ptr)
-        raw.synchronize()
-        return buffer
+    def from_host(self, sources: Sequence[np.ndarray]) -> list[Buffer]:
+        return self._copied((source.ctypes.data, source.nbytes) for source in sources)
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         _, raw = self.after_compute() if ordered else self.stream()

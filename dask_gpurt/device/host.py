@@ -227,14 +227,14 @@ class HostDevice:
     def for_comm(self, source: Buffer) -> Any:
         return source
 
-    def land(self, source: Buffer) -> Buffer:
-        return np.array(source)
+    def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
+        return [np.array(source) for source in sources]
 
     def to_host(self, source: Buffer) -> memoryview:
         return memoryview(source)
 
-    def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
-        return np.frombuffer(source, np.uint8)
+    def from_host(self, sources: Sequence[np.ndarray]) -> list[Buffer]:
+        return list(sources)
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         for source, pieces in zip(sources, into, strict=True):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 #: What a table backend reads from and writes to: a ``numpy`` byte array on the host,
 #: an object with ``ptr`` and ``size`` on a GPU.
 Buffer = Any
@@ -138,8 +140,8 @@ class Device(Protocol):
         """``source`` as such a comm takes it, without a copy."""
         ...
 
-    def land(self, source: Buffer) -> Buffer:
-        """Copy ``source`` into memory of this process, complete on return.
+    def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
+        """Copy mapped memory into memory of this process, complete on return.
 
         Raises
         ------
@@ -152,8 +154,14 @@ class Device(Protocol):
         """Copy ``source`` into host memory, complete on return."""
         ...
 
-    def from_host(self, source: bytes | bytearray | memoryview) -> Buffer:
-        """Make bytes in host memory readable for the table backend, complete on return."""
+    def from_host(self, sources: Sequence[np.ndarray]) -> list[Buffer]:
+        """Make bytes in host memory readable for the table backend, complete on return.
+
+        Raises
+        ------
+        MemoryError
+            When the device has no room.
+        """
         ...
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -137,7 +137,8 @@ class Exchange:
         device = self.pools.device(shard.device)
         parcel = Parcel(run, shard, path, device, self.landing, self._release_soon)
         self._parcels[shard.producer].add(parcel)
-        self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes + len(shard.header))
+        headers = sum(len(section.header) for section in shard.sections)
+        self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes + headers)
         self.metrics.add(f"exchange.shards.{path.name}")
         pressed = self.worker.loop.time() - self._asked.get(shard.producer, -PRESSED) < PRESSED
         if pressed or not path.in_place:
@@ -168,7 +169,7 @@ class Exchange:
             await self._limiter.decrease(nbytes)
 
     def _pull_mapped(self, parcel: Parcel) -> None:
-        self._land(parcel, parcel.source(), parcel.device.land)
+        self._land(parcel, parcel.sources(), parcel.device.land)
         self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
     async def _pull_by_comm(self, parcel: Parcel) -> None:
@@ -184,11 +185,11 @@ class Exchange:
         if reply["data"] is None:
             raise PeerError(f"worker {shard.producer} does not have shard {shard.id} any more")
         here = parcel.device.on_host or parcel.device.carried_by(self._protocol)
-        bring = _as_it_is if here else parcel.device.from_host
-        await self.offload(self._land, parcel, received(reply["data"]), bring)
+        bring = list if here else parcel.device.from_host
+        await self.offload(self._land, parcel, [received(data) for data in reply["data"]], bring)
 
-    def _land(self, parcel: Parcel, source: Any, bring: Callable[[Any], Any]) -> None:
-        parcel.land(lambda key: self.landing.put(key, parcel.shard, source, parcel.device, bring))
+    def _land(self, parcel: Parcel, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]) -> None:
+        parcel.land(lambda key: self.landing.put(key, parcel.shard, sources, parcel.device, bring))
 
     # ---- releasing -------------------------------------------------------------------
 
@@ -254,13 +255,14 @@ class Exchange:
         return {"version": __version__, "ticket": outbox.pool.ticket()}
 
     async def fetch(self, kind: str, shard: int) -> dict[str, Any]:
-        """Handler: the bytes of a shard, for a peer that can not map them."""
-        block = self.pools.known(kind).view(shard)
-        if block is None:
+        """Handler: the bytes of a shard by section, for a peer that can not map them."""
+        blocks = self.pools.known(kind).view(shard)
+        if blocks is None:
             return {"data": None}
         device = self.pools.device(kind)
         readable = device.for_comm if device.carried_by(self._protocol) else device.to_host
-        return {"data": to_serialize(await self.offload(readable, block.buffer))}
+        buffers = await self.offload(lambda: [readable(block.buffer) for block in blocks])
+        return {"data": [to_serialize(buffer) for buffer in buffers]}
 
     def release(self, kind: str, shards: list[int]) -> None:
         """Handler: an owner is done with these shards."""
@@ -312,10 +314,6 @@ class Exchange:
             if (path := _result(task)) and path.mapping is not None:
                 path.mapping.close()
         self.pools.close()
-
-
-def _as_it_is(data: Any) -> Any:
-    return data
 
 
 def _result(task: asyncio.Task[Path]) -> Path | None:

@@ -61,8 +61,8 @@ class Parcel:
         self._readers = 0
         self._held = True
         self._landed: Future[None] = Future()
-        #: What the table backend remembers of the bytes, while they lie in the producer's pool.
-        self.memo: dict[str, Any] = {}
+        #: What the table backend remembers of each section, while it lies in the producer's pool.
+        self.memos: list[dict[str, Any]] = [{} for _ in shard.sections]
         self._fences: list[Callable[[], None]] = []
 
     def start_moving(self) -> bool:
@@ -80,7 +80,7 @@ class Parcel:
             in_vain = self.place is Place.GONE
             if not in_vain:
                 self.place = Place.LANDED
-                self.memo = {}
+                self._forget()
             let_go = self._lets_go()
         if in_vain:
             self._landing.discard(self.key)
@@ -132,10 +132,15 @@ class Parcel:
             if let_go:
                 self._let_go()
 
-    def source(self) -> Buffer:
-        """The mapped bytes in the producer's pool, while the shard is there."""
+    def source(self, which: int) -> Buffer:
+        """The mapped bytes of a section in the producer's pool, while the shard is there."""
         assert self.path.mapping is not None
-        return self.path.mapping.view(self.shard.offset, self.shard.nbytes)
+        section = self.shard.sections[which]
+        return self.path.mapping.view(section.offset, section.nbytes)
+
+    def sources(self) -> list[Buffer]:
+        """Those of all sections."""
+        return [self.source(which) for which in range(len(self.shard.sections))]
 
     def discard(self) -> None:
         """Nobody will read this any more: wait for readers, then let it go. Blocks."""
@@ -150,7 +155,10 @@ class Parcel:
             self._let_go()
         if before is Place.LANDED:
             self._landing.discard(self.key)
-        self.memo = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.memos = [{} for _ in self.shard.sections]
 
     def moved_in_vain(self) -> None:
         """The mover has stopped without landing."""
@@ -181,9 +189,9 @@ class Parcel:
 
 @contextmanager
 def reading(
-    parcels: Sequence[Parcel], landing: Landing, check: Callable[[], None]
+    wanted: Sequence[tuple[Parcel, int]], landing: Landing, check: Callable[[], None]
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
-    """The bytes of some shards and the memo of each, for as long as the body runs. Blocks.
+    """The bytes of some sections of shards, each with a memo, for as long as the body runs. Blocks.
 
     Raises
     ------
@@ -191,11 +199,10 @@ def reading(
         When the run is over.
     """
     with ExitStack() as stack:
-        landed = {parcel.key for parcel in parcels if stack.enter_context(parcel.staying(check))}
-        found = stack.enter_context(landing.reading(landed))
+        parcels = {parcel for parcel, _ in wanted}
+        landed = {parcel for parcel in parcels if stack.enter_context(parcel.staying(check))}
+        found = stack.enter_context(landing.reading((p.key, which) for p, which in wanted if p in landed))
         yield [
-            (found[parcel.key].buffer, found[parcel.key].memo)
-            if parcel.key in landed
-            else (parcel.source(), parcel.memo)
-            for parcel in parcels
+            found[parcel.key, which] if parcel in landed else (parcel.source(which), parcel.memos[which])
+            for parcel, which in wanted
         ]

@@ -8,7 +8,7 @@ tier is the disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange.shard import Shard
 from dask_gpurt.memory.frames import Raw, raw_frames
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.ladder import Ladder, Part
 from dask_gpurt.memory.ledger import SHARDS
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Metrics
@@ -40,15 +40,22 @@ class Landing:
         self._main = main
         self._metrics = metrics
 
-    def put(self, key: str, shard: Shard, source: Any, device: Device, bring: Callable[[Any], Any]) -> None:
+    def put(
+        self,
+        key: str,
+        shard: Shard,
+        sources: Sequence[Any],
+        device: Device,
+        bring: Callable[[Sequence[Any]], list[Any]],
+    ) -> None:
         """Keep the bytes of a shard, live or in a lower tier.
 
         Parameters
         ----------
-        source
-            The bytes, mapped or in memory of this process.
+        sources
+            The bytes of each section, mapped or in memory of this process.
         bring
-            Makes a buffer of ``device`` out of them; may raise MemoryError.
+            Makes buffers of ``device`` out of them; may raise MemoryError.
 
         Raises
         ------
@@ -59,13 +66,13 @@ class Landing:
         needed = (math.inf, min(shard.filled(), default=0))
         if self._ladder.promise_at_once(key, shard.nbytes, home):
             try:
-                self._ladder.store(key, Raw(bring(source)), SHARDS, home=home, needed=needed)
+                self._ladder.store(key, Raw(bring(sources)), SHARDS, home=home, needed=needed)
                 return
             except MemoryError:
                 self._metrics.fallback("shards do not stay on the device", "it has no room for them")
                 self._ladder.forget_promise(key)
         try:
-            tier = self._ladder.store_below(key, raw_frames(source), SHARDS, home=home, needed=needed)
+            tier = self._ladder.store_below(key, raw_frames(sources), SHARDS, home=home, needed=needed)
         except NoRoom as error:
             raise OSError(f"no tier has room for the shards that this worker has pulled: {error}") from error
         self._metrics.add(f"memory.spill.bytes.exchange.{tier}", shard.nbytes)
@@ -78,10 +85,10 @@ class Landing:
         return self._ladder.keeps_live(nbytes, self._home(kind))
 
     @contextmanager
-    def reading(self, keys: Iterable[str]) -> Iterator[dict[str, Raw]]:
-        """Shards for the table backend, for as long as the body runs."""
-        with self._ladder.reading(keys) as found:
-            yield {str(key): raw for key, raw in found.items()}
+    def reading(self, wanted: Iterable[tuple[str, int]]) -> Iterator[dict[Any, Part]]:
+        """Sections of shards for the table backend, for as long as the body runs."""
+        with self._ladder.reading(wanted) as found:
+            yield found
 
     def discard(self, key: str) -> None:
         """Let a shard go."""

@@ -25,7 +25,7 @@ ASK_AGAIN = 0.5
 class _Entry:
     run: RunKey
     owner: str
-    block: Block
+    blocks: tuple[Block, ...]
 
 
 class Outbox:
@@ -69,11 +69,11 @@ class Outbox:
         """
         self.pool.free(block)
 
-    def publish(self, run: RunKey, owner: str, block: Block) -> int:
-        """Hand a block over to ``owner``; returns the id by which it is released."""
+    def publish(self, run: RunKey, owner: str, blocks: Iterable[Block]) -> int:
+        """Hand the blocks of a shard over to ``owner``; returns the id by which they are released."""
         with self._changed:
             shard = next(self._ids)
-            self._entries[shard] = _Entry(run, owner, block)
+            self._entries[shard] = _Entry(run, owner, tuple(blocks))
         return shard
 
     def wait_for_room(self, nbytes: int, seen: int, check: Callable[[], None]) -> None:
@@ -106,11 +106,11 @@ class Outbox:
             finally:
                 self._waiting -= 1
 
-    def view(self, shard: int) -> Block | None:
-        """The block of a shard that is still published."""
+    def view(self, shard: int) -> tuple[Block, ...] | None:
+        """The blocks of a shard that is still published."""
         with self._changed:
             entry = self._entries.get(shard)
-        return entry.block if entry else None
+        return entry.blocks if entry else None
 
     def release(self, shards: Iterable[int]) -> None:
         """Free blocks that their owners are done with; unknown ids are ignored."""
@@ -130,7 +130,8 @@ class Outbox:
 
     def _free(self, entries: list[_Entry]) -> None:
         for entry in entries:
-            self.pool.free(entry.block)
+            for block in entry.blocks:
+                self.pool.free(block)
         if entries:
             self.freed += len(entries)
             self._changed.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 #: The shuffle and its run; what is published under an old run is never read under a new one.
@@ -13,8 +14,36 @@ class ExchangeClosed(Exception):
 
 
 @dataclass(frozen=True)
+class Section:
+    """Rows that were packed into one block.
+
+    Attributes
+    ----------
+    partitions, offsets
+        The output partitions in it and the rows at which they begin; the number of rows
+        last.
+    offset, nbytes
+        Where it lies in the pool.
+    header
+        What the table backend needs to read it.
+    """
+
+    partitions: tuple[int, ...]
+    offsets: tuple[int, ...]
+    offset: int
+    nbytes: int
+    header: bytes
+
+    def filled(self) -> Iterator[tuple[int, int]]:
+        """The output partitions that have rows in it, and where they stand in ``partitions``."""
+        for at, partition in enumerate(self.partitions):
+            if self.offsets[at + 1] > self.offsets[at]:
+                yield partition, at
+
+
+@dataclass(frozen=True)
 class Shard:
-    """Where a packed piece lies, and what is in it.
+    """What one owner gets of one input partition, or a part of that.
 
     Attributes
     ----------
@@ -26,14 +55,9 @@ class Shard:
         Kind of that pool.
     source, attempt, part
         The input partition it was cut from, in which attempt of the producer, and which of
-        several pieces it is: outputs are put together by source and part.
-    offset, nbytes
-        Where it lies in the pool.
-    header
-        What the table backend needs to read it.
-    partitions, offsets
-        The output partitions in it and the rows at which they begin; the number of rows
-        last.
+        several shards it is: outputs are put together by source, part and section.
+    sections
+        Usually one; many when outputs are to be read one by one.
     """
 
     id: int
@@ -42,15 +66,13 @@ class Shard:
     source: int
     attempt: int
     part: int
-    offset: int
-    nbytes: int
-    header: bytes
-    partitions: tuple[int, ...]
-    offsets: tuple[int, ...]
+    sections: tuple[Section, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sections."""
+        return sum(section.nbytes for section in self.sections)
 
     def filled(self) -> set[int]:
         """The output partitions that have rows in it."""
-        ends = self.offsets[1:]
-        return {
-            p for p, start, stop in zip(self.partitions, self.offsets, ends, strict=False) if stop > start
-        }
+        return {partition for section in self.sections for partition, _ in section.filled()}

@@ -11,7 +11,7 @@ import numpy as np
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Fence, passed
-from dask_gpurt.memory.frames import Frames
+from dask_gpurt.memory.frames import Frames, Scattered
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 _ORDER = list(Tier)
@@ -110,6 +110,11 @@ class Below:
         """What was put; refers to the tier's memory, so it must not be discarded while it is read."""
         frames: Frames = self._tiers[tier][name]
         return frames
+
+    def part(self, tier: Tier, name: str, which: int) -> Scattered:
+        """One buffer of what was put, which refers to the tier's memory too."""
+        pieces: Scattered = self._tiers[tier].part(name, which)
+        return pieces
 
     def discard(self, tier: Tier, name: str) -> None:
         """Let an object go."""

@@ -15,15 +15,24 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from dask_gpurt.memory.files import CorruptFile, corrupt, file_size, layout, read, write
-from dask_gpurt.memory.frames import Frames
+import numpy as np
+
+from dask_gpurt.memory.files import CorruptFile, Span, corrupt, file_size, read, write
+from dask_gpurt.memory.frames import Frames, Scattered
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 __all__ = ["CorruptFile", "DiskTier"]
 
 _T = TypeVar("_T")
+
+
+class _File(NamedTuple):
+    path: str
+    size: int
+    #: The header, then the buffers.
+    spans: list[Span]
 
 
 class DiskTier(MutableMapping[str, Frames]):
@@ -48,14 +57,14 @@ class DiskTier(MutableMapping[str, Frames]):
         self.used = 0
         #: Whether the file system has not refused direct I/O so far.
         self.direct = True
-        self._files: dict[str, tuple[str, int]] = {}
+        self._files: dict[str, _File] = {}
         self._names = itertools.count()
         self._lock = threading.Lock()
         self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
 
     def __setitem__(self, key: str, frames: Frames) -> None:
-        parts = layout(frames)
-        size = file_size(parts)
+        buffers: list[Scattered] = [[np.frombuffer(frames.header, np.uint8)], *frames.buffers]
+        size = file_size(sum(piece.nbytes for pieces in buffers for piece in pieces))
         with self._lock:
             if self.capacity is not None and self.used + size > self.capacity:
                 raise self._no_room(size, f"{self.used} of {self.capacity} bytes are used")
@@ -63,7 +72,7 @@ class DiskTier(MutableMapping[str, Frames]):
             path = os.path.join(self.path, str(next(self._names)))
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            self._on_file(path, flags, lambda fd: write(fd, parts))
+            spans = self._on_file(path, flags, lambda fd: write(fd, buffers))
         except BaseException as error:
             self._give_back(size)
             with suppress(OSError):  # the first error is the one that says why
@@ -73,7 +82,7 @@ class DiskTier(MutableMapping[str, Frames]):
             raise
         with self._lock:
             before = self._files.get(key)
-            self._files[key] = path, size
+            self._files[key] = _File(path, size, spans)
         self._unlink(before)
 
     def _no_room(self, size: int, why: str) -> NoRoom:
@@ -81,17 +90,26 @@ class DiskTier(MutableMapping[str, Frames]):
         return NoRoom(Tier.DISK, size, f"{self.path}: {why}: {what}")
 
     def __getitem__(self, key: str) -> Frames:
-        path, size = self._files[key]
+        file = self._files[key]
+        header, *buffers = self._read(file, file.spans)
+        return Frames(header.tobytes(), tuple([buffer] for buffer in buffers))
+
+    def part(self, key: str, which: int) -> Scattered:
+        """One buffer of an object, without reading the others."""
+        file = self._files[key]
+        return self._read(file, [file.spans[1 + which]])
+
+    def _read(self, file: _File, spans: list[Span]) -> list[np.ndarray]:
         try:
-            return self._on_file(path, os.O_RDONLY, lambda fd: read(fd, path, size))
+            return self._on_file(file.path, os.O_RDONLY, lambda fd: read(fd, file.path, spans))
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EIO) and not isinstance(error, CorruptFile):
-                raise corrupt(path, error.strerror) from error
+                raise corrupt(file.path, error.strerror) from error
             raise
 
     def stored(self, key: str) -> int:
         """Bytes in the file of an object."""
-        return self._files[key][1]
+        return self._files[key].size
 
     def __delitem__(self, key: str) -> None:
         with self._lock:
@@ -119,12 +137,11 @@ class DiskTier(MutableMapping[str, Frames]):
         self.clear()
         self._remove()
 
-    def _unlink(self, file: tuple[str, int] | None) -> None:
+    def _unlink(self, file: _File | None) -> None:
         if file is not None:
-            path, size = file
-            self._give_back(size)
+            self._give_back(file.size)
             with suppress(FileNotFoundError):  # somebody cleaned up, which is what we want
-                os.unlink(path)
+                os.unlink(file.path)
 
     def _give_back(self, size: int) -> None:
         with self._lock:

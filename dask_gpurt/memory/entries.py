@@ -153,10 +153,23 @@ class Entries:
 
     def _read(self, copy: Copy, stack: ExitStack) -> Any:
         """The object again; it is complete when ``stack`` has been left."""
-        entry, tier, name = copy
-        gathering = _Gathering(self._device if entry.home is Tier.DEVICE else None)
+        _, tier, name = copy
+        gathering = self._gathering(copy)
         stack.callback(gathering.wait)
         return put_together(self._below.get(tier, name), gathering)
+
+    def _part(self, copy: Copy, which: int) -> Scattered:
+        """One buffer of a copy, where it lies."""
+        _, tier, name = copy
+        return self._below.part(tier, name, which)
+
+    def _on_host(self, copy: Copy) -> bool:
+        """Whether what lies in host memory can be read as it is."""
+        entry, _, _ = copy
+        return self._device.on_host or entry.home is Tier.HOST
+
+    def _gathering(self, copy: Copy) -> Gathering:
+        return Gathering(None if self._on_host(copy) else self._device)
 
     # ---- accounts --------------------------------------------------------------------
 
@@ -210,7 +223,7 @@ class Entries:
         self._below.close()
 
 
-class _Gathering:
+class Gathering:
     """Buffers on their way up: to the device, or into new host memory without one."""
 
     def __init__(self, device: Device | None):

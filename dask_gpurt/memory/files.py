@@ -1,33 +1,28 @@
-"""The file of one object: how it is laid out, written and read.
+"""The file of one object: its buffers one behind the other, each with a checksum.
 
 Direct I/O wants addresses, offsets and lengths that are multiples of a page, so bytes are
-written through an aligned buffer, and a file is read into aligned memory as a whole. Layout:
-:data:`_START`, the length of each buffer, the header, the buffers, and a checksum of
-everything before it.
+written through an aligned buffer, and read into aligned memory. What says where a buffer
+lies stays in memory: a file is read by the process that wrote it, or by nobody.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import mmap
 import os
-import struct
 import threading
 import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from dask_gpurt.memory.frames import Frames, Scattered
+from dask_gpurt.memory.frames import Scattered
 
 _PAGE = 4096
 _BOUNCE = 4 << 20
 #: A buffer for each thread that writes: to touch a new one would take longer than to fill it.
 _threads = threading.local()
-#: Magic, bytes of header, number of buffers.
-_START = struct.Struct("<8sQQ")
-_MAGIC = b"gpurt-1\n"
-_CHECKSUM = struct.Struct("<I")
 
 
 class CorruptFile(OSError):
@@ -39,96 +34,77 @@ def corrupt(path: str, why: str | None) -> CorruptFile:
     return CorruptFile(errno.EIO, f"spilled data is lost and is to be computed again ({why})", path)
 
 
-def layout(frames: Frames) -> Scattered:
-    """What goes into a file, up to the checksum."""
-    lengths = np.array([sum(piece.nbytes for piece in buffer) for buffer in frames.buffers], "<u8")
-    start = _START.pack(_MAGIC, len(frames.header), len(lengths))
-    return [
-        np.frombuffer(start + lengths.tobytes() + frames.header, np.uint8),
-        *(piece for buffer in frames.buffers for piece in buffer),
-    ]
+class Span(NamedTuple):
+    """Where a buffer lies in its file, and what tells whether it is still the same."""
+
+    offset: int
+    nbytes: int
+    checksum: int
 
 
-def file_size(parts: Scattered) -> int:
-    """Bytes of the file of ``parts``, up to the end of a page."""
-    return _pages(_content(parts))
+def file_size(nbytes: int) -> int:
+    """Bytes of a file with buffers of ``nbytes`` together: whole pages.
 
-
-def _content(parts: Scattered) -> int:
-    return _CHECKSUM.size + sum(int(part.nbytes) for part in parts)
-
-
-def _pages(nbytes: int) -> int:
+    To cut a file off after direct I/O takes longer than to write a small one.
+    """
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def write(fd: int, parts: Scattered) -> None:
+def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
     """Write a file."""
     if not hasattr(_threads, "bounce"):
         _threads.bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE), np.uint8)
-    bounce = _threads.bounce
-    filled, checksum = 0, 0
+    bounce, filled, written, spans = _threads.bounce, 0, 0, []
 
     def flush(nbytes: int) -> None:
+        nonlocal written, filled
         left = bounce.data[:nbytes]
         while left:
             left = left[os.write(fd, left) :]
+        written, filled = written + nbytes, 0
 
-    def put(part: np.ndarray) -> None:
-        nonlocal filled
-        while part.size:
-            size = min(part.size, _BOUNCE - filled)
-            np.copyto(bounce[filled : filled + size], part[:size])
-            filled, part = filled + size, part[size:]
-            if filled == _BOUNCE:
-                flush(_BOUNCE)
-                filled = 0
-
-    for part in parts:
-        for at in range(0, part.size, _BOUNCE):  # so that the checksum finds in the cache what it copies
-            chunk = part[at : at + _BOUNCE]
-            checksum = zlib.crc32(chunk.data, checksum)
-            put(chunk)
-    put(np.frombuffer(_CHECKSUM.pack(checksum), np.uint8))
-    # Whole pages: to cut the file off afterwards takes longer than to write a small one.
-    bounce[filled : _pages(filled)] = 0
-    flush(_pages(filled))
+    for pieces in buffers:
+        start, checksum = written + filled, 0
+        for piece in pieces:
+            while piece.size:
+                part = piece[: _BOUNCE - filled]
+                np.copyto(bounce[filled : filled + part.size], part)
+                checksum = zlib.crc32(part.data, checksum)
+                filled, piece = filled + part.size, piece[part.size :]
+                if filled == _BOUNCE:
+                    flush(_BOUNCE)
+        spans.append(Span(start, written + filled - start, checksum))
+    bounce[filled : file_size(filled)] = 0
+    flush(file_size(filled))
+    return spans
 
 
-def read(fd: int, path: str, size: int) -> Frames:
-    """Read a file of ``size`` bytes; the buffers share new memory of their own.
+def read(fd: int, path: str, spans: Sequence[Span]) -> list[np.ndarray]:
+    """Read neighbouring buffers; they share new memory of their own.
 
     Raises
     ------
     CorruptFile
-        When it is not what was written.
+        When they are not what was written.
     """
-    if os.fstat(fd).st_size != size:
-        raise corrupt(path, "its size is another one")
-    whole = _read_whole(fd, path, size)
-    magic, header_size, count = _START.unpack(whole[: _START.size].data)
-    start = _START.size + 8 * count
-    if magic != _MAGIC or start > size:
-        raise corrupt(path, "it begins wrongly")
-    lengths = whole[_START.size : start].view("<u8").tolist()
-    ends = list(itertools.accumulate(lengths, initial=start + header_size))
-    end = ends[-1]
-    if _pages(end + _CHECKSUM.size) != size:
-        raise corrupt(path, "its lengths are wrong")
-    if _CHECKSUM.unpack(whole[end : end + _CHECKSUM.size].data)[0] != zlib.crc32(whole[:end].data):
-        raise corrupt(path, "its checksum is wrong")
-    header = whole[start : start + header_size].tobytes()
-    return Frames(header, tuple([whole[a:b]] for a, b in itertools.pairwise(ends)))
+    if not spans:
+        return []
+    first = spans[0].offset // _PAGE * _PAGE
+    memory = _read(fd, path, first, file_size(spans[-1].offset + spans[-1].nbytes) - first)
+    found = [memory[span.offset - first :][: span.nbytes] for span in spans]
+    for buffer, span in zip(found, spans, strict=True):
+        if zlib.crc32(buffer.data) != span.checksum:
+            raise corrupt(path, f"the checksum of its bytes from {span.offset} on is wrong")
+    return found
 
 
-def _read_whole(fd: int, path: str, size: int) -> np.ndarray:
+def _read(fd: int, path: str, start: int, size: int) -> np.ndarray:
     memory = np.empty(size + _PAGE, np.uint8)
-    offset = -memory.ctypes.data % _PAGE
-    whole = memory[offset : offset + size]
+    aligned = memory[-memory.ctypes.data % _PAGE :][:size]
     filled = 0
     while filled < size:
-        nbytes = os.readv(fd, [whole[filled : filled + _BOUNCE].data])
+        nbytes = os.preadv(fd, [aligned[filled : filled + _BOUNCE].data], start + filled)
         if not nbytes:
             raise corrupt(path, "it ends too early")
         filled += nbytes
-    return whole
+    return aligned

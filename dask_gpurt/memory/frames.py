@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,14 +48,17 @@ class Raw:
 
     Attributes
     ----------
-    buffer
-        On the device, or an array of bytes in host memory.
-    memo
-        What its reader remembers of it, for as long as it stays where it is.
+    buffers
+        On the device, or arrays of bytes in host memory.
+    memos
+        What their readers remember of each, for as long as they stay where they are.
     """
 
-    buffer: Any
-    memo: dict[str, Any] = field(default_factory=dict)
+    buffers: list[Any]
+    memos: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memos = [{} for _ in self.buffers]
 
 
 def lives_on_device(value: Any) -> bool:
@@ -72,16 +75,16 @@ def take_apart(value: Any) -> Frames:
         When it can not be serialised.
     """
     if isinstance(value, Raw):
-        return raw_frames(value.buffer)
+        return raw_frames(value.buffers)
     try:
         return _device_frames(value) if lives_on_device(value) else _host_frames(value)
     except Exception as error:
         raise NotMovable(f"a {type(value).__qualname__} can not be serialised: {error}") from error
 
 
-def raw_frames(buffer: Any) -> Frames:
-    """A buffer as it is, which comes back as a :class:`Raw`."""
-    return Frames(_RAW, ([buffer],))
+def raw_frames(buffers: Iterable[Any]) -> Frames:
+    """Buffers as they are, which come back as a :class:`Raw`."""
+    return Frames(_RAW, tuple([buffer] for buffer in buffers))
 
 
 def _host_frames(value: Any) -> Frames:
@@ -111,7 +114,7 @@ def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
         Makes a device buffer out of the pieces of one.
     """
     if frames.header == _RAW:
-        return Raw(to_device(frames.buffers[0]))
+        return Raw([to_device(pieces) for pieces in frames.buffers])
     kind, body, flags = pickle.loads(frames.header)
     if kind == "host":
         arrays = [joined(pieces) for pieces in frames.buffers]

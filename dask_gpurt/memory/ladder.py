@@ -7,6 +7,7 @@ made on threads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -16,8 +17,9 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.memory.entries import Entry, Need
-from dask_gpurt.memory.frames import Frames
+from dask_gpurt.device.protocol import Buffer, passed
+from dask_gpurt.memory.entries import Copy, Entry, Need
+from dask_gpurt.memory.frames import Frames, Scattered
 from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.room import Room
 from dask_gpurt.memory.sizes import owned
@@ -25,6 +27,10 @@ from dask_gpurt.memory.tiers import Tier
 
 #: Copies of objects that are being sent, for the coroutine that sends them.
 serving: ContextVar[dict[Key, Any] | None] = ContextVar("serving", default=None)
+
+
+#: A buffer, and what its reader remembers of it.
+Part = tuple[Buffer, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -192,25 +198,48 @@ class Ladder(Room, MutableMapping[Key, Any]):
             return held, [key for key in known if key not in held]
 
     @contextmanager
-    def reading(self, keys: Iterable[Key]) -> Iterator[dict[Key, Any]]:
-        """The objects for as long as the body runs, copies of what is not live. Blocks.
+    def reading(self, wanted: Iterable[tuple[Key, int]]) -> Iterator[dict[tuple[Key, int], Part]]:
+        """Some buffers of :class:`Raw` objects, for as long as the body runs. Blocks.
 
-        This is for what is read once: it stays in the tier where it lies, and there is room
-        for the copies.
+        This is for what is read once: it stays in the tier where it lies, is copied where the
+        device needs that, and there is room for the copies.
         """
-        held, lower = self.hold_where_live(keys)
-        try:
+        found: dict[tuple[Key, int], Part] = {}
+        pinned: dict[tuple[Key, int], Copy] = {}
+        with ExitStack() as stack:
             with self._lock:
-                live = {key: entry.value for key, entry in held.items()}
-                below = [(key, self._entries[key]) for key in lower if key in self._entries]
-            for home in {entry.home for _, entry in below}:
-                nbytes = sum(entry.nbytes for _, entry in below if entry.home is home)
-                self.promise(("reading", id(held), home), nbytes, home)
-            yield {**live, **self.copies(lower)}
-        finally:
-            self.release(held.values())
-            for home in (Tier.DEVICE, Tier.HOST):
-                self.forget_promise(("reading", id(held), home))
+                for key, which in wanted:
+                    entry = self._entries[key]
+                    if entry.live:
+                        entry.holders += 1
+                        stack.callback(self.release, [entry])
+                        found[key, which] = entry.value.buffers[which], entry.value.memos[which]
+                    else:
+                        pinned[key, which] = self._pin(entry, stack)
+            parts = {at: (copy, self._part(copy, at[1])) for at, copy in pinned.items()}
+            self._promise_reading(parts.values(), stack)
+            complete = passed
+            for at, (copy, pieces) in parts.items():
+                if self._on_host(copy) and len(pieces) == 1:
+                    found[at] = pieces[0], {}
+                    continue
+                gathering = self._gathering(copy)
+                stack.callback(gathering.wait)  # before the pin is undone, should anything fail
+                found[at] = gathering(pieces), {}
+                complete = gathering.wait  # the last one is behind the others
+            complete()
+            yield found
+
+    def _promise_reading(self, parts: Iterable[tuple[Copy, Scattered]], stack: ExitStack) -> None:
+        sizes: Counter[Tier] = Counter()
+        for copy, pieces in parts:
+            entry, tier, _ = copy
+            if not self._on_host(copy) or tier is Tier.DISK:
+                sizes[entry.home] += sum(piece.nbytes for piece in pieces)
+        for home, nbytes in sizes.items():
+            promised = ("reading", id(stack), home)
+            stack.callback(self.forget_promise, promised)
+            self.promise(promised, nbytes, home)
 
     def copies(self, keys: Iterable[Key]) -> dict[Key, Any]:
         """The objects, read from where they lie, which is where they stay. Blocks."""

@@ -79,6 +79,10 @@ class MemoryTier(MutableMapping[str, Frames]):
     def __getitem__(self, key: str) -> Frames:
         return self._entries[key][0]
 
+    def part(self, key: str, which: int) -> Scattered:
+        """One buffer of an object; refers to the memory of this mapping too."""
+        return self._entries[key][0].buffers[which]
+
     def stored(self, key: str) -> int:
         """Bytes that an object takes here."""
         return self._size(self._entries[key][1])

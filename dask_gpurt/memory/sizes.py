@@ -67,7 +67,8 @@ def _walk(value: Any) -> Iterator[tuple[int, int]]:
 def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
     library = type(value).__module__.partition(".")[0]
     if isinstance(value, Raw):
-        yield from _walk(value.buffer)
+        for buffer in value.buffers:
+            yield from _walk(buffer)
     elif library == "rmm" and hasattr(value, "ptr"):
         yield value.ptr, value.size
     elif library == "cupy" and hasattr(value, "data"):

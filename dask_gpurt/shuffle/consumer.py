@@ -13,7 +13,7 @@ from dask.typing import Key
 from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
-from dask_gpurt.exchange.shard import RunKey
+from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from dask_gpurt.table import Part, backend_for
 
@@ -84,11 +84,22 @@ class Consumer:
             self._readers.setdefault(key, set()).add(partition)
             parcels = [p for p, unread in self._unread.items() if partition in unread]
         parcels.sort(key=lambda parcel: (parcel.shard.source, parcel.shard.part))
+        wanted = [
+            (parcel, which, at)
+            for parcel in parcels
+            for which, section in enumerate(parcel.shard.sections)
+            for filled, at in section.filled()
+            if filled == partition
+        ]
         table = backend_for(self._meta, self.exchange.pools.device)
         metrics = self.exchange.metrics
         landing = self.exchange.landing
-        with reading(parcels, landing, self._check) as found, metrics.seconds("shuffle.seconds.assembling"):
-            parts = [_part(p.shard, partition, *bytes_) for p, bytes_ in zip(parcels, found, strict=True)]
+        sections = [(parcel, which) for parcel, which, _ in wanted]
+        with reading(sections, landing, self._check) as found, metrics.seconds("shuffle.seconds.assembling"):
+            parts = [
+                _part(parcel.shard.sections[which], at, *read)
+                for (parcel, which, at), read in zip(wanted, found, strict=True)
+            ]
             frame = table.assemble(parts, self._meta, ignore_index=self.spec.ignore_index)
             fence = table.fence()
             for parcel in parcels:
@@ -126,8 +137,8 @@ class Consumer:
         self.exchange.discard(parcels)
 
 
-def _part(shard: Shard, partition: int, buffer: Buffer, memo: dict[str, Any]) -> Part:
-    return Part(shard.header, buffer, shard.offsets, shard.partitions.index(partition), memo)
+def _part(section: Section, at: int, buffer: Buffer, memo: dict[str, Any]) -> Part:
+    return Part(section.header, buffer, section.offsets, at, memo)
 
 
 def _attempt(shard: Shard) -> tuple[str, int]:

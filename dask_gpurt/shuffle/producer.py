@@ -12,7 +12,7 @@ from dask.sizeof import sizeof
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
-from dask_gpurt.exchange.shard import RunKey
+from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from dask_gpurt.table import Hashed, Packed, Piece, Table, backend_for
 
@@ -45,7 +45,7 @@ class Producer:
         self.offer = offer
         self.check = check
         outputs = _beginning_after(exchange.worker.address, worker_for)
-        #: The outputs that go into one shard, and whom it goes to: coarse, and fine.
+        #: The outputs that go into one section, and whom it goes to: coarse, and fine.
         self._coarse: dict[str, list[int]] = {}
         for partition, owner in outputs:
             self._coarse.setdefault(owner, []).append(partition)
@@ -81,8 +81,8 @@ class Producer:
     def _will_spill(self, frame: Any, kind: str) -> bool:
         """Whether owners can hardly keep all that is shuffled live, if other inputs are like this one.
 
-        A shard that has been spilled is read as a whole for each output in it. So each output
-        gets shards of its own then; otherwise fewer and larger ones are cheaper.
+        A section that has been spilled is read as a whole for each output in it. So each output
+        gets a section of its own then; otherwise fewer and larger ones are cheaper.
         """
         share = sizeof(frame) * self.spec.npartitions // max(1, len(self._coarse))
         return not self.exchange.landing.keeps(share, kind)
@@ -174,11 +174,14 @@ class _Packing:
     def _publish(self) -> None:
         self.table.settle()
         packed, self._packed = self._packed, []
+        sections: dict[str, list[tuple[Piece, Packed]]] = {}
         for owner, piece, one in packed:
-            shard = self.outbox.publish(self.producer.run, owner, one.block)
-            self.producer.offer(owner, self._describe(shard, piece, one))
+            sections.setdefault(owner, []).append((piece, one))
+        for owner, mine in sections.items():
+            shard = self.outbox.publish(self.producer.run, owner, (one.block for _, one in mine))
+            self.producer.offer(owner, self._describe(shard, mine))
 
-    def _describe(self, shard: int, piece: Piece, packed: Packed) -> Shard:
+    def _describe(self, shard: int, packed: list[tuple[Piece, Packed]]) -> Shard:
         return Shard(
             id=shard,
             producer=self.producer.exchange.worker.address,
@@ -186,9 +189,8 @@ class _Packing:
             source=self.source,
             attempt=self.attempt,
             part=next(self._parts),
-            offset=packed.block.offset,
-            nbytes=packed.block.nbytes,
-            header=packed.header,
-            partitions=piece.partitions,
-            offsets=piece.offsets,
+            sections=tuple(
+                Section(piece.partitions, piece.offsets, one.block.offset, one.block.nbytes, one.header)
+                for piece, one in packed
+            ),
         )
