@@ -137,18 +137,59 @@ def damage_one(client: Client, made: list[Future], directory: Path) -> tuple[int
     return number, path
 
 
-def test_a_file_is_damaged(directory: Path) -> None:
-    """What has lost its input says which file it was, and everything else goes on."""
-    with cluster(workers=1, **SMALL) as client:
-        made = blocks(client, 24)
+@pytest.mark.parametrize("who", ["client", "task", "peer"])
+def test_a_file_is_damaged(directory: Path, who: str) -> None:
+    """Whoever needs what was in it: it is computed again, and everything else goes on."""
+    with cluster(workers=2, **SMALL) as client:
+        here, there = workers(client)
+        made = client.map(lambda i: np.full(MIB, i, np.uint8), range(24), pure=False, workers=[here])
         number, path = damage_one(client, made, directory)
-        with pytest.raises(OSError, match="spilled data is lost") as caught:
-            client.submit(np.sum, made[number]).result()
-        assert caught.value.filename == str(path)
+        if who == "client":
+            assert made[number].result(timeout=30)[0] == number
+        else:
+            asking = client.submit(np.max, made[number], workers=[here if who == "task" else there])
+            assert asking.result(timeout=30) == number
+        assert contents(client, made) == right(24)
+        assert not path.exists()
+        assert set(workers(client)) == {here, there}
+        fallback = dask_gpurt.report(client)["workers"][here]["fallbacks"]["spilled data is computed again"]
+        assert str(path) in fallback["reason"]
+
+
+def test_a_file_is_damaged_that_nothing_can_make_again(directory: Path) -> None:
+    with cluster(workers=1, **SMALL) as client:
+        made = [client.scatter(np.full(MIB, i, np.uint8)) for i in range(24)]
+        number, _ = damage_one(client, made, directory)
         damaged = made.pop(number)
+        with pytest.raises(Exception, match=r"cancelled|lost"):
+            client.submit(np.sum, damaged).result(timeout=30)
         assert contents(client, made) == [row for row in right(24) if row[0] != number]
-        del damaged
-        until(lambda: not path.exists())
+
+
+def test_it_is_switched_off_with_a_damaged_file(directory: Path) -> None:
+    with cluster(workers=1, **SMALL) as client:
+        made, before = blocks(client, 24), workers(client)
+        damage_one(client, made, directory)
+        dask_gpurt.disable(client)
+        assert contents(client, made) == right(24)
+        assert workers(client) == before
+        assert "Ladder" not in client.run(lambda dask_worker: type(dask_worker.data).__name__).values()
+
+
+def test_a_worker_that_closes_reads_nothing_back(directory: Path) -> None:
+    def note_reads(file: str) -> None:
+        from dask_gpurt.memory.disk import DiskTier
+
+        DiskTier.__getitem__ = lambda *_: Path(file).touch()
+
+    with cluster(workers=2, **SMALL) as client:
+        made = blocks(client, 48)
+        wait(made)
+        closing = workers(client)[:1]
+        client.run(note_reads, str(directory / "read"), workers=closing)
+        client.restart_workers(closing, timeout=60)
+        del made
+    assert not (directory / "read").exists()
 
 
 def test_all_tiers_are_full(directory: Path) -> None:

@@ -188,7 +188,9 @@ class Exchange:
         bring = list if here else parcel.device.from_host
         await self.offload(self._land, parcel, [received(data) for data in reply["data"]], bring)
 
-    def _land(self, parcel: Parcel, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]) -> None:
+    def _land(
+        self, parcel: Parcel, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]
+    ) -> None:
         parcel.land(lambda key: self.landing.put(key, parcel.shard, sources, parcel.device, bring))
 
     # ---- releasing -------------------------------------------------------------------

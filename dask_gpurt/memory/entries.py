@@ -25,6 +25,10 @@ from dask_gpurt.observe import Metrics
 Need = tuple[Any, ...] | None
 
 
+#: Seconds for which the end of moves is waited for when everything is let go.
+PATIENCE = 30.0
+
+
 class Spilled(NamedTuple):
     """What Dask asks a mapping for: bytes that are not in host memory, and bytes on disk."""
 
@@ -53,8 +57,10 @@ class Entry:
     #: Who reads a copy below the live tiers, and the copies that go with the last of them.
     readers: int = 0
     doomed: list[tuple[Tier, str]] = field(default_factory=list)
-    #: Reads it out of the mapping that was there before us.
-    before: Callable[[], Any] | None = field(default=None, repr=False)
+    #: Whether it can not be moved.
+    fixed: bool = False
+    #: While it lies in the mapping that was there before us: takes it out, and lets it go.
+    before: tuple[Callable[[], Any], Callable[[], None]] | None = field(default=None, repr=False)
 
 
 #: A copy below that stays as long as it is read: of what, in which tier, under which name.
@@ -126,11 +132,13 @@ class Entries:
 
     def _drop(self, entry: Entry) -> None:
         """Let the copy below the live tiers go, once nobody reads it. Under the lock."""
-        if entry.before is None:
-            if entry.readers:
-                entry.doomed.append((entry.tier, entry.name))
-            else:
-                self._below.discard(entry.tier, entry.name)
+        if entry.before is not None:
+            _, let_go = entry.before
+            let_go()
+        elif entry.readers:
+            entry.doomed.append((entry.tier, entry.name))
+        else:
+            self._below.discard(entry.tier, entry.name)
 
     def _arrived(self, entry: Entry) -> None:
         with self._lock:
@@ -150,6 +158,7 @@ class Entries:
             entry.readers -= 1
             while entry.doomed and not entry.readers:
                 self._below.discard(*entry.doomed.pop())
+                self._account()
 
     def _read(self, copy: Copy, stack: ExitStack) -> Any:
         """The object again; it is complete when ``stack`` has been left."""
@@ -216,8 +225,9 @@ class Entries:
         self._changed()
 
     def close(self) -> None:
-        """Let everything go, files included. Blocks."""
+        """Let everything go, files included, once nothing moves any more. Blocks."""
         with self._lock:
+            self._lock.wait_for(lambda: not any(e.moving for e in self._entries.values()), PATIENCE)
             self._entries.clear()
             self._live.clear()
         self._below.close()

@@ -14,6 +14,8 @@ from distributed.protocol.serialize import deserialize, serialize
 #: One buffer, in one or several pieces: arrays of bytes, or one object on a device.
 Scattered = list[Any]
 _RAW = b"raw"
+#: Bytes that stay with the header, which is not counted.
+_SMALL = 4096
 #: Libraries whose objects lie in the memory of a GPU.
 _DEVICE_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
 
@@ -92,7 +94,10 @@ def _host_frames(value: Any) -> Frames:
     body = dask_pickle.dumps(value, buffer_callback=buffers.append)
     arrays = tuple([np.frombuffer(buffer.raw(), np.uint8)] for buffer in buffers)
     writeable = [not memoryview(buffer).readonly for buffer in buffers]
-    return Frames(pickle.dumps(("host", body, writeable)), arrays)
+    if len(body) <= _SMALL:
+        return Frames(pickle.dumps(("host", body, writeable)), arrays)
+    # Strings and the like are all in the body, which takes room like any other buffer.
+    return Frames(pickle.dumps(("host", None, writeable)), ([np.frombuffer(body, np.uint8)], *arrays))
 
 
 def _device_frames(value: Any) -> Frames:
@@ -118,6 +123,8 @@ def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
     kind, body, flags = pickle.loads(frames.header)
     if kind == "host":
         arrays = [joined(pieces) for pieces in frames.buffers]
+        if body is None:
+            body = arrays.pop(0).data
         for array, writeable in zip(arrays, flags, strict=True):
             array.flags.writeable = writeable
         return dask_pickle.loads(body, buffers=arrays)

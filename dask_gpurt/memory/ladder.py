@@ -18,6 +18,7 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.device.protocol import Buffer, passed
+from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Copy, Entry, Need
 from dask_gpurt.memory.frames import Frames, Scattered
 from dask_gpurt.memory.ledger import PARTITIONS
@@ -102,27 +103,33 @@ class Ladder(Room, MutableMapping[Key, Any]):
             self._account()
         return tier
 
-    def adopt(self, key: Key, nbytes: int, read: Callable[[], Any]) -> None:
-        """Take a key over from another mapping, in which it lies on disk; ``read`` takes it out."""
+    def adopt(self, key: Key, nbytes: int, take: Callable[[], Any], let_go: Callable[[], None]) -> None:
+        """Take a key over from another mapping, in which it lies on disk.
+
+        Parameters
+        ----------
+        take, let_go
+            Take it out of there, and let it go if it is still there.
+        """
         with self._lock:
             entry = self._new(key, PARTITIONS, Tier.DEVICE, None, nbytes, None)
-            entry.live, entry.tier, entry.before = False, Tier.DISK, read
+            entry.live, entry.tier, entry.before = False, Tier.DISK, (take, let_go)
 
     def __getitem__(self, key: Key) -> Any:
         served = serving.get()
         if served is not None and key in served:
             return served[key]
+        while not (found := self._if_live(key)):
+            self._metrics.add("memory.unspill.unheld")
+            self.release(self.hold([key]))
+        return found[0]
+
+    def _if_live(self, key: Key) -> tuple[Any, ...]:
+        """The object of a key, if it is live; KeyError without any."""
         with self._lock:
             entry = self._entries[key]
-            if entry.live:
-                entry.used = next(self._clock)
-                return entry.value
-        self._metrics.add("memory.unspill.unheld")
-        held = self.hold([key])
-        try:
-            return entry.value
-        finally:
-            self.release(held)
+            entry.used = next(self._clock)
+            return (entry.value,) if entry.live else ()
 
     def __delitem__(self, key: Key) -> None:
         with self._lock:
@@ -259,6 +266,16 @@ class Ladder(Room, MutableMapping[Key, Any]):
         # What the mapping before us holds it gives out once, so that is kept here.
         return found | {key: self[key] for key in before}
 
+    def unreadable(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of ``keys`` that can not be read any more. Blocks."""
+        lost = []
+        for key in keys:
+            try:
+                self.copies([key])
+            except CorruptFile:
+                lost.append(key)
+        return lost
+
     def bring(self, keys: Iterable[Key]) -> None:
         """Make keys live as far as there is room without spilling. Blocks."""
         for key in keys:
@@ -301,27 +318,38 @@ class Ladder(Room, MutableMapping[Key, Any]):
             copy = self._pin(entry, reading)
         try:
             self.promise(key, entry.nbytes, entry.home)
-            value = entry.before() if entry.before else self._read(copy, reading)
+            value = entry.before[0]() if entry.before else self._read(copy, reading)
         except BaseException:
             reading.close()
-            self.forget_promise(key)
-            self._arrived(entry)
+            self._give_up(key, entry)
             raise
         return _Lift(key, entry, value, reading, began)
+
+    def _give_up(self, key: Key, entry: Entry) -> None:
+        """An object could not be read; its copy goes with the key, if that has gone meanwhile."""
+        with self._lock:
+            self._live.forget(key)
+            if self._entries.get(key) is not entry:
+                self._drop(entry)
+            self._arrived(entry)
+            self._account()
 
     def _end_lift(self, lift: _Lift) -> None:
         key, entry, came_from = lift.key, lift.entry, lift.entry.tier
         try:
             lift.reading.close()
             roots = owned(lift.value)
-            with self._lock:
-                self._live.forget(key)
-                self._drop(entry)
-                if self._entries.get(key) is entry:
-                    entry.before, entry.value, entry.live = None, lift.value, True
-                    entry.home = entry.tier = self._home(lift.value)
-                    self._live.add(key, entry.home, entry.kind, roots)
-                self._account()
-        finally:
+        except BaseException:
+            self._give_up(key, entry)
+            raise
+        with self._lock:
+            self._live.forget(key)
+            self._drop(entry)
+            entry.before = None
+            if self._entries.get(key) is entry:
+                entry.value, entry.live, entry.nbytes = lift.value, True, sum(roots.values())
+                entry.home = entry.tier = self._home(lift.value)
+                self._live.add(key, entry.home, entry.kind, roots)
             self._arrived(entry)
+            self._account()
         self._moved(came_from, entry.home, entry.nbytes, perf_counter() - lift.began)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -18,7 +19,7 @@ from dask.typing import Key
 from dask_gpurt.device.protocol import Fence
 from dask_gpurt.memory.entries import Entries, Entry, Need
 from dask_gpurt.memory.frames import NotMovable, take_apart
-from dask_gpurt.memory.policy import Candidate, choose
+from dask_gpurt.memory.policy import Candidate, choose, order
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 
@@ -65,7 +66,11 @@ class Room(Entries):
 
     def promise(self, key: Key, nbytes: int, tier: Tier) -> None:
         """Promise room to a key that will be stored; spills for it. Blocks."""
-        self.make_room(nbytes, tier)
+        while not self.promise_at_once(key, nbytes, tier):
+            if not self.make_room(nbytes, tier) and self._excess(nbytes, tier) > 0:
+                break  # nothing can be spilled: above the limit rather than never
+        else:
+            return
         with self._lock:
             self._live.promise(key, tier, nbytes)
             self._account()
@@ -100,26 +105,29 @@ class Room(Entries):
             return self._spill(nbytes, tier)
 
     def _spill(self, nbytes: int, tier: Tier) -> int:
-        freed, stuck = 0, set[Key]()
-        while freed < nbytes:
+        before, stuck = self.live_bytes(tier), set[Key]()
+        while (left := nbytes - (before - self.live_bytes(tier))) > 0:
             candidates = [c for c in self._candidates(tier) if c.key not in stuck]
-            chosen = choose(candidates, nbytes - freed)
+            # What shares its memory frees nothing alone, but with the others: one by one.
+            chosen = choose(candidates, left) or order(candidates)[:1]
             if not chosen:
                 break
-            moves = [(c, self._begin(c.key, tier)) for c in chosen]
-            for candidate, move in moves:
-                if move is not None and self._end(move):
-                    freed += candidate.nbytes
-                else:
-                    stuck.add(candidate.key)
-        return freed
+            stuck |= {c.key for c in chosen}  # those that go down are no candidates any more
+            with ExitStack() as moves:
+                for candidate in chosen:
+                    if (move := self._begin(candidate.key, tier)) is not None:
+                        moves.callback(self._end, move)
+        return max(0, before - self.live_bytes(tier))
 
     def _candidates(self, tier: Tier) -> list[Candidate]:
         with self._lock:
             free = [
                 (key, entry, self._live.gain(key, tier))
                 for key, entry in self._entries.items()
-                if entry.live and entry.home is tier and not entry.holders and not entry.moving
+                if entry.live
+                and entry.home is tier
+                and entry.nbytes
+                and not (entry.holders or entry.moving or entry.fixed)
             ]
         return [
             Candidate(key, gain, entry.needed or self._needed(key), entry.used) for key, entry, gain in free
@@ -137,8 +145,9 @@ class Room(Entries):
             target, fence = self._below.put(name, take_apart(value), entry.kind, tier)
             return _Move(key, entry, used, target, name, fence, began)
         except NotMovable as error:
+            entry.fixed = True
             self._metrics.fallback("an object stays live", str(error))
-        except NoRoom as error:
+        except (NoRoom, MemoryError) as error:
             self._metrics.fallback("objects stay live above their tier's limit", str(error))
         except BaseException:
             self._arrived(entry)
@@ -146,21 +155,22 @@ class Room(Entries):
         self._arrived(entry)
         return None
 
-    def _end(self, move: _Move) -> bool:
+    def _end(self, move: _Move) -> None:
         """Second phase: let go of the live object, unless it is gone or was read meanwhile."""
-        entry, left = move.entry, False
+        entry, copied, left = move.entry, False, False
         try:
             move.fence()
+            copied = True
+        finally:
             with self._lock:
-                if self._entries.get(move.key) is entry and not entry.holders and entry.used == move.used:
+                current = self._entries.get(move.key) is entry
+                if copied and current and not entry.holders and entry.used == move.used:
                     entry.live, entry.value, entry.tier, entry.name = False, None, move.target, move.name
                     self._live.discard(move.key)
-                    self._account()
                     left = True
-        finally:
-            if not left:
-                self._below.discard(move.target, move.name)
-            self._arrived(entry)
+                else:
+                    self._below.discard(move.target, move.name)
+                self._arrived(entry)
+                self._account()
         if left:
             self._moved(entry.home, move.target, entry.nbytes, perf_counter() - move.began)
-        return left

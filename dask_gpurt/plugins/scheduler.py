@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dask.typing import Key
 from distributed import SchedulerPlugin
 from distributed.core import clean_exception
+from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from distributed.shuffle._core import barrier_key
@@ -23,6 +25,7 @@ from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.worker import NAME, GpurtWorkerPlugin
+from dask_gpurt.plugins.worker_data import LOST
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
 from dask_gpurt.table import library
 
@@ -60,6 +63,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         scheduler.handlers["gpurt_disable"] = self.stop
         scheduler.handlers["gpurt_memory"] = self.memory
         scheduler.stream_handlers[OP] = self.memory_changed
+        scheduler.stream_handlers[LOST] = self.lost
         replies = await scheduler.register_worker_plugin(
             None, dumps(GpurtWorkerPlugin(self.given)), NAME, idempotent=False
         )
@@ -82,6 +86,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             scheduler.remove_plugin(NAME)
         # Last: until they have switched off, workers send changes, and who sends what is unknown is closed.
         scheduler.stream_handlers.pop(OP, None)
+        scheduler.stream_handlers.pop(LOST, None)
 
     # ---- Dask's p2p extension ----------------------------------------------------------
 
@@ -125,6 +130,17 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Handler: what has changed in the tiers of a worker."""
         if worker in self.scheduler.workers:
             self.picture.apply(worker, message)
+
+    def lost(self, worker: str, keys: list[Key]) -> None:
+        """Handler: a worker has keys no more; as if it had died with them."""
+        state = self.scheduler.workers.get(worker)
+        recommendations = {}
+        for task in map(self.scheduler.tasks.get, keys):
+            if task is not None and state in (task.who_has or ()):
+                self.scheduler.remove_replica(task, state)
+                if not task.who_has:
+                    recommendations[task.key] = "released" if task.run_spec else "forgotten"
+        self.scheduler.transitions(recommendations, stimulus_id=f"gpurt-lost-{time()}")
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.picture.forget(worker)

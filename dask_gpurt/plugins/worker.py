@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed import WorkerPlugin
+from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
@@ -73,7 +74,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
         prometheus.unregister(worker.address)
-        if self.data is not None:
+        # The data of a worker that closes go with it: to read them all once more would be in vain.
+        if self.data is not None and worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
         await asyncio.to_thread(self.exchange.close)

@@ -13,18 +13,25 @@ from typing import Any
 
 from dask.typing import Key
 from distributed.core import clean_exception
+from distributed.metrics import time
 from distributed.spill import SpillBuffer
 from distributed.worker_state_machine import (
     ExecuteFailureEvent,
     ExecuteSuccessEvent,
+    FreeKeysEvent,
     GatherDepSuccessEvent,
+    RescheduleEvent,
 )
 
+from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.ladder import serving
 from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
+
+#: The stream operation that tells the scheduler which keys are gone.
+LOST = "gpurt-lost"
 
 
 class WorkerData:
@@ -59,7 +66,8 @@ class WorkerData:
             else:
                 task = worker.state.tasks.get(key)
                 nbytes = (task and task.nbytes) or 0
-                self._ladder.adopt(key, nbytes, partial(self._before.pop, key))
+                let_go = partial(_forget, self._before, key)
+                self._ladder.adopt(key, nbytes, partial(self._before.pop, key), let_go)
         self._set_data(self._ladder)
         self._execute, self._gather_dep, self._get_data = worker.execute, worker.gather_dep, worker.get_data
         worker.execute, worker.gather_dep = self.execute, self.gather_dep
@@ -69,17 +77,37 @@ class WorkerData:
         self.worker.memory_manager.data = self.worker.state.data = data
 
     async def uninstall(self) -> None:
-        """Give the worker its own mapping back, with every key."""
+        """Give the worker its own mapping back, with every key that can be read."""
         worker = self.worker
         for name in ("execute", "gather_dep"):
             worker.__dict__.pop(name, None)
         worker.handlers["get_data"] = self._get_data
         while missing := [key for key in self._ladder if key not in self._before]:
-            for key, value in (await self.tiers.offload(self._ladder.copies, missing[:1])).items():
-                self._before[key] = value
+            self._before.update(await self._copies(missing[:1]))
         for key in [key for key in self._before if key not in self._ladder]:
             del self._before[key]  # released while the others were read
         self._set_data(self._before)
+
+    # ---- what can not be read any more -------------------------------------------------
+
+    async def _copies(self, keys: list[Key]) -> dict[Key, Any]:
+        """Copies of keys; those that can not be read are lost."""
+        found: dict[Key, Any] = {}
+        for key in keys:
+            try:
+                found |= await self.tiers.offload(self._ladder.copies, [key])
+            except CorruptFile as error:
+                self._lose([key], error)
+        return found
+
+    def _lose(self, keys: list[Key], error: CorruptFile) -> None:
+        """Give up keys whose file is damaged or gone: the scheduler has them computed again."""
+        self.metrics.fallback("spilled data is computed again", str(error))
+        for key in keys:
+            self._ladder.discard(key)
+        # First, since Dask's own message has no idea of keys that nobody can compute.
+        self.worker.batched_stream.send({"op": LOST, "keys": keys})
+        self.worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id=f"gpurt-lost-{time()}"))
 
     # ---- in the place of the worker's own ----------------------------------------------
 
@@ -91,6 +119,9 @@ class WorkerData:
             held = self._ladder.hold_live(inputs)
             if held is None:
                 held = await self.tiers.offload(self._ladder.hold, inputs)
+        except CorruptFile as error:
+            self._lose(await self.tiers.offload(self._ladder.unreadable, inputs), error)
+            return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-{stimulus_id}")
         except Exception as error:  # the task fails with it, as when Dask can not read its own files
             return ExecuteFailureEvent.from_exception(
                 error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-unspill-{stimulus_id}"
@@ -141,7 +172,7 @@ class WorkerData:
         keys = list(keys)
         held, lower = self._ladder.hold_where_live(keys)
         try:
-            serving.set(await self.tiers.offload(self._ladder.copies, lower) if lower else {})
+            serving.set(await self._copies(lower) if lower else {})
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
         finally:
             serving.set(None)
@@ -155,6 +186,11 @@ class WorkerData:
                 await self.tiers.offload(self._ladder.promise, key, nbytes, home)
             # A task that was cancelled meanwhile stores nothing.
             asyncio.get_running_loop().call_later(1, self._ladder.forget_promise, key)
+
+
+def _forget(mapping: Any, key: Key) -> None:
+    if key in mapping:
+        del mapping[key]
 
 
 def _live_part(data: Any) -> Any:
