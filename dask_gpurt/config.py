@@ -248,6 +248,8 @@ class MemorySettings:
         The most bytes of files.
     retries
         How often a task that ran out of memory is run again.
+    failures
+        One allocation of so many fails, for tests; 0 for none.
     """
 
     tiers: bool = _setting(_bool)
@@ -256,6 +258,7 @@ class MemorySettings:
     host: Size | int | None = _setting(_size_or_none)
     disk: Size | None = _setting(_size_or_auto)
     retries: int = _setting(_count)
+    failures: int = _setting(_count)
 
 
 @dataclass(frozen=True)

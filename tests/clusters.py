@@ -23,10 +23,16 @@ QUICK = {
 
 
 @contextlib.contextmanager
-def cluster(backend: str = "pandas", workers: int = 2, **settings: Any) -> Iterator[Client]:
+def cluster(
+    backend: str = "pandas", workers: int = 2, *, threads: int = 1, **settings: Any
+) -> Iterator[Client]:
     """A cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
     nested = {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
-    with dask.config.set({**QUICK, **nested}), _local(backend, workers) as local, Client(local) as client:
+    with (
+        dask.config.set({**QUICK, **nested}),
+        _local(backend, workers, threads) as local,
+        Client(local) as client,
+    ):
         dask_gpurt.enable(client)
         try:
             yield client
@@ -38,8 +44,8 @@ def cluster(backend: str = "pandas", workers: int = 2, **settings: Any) -> Itera
                 dask_gpurt.disable(client)
 
 
-def _local(backend: str, workers: int) -> Any:
-    options = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": ":0"}
+def _local(backend: str, workers: int, threads: int) -> Any:
+    options = {"n_workers": workers, "threads_per_worker": threads, "dashboard_address": ":0"}
     if backend == "cudf":
         from conftest import cuda_devices
 

@@ -1,13 +1,30 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from clusters import Library, cluster
 from distributed import Client
+
+
+def _without_lock(self: Any, instance: Any, owner: Any = None) -> Any:
+    if instance is None:
+        return self
+    if self.attrname not in instance.__dict__:
+        instance.__dict__[self.attrname] = self.func(instance)
+    return instance.__dict__[self.attrname]
+
+
+if sys.version_info < (3, 12):
+    # Its cached_property holds one lock for all instances while it computes. Here a client and its
+    # scheduler are one process, and the client's waits for the scheduler: Python 3.12 has no such lock.
+    functools.cached_property.__get__ = _without_lock  # type: ignore[method-assign]
 
 
 def cuda_devices() -> int:

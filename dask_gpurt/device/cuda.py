@@ -124,6 +124,9 @@ class CudaDevice:
     def __init__(self) -> None:
         self.index = runtime.getDevice()
         self._streams = threading.local()
+        #: Of the user's allocator: what it has given since it is guarded, and since the last peak.
+        self._held: Any = None
+        self._since: Any = None
 
     def stream(self) -> tuple[Stream, Any]:
         """This thread's communication stream, for rmm and libcudf, and for cupy."""
@@ -158,7 +161,7 @@ class CudaDevice:
             "compute_capability": f"{properties['major']}.{properties['minor']}",
             "memory": total,
             "memory_free": free,
-            "allocator": type(rmm.mr.get_current_device_resource()).__name__,
+            "allocator": _allocator(rmm.mr.get_per_device_resource(self.index)),
         }
 
     def memory(self) -> tuple[int, int]:
@@ -238,8 +241,41 @@ class CudaDevice:
         runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
         return lambda: runtime.hostUnregister(memory.ctypes.data)
 
+    def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
+        before = rmm.mr.get_per_device_resource(self.index)
+        self._held = rmm.mr.StatisticsResourceAdaptor(before)
+        self._since = rmm.mr.StatisticsResourceAdaptor(self._held)
+        self._since.push_counters()
+        ours = rmm.mr.FailureCallbackResourceAdaptor(self._since, short)
+        rmm.mr.set_per_device_resource(self.index, ours)
+        return lambda: self._give_back(ours, before)
+
+    def _give_back(self, ours: Any, before: Any) -> None:
+        self._held = self._since = None
+        # Somebody who has put another one on top since goes on with what he has.
+        if rmm.mr.get_per_device_resource(self.index) is ours:
+            rmm.mr.set_per_device_resource(self.index, before)
+
+    def peak(self) -> int:
+        if self._since is None:
+            return 0
+        since = self._since.pop_counters()
+        self._since.push_counters()
+        return int(since.peak_bytes)
+
+    def allocated(self) -> int:
+        return int(self._held.allocation_counts.current_bytes) if self._held is not None else 0
+
     def close(self) -> None:
         pass
+
+
+def _allocator(resource: Any) -> str:
+    """The names of a memory resource and of what it takes its memory from."""
+    names = [type(resource).__name__]
+    while (resource := getattr(resource, "upstream_mr", None)) is not None:
+        names.append(type(resource).__name__)
+    return " over ".join(names)
 
 
 def _behind(stream: Any) -> Fence:

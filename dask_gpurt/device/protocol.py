@@ -186,4 +186,29 @@ class Device(Protocol):
         """
         ...
 
+    def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
+        """Have the allocator of user code ask for room before it fails; returns the undo.
+
+        Parameters
+        ----------
+        short
+            Called with the bytes that were not to be had, on the thread that asked for them;
+            whether it pays to try once more.
+        """
+        ...
+
+    def peak(self) -> int:
+        """The most bytes that user code held at once since the last call, beyond those of then.
+
+        0 where the allocator does not tell.
+        """
+        ...
+
+    def allocated(self) -> int:
+        """Bytes that user code has been given since :meth:`guard` and still holds; 0 where nobody tells.
+
+        Neither this nor :meth:`peak` asks the device, so the event loop may call them.
+        """
+        ...
+
     def close(self) -> None: ...

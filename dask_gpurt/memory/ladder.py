@@ -283,7 +283,10 @@ class Ladder(Room, MutableMapping[Key, Any]):
                 entry = self._entries.get(key)
             if entry is None or self._excess(entry.nbytes, entry.home) > 0:
                 return
-            self._lift([(key, entry)])
+            try:
+                self._lift([(key, entry)])
+            except MemoryError:
+                return  # whoever needs it makes room
 
     # ---- up --------------------------------------------------------------------------
 

@@ -75,6 +75,11 @@ class Room(Entries):
             self._live.promise(key, tier, nbytes)
             self._account()
 
+    def try_promise(self, key: Key, nbytes: int, tier: Tier) -> bool:
+        """Promise room to a key if it can be made; spills for it. Blocks."""
+        self.make_room(nbytes, tier)
+        return self.promise_at_once(key, nbytes, tier)
+
     def forget_promise(self, key: Key) -> None:
         """A key will not be stored after all."""
         with self._lock:

@@ -15,6 +15,7 @@ from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
+from dask_gpurt.device.protocol import passed
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.frames import lives_on_device
@@ -63,6 +64,8 @@ class WorkerTiers:
             needed=self._needed,
             changed=self.reporter.changed,
         )
+        self._metrics = metrics
+        self._unguard: Callable[[], None] = passed
         self._spilling = False
         self._watch = PeriodicCallback(self._look, LOOK * 1000)
 
@@ -70,9 +73,18 @@ class WorkerTiers:
         """Begin to look after the process. On the event loop."""
         self._watch.start()
 
+    def guard(self) -> None:
+        """Have an allocation that fails spill, and try again. Blocks."""
+        self._unguard = self.device.guard(self._short)
+
+    def _short(self, nbytes: int) -> bool:
+        self._metrics.add("memory.short")
+        return self.ladder.spill(nbytes) > 0
+
     async def close(self) -> None:
         """Let everything go that still lies in a tier."""
         self._watch.stop()
+        self._unguard()
         self.reporter.close()
         await self.offload(self.ladder.close)
         self.executor.shutdown(wait=False)
@@ -127,6 +139,9 @@ class WorkerTiers:
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
+        if not self.device.on_host:
+            beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
+            self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
         too_much = max(self.ladder.over(), self._pressure(process))
         if too_much and not self._spilling:

@@ -13,6 +13,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt import config
 from dask_gpurt._version import __version__
+from dask_gpurt.device.failing import Failures
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
@@ -56,7 +57,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             import_backends(self.exchange.pools.devices)
             await self.exchange.offload(self.exchange.pools.make_all)
             if settings.memory.tiers:
-                self.data = WorkerData(worker, self.tiers, settings.memory.retries, self.metrics)
+                await self.exchange.offload(self.tiers.guard)
+                self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
                 self.data.install()
             worker._ongoing_background_tasks.call_soon(
                 self.exchange.offload, warm_up, self.exchange.pools.devices
@@ -68,6 +70,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def _build(self, worker: Any, settings: config.Settings) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
         pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
+        for device in pools.devices.values():
+            Failures(settings.memory.failures).inject(device)
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
 

@@ -6,28 +6,25 @@ room for results is made, on threads of the tiers, before Dask's own code goes o
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from dask.typing import Key
-from distributed.core import clean_exception
 from distributed.metrics import time
 from distributed.spill import SpillBuffer
 from distributed.worker_state_machine import (
     ExecuteFailureEvent,
-    ExecuteSuccessEvent,
     FreeKeysEvent,
     GatherDepSuccessEvent,
     RescheduleEvent,
 )
 
+from dask_gpurt.config import MemorySettings
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.ladder import serving
-from dask_gpurt.memory.sizes import owned
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.tiers import WorkerTiers
 
 #: The stream operation that tells the scheduler which keys are gone.
@@ -43,16 +40,14 @@ class WorkerData:
         The Dask worker; new, or in the middle of something.
     tiers
         Whose ladder it is.
-    retries
-        How often a task that is out of memory is run again.
     """
 
-    def __init__(self, worker: Any, tiers: WorkerTiers, retries: int, metrics: Metrics):
+    def __init__(self, worker: Any, tiers: WorkerTiers, settings: MemorySettings, metrics: Metrics):
         self.worker = worker
         self.tiers = tiers
         self.metrics = metrics
         self._ladder = tiers.ladder
-        self._retries = retries
+        self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute)
 
     def install(self) -> None:
         """Take the worker's data over. On the event loop, since it is one step to everybody."""
@@ -69,7 +64,7 @@ class WorkerData:
                 let_go = partial(_forget, self._before, key)
                 self._ladder.adopt(key, nbytes, partial(self._before.pop, key), let_go)
         self._set_data(self._ladder)
-        self._execute, self._gather_dep, self._get_data = worker.execute, worker.gather_dep, worker.get_data
+        self._gather_dep, self._get_data = worker.gather_dep, worker.get_data
         worker.execute, worker.gather_dep = self.execute, self.gather_dep
         worker.handlers["get_data"] = self.get_data
 
@@ -95,7 +90,8 @@ class WorkerData:
         found: dict[Key, Any] = {}
         for key in keys:
             try:
-                found |= await self.tiers.offload(self._ladder.copies, [key])
+                copying = partial(self.tiers.offload, self._ladder.copies, [key])
+                found |= await self._runner.with_retries(copying)
             except CorruptFile as error:
                 self._lose([key], error)
         return found
@@ -112,57 +108,25 @@ class WorkerData:
     # ---- in the place of the worker's own ----------------------------------------------
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
-        """Make the inputs live, run the task, make room for its result."""
+        """Run a task, with room for it and its inputs at hand."""
         task = self.worker.state.tasks[key]
-        inputs = [dependency.key for dependency in task.dependencies]
         try:
-            held = self._ladder.hold_live(inputs)
-            if held is None:
-                held = await self.tiers.offload(self._ladder.hold, inputs)
+            return await self._runner.run(key, stimulus_id)
         except CorruptFile as error:
-            self._lose(await self.tiers.offload(self._ladder.unreadable, inputs), error)
+            inputs = [dependency.key for dependency in task.dependencies]
+            looking = partial(self.tiers.offload, self._ladder.unreadable, inputs)
+            self._lose(await self._runner.with_retries(looking), error)
             return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-{stimulus_id}")
         except Exception as error:  # the task fails with it, as when Dask can not read its own files
             return ExecuteFailureEvent.from_exception(
                 error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-unspill-{stimulus_id}"
             )
-        self._prefetch()
-        try:
-            event = await self._executed(key, task, stimulus_id)
-        finally:
-            self._ladder.release(held)
-        if isinstance(event, ExecuteSuccessEvent):
-            await self._make_room({key: event.value})
-        return event
-
-    async def _executed(self, key: Key, task: Any, stimulus_id: str) -> Any:
-        for attempt in range(self._retries + 1):
-            event = await self._execute(key, stimulus_id=stimulus_id)
-            error = _out_of_memory(event)
-            if error is None or task.state != "executing":
-                return event
-            if attempt < self._retries:
-                self.metrics.add("memory.retries")
-                await self.tiers.offload(self._ladder.spill, self._ladder.live_bytes(Tier.DEVICE))
-        return ExecuteFailureEvent.from_exception(
-            self.tiers.out_of_memory(error),
-            key=key,
-            run_id=task.run_id,
-            stimulus_id=f"gpurt-memory-{stimulus_id}",
-        )
-
-    def _prefetch(self) -> None:
-        """Make the inputs of the next task live while this one computes, if there is room."""
-        for task in self.worker.state.ready.peekn(1):
-            keys = self._ladder.lower(dependency.key for dependency in task.dependencies)
-            if keys:
-                self.tiers.in_background(self._ladder.bring, keys)
 
     async def gather_dep(self, worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
         """Make room for what has come from a peer."""
         event = await self._gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
         if isinstance(event, GatherDepSuccessEvent):
-            await self._make_room(event.data)
+            await self._runner.make_room(event.data)
         return event
 
     async def get_data(
@@ -178,15 +142,6 @@ class WorkerData:
             serving.set(None)
             self._ladder.release(held.values())
 
-    async def _make_room(self, values: dict[Key, Any]) -> None:
-        """Promise room in its tier to each object that is about to be stored."""
-        for key, value in values.items():
-            home, nbytes = self.tiers.home(value), sum(owned(value).values())
-            if not self._ladder.promise_at_once(key, nbytes, home):
-                await self.tiers.offload(self._ladder.promise, key, nbytes, home)
-            # A task that was cancelled meanwhile stores nothing.
-            asyncio.get_running_loop().call_later(1, self._ladder.forget_promise, key)
-
 
 def _forget(mapping: Any, key: Key) -> None:
     if key in mapping:
@@ -200,11 +155,3 @@ def _live_part(data: Any) -> Any:
     if hasattr(data, "device_buffer"):
         return {**data.others, **data.device}
     return data
-
-
-def _out_of_memory(event: Any) -> BaseException | None:
-    """What a task failed with, if it was the memory."""
-    if not isinstance(event, ExecuteFailureEvent):
-        return None
-    _, error, _ = clean_exception(event.exception.data)
-    return error if isinstance(error, MemoryError) else None

@@ -1,0 +1,178 @@
+"""How a task runs on a worker with tiers: with room reserved, its inputs held, again if memory was short."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from dask.typing import Key
+from dask.utils import key_split
+from distributed.core import clean_exception
+from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
+
+from dask_gpurt.config import MemorySettings
+from dask_gpurt.device.failing import Failures
+from dask_gpurt.memory.admission import Admission, Needs
+from dask_gpurt.memory.sizes import owned
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.tiers import WorkerTiers
+
+#: Seconds after which a task that waits looks again, should nobody have told it to.
+LOOK_AGAIN = 0.5
+
+
+class TaskRunner:
+    """Runs tasks through ``execute`` of the worker.
+
+    Parameters
+    ----------
+    execute
+        The worker's own.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        tiers: WorkerTiers,
+        settings: MemorySettings,
+        metrics: Metrics,
+        execute: Callable[..., Any],
+    ):
+        self._worker = worker
+        self._tiers = tiers
+        self._ladder = tiers.ladder
+        self._settings = settings
+        self._metrics = metrics
+        self._execute = execute
+        self._failures = Failures(settings.failures)
+        self._needs = Needs()
+        self._admission = Admission()
+        self._turns: dict[Key, asyncio.Event] = {}
+
+    async def run(self, key: Key, stimulus_id: str) -> Any:
+        """Run a task; the event that tells Dask how it went."""
+        task = self._worker.state.tasks[key]
+        inputs = [dependency.key for dependency in task.dependencies]
+        nbytes = sum(dependency.nbytes or 0 for dependency in task.dependencies)
+        try:
+            await self._admitted(key, self._needs.of(key_split(key), nbytes))
+            held = await self.hold(inputs)
+            try:
+                self._prefetch()
+                event = await self._until_it_fits(key, task, stimulus_id)
+            finally:
+                self._ladder.release(held)
+        finally:
+            self._ladder.forget_promise(("task", key))
+            self._leave(key)
+        if isinstance(event, ExecuteSuccessEvent):
+            result = sum(owned(event.value).values())
+            self._needs.learn(key_split(key), nbytes, max(result, self._tiers.device.peak()))
+            await self.make_room({key: event.value})
+        return event
+
+    async def hold(self, keys: list[Key]) -> Any:
+        """Make inputs live and keep them so, spilling what else there is if need be."""
+        held = self._ladder.hold_live(keys)
+        if held is None:
+            held = await self.with_retries(lambda: self._tiers.offload(self._ladder.hold, keys))
+        return held
+
+    async def with_retries(self, action: Callable[[], Any]) -> Any:
+        """Do something that moves data; when there is no memory for it, spill and do it again."""
+        for attempt in itertools.count():
+            try:
+                return await action()
+            except MemoryError as error:
+                if attempt == self._settings.retries:
+                    raise self._tiers.out_of_memory(error) from error
+                await self._spill_all()
+
+    async def make_room(self, values: dict[Key, Any]) -> None:
+        """Promise room in its tier to each object that is about to be stored."""
+        for key, value in values.items():
+            home, nbytes = self._tiers.home(value), sum(owned(value).values())
+            if not self._ladder.promise_at_once(key, nbytes, home):
+                await self._tiers.offload(self._ladder.promise, key, nbytes, home)
+            # A task that was cancelled meanwhile stores nothing.
+            asyncio.get_running_loop().call_later(1, self._ladder.forget_promise, key)
+
+    # ---- admission -------------------------------------------------------------------
+
+    async def _admitted(self, key: Key, need: int) -> None:
+        """Reserve what a task will probably need; waits for others if there is no room."""
+        need = min(need, self._ladder.limits.device)
+        reservation = ("task", key)
+        while True:
+            fits = not need or self._ladder.promise_at_once(reservation, need, Tier.DEVICE)
+            if not fits:
+                fits = await self._tiers.offload(self._ladder.try_promise, reservation, need, Tier.DEVICE)
+            self._let_seceded_go()
+            if self._admission.ask(key, fits):
+                return
+            self._metrics.add("memory.waits")
+            turn = self._turns.setdefault(key, asyncio.Event())
+            turn.clear()
+            with contextlib.suppress(TimeoutError):  # room may have come from elsewhere
+                await asyncio.wait_for(turn.wait(), LOOK_AGAIN)
+
+    def _let_seceded_go(self) -> None:
+        for key in self._admission.running:
+            task = self._worker.state.tasks.get(key)
+            if task is None or task.state == "long-running":
+                self._leave(key)
+
+    def _leave(self, key: Any) -> None:
+        self._turns.pop(key, None)
+        if (following := self._admission.leave(key)) in self._turns:
+            self._turns[following].set()
+
+    # ---- when memory is short all the same -------------------------------------------
+
+    async def _until_it_fits(self, key: Key, task: Any, stimulus_id: str) -> Any:
+        for attempt in range(self._settings.retries + 1):
+            self._tiers.device.peak()  # from here on
+            event = await self._execute_or_fail(key, task, stimulus_id)
+            error = _out_of_memory(event)
+            if error is None or task.state != "executing":
+                return event
+            if attempt < self._settings.retries:
+                await self._spill_all()
+        return ExecuteFailureEvent.from_exception(
+            self._tiers.out_of_memory(error),
+            key=key,
+            run_id=task.run_id,
+            stimulus_id=f"gpurt-memory-{stimulus_id}",
+        )
+
+    async def _execute_or_fail(self, key: Key, task: Any, stimulus_id: str) -> Any:
+        try:
+            self._failures()
+        except MemoryError as error:
+            return ExecuteFailureEvent.from_exception(
+                error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-failure-{stimulus_id}"
+            )
+        return await self._execute(key, stimulus_id=stimulus_id)
+
+    async def _spill_all(self) -> None:
+        self._metrics.add("memory.retries")
+        await self._tiers.offload(self._ladder.spill, self._ladder.live_bytes(Tier.DEVICE))
+
+    def _prefetch(self) -> None:
+        """Make the inputs of the next task live while this one computes, if there is room."""
+        for task in self._worker.state.ready.peekn(1):
+            keys = self._ladder.lower(dependency.key for dependency in task.dependencies)
+            if keys:
+                self._tiers.in_background(self._ladder.bring, keys)
+
+
+def _out_of_memory(event: Any) -> BaseException | None:
+    """What a task failed with, if it was the memory."""
+    if not isinstance(event, ExecuteFailureEvent):
+        return None
+    _, error, _ = clean_exception(event.exception.data)
+    return error if isinstance(error, MemoryError) else None

@@ -1,0 +1,238 @@
+"""Who may run when memory is short, and what tasks are thought to need."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from clusters import Library, cluster, counters
+from dask.utils import key_split
+from distributed import Client, SchedulerPlugin, wait, worker_client
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_gpurt
+from dask_gpurt.memory.admission import RUNS, Admission, Needs
+
+MIB = 2**20
+
+
+# ---- needs -----------------------------------------------------------------------------
+
+
+def test_nothing_is_known_of_a_prefix_that_has_not_run() -> None:
+    assert Needs().of("join", 100) == 0
+
+
+def test_a_need_grows_with_the_inputs() -> None:
+    needs = Needs()
+    needs.learn("join", 100, 250)
+    assert needs.of("join", 1000) == 2500
+    assert needs.of("sort", 1000) == 0
+
+
+def test_a_prefix_without_inputs_needs_what_it_needed() -> None:
+    needs = Needs()
+    needs.learn("read", 0, 300)
+    assert needs.of("read", 0) == 300
+    assert needs.of("read", 10) == 0
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=3 * RUNS))
+def test_most_of_the_last_runs_would_have_had_enough_and_none_is_overdone(peaks: list[int]) -> None:
+    needs = Needs()
+    for peak in peaks:
+        needs.learn("join", 1000, peak)
+    last, need = peaks[-RUNS:], needs.of("join", 1000)
+    assert need <= max(last)
+    assert sum(peak <= need + 1 for peak in last) >= 0.9 * len(last)
+
+
+# ---- who waits for whom ----------------------------------------------------------------
+
+
+class Explored:
+    """All that can happen to a few tasks that share some room, one thing after another."""
+
+    def __init__(self, needs: tuple[int, ...], room: int):
+        self.needs, self.room = needs, room
+
+    def replay(self, history: tuple[tuple[str, int], ...]) -> tuple[Admission, set[int], set[int]]:
+        """The state after a history: who has begun to run, and who has finished."""
+        admission, began, done = Admission(), set[int](), set[int]()
+        for what, task in history:
+            if what == "ask":
+                taken = sum(self.needs[other] for other in began - done)
+                if admission.ask(task, taken + self.needs[task] <= self.room):
+                    began.add(task)
+            else:
+                admission.leave(task)
+                if what == "finish":
+                    done.add(task)
+        return admission, began, done
+
+    def steps(self, history: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
+        """What can happen next. A task that has seceded may need tasks of its own: it ends last."""
+        admission, began, done = self.replay(history)
+        tasks = range(len(self.needs))
+        asks = [("ask", task) for task in tasks if task not in began]
+        running = [task for task in tasks if task in admission.running]
+        seceded = [task for task in began - done if task not in admission.running]
+        # Only when nobody else is left: whatever it waits for has to have had its turn.
+        ends = seceded if not asks and not running else []
+        leaves = [(what, task) for task in running for what in ("finish", "secede")]
+        return asks + leaves + [("finish", task) for task in ends]
+
+
+@pytest.mark.parametrize(
+    ("needs", "room"), [((5, 5, 5), 10), ((9, 9, 9), 3), ((1, 4, 9), 8), ((3, 3, 3), 3), ((0, 20, 0), 5)]
+)
+def test_in_no_state_does_everybody_wait(needs: tuple[int, ...], room: int) -> None:
+    """Every reachable state: whoever waits there, somebody runs, or the first to ask may."""
+    explored = Explored(needs, room)
+    states: set[Any] = set()
+    histories: list[tuple[tuple[str, int], ...]] = [()]
+    while histories:
+        history = histories.pop()
+        admission, began, done = explored.replay(history)
+        state = (admission.running, admission.waiting, frozenset(began), frozenset(done))
+        if state in states:
+            continue
+        states.add(state)
+        if len(done) == len(needs):
+            continue
+        steps = explored.steps(history)
+        moving = [
+            step
+            for step in steps
+            if step[0] != "ask" or explored.replay((*history, step))[1] > began  # somebody got in
+        ]
+        assert moving, f"stuck after {history}"
+        histories += [(*history, step) for step in steps]
+    assert len(states) > 20
+
+
+def test_whoever_leaves_names_the_one_that_waits_longest() -> None:
+    admission = Admission()
+    assert admission.ask("a", True)
+    assert not admission.ask("b", False)
+    assert not admission.ask("c", False)
+    assert admission.waiting == ("b", "c")
+    assert admission.leave("a") == "b"
+    assert admission.ask("b", False)
+    assert admission.leave("b") == "c"
+    assert admission.leave("c") is None
+
+
+# ---- on a worker -----------------------------------------------------------------------
+
+
+TIGHT = {
+    "memory__device": 8 * MIB,
+    "memory__pinned": 8 * MIB,
+    "memory__host": 0,
+    "exchange__pool": 4 * MIB,
+    "memory__failures": 0,
+}
+
+
+def wide(seconds: float = 0.0) -> Any:
+    time.sleep(seconds)
+    return np.ones(5 * MIB, np.uint8)
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with cluster("pandas", workers=1, threads=2, **TIGHT) as client:
+        yield client
+
+
+def test_a_task_without_room_waits_until_another_has_finished(two_threads: Client) -> None:
+    two_threads.submit(wide, pure=False).result()  # what the prefix needs is known now
+    at_once = two_threads.map(_overlap, range(6), key=[f"overlap-{i}" for i in range(6)])
+    assert max(two_threads.gather(at_once)) == 2, "small tasks run beside each other"
+    for future in two_threads.map(wide, [0.05] * 6, pure=False):
+        future.release()
+    futures = two_threads.map(wide, [0.05] * 6, pure=False)
+    wait(futures)
+    assert counters(two_threads)["memory.waits"] > 0
+    assert [future.result().nbytes for future in futures] == [5 * MIB] * 6
+
+
+_at_once: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def _overlap(_: int) -> int:
+    with _lock:
+        _at_once["running"] += 1
+    time.sleep(0.1)
+    with _lock:
+        found = _at_once["running"]
+    time.sleep(0.1)
+    with _lock:
+        _at_once["running"] -= 1
+    return found
+
+
+def test_a_task_that_waits_for_tasks_of_its_own_does_not_stop_them(two_threads: Client) -> None:
+    def parent() -> int:
+        held = np.ones(5 * MIB, np.uint8)
+        with worker_client() as client:  # secedes
+            return int(client.submit(wide, pure=False).result().nbytes + held.nbytes)
+
+    two_threads.submit(wide, pure=False).result()
+    parents = two_threads.map(lambda _: parent(), range(3), pure=False)
+    assert two_threads.gather(parents) == [10 * MIB] * 3
+
+
+def test_a_need_above_the_limit_does_not_keep_a_task_from_running(two_threads: Client) -> None:
+    def huge(_: int) -> int:
+        return int(np.ones(20 * MIB, np.uint8).nbytes)
+
+    assert two_threads.gather(two_threads.map(huge, range(4), pure=False)) == [20 * MIB] * 4
+
+
+class InMemory(SchedulerPlugin):
+    """The most keys of a prefix that are in memory at once."""
+
+    def __init__(self, prefix: str):
+        self.prefix, self.keys, self.most = prefix, set[Any](), 0
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if key_split(key).startswith(self.prefix):
+            (self.keys.add if finish == "memory" else self.keys.discard)(key)
+            self.most = max(self.most, len(self.keys))
+
+
+def part(i: int) -> pd.DataFrame:
+    return pd.DataFrame({"key": np.arange(i, i + 2**16), "payload": 1.0})
+
+
+def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
+    with cluster(**TIGHT) as client:
+        read = InMemory("part")
+        client.cluster.scheduler.add_plugin(read)
+        frame = dd.from_map(part, range(80))  # 80 MiB, through 16
+        assert frame.shuffle("key").payload.sum().compute() == 80 * 2**16
+    assert 0 < read.most <= 8, "per worker the ones in use, those next, and no more"
+
+
+@pytest.mark.parametrize("one_in", [5])
+def test_with_allocations_that_fail_at_random_all_comes_out_right(library: Library, one_in: int) -> None:
+    frame = pd.DataFrame({"key": np.arange(200_000) * 7 % 200_003, "payload": np.arange(200_000)})
+    settings = TIGHT | {"memory__failures": one_in, "memory__retries": 30}
+    with cluster(library.name, **settings) as client:
+        ours = dd.from_pandas(frame, npartitions=12)
+        if library.name == "cudf":
+            ours = ours.to_backend("cudf")
+        joined = ours.shuffle("key").merge(ours.shuffle("key"), on="key")
+        assert int(joined.payload_x.sum().compute()) == int(frame.payload.sum())
+        assert counters(client)["memory.retries"] > 0
+        assert dask_gpurt.is_enabled(client)
