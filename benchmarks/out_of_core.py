@@ -31,7 +31,7 @@ import dask
 import dask.dataframe as dd
 from dask.delayed import delayed
 from dask.utils import format_bytes, parse_bytes
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, wait
 from distributed.diagnostics import nvml
 from peaks import PeakMemory, take_peaks
 from rich.box import SIMPLE_HEAD
@@ -46,6 +46,8 @@ from dask_gpurt.cli.report import environment
 
 CONTENDERS = ("gpurt", "tasks", "p2p")
 MIB = 2**20
+#: The share of the data that is run first with ``--warm``: one of so many.
+WARM = 16
 
 
 @dataclass(frozen=True)
@@ -154,9 +156,16 @@ def cluster(contender: str, workers: int, backend: str, budget: Budget, protocol
     ):
         if contender == "gpurt":
             dask_gpurt.enable(client)
+            client.run(_pinned)
         client.register_plugin(LoopStalls())
         client.register_plugin(PeakMemory())
         yield client
+
+
+async def _pinned(dask_worker: Any) -> None:
+    """Wait until the pinned tier has been registered, which takes seconds for tens of GiB."""
+    tiers = dask_worker.plugins["gpurt"].tiers
+    await tiers.offload(tiers.pinned.ready.wait)
 
 
 def _local(contender: str, workers: int, backend: str, budget: Budget, protocol: str) -> Any:
@@ -271,6 +280,7 @@ def _bytes(_: Any, __: Any, text: str | None) -> int | None:
 @click.option("--host", default="0", show_default=True, callback=_bytes, help="Host tier.")
 @click.option("--pool", default="64MiB", show_default=True, callback=_bytes, help="Exchange pool.")
 @click.option("--rmm", callback=_bytes, help="All that rmm may take of a GPU.")
+@click.option("--warm", is_flag=True, help="Run a small part first in each cluster, unmeasured.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds after which a run has failed.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
@@ -287,6 +297,7 @@ def main(
     host: int,
     pool: int,
     rmm: int | None,
+    warm: bool,
     timeout: float,
     output: Path | None,
 ) -> None:
@@ -301,6 +312,8 @@ def main(
                 run = Run(name, contender, turn)
                 with cluster(contender, workers, backend, budget, protocol) as client:
                     build = lambda name=name: OPERATIONS[name](size, partitions, backend)  # noqa: E731
+                    if warm:  # modules, kernels, connections and mappings, which the first shuffle waits for
+                        wait(OPERATIONS[name](size // WARM, partitions, backend).persist())
                     timed_run(client, run, build, sums, timeout)
                 runs.append(run)
                 said = f"{run.seconds:.2f} s" if run.seconds else run.error
@@ -314,6 +327,7 @@ def main(
             "backend": backend,
             "protocol": protocol,
             "repeat": repeat,
+            "warm": warm,
             "budget": asdict(budget),
         },
         **environment(),

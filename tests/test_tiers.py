@@ -127,7 +127,7 @@ def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_
     def hopeless() -> None:
         raise MemoryError("std::bad_alloc: out of everything")
 
-    with cluster(library.name, workers=1, **SMALL, memory__retries=2) as client:
+    with cluster(library.name, workers=1, **SMALL, memory__retries=2, memory__failures=0) as client:
         assert client.submit(greedy, str(tmp_path / "flag")).result() == "done"
         assert counters(client)["memory.retries"] == 1
         with pytest.raises(

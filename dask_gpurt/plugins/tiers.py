@@ -51,6 +51,7 @@ class WorkerTiers:
         self.device = pools.device(pools.main)
         self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
         self.limits = self._limits(worker.data)
+        self.pinned = BlockPool(self.limits.pinned, register=getattr(self.device, "register", None))
         self.ledger = Ledger(_capacities(self.limits))
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
@@ -103,9 +104,8 @@ class WorkerTiers:
         )
 
     def _lower_tiers(self) -> dict[Tier, Any]:
-        pool = BlockPool(self.limits.pinned, register=getattr(self.device, "register", None))
         return {
-            Tier.PINNED: PinnedTier(pool),
+            Tier.PINNED: PinnedTier(self.pinned),
             Tier.HOST: HostTier(self.limits.host),
             Tier.DISK: DiskTier(self.worker.local_directory, self.limits.disk),
         }
