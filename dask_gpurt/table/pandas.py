@@ -1,27 +1,49 @@
-"""pandas partitions, packed by pickle protocol 5.
+"""pandas partitions, packed column by column, or by pickle protocol 5.
 
 The protocol hands over the memory of every array without a copy, whatever its dtype, and
-reads it back as views of the packed buffer.
+reads it back as views of the packed buffer. Frames of plain numbers do without it.
 """
 
 from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from dask.dataframe.core import _concat
+from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-defined]
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.table.plain import Layout, Plain
 from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
 
 #: Smaller arrays (labels, above all) travel inside the header.
 _INLINE = 4096
+#: Rows that are hashed at a time: what comes up in between stays in the cache, and in memory
+#: that the allocator does not ask the system for anew each time.
+_STEP = 8192
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a frame, by their positions; ``plain`` where it is made of plain numbers."""
+
+    frame: pd.DataFrame
+    order: np.ndarray
+    ignore_index: bool
+    plain: Plain | None
+
+    def taken(self) -> pd.DataFrame:
+        taken = self.frame.take(self.order)
+        if self.ignore_index:
+            taken.index = pd.RangeIndex(len(taken))
+        return taken
 
 
 class PandasTable:
@@ -42,14 +64,11 @@ class PandasTable:
         drop_column: bool,
         ignore_index: bool,
     ) -> list[Piece | None]:
-        rows: pd.DataFrame = frame.assign() if isinstance(frame, Hashed) else frame
-        targets = np.asarray(rows[column])
-        # Counting-sort speed: numpy sorts 16 bit integers by radix, and keeps their order.
-        narrow = np.uint16 if npartitions <= 1 << 16 else np.int64
-        order = np.argsort(targets.astype(narrow, copy=False), kind="stable")
-        ends = np.cumsum(np.bincount(targets.astype(np.intp, copy=False), minlength=npartitions))
-        if drop_column:
-            rows = rows.drop(columns=column)
+        rows, targets = _targets(frame, column, npartitions, drop_column=drop_column)
+        order = np.argsort(targets, kind="stable")  # small integers by radix, in their order
+        ends = np.cumsum(sum(np.bincount(step, minlength=npartitions) for step in _steps(targets)))
+        layout = Layout.of(rows, ignore_index=ignore_index)
+        plain = Plain(rows, layout) if layout else None
         pieces: list[Piece | None] = []
         for partitions in groups:
             spans = [(ends[p - 1] if p else 0, ends[p]) for p in partitions]
@@ -57,34 +76,20 @@ class PandasTable:
             if not offsets[-1]:
                 pieces.append(None)
                 continue
-            taken = rows.take(_joined(order, spans))
-            if ignore_index:
-                taken.index = pd.RangeIndex(len(taken))
-            pieces.append(Piece(taken, tuple(partitions), offsets))
+            mine = _Rows(rows, _joined(order, spans), ignore_index, plain)
+            pieces.append(Piece(mine, tuple(partitions), offsets))
         return pieces
 
-    def cut(self, rows: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
-        return rows.iloc[start:stop].copy()
+    def cut(self, rows: _Rows, start: int, stop: int) -> _Rows:
+        return replace(rows, order=rows.order[start:stop])
 
     def pack(self, piece: Piece, room: Room) -> Packed:
-        arrays: list[np.ndarray] = []
-
-        def out_of_band(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes < _INLINE:
-                return True
-            arrays.append(np.frombuffer(raw, np.uint8))
-            return False
-
-        body = pickle.dumps(piece.rows, protocol=5, buffer_callback=out_of_band)
-        spans, end = [], 0
-        for array in arrays:
-            spans.append((end, end + array.nbytes))
-            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        block = room.allocate(end)
-        for array, (start, stop) in zip(arrays, spans, strict=True):
-            np.copyto(block.buffer[start:stop], array)
-        return Packed(block, pickle.dumps((body, spans)))
+        rows: _Rows = piece.rows
+        if rows.plain is None:
+            return _pickled(rows.taken(), room)
+        block = room.allocate(rows.plain.layout.nbytes(len(piece)))
+        rows.plain.take(rows.order, block.buffer)
+        return Packed(block, rows.plain.header)
 
     def settle(self) -> None:
         pass
@@ -92,14 +97,15 @@ class PandasTable:
     def assemble(self, parts: Sequence[Part], meta: pd.DataFrame, *, ignore_index: bool) -> pd.DataFrame:
         if not parts:
             return meta.copy()
+        read = pickle.loads(parts[0].header)
+        if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
+            return read.read(parts)
         frames, leases = [], []
         for part in parts:
             lease = part.buffer.view(_Lease)
             leases.append(weakref.ref(lease))
-            body, spans = pickle.loads(part.header)
-            rows = pickle.loads(body, buffers=[lease[a:b] for a, b in spans])
-            frames.append(rows.iloc[part.offsets[part.index] : part.offsets[part.index + 1]])
-            del lease, rows
+            frames.append(_opened(replace(part, buffer=lease)))
+            del lease
         result: pd.DataFrame = frames[0].copy() if len(frames) == 1 else _concat(frames, ignore_index)
         del frames
         if ignore_index:
@@ -109,6 +115,81 @@ class PandasTable:
 
     def fence(self) -> None:
         return None
+
+
+def _pickled(rows: pd.DataFrame, room: Room) -> Packed:
+    """Rows packed by pickle, whatever they are made of."""
+    arrays: list[np.ndarray] = []
+
+    def out_of_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _INLINE:
+            return True
+        arrays.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    body = pickle.dumps(rows, protocol=5, buffer_callback=out_of_band)
+    spans, end = [], 0
+    for array in arrays:
+        spans.append((end, end + array.nbytes))
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    block = room.allocate(end)
+    for array, (start, stop) in zip(arrays, spans, strict=True):
+        np.copyto(block.buffer[start:stop], array)
+    return Packed(block, pickle.dumps((body, spans)))
+
+
+def _targets(
+    frame: pd.DataFrame | Hashed, column: str, npartitions: int, *, drop_column: bool
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """The rows to split, and the output partition of each in as few bytes as will do."""
+    narrow = np.min_scalar_type(npartitions - 1)
+    if isinstance(frame, Hashed):
+        keys = _hashable(frame) if drop_column else None
+        if keys is not None:
+            return frame.frame, _hashed(keys, npartitions, narrow)
+    rows: pd.DataFrame = frame.assign() if isinstance(frame, Hashed) else frame
+    targets = np.asarray(rows[column]).astype(narrow, copy=False)
+    return rows.drop(columns=column) if drop_column else rows, targets
+
+
+def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
+    """The key columns, where all that Dask does is to hash numbers; else None."""
+    if hashed.by is None:
+        return None
+    names = list(hashed.by)
+    dtypes = [*hashed.keys[names].dtypes, *hashed.like[names].dtypes]
+    plain = all(isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in dtypes)
+    if not plain or len(dtypes) != 2 * len(names):  # a name may stand for several columns
+        return None
+    return [hashed.keys[name].to_numpy() for name in names]
+
+
+def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """The output partition of each row; as Dask has it, of numbers as float64: so types that differ meet."""
+    targets, count = np.empty(len(keys[0]), dtype), np.uint64(npartitions)
+    for into, *step in zip(_steps(targets), *map(_steps, keys), strict=True):
+        arrays = (pd.util.hash_array(key.astype(np.float64)) for key in step)
+        hashes = combine_hash_arrays(arrays, len(keys))
+        # The remainder; numpy has a fast way to divide by one number, but none to take it.
+        into[:] = hashes - hashes // count * count
+    return targets
+
+
+def _steps(array: np.ndarray) -> Iterator[np.ndarray]:
+    """An array in views that are not too large, at least one."""
+    for start in range(0, max(1, len(array)), _STEP):
+        yield array[start : start + _STEP]
+
+
+def _opened(part: Part) -> pd.DataFrame:
+    """The rows of a part, which may be views of its buffer."""
+    read = pickle.loads(part.header)
+    if isinstance(read, Layout):
+        return read.read([part])
+    body, spans = read
+    rows: pd.DataFrame = pickle.loads(body, buffers=[part.buffer[a:b] for a, b in spans])
+    return rows.iloc[part.offsets[part.index] : part.offsets[part.index + 1]]
 
 
 class _Lease(np.ndarray):
