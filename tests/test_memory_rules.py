@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from distributed.protocol import pickle as dask_pickle
 from hypothesis import given
 
 from dask_gpurt import config
@@ -18,7 +20,7 @@ from dask_gpurt.memory.frames import Frames, NotMovable, put_together, take_apar
 from dask_gpurt.memory.ledger import Ledger, Picture
 from dask_gpurt.memory.policy import Candidate, choose, order
 from dask_gpurt.memory.sizes import Owned, owned
-from dask_gpurt.memory.tiers import Limits, Tier, limits
+from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
 
 GIB = 2**30
 
@@ -105,6 +107,14 @@ def test_what_makes_no_sense_is_refused(on_host: bool, settings: dict[str, Any],
         resolved(on_host, **settings)
 
 
+@pytest.mark.parametrize("reason", ["", "it is broken"])
+def test_no_room_arrives_at_the_client_as_it_was_raised(reason: str) -> None:
+    error = NoRoom(Tier.DISK, 5, reason)
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), back.tier, back.nbytes, back.reason) == (NoRoom, Tier.DISK, 5, reason)
+    assert str(back) == str(error) == "no room for 5 bytes in the disk tier" + (reason and f": {reason}")
+
+
 # ---- frames --------------------------------------------------------------------------
 
 OBJECTS = [
@@ -162,9 +172,13 @@ def test_the_copy_shares_no_memory() -> None:
     assert not original.any()
 
 
-def test_what_does_not_pickle_is_named() -> None:
+def test_what_does_not_pickle_is_named_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotMovable, match="generator"):
         take_apart(i for i in range(3))
+    assert not caplog.records
+    with pytest.raises(TypeError):
+        dask_pickle.dumps(i for i in range(3))
+    assert [record.name for record in caplog.records] == ["distributed.protocol.pickle"]  # as ever
 
 
 # ---- sizes ---------------------------------------------------------------------------
