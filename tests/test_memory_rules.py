@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,8 +18,9 @@ from hypothesis import given
 
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
+from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.frames import Frames, NotMovable, put_together, take_apart
-from dask_gpurt.memory.ledger import Ledger, Picture
+from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, Label, Ledger, Picture
 from dask_gpurt.memory.policy import Candidate, choose, order
 from dask_gpurt.memory.sizes import Owned, owned
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
@@ -214,11 +217,20 @@ def test_arrow_tables_and_slices() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.dictionaries(st.integers(0, 5), st.just(7)))))
 def test_the_union_under_changes(steps: list[tuple[str, dict[int, int]]]) -> None:
-    known, model = Owned(), dict[str, dict[int, int]]()
+    known, model, charged = Owned(), dict[str, dict[int, int]](), Counter[str]()
     for key, roots in steps:
-        known.discard(key)
-        known.add(key, roots)
+        for heir, nbytes in known.discard(key).items():
+            charged[key] -= nbytes
+            if heir is not None:
+                charged[str(heir)] += nbytes
+        assert charged[key] == 0
+        model.pop(key, None)
+        charged[key] += known.add(key, roots)
         model[key] = roots
+        seen: set[int] = set()
+        for owner, mine in model.items():  # in order: the first is charged
+            assert charged[owner] == 7 * len(set(mine) - seen)
+            seen |= set(mine)
         union = {address for roots in model.values() for address in roots}
         assert known.total == 7 * len(union)
         for one, mine in model.items():
@@ -251,6 +263,87 @@ def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], boo
         assert row["headroom"] == ledger.headroom(tier) == 100 - ledger.used(tier)
     picture.forget("w")
     assert picture.rows() == []
+
+
+steps_of_prefixes = st.lists(
+    st.tuples(st.sampled_from(list(Tier)), st.sampled_from("abcdef"), st.integers(0, 9), st.integers(0, 3))
+)
+
+
+@given(steps_of_prefixes)
+def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int, int]]) -> None:
+    """A few prefixes go by their name, and the rest together; nothing counts twice, or not at all."""
+    with mock.patch.object(ledger_module, "MOST_PREFIXES", 3):
+        ledger, picture, model = Ledger(dict.fromkeys(Tier, 100)), Picture(), Counter[tuple[Tier, str]]()
+        for tier, prefix, nbytes, tell in steps:
+            ledger.add(tier, Label(PARTITIONS, prefix), nbytes - model[tier, prefix])
+            model[tier, prefix] = nbytes
+            message = (ledger.changes, ledger.changes, ledger.snapshot, lambda: None)[tell]()
+            if message is not None:
+                picture.apply("w", message)
+                assert len({name for _, name, _ in message["prefixes"]}) <= 4
+                compare_prefixes(picture, ledger, model)
+        picture.apply("w", ledger.snapshot())
+        compare_prefixes(picture, ledger, model)
+
+
+def compare_prefixes(picture: Picture, ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
+    rows = {(row["tier"], row["prefix"]): row["bytes"] for row in picture.rows_by_prefix()}
+    assert rows == {(tier, name): n for tier in Tier for name, n in ledger.prefixes(tier).items()}
+    for tier in Tier:
+        mine = {name: n for (at, name), n in model.items() if at is tier and n}
+        shown = ledger.prefixes(tier)
+        others = shown.pop(OTHERS, 0)
+        assert shown.items() <= mine.items()
+        assert others == sum(n for name, n in mine.items() if name not in shown)
+        assert ledger.cell(tier, PARTITIONS) == sum(mine.values())
+
+
+def test_a_prefix_has_its_own_name_again_once_others_are_gone() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    for number in range(MOST_PREFIXES + 2):
+        ledger.add(Tier.DISK, Label(PARTITIONS, f"p{number}"), 1)
+    assert len(ledger.prefixes(Tier.DISK)) == MOST_PREFIXES + 1
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 2
+    last = Label(PARTITIONS, f"p{MOST_PREFIXES + 1}")
+    ledger.add(Tier.DISK, Label(PARTITIONS, "p0"), -1)
+    ledger.changes()  # what is gone has been told
+    ledger.add(Tier.DISK, last, 1)
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 3  # as long as it has bytes there
+    ledger.add(Tier.DISK, last, -2)
+    ledger.add(Tier.DISK, last, 5)
+    assert ledger.prefixes(Tier.DISK)[last.prefix] == 5
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 1
+
+
+def test_a_report_has_only_the_prefixes_that_have_changed() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    for prefix in "abc":
+        ledger.add(Tier.HOST, Label(PARTITIONS, prefix), 5)
+    ledger.changes()
+    ledger.add(Tier.HOST, Label(PARTITIONS, "b"), -5)
+    message = ledger.changes()
+    assert message is not None
+    assert message["prefixes"] == [["host", "b", 0]]
+    assert ledger.changes() is None
+    assert ledger.snapshot()["prefixes"] == [["host", "a", 5], ["host", "c", 5]]
+
+
+def test_what_are_no_partitions_goes_by_its_kind() -> None:
+    ledger, picture = Ledger(dict.fromkeys(Tier, 100)), Picture()
+    ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task of this name
+    ledger.add(Tier.HOST, Label(SHARDS), 2)
+    ledger.add(Tier.DEVICE, Label("reservations"), 3)
+    ledger.set(Tier.HOST, "unmanaged", 4)
+    picture.apply("w", ledger.snapshot())
+    rows = [(row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in picture.rows_by_prefix()]
+    assert rows == [
+        ("device", "reservations", "reservations", 3),
+        ("host", PARTITIONS, SHARDS, 1),
+        ("host", SHARDS, SHARDS, 2),
+    ]
+    picture.forget("w")
+    assert picture.rows_by_prefix() == []
 
 
 def test_nothing_changed_is_nothing_to_tell() -> None:
