@@ -303,11 +303,19 @@ class Machine(RuleBasedStateMachine):
         for value in live.values():
             roots.update(owned(value))
         assert self.ladder.live_bytes(Tier.DEVICE) == sum(roots.values())
+        ledger = self.ladder.ledger
+        of_keys = ledger.prefixes(Tier.DEVICE)  # each key is its own prefix
+        assert all(0 <= of_keys[key] <= sum(owned(live[key]).values()) for key in of_keys)
         used = {tier: mapping.used for tier, mapping in self.tiers.items()}
-        cells = {tier: self.ladder.ledger.cell(tier, "partitions") for tier in Tier}
+        cells = {tier: ledger.cell(tier, "partitions") for tier in Tier}
         assert cells == {Tier.DEVICE: sum(roots.values()), **used}
+        assert cells == {tier: sum(ledger.prefixes(tier).values()) for tier in Tier}
+        for tier, mapping in self.tiers.items():
+            there = {key: entry.name for key, entry in self.ladder._entries.items() if entry.tier is tier}
+            sizes = {key: mapping.stored(name) for key, name in there.items()}
+            assert ledger.prefixes(tier) == {key: size for key, size in sizes.items() if size}
         assert all(used[t] <= getattr(self.limits, t) for t in used if getattr(self.limits, t) is not None)
-        assert self.ladder.ledger.cell(Tier.DEVICE, "reservations") == sum(self.promised.values())
+        assert ledger.cell(Tier.DEVICE, "reservations") == sum(self.promised.values())
 
     def teardown(self) -> None:
         with getattr(self, "stack", ExitStack()):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import Counter
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from distributed.protocol import pickle as dask_pickle
 from hypothesis import given
 
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
+from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.frames import Frames, NotMovable, put_together, take_apart
-from dask_gpurt.memory.ledger import Ledger, Picture
+from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, Label, Ledger, Picture
 from dask_gpurt.memory.policy import Candidate, choose, order
 from dask_gpurt.memory.sizes import Owned, owned
-from dask_gpurt.memory.tiers import Limits, Tier, limits
+from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
 
 GIB = 2**30
 
@@ -105,6 +110,14 @@ def test_what_makes_no_sense_is_refused(on_host: bool, settings: dict[str, Any],
         resolved(on_host, **settings)
 
 
+@pytest.mark.parametrize("reason", ["", "it is broken"])
+def test_no_room_arrives_at_the_client_as_it_was_raised(reason: str) -> None:
+    error = NoRoom(Tier.DISK, 5, reason)
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), back.tier, back.nbytes, back.reason) == (NoRoom, Tier.DISK, 5, reason)
+    assert str(back) == str(error) == "no room for 5 bytes in the disk tier" + (reason and f": {reason}")
+
+
 # ---- frames --------------------------------------------------------------------------
 
 OBJECTS = [
@@ -162,9 +175,13 @@ def test_the_copy_shares_no_memory() -> None:
     assert not original.any()
 
 
-def test_what_does_not_pickle_is_named() -> None:
+def test_what_does_not_pickle_is_named_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotMovable, match="generator"):
         take_apart(i for i in range(3))
+    assert not caplog.records
+    with pytest.raises(TypeError):
+        dask_pickle.dumps(i for i in range(3))
+    assert [record.name for record in caplog.records] == ["distributed.protocol.pickle"]  # as ever
 
 
 # ---- sizes ---------------------------------------------------------------------------
@@ -200,11 +217,20 @@ def test_arrow_tables_and_slices() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.dictionaries(st.integers(0, 5), st.just(7)))))
 def test_the_union_under_changes(steps: list[tuple[str, dict[int, int]]]) -> None:
-    known, model = Owned(), dict[str, dict[int, int]]()
+    known, model, charged = Owned(), dict[str, dict[int, int]](), Counter[str]()
     for key, roots in steps:
-        known.discard(key)
-        known.add(key, roots)
+        for heir, nbytes in known.discard(key).items():
+            charged[key] -= nbytes
+            if heir is not None:
+                charged[str(heir)] += nbytes
+        assert charged[key] == 0
+        model.pop(key, None)
+        charged[key] += known.add(key, roots)
         model[key] = roots
+        seen: set[int] = set()
+        for owner, mine in model.items():  # in order: the first is charged
+            assert charged[owner] == 7 * len(set(mine) - seen)
+            seen |= set(mine)
         union = {address for roots in model.values() for address in roots}
         assert known.total == 7 * len(union)
         for one, mine in model.items():
@@ -237,6 +263,87 @@ def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], boo
         assert row["headroom"] == ledger.headroom(tier) == 100 - ledger.used(tier)
     picture.forget("w")
     assert picture.rows() == []
+
+
+steps_of_prefixes = st.lists(
+    st.tuples(st.sampled_from(list(Tier)), st.sampled_from("abcdef"), st.integers(0, 9), st.integers(0, 3))
+)
+
+
+@given(steps_of_prefixes)
+def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int, int]]) -> None:
+    """A few prefixes go by their name, and the rest together; nothing counts twice, or not at all."""
+    with mock.patch.object(ledger_module, "MOST_PREFIXES", 3):
+        ledger, picture, model = Ledger(dict.fromkeys(Tier, 100)), Picture(), Counter[tuple[Tier, str]]()
+        for tier, prefix, nbytes, tell in steps:
+            ledger.add(tier, Label(PARTITIONS, prefix), nbytes - model[tier, prefix])
+            model[tier, prefix] = nbytes
+            message = (ledger.changes, ledger.changes, ledger.snapshot, lambda: None)[tell]()
+            if message is not None:
+                picture.apply("w", message)
+                assert len({name for _, name, _ in message["prefixes"]}) <= 4
+                compare_prefixes(picture, ledger, model)
+        picture.apply("w", ledger.snapshot())
+        compare_prefixes(picture, ledger, model)
+
+
+def compare_prefixes(picture: Picture, ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
+    rows = {(row["tier"], row["prefix"]): row["bytes"] for row in picture.rows_by_prefix()}
+    assert rows == {(tier, name): n for tier in Tier for name, n in ledger.prefixes(tier).items()}
+    for tier in Tier:
+        mine = {name: n for (at, name), n in model.items() if at is tier and n}
+        shown = ledger.prefixes(tier)
+        others = shown.pop(OTHERS, 0)
+        assert shown.items() <= mine.items()
+        assert others == sum(n for name, n in mine.items() if name not in shown)
+        assert ledger.cell(tier, PARTITIONS) == sum(mine.values())
+
+
+def test_a_prefix_has_its_own_name_again_once_others_are_gone() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    for number in range(MOST_PREFIXES + 2):
+        ledger.add(Tier.DISK, Label(PARTITIONS, f"p{number}"), 1)
+    assert len(ledger.prefixes(Tier.DISK)) == MOST_PREFIXES + 1
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 2
+    last = Label(PARTITIONS, f"p{MOST_PREFIXES + 1}")
+    ledger.add(Tier.DISK, Label(PARTITIONS, "p0"), -1)
+    ledger.changes()  # what is gone has been told
+    ledger.add(Tier.DISK, last, 1)
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 3  # as long as it has bytes there
+    ledger.add(Tier.DISK, last, -2)
+    ledger.add(Tier.DISK, last, 5)
+    assert ledger.prefixes(Tier.DISK)[last.prefix] == 5
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 1
+
+
+def test_a_report_has_only_the_prefixes_that_have_changed() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    for prefix in "abc":
+        ledger.add(Tier.HOST, Label(PARTITIONS, prefix), 5)
+    ledger.changes()
+    ledger.add(Tier.HOST, Label(PARTITIONS, "b"), -5)
+    message = ledger.changes()
+    assert message is not None
+    assert message["prefixes"] == [["host", "b", 0]]
+    assert ledger.changes() is None
+    assert ledger.snapshot()["prefixes"] == [["host", "a", 5], ["host", "c", 5]]
+
+
+def test_what_are_no_partitions_goes_by_its_kind() -> None:
+    ledger, picture = Ledger(dict.fromkeys(Tier, 100)), Picture()
+    ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task of this name
+    ledger.add(Tier.HOST, Label(SHARDS), 2)
+    ledger.add(Tier.DEVICE, Label("reservations"), 3)
+    ledger.set(Tier.HOST, "unmanaged", 4)
+    picture.apply("w", ledger.snapshot())
+    rows = [(row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in picture.rows_by_prefix()]
+    assert rows == [
+        ("device", "reservations", "reservations", 3),
+        ("host", PARTITIONS, SHARDS, 1),
+        ("host", SHARDS, SHARDS, 2),
+    ]
+    picture.forget("w")
+    assert picture.rows_by_prefix() == []
 
 
 def test_nothing_changed_is_nothing_to_tell() -> None:

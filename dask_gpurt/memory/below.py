@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Fence, passed
 from dask_gpurt.memory.frames import Frames, Scattered
+from dask_gpurt.memory.ledger import Label, Ledger
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 _ORDER = list(Tier)
@@ -26,6 +25,8 @@ class Below:
         The mapping of each tier, in order.
     device
         Where buffers that are not in host memory lie.
+    ledger
+        Told of each change.
     host_room
         Whether so many bytes more fit into the host tier, which live objects use too.
     """
@@ -34,17 +35,17 @@ class Below:
         self,
         tiers: Mapping[Tier, Any],
         device: Device,
+        ledger: Ledger,
         host_room: Callable[[int], bool],
     ):
         self._tiers = dict(tiers)
         self._device = device
+        self._ledger = ledger
         self._host_room = host_room
-        self._stored: dict[tuple[Tier, str], tuple[str, int]] = {}
-        self._used: Counter[tuple[Tier, str]] = Counter()
-        self._lock = threading.Lock()
+        self._stored: dict[tuple[Tier, str], tuple[Label, int]] = {}
 
     def put(
-        self, name: str, frames: Frames, kind: str, above: Tier, *, ordered: bool = True
+        self, name: str, frames: Frames, label: Label, above: Tier, *, ordered: bool = True
     ) -> tuple[Tier, Fence]:
         """Begin to store an object in the first tier under ``above`` with room.
 
@@ -58,8 +59,8 @@ class Below:
         ----------
         name
             New, and not used again.
-        kind
-            What the ledger calls it.
+        label
+            What it is to the ledger.
         ordered
             Whether work that the device was given so far may still write the buffers.
 
@@ -79,7 +80,7 @@ class Below:
             except NoRoom as error:
                 why.append(str(error))
                 continue
-            self._count(tier, name, kind, mapping.stored(name))
+            self._count(tier, name, label, mapping.stored(name))
             return tier, fence
         raise NoRoom(_ORDER[-1], frames.nbytes, "; ".join(why) or "there is no lower tier")
 
@@ -101,10 +102,9 @@ class Below:
             del mapping[name]
             raise
 
-    def _count(self, tier: Tier, name: str, kind: str, nbytes: int) -> None:
-        with self._lock:
-            self._stored[tier, name] = kind, nbytes
-            self._used[tier, kind] += nbytes
+    def _count(self, tier: Tier, name: str, label: Label, nbytes: int) -> None:
+        self._stored[tier, name] = label, nbytes
+        self._ledger.add(tier, label, nbytes)
 
     def get(self, tier: Tier, name: str) -> Frames:
         """What was put; refers to the tier's memory, so it must not be discarded while it is read."""
@@ -119,13 +119,8 @@ class Below:
     def discard(self, tier: Tier, name: str) -> None:
         """Let an object go."""
         del self._tiers[tier][name]
-        with self._lock:
-            kind, nbytes = self._stored.pop((tier, name))
-            self._used[tier, kind] -= nbytes
-
-    def used(self, tier: Tier, kind: str) -> int:
-        """Bytes that objects of a kind take in a tier."""
-        return self._used[tier, kind]
+        label, nbytes = self._stored.pop((tier, name))
+        self._ledger.add(tier, label, -nbytes)
 
     def total(self, tier: Tier) -> int:
         """Bytes that a tier says it uses."""

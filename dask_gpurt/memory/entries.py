@@ -16,7 +16,7 @@ from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer, Fence
 from dask_gpurt.memory.below import Below
 from dask_gpurt.memory.frames import Scattered, joined, put_together
-from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, Ledger
+from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger
 from dask_gpurt.memory.live import Live
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
@@ -40,12 +40,11 @@ class Spilled(NamedTuple):
 class Entry:
     """One key. ``tier`` is where the object lies; ``value`` holds it while it is live there."""
 
-    kind: str
+    label: Label
     home: Tier
     tier: Tier
     value: Any
     nbytes: int
-    prefix: str
     used: int
     #: When it is needed, for what no task of Dask's waits for.
     needed: Need = None
@@ -97,13 +96,13 @@ class Entries:
     ):
         self.limits = limits
         self.ledger = ledger
-        self._below = Below(below, device, self._host_room)
+        self._below = Below(below, device, ledger, self._host_room)
         self._home = home
         self._device = device
         self._metrics = metrics
         self._changed = changed
         self._entries: dict[Key, Entry] = {}
-        self._live = Live(limits)
+        self._live = Live(limits, ledger)
         self._names = itertools.count()
         self._clock = itertools.count()
         #: Notified when an entry has stopped moving.
@@ -120,9 +119,8 @@ class Entries:
 
     # ---- one entry -------------------------------------------------------------------
 
-    def _new(self, key: Key, kind: str, home: Tier, value: Any, nbytes: int, needed: Need) -> Entry:
-        prefix = key_split(key) if kind == PARTITIONS else kind
-        entry = Entry(kind, home, home, value, nbytes, prefix, next(self._clock), needed)
+    def _new(self, key: Key, label: Label, home: Tier, value: Any, nbytes: int, needed: Need) -> Entry:
+        entry = Entry(label, home, home, value, nbytes, next(self._clock), needed)
         self._entries[key] = entry
         return entry
 
@@ -205,7 +203,7 @@ class Entries:
     def spilled_total(self) -> Spilled:
         """For Dask's metrics: what does not lie in host memory, and what lies on disk."""
         with self._lock:
-            entries = [entry for entry in self._entries.values() if entry.kind == PARTITIONS]
+            entries = [entry for entry in self._entries.values() if entry.label.kind == PARTITIONS]
         off_host = [e.nbytes for e in entries if e.tier is Tier.DISK]
         if not self._device.on_host:
             off_host += [e.nbytes for e in entries if e.live and e.tier is Tier.DEVICE]
@@ -215,13 +213,10 @@ class Entries:
         self._metrics.add(f"memory.spill.bytes.{source}.{target}", nbytes)
         self._metrics.add("memory.spill.seconds", seconds)
 
-    def _account(self) -> None:
-        for tier in Tier:
-            for kind in (PARTITIONS, SHARDS):
-                nbytes = self._live.of_kind(tier, kind) + self._below.used(tier, kind)
-                self.ledger.set(tier, kind, nbytes)
-            self.ledger.set(tier, "reservations", self._live.promised(tier))
-            self._metrics.peak(f"memory.{tier}.peak", self.ledger.used(tier))
+    def _account(self, grown: Tier | None = None) -> None:
+        """The ledger has changed; there may be more in a tier than ever before."""
+        if grown is not None:
+            self._metrics.peak(f"memory.{grown}.peak", self.ledger.used(grown))
         self._changed()
 
     def close(self) -> None:
@@ -231,6 +226,11 @@ class Entries:
             self._entries.clear()
             self._live.clear()
         self._below.close()
+
+
+def label_of(key: Key, kind: str) -> Label:
+    """What an object is to the ledger."""
+    return Label(kind, key_split(key)) if kind == PARTITIONS else Label(kind)
 
 
 class Gathering:

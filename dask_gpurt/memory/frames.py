@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,10 @@ _RAW = b"raw"
 _SMALL = 4096
 #: Libraries whose objects lie in the memory of a GPU.
 _DEVICE_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
+
+#: Whether Dask's error about what it can not pickle is an answer here, and nothing to log.
+_asking: ContextVar[bool] = ContextVar("asking", default=False)
+dask_pickle.logger.addFilter(lambda record: not _asking.get())
 
 
 class NotMovable(Exception):
@@ -79,9 +85,19 @@ def take_apart(value: Any) -> Frames:
     if isinstance(value, Raw):
         return raw_frames(value.buffers)
     try:
-        return _device_frames(value) if lives_on_device(value) else _host_frames(value)
+        with _unlogged():
+            return _device_frames(value) if lives_on_device(value) else _host_frames(value)
     except Exception as error:
         raise NotMovable(f"a {type(value).__qualname__} can not be serialised: {error}") from error
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    token = _asking.set(True)
+    try:
+        yield
+    finally:
+        _asking.reset(token)
 
 
 def raw_frames(buffers: Iterable[Any]) -> Frames:

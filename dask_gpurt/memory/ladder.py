@@ -19,7 +19,7 @@ from dask.typing import Key
 
 from dask_gpurt.device.protocol import Buffer, passed
 from dask_gpurt.memory.disk import CorruptFile
-from dask_gpurt.memory.entries import Copy, Entry, Need
+from dask_gpurt.memory.entries import Copy, Entry, Need, label_of
 from dask_gpurt.memory.frames import Frames, Scattered
 from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.room import Room
@@ -77,14 +77,14 @@ class Ladder(Room, MutableMapping[Key, Any]):
         needed
             Its place among the priorities of tasks, if no task's input it is.
         """
-        roots = owned(value)
+        roots, label = owned(value), label_of(key, kind)
         with self._lock:
             if key in self._entries:
                 del self[key]
             self._live.forget(key)
-            entry = self._new(key, kind, home or self._home(value), value, sum(roots.values()), needed)
-            self._live.add(key, entry.home, kind, roots)
-            self._account()
+            entry = self._new(key, label, home or self._home(value), value, sum(roots.values()), needed)
+            self._live.add(key, entry.home, label, roots)
+            self._account(entry.home)
 
     def store_below(self, key: Key, frames: Frames, kind: str, *, home: Tier, needed: Need = None) -> Tier:
         """Keep what has been taken apart below its home, at once; returns where. Blocks.
@@ -94,13 +94,13 @@ class Ladder(Room, MutableMapping[Key, Any]):
         NoRoom
             When all tiers are full.
         """
-        name = self._new_name()
-        tier, fence = self._below.put(name, frames, kind, home, ordered=False)
+        name, label = self._new_name(), label_of(key, kind)
+        tier, fence = self._below.put(name, frames, label, home, ordered=False)
         fence()
         with self._lock:
-            entry = self._new(key, kind, home, None, frames.nbytes, needed)
+            entry = self._new(key, label, home, None, frames.nbytes, needed)
             entry.live, entry.tier, entry.name = False, tier, name
-            self._account()
+            self._account(tier)
         return tier
 
     def adopt(self, key: Key, nbytes: int, take: Callable[[], Any], let_go: Callable[[], None]) -> None:
@@ -112,7 +112,7 @@ class Ladder(Room, MutableMapping[Key, Any]):
             Take it out of there, and let it go if it is still there.
         """
         with self._lock:
-            entry = self._new(key, PARTITIONS, Tier.DEVICE, None, nbytes, None)
+            entry = self._new(key, label_of(key, PARTITIONS), Tier.DEVICE, None, nbytes, None)
             entry.live, entry.tier, entry.before = False, Tier.DISK, (take, let_go)
 
     def __getitem__(self, key: Key) -> Any:
@@ -151,7 +151,7 @@ class Ladder(Room, MutableMapping[Key, Any]):
         return key in self._entries
 
     def __iter__(self) -> Iterator[Key]:
-        return iter([key for key, entry in list(self._entries.items()) if entry.kind == PARTITIONS])
+        return iter([key for key, entry in list(self._entries.items()) if entry.label.kind == PARTITIONS])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -352,7 +352,7 @@ class Ladder(Room, MutableMapping[Key, Any]):
             if self._entries.get(key) is entry:
                 entry.value, entry.live, entry.nbytes = lift.value, True, sum(roots.values())
                 entry.home = entry.tier = self._home(lift.value)
-                self._live.add(key, entry.home, entry.kind, roots)
+                self._live.add(key, entry.home, entry.label, roots)
             self._arrived(entry)
-            self._account()
+            self._account(entry.home)
         self._moved(came_from, entry.home, entry.nbytes, perf_counter() - lift.began)

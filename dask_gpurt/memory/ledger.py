@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_gpurt.memory.tiers import Tier
 
 #: What bytes in a tier are: keys' data, shards that were pulled, room promised. Next to the tier's
 #: capacity: shards in the exchange pool, and all else in the process or on the device.
-PARTITIONS, SHARDS = "partitions", "shards"
-KINDS = (PARTITIONS, SHARDS, "reservations", "published", "unmanaged")
+PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
+KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", "unmanaged")
+#: The most task prefixes that a worker tells apart, and the name of the others together.
+MOST_PREFIXES, OTHERS = 50, "(others)"
 
 Message = dict[str, Any]
 
 
+class Label(NamedTuple):
+    """What bytes are: of a kind, and if they are partitions of tasks with a prefix."""
+
+    kind: str
+    prefix: str = ""
+
+
 class Ledger:
-    """The account of one worker: bytes by tier and kind. Thread-safe.
+    """The account of one worker: bytes by tier and kind, of partitions also by task prefix. Thread-safe.
 
     Parameters
     ----------
@@ -27,8 +37,12 @@ class Ledger:
 
     def __init__(self, capacity: Mapping[Tier, int]):
         self.capacity = dict(capacity)
-        self._cells: dict[tuple[Tier, str], int] = {}
+        self._cells: defaultdict[tuple[Tier, str], int] = defaultdict(int)
         self._changed: set[tuple[Tier, str]] = set()
+        #: By name; a prefix has its own, or goes as one of the others until it has no bytes any more.
+        self._prefixes: dict[str, dict[Tier, int]] = {}
+        self._others: defaultdict[str, int] = defaultdict(int)
+        self._changed_prefixes: set[tuple[Tier, str]] = set()
         self._seq = 0
         self._lock = threading.Lock()
 
@@ -40,17 +54,46 @@ class Ledger:
                 self._cells[cell] = nbytes
                 self._changed.add(cell)
 
+    def add(self, tier: Tier, label: Label, nbytes: int) -> None:
+        """Count so many bytes more in a tier, or less."""
+        if not nbytes:
+            return
+        cell = tier, label.kind
+        with self._lock:
+            self._cells[cell] += nbytes
+            self._changed.add(cell)
+            if label.prefix:
+                self._add_to_prefix(tier, label.prefix, nbytes)
+
+    def _add_to_prefix(self, tier: Tier, prefix: str, nbytes: int) -> None:
+        if prefix in self._others or (prefix not in self._prefixes and self._no_name_left()):
+            self._others[prefix] += nbytes
+            if not self._others[prefix]:
+                del self._others[prefix]
+            prefix = OTHERS
+        sizes = self._prefixes.setdefault(prefix, {})
+        sizes[tier] = sizes.get(tier, 0) + nbytes
+        self._changed_prefixes.add((tier, prefix))
+
+    def _no_name_left(self) -> bool:
+        return len(self._prefixes) - (OTHERS in self._prefixes) >= MOST_PREFIXES
+
     def cell(self, tier: Tier, kind: str) -> int:
         """Read a cell."""
         return self._cells.get((tier, kind), 0)
 
+    def prefixes(self, tier: Tier) -> dict[str, int]:
+        """Bytes of partitions in a tier, by task prefix."""
+        with self._lock:
+            return {name: sizes[tier] for name, sizes in self._prefixes.items() if sizes.get(tier)}
+
     def used(self, tier: Tier) -> int:
         """Bytes of data and shards in a tier."""
-        return self.cell(tier, "partitions") + self.cell(tier, "shards")
+        return self.cell(tier, PARTITIONS) + self.cell(tier, SHARDS)
 
     def headroom(self, tier: Tier) -> int:
         """Capacity less what is used and promised."""
-        return self.capacity[tier] - self.used(tier) - self.cell(tier, "reservations")
+        return self.capacity[tier] - self.used(tier) - self.cell(tier, RESERVATIONS)
 
     def changes(self) -> Message | None:
         """The cells that have changed since the last call, None without any.
@@ -58,22 +101,29 @@ class Ledger:
         Values are absolute, so that a message that is lost or comes twice does no harm.
         """
         with self._lock:
-            if not self._changed:
+            cells, prefixes = self._changed, self._changed_prefixes
+            if not cells and not prefixes:
                 return None
-            changed, self._changed = self._changed, set()
-            return self._message(changed)
+            self._changed, self._changed_prefixes = set(), set()
+            message = self._message(cells, prefixes)
+            for name in {name for _, name in prefixes}:
+                if not any(self._prefixes[name].values()):
+                    del self._prefixes[name]
+            return message
 
     def snapshot(self) -> Message:
-        """All cells."""
+        """All cells, and all prefixes that have bytes."""
         with self._lock:
-            return self._message(set(self._cells))
+            places = [(tier, name) for name, sizes in self._prefixes.items() for tier in sizes]
+            return {**self._message(self._cells, places), "whole": True}
 
-    def _message(self, cells: Iterable[tuple[Tier, str]]) -> Message:
+    def _message(self, cells: Iterable[tuple[Tier, str]], prefixes: Iterable[tuple[Tier, str]]) -> Message:
         self._seq += 1
         return {
             "seq": self._seq,
             "capacity": {str(tier): nbytes for tier, nbytes in self.capacity.items()},
             "cells": [[str(tier), kind, self._cells[tier, kind]] for tier, kind in sorted(cells)],
+            "prefixes": [[str(tier), name, self._prefixes[name][tier]] for tier, name in sorted(prefixes)],
         }
 
 
@@ -84,6 +134,7 @@ class Picture:
         self._seq: dict[str, int] = {}
         self._capacity: dict[str, dict[str, int]] = {}
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
+        self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
 
     def apply(self, worker: str, message: Message) -> None:
         """Take a message; one that is older than what is known counts for nothing."""
@@ -94,10 +145,18 @@ class Picture:
         cells = self._cells.setdefault(worker, {})
         for tier, kind, nbytes in message["cells"]:
             cells[tier, kind] = nbytes
+        if message.get("whole"):
+            self._prefixes.pop(worker, None)
+        prefixes = self._prefixes.setdefault(worker, {})
+        for tier, prefix, nbytes in message["prefixes"]:
+            if nbytes:
+                prefixes[tier, prefix] = nbytes
+            else:
+                prefixes.pop((tier, prefix), None)
 
     def forget(self, worker: str) -> None:
         """A worker has left."""
-        for known in (self._seq, self._capacity, self._cells):
+        for known in (self._seq, self._capacity, self._cells, self._prefixes):
             known.pop(worker, None)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -110,6 +169,19 @@ class Picture:
 
     def _row(self, worker: str, tier: str, capacity: int) -> dict[str, Any]:
         kinds = {kind: self._cells[worker].get((tier, kind), 0) for kind in KINDS}
-        used = kinds["partitions"] + kinds["shards"]
-        headroom = capacity - used - kinds["reservations"]
+        headroom = capacity - kinds[PARTITIONS] - kinds[SHARDS] - kinds[RESERVATIONS]
         return {"worker": worker, "tier": tier, "capacity": capacity, "headroom": headroom, **kinds}
+
+    def rows_by_prefix(self) -> list[dict[str, Any]]:
+        """A row for each worker, tier and task prefix with bytes; what are no partitions goes by its kind."""
+        return [
+            {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}
+            for worker in sorted(self._cells)
+            for tier in Tier
+            for kind, prefix, nbytes in self._named(worker, str(tier))
+        ]
+
+    def _named(self, worker: str, tier: str) -> list[tuple[str, str, int]]:
+        found = sorted((name, n) for (at, name), n in self._prefixes[worker].items() if at == tier)
+        others = [(kind, self._cells[worker].get((tier, kind), 0)) for kind in (SHARDS, RESERVATIONS)]
+        return [(PARTITIONS, name, n) for name, n in found] + [(kind, kind, n) for kind, n in others if n]

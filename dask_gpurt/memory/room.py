@@ -147,7 +147,8 @@ class Room(Entries):
             entry.moving, value, used = True, entry.value, entry.used
         name, began = self._new_name(), perf_counter()
         try:
-            target, fence = self._below.put(name, take_apart(value), entry.kind, tier)
+            target, fence = self._below.put(name, take_apart(value), entry.label, tier)
+            self._account(target)
             return _Move(key, entry, used, target, name, fence, began)
         except NotMovable as error:
             entry.fixed = True

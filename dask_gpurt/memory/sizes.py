@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -127,31 +127,40 @@ class Owned:
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Roots] = {}
-        self._sharers: Counter[int] = Counter()
+        #: The keys that own an allocation, in order: the first is charged with it.
+        self._sharers: defaultdict[int, dict[Hashable, None]] = defaultdict(dict)
         #: As first seen: an allocation has one size, whatever two objects know of it.
         self._sizes: Roots = {}
         self.total = 0
 
-    def add(self, key: Hashable, roots: Roots) -> None:
-        """Count what a new key owns."""
-        self._roots[key] = roots
+    def add(self, key: Hashable, roots: Roots) -> int:
+        """Count what a new key owns; the bytes it is charged with, which nobody owned before."""
+        self._roots[key], before = roots, self.total
         for address, nbytes in roots.items():
             if address not in self._sizes:
                 self._sizes[address] = nbytes
                 self.total += nbytes
-            self._sharers[address] += 1
+            self._sharers[address][key] = None
+        return self.total - before
 
-    def discard(self, key: Hashable) -> None:
-        """Count a key no more."""
+    def discard(self, key: Hashable) -> dict[Hashable | None, int]:
+        """Count a key no more; the bytes it was charged with, by who is charged now: None if nobody."""
+        heirs: defaultdict[Hashable | None, int] = defaultdict(int)
         for address in self._roots.pop(key, {}):
-            self._sharers[address] -= 1
-            if not self._sharers[address]:
+            sharers = self._sharers[address]
+            charged = next(iter(sharers)) == key
+            del sharers[key]
+            if not sharers:
                 del self._sharers[address]
-                self.total -= self._sizes.pop(address)
+                heirs[None] += self._sizes.pop(address)
+            elif charged:
+                heirs[next(iter(sharers))] += self._sizes[address]
+        self.total -= heirs[None]
+        return heirs
 
     def gain(self, key: Hashable) -> int:
         """Bytes that would be free if this key went alone."""
-        return sum(self._sizes[a] for a in self._roots.get(key, {}) if self._sharers[a] == 1)
+        return sum(self._sizes[a] for a in self._roots.get(key, {}) if len(self._sharers[a]) == 1)
 
     def clear(self) -> None:
         """Count nothing any more."""

@@ -36,9 +36,15 @@ class NoRoom(Exception):
     """
 
     def __init__(self, tier: Tier, nbytes: int, reason: str = ""):
-        super().__init__(f"no room for {nbytes} bytes in the {tier} tier" + (f": {reason}" if reason else ""))
+        super().__init__(tier, nbytes, reason)  # as given, since a copy is made of them
         self.tier = tier
         self.nbytes = nbytes
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"no room for {self.nbytes} bytes in the {self.tier} tier" + (
+            self.reason and f": {self.reason}"
+        )
 
 
 @dataclass(frozen=True)

@@ -86,30 +86,55 @@ def report(client: Client | None = None, *, connect: bool = False) -> Any:
     return client.sync(_report, client, connect)
 
 
-def memory(client: Client | None = None) -> Any:
+#: The columns of a frame of :func:`memory`, by what there is a row for.
+_COLUMNS = {
+    "tier": ["worker", "tier", "capacity", "headroom", *KINDS],
+    "prefix": ["worker", "tier", "kind", "prefix", "bytes"],
+}
+
+
+def memory(client: Client | None = None, *, by: str = "tier") -> Any:
     """What the tiers of all workers hold.
 
     Parameters
     ----------
     client
         The current one if not given. With an asynchronous client, await the result.
+    by
+        What there is a row for in each tier of each worker: ``"tier"`` for one row, ``"prefix"``
+        for one with each task prefix.
 
     Returns
     -------
     pandas.DataFrame
-        A row for each worker and tier, in bytes: ``capacity``, ``headroom``, ``partitions``,
-        ``shards``, ``reservations`` and ``unmanaged``. No rows where the runtime or
-        ``gpurt.memory.tiers`` is off.
+        Bytes. By tier: the tier's ``capacity``; in it ``partitions``, ``shards`` that were pulled
+        and ``reservations``, which leave its ``headroom``; next to it ``published``, the shards in
+        the exchange pools, and ``unmanaged``, what the process has besides.
+
+        By prefix: the ``bytes`` of the ``partitions`` that tasks with a ``prefix`` have made. The
+        ``kind`` may also be ``shards`` or ``reservations``, which is their prefix too. Memory that
+        keys share counts for the first of them that is still there. Rows without bytes are left
+        out; of more than 50 prefixes on a worker, what comes later goes as ``(others)``.
+
+        There are no rows where the runtime is off. Where only ``gpurt.memory.tiers`` is off,
+        Dask keeps the partitions, and the tiers have nothing but shards.
+
+    Raises
+    ------
+    ValueError
+        When there is no such ``by``.
     """
+    if by not in _COLUMNS:
+        raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
     client = client or default_client()
-    return client.sync(_memory, client)
+    return client.sync(_memory, client, by)
 
 
 class _Room(ModuleType):
     """The package ``dask_gpurt.memory``, which would hide the function of that name: so it can be called."""
 
-    def __call__(self, client: Client | None = None) -> Any:
-        return memory(client)
+    def __call__(self, client: Client | None = None, *, by: str = "tier") -> Any:
+        return memory(client, by=by)
 
 
 sys.modules["dask_gpurt.memory"].__class__ = _Room
@@ -159,9 +184,9 @@ async def _report(client: Client, connect: bool) -> dict[str, Any]:
     return found
 
 
-async def _memory(client: Client) -> pd.DataFrame:
-    rows = await _scheduler(client).gpurt_memory() if await _is_on(client) else []
-    return pd.DataFrame(rows, columns=["worker", "tier", "capacity", "headroom", *KINDS])
+async def _memory(client: Client, by: str) -> pd.DataFrame:
+    rows = await _scheduler(client).gpurt_memory(by=by) if await _is_on(client) else []
+    return pd.DataFrame(rows, columns=_COLUMNS[by])
 
 
 def _scheduler(client: Client) -> Any:

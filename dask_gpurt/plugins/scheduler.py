@@ -145,12 +145,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.picture.forget(worker)
 
-    def memory(self) -> list[dict[str, Any]]:
-        """Handler: a row for each worker and tier."""
+    def memory(self, by: str = "tier") -> list[dict[str, Any]]:
+        """Handler: a row for each worker and tier, or also for each prefix."""
         for address, state in self.scheduler.workers.items():
             if (whole := state.metrics.get(METRIC)) is not None:
                 self.picture.apply(address, whole)
-        return self.picture.rows()
+        return self.picture.rows_by_prefix() if by == "prefix" else self.picture.rows()
 
     # ---- what workers and clients ask ------------------------------------------------
 
