@@ -207,7 +207,7 @@ def _counters(client: Client) -> dict[str, float]:
     totals_: dict[str, float] = {}
     for worker in dask_gpurt.report(client)["workers"].values():
         for name, value in worker["counters"].items():
-            if name.startswith("memory.") or name.startswith("exchange."):
+            if name.startswith(("memory.", "exchange.", "shuffle.")):
                 peak = name.endswith(".peak")
                 totals_[name] = max(totals_.get(name, 0), value) if peak else totals_.get(name, 0) + value
     return totals_
@@ -258,8 +258,11 @@ def print_summary(results: Mapping[str, Any]) -> None:
     console.print(table)
     for run in results["runs"]:
         if run["counters"] and run["turn"] == 0:
-            moved = {n.removeprefix("memory."): v for n, v in run["counters"].items() if "memory." in n}
-            console.print(run["operation"], {name: round(v / MIB, 1) for name, v in moved.items()}, "MiB")
+            console.print(run["operation"], {name: _readable(name, v) for name, v in run["counters"].items()})
+
+
+def _readable(name: str, value: float) -> str:
+    return format_bytes(int(value)) if "bytes" in name or "peak" in name else f"{value:.4g}"
 
 
 def _bytes(_: Any, __: Any, text: str | None) -> int | None:

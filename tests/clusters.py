@@ -19,6 +19,8 @@ QUICK = {
     "distributed.worker.memory.terminate": False,
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
+    # How many allocations there are to one that fails, in a run of the tests that is about that.
+    "gpurt.memory.failures": int(os.environ.get("GPURT_TEST_FAILURES", 0)),
 }
 
 

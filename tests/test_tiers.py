@@ -121,7 +121,10 @@ def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_
     def greedy(flag: str) -> str:
         if not os.path.exists(flag):
             open(flag, "w").close()
-            raise MemoryError("std::bad_alloc")
+            try:
+                raise MemoryError("std::bad_alloc")
+            except MemoryError as error:  # as Dask does in its shuffles
+                raise RuntimeError("failed during transfer phase") from error
         return "done"
 
     def hopeless() -> None:

@@ -219,7 +219,7 @@ class CudaDevice:
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         _, raw = self.after_compute() if ordered else self.stream()
         for source, pieces in zip(sources, into, strict=True):
-            at = _address(source)
+            at = address(source)
             for piece in pieces:
                 runtime.memcpyAsync(piece.ctypes.data, at, piece.nbytes, runtime.memcpyDefault, raw.ptr)
                 at += piece.nbytes
@@ -286,7 +286,7 @@ def _behind(stream: Any) -> Fence:
     return wait
 
 
-def _address(source: Any) -> int:
+def address(source: Any) -> int:
     """Where a buffer begins, on the device or in host memory."""
     if isinstance(source, np.ndarray):
         return int(source.ctypes.data)

@@ -184,6 +184,11 @@ class Entries:
         """Bytes of live objects in a tier, views and shared memory once."""
         return self._live.total(tier)
 
+    @property
+    def left(self) -> int:
+        """How many objects have ceased to be live so far, spilled or gone."""
+        return self._live.left
+
     def tier(self, key: Key) -> Tier:
         """Where an object lies."""
         return self._entries[key].tier

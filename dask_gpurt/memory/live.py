@@ -30,6 +30,8 @@ class Live:
         self._of: dict[Hashable, tuple[Tier, Label]] = {}
         self._promises: dict[Hashable, tuple[Tier, int]] = {}
         self._promised: Counter[Tier] = Counter()
+        #: How many objects have ceased to be live so far.
+        self.left = 0
 
     def add(self, key: Hashable, tier: Tier, label: Label, roots: Roots) -> None:
         """A key is live now."""

@@ -171,8 +171,10 @@ class TaskRunner:
 
 
 def _out_of_memory(event: Any) -> BaseException | None:
-    """What a task failed with, if it was the memory."""
-    if not isinstance(event, ExecuteFailureEvent):
-        return None
-    _, error, _ = clean_exception(event.exception.data)
-    return error if isinstance(error, MemoryError) else None
+    """What a task failed with, if it was the memory, whatever was made of it on the way."""
+    error: BaseException | None = None
+    if isinstance(event, ExecuteFailureEvent):
+        _, error, _ = clean_exception(event.exception.data)
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__  # Dask says of its shuffles in which phase they failed
+    return error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -66,6 +67,7 @@ class WorkerTiers:
             changed=self.reporter.changed,
         )
         self._metrics = metrics
+        self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._spilling = False
         self._watch = PeriodicCallback(self._look, LOOK * 1000)
@@ -79,8 +81,11 @@ class WorkerTiers:
         self._unguard = self.device.guard(self._short)
 
     def _short(self, nbytes: int) -> bool:
+        """An allocation of this thread has failed: whether memory has become free since its last one."""
         self._metrics.add("memory.short")
-        return self.ladder.spill(nbytes) > 0
+        self.ladder.spill(nbytes)
+        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.left
+        return bool(self._seen.left != before)
 
     async def close(self) -> None:
         """Let everything go that still lies in a tier."""

@@ -1,4 +1,4 @@
-"""cudf partitions, packed by libcudf's contiguous split.
+"""cudf partitions, packed column by column, or by libcudf's contiguous split.
 
 Splitting and packing run on the communication stream, behind the user's work. Outputs are
 put together on the user's stream, since that is the stream their memory is freed on.
@@ -23,6 +23,7 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device import Block, Device, Pool, PoolFull
 from dask_gpurt.device.cuda import CudaDevice
+from dask_gpurt.table.cudf_plain import Layout, PlainRows
 from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
@@ -99,7 +100,8 @@ class CudfTable:
         columns = [*index, *frame._columns]
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
         table, ends = self._partitioned(columns, keys, function, npartitions)
-        return [self._piece(table, header, partitions, ends) for partitions in groups]
+        layout = Layout.of(table, header)
+        return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
 
     def _partitioned(
         self, columns: list[ColumnBase], keys: list[ColumnBase], function: hash_id, npartitions: int
@@ -119,7 +121,12 @@ class CudfTable:
         return table, ends + [table.num_rows()] * (npartitions - len(ends))
 
     def _piece(
-        self, table: plc.Table, header: bytes, partitions: Sequence[int], ends: list[int]
+        self,
+        table: plc.Table,
+        header: bytes,
+        layout: Layout | None,
+        partitions: Sequence[int],
+        ends: list[int],
     ) -> Piece | None:
         spans = [(ends[p - 1] if p else 0, ends[p]) for p in partitions]
         offsets = [0]
@@ -127,6 +134,8 @@ class CudfTable:
             offsets.append(offsets[-1] + stop - start)
         if not offsets[-1]:
             return None
+        if layout is not None:
+            return Piece(PlainRows.of(table, layout, spans), tuple(partitions), tuple(offsets))
         stream, _ = self.device.stream()
         if all(left[1] == right[0] for left, right in pairwise(spans)):
             (rows,) = plc.copying.slice(table, [spans[0][0], spans[-1][1]], stream=stream)
@@ -135,12 +144,21 @@ class CudfTable:
             rows = plc.concatenate.concatenate(plc.copying.slice(table, cuts, stream=stream), stream=stream)
         return Piece(_Rows(rows, header), tuple(partitions), tuple(offsets))
 
-    def cut(self, rows: _Rows, start: int, stop: int) -> _Rows:
+    def cut(self, rows: _Rows | PlainRows, start: int, stop: int) -> _Rows | PlainRows:
+        if isinstance(rows, PlainRows):
+            return rows.between(start, stop)
         stream, _ = self.device.stream()
         (part,) = plc.copying.slice(rows.table, [start, stop], stream=stream)
         return _Rows(part, rows.header)
 
     def pack(self, piece: Piece, room: Room) -> Packed:
+        if isinstance(piece.rows, PlainRows):
+            block = room.allocate(piece.rows.layout.starts(len(piece))[-1])
+            piece.rows.copy_to(block.buffer.ptr, self.device.stream()[1].ptr)
+            return Packed(block, piece.rows.header)
+        return self._split_contiguously(piece, room)
+
+    def _split_contiguously(self, piece: Piece, room: Room) -> Packed:
         stream, _ = self.device.stream()
         blocks: dict[int, Block] = {}
         full: list[PoolFull] = []
@@ -176,6 +194,10 @@ class CudfTable:
     def assemble(self, parts: Sequence[Part], meta: cudf.DataFrame, *, ignore_index: bool) -> cudf.DataFrame:
         if not parts:
             return meta.copy()
+        read = pickle.loads(parts[0].header)
+        if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
+            plain: cudf.DataFrame = pickle.loads(read.schema).frame(read.read(parts), meta)
+            return plain
         opened = [_opened(part) for part in parts]
         tables = [tables[part.index] for part, (_, tables) in zip(parts, opened, strict=True)]
         headers = [header for header, _ in opened]
@@ -253,10 +275,14 @@ def _as_dask_casts(keys: list[plc.Column], stream: Any) -> list[plc.Column]:
 def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
     """The schema of a packed piece and a table for each output partition in it, read once."""
     if "opened" not in part.memo:
-        metadata, header = pickle.loads(part.header)
-        table = plc.contiguous_split.unpack_from_memoryviews(
-            memoryview(metadata), plc.gpumemoryview(part.buffer), stream=DEFAULT_STREAM
-        )
+        read = pickle.loads(part.header)
+        if isinstance(read, Layout):
+            header, table = read.schema, read.view(part.buffer, part.offsets[-1])
+        else:
+            metadata, header = read
+            table = plc.contiguous_split.unpack_from_memoryviews(
+                memoryview(metadata), plc.gpumemoryview(part.buffer), stream=DEFAULT_STREAM
+            )
         edges = [edge for pair in pairwise(part.offsets) for edge in pair]
         part.memo["opened"] = header, plc.copying.slice(table, edges, stream=DEFAULT_STREAM)
     opened: tuple[bytes, list[plc.Table]] = part.memo["opened"]
