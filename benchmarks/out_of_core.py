@@ -52,7 +52,7 @@ WARM = 16
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes per worker. ``rmm`` is all that a GPU gives besides the exchange pool."""
+    """Bytes per worker. ``rmm`` is all that a GPU gives besides the exchange pool, by CUDA's own pool."""
 
     device: int
     pinned: int
@@ -180,7 +180,7 @@ def _local(contender: str, workers: int, backend: str, budget: Budget, protocol:
         protocol=protocol,
         device_memory_limit=budget.device,
         memory_limit=2 * (budget.pinned + budget.host),
-        rmm_pool_size=budget.rmm,
+        rmm_async=True,  # a pool in one piece could have room, but none that is large enough
         rmm_maximum_pool_size=budget.rmm,
     )
 
@@ -316,7 +316,7 @@ def main(
                 with cluster(contender, workers, backend, budget, protocol) as client:
                     build = lambda name=name: OPERATIONS[name](size, partitions, backend)  # noqa: E731
                     if warm:  # modules, kernels, connections and mappings, which the first shuffle waits for
-                        wait(OPERATIONS[name](size // WARM, partitions, backend).persist())
+                        wait(OPERATIONS[name](size // WARM, max(1, partitions // WARM), backend).persist())
                     timed_run(client, run, build, sums, timeout)
                 runs.append(run)
                 said = f"{run.seconds:.2f} s" if run.seconds else run.error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,7 @@ class TaskRunner:
             finally:
                 self._ladder.release(held)
         finally:
-            self._ladder.forget_promise(("task", key))
+            self._ladder.forget_promise(_reservation(key))
             self._leave(key)
         if isinstance(event, ExecuteSuccessEvent):
             result = sum(owned(event.value).values())
@@ -106,7 +107,7 @@ class TaskRunner:
     async def _admitted(self, key: Key, need: int) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
         need = min(need, self._ladder.limits.device)
-        reservation = ("task", key)
+        reservation = _reservation(key)
         while True:
             fits = not need or self._ladder.promise_at_once(reservation, need, Tier.DEVICE)
             if not fits:
@@ -142,6 +143,7 @@ class TaskRunner:
                 return event
             if attempt < self._settings.retries:
                 await self._spill_all()
+                await self._tiers.offload(self._reserve_all, key)
         return ExecuteFailureEvent.from_exception(
             self._tiers.out_of_memory(error),
             key=key,
@@ -158,8 +160,14 @@ class TaskRunner:
             )
         return await self._execute(key, stimulus_id=stimulus_id)
 
+    def _reserve_all(self, key: Key) -> None:
+        # What peers send in the meantime goes to lower tiers.
+        self._ladder.promise(_reservation(key), self._ladder.limits.device, Tier.DEVICE)
+
     async def _spill_all(self) -> None:
         self._metrics.add("memory.retries")
+        # What failed has left frames of Python behind that hold what it had so far, in cycles.
+        await self._tiers.offload(gc.collect)
         await self._tiers.offload(self._ladder.spill, self._ladder.live_bytes(Tier.DEVICE))
 
     def _prefetch(self) -> None:
@@ -168,6 +176,10 @@ class TaskRunner:
             keys = self._ladder.lower(dependency.key for dependency in task.dependencies)
             if keys:
                 self._tiers.in_background(self._ladder.bring, keys)
+
+
+def _reservation(key: Key) -> tuple[str, Key]:
+    return "task", key
 
 
 def _out_of_memory(event: Any) -> BaseException | None:
