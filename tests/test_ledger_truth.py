@@ -318,6 +318,20 @@ def test_prefixes_of_what_the_tiers_hold(library: Library) -> None:
         assert dask_gpurt.memory(client, by="prefix").empty
 
 
+def test_switched_off_and_on_again(library: Library) -> None:
+    """What the ledgers from before have told, with the last heartbeat too, counts no more."""
+    with cluster(library.name, workers=1, **SMALL) as client:
+        for seed in range(3):
+            held = client.submit(make, library, 90_000, seed)
+            wait(held)
+            rest(client)
+        dask_gpurt.disable(client)
+        dask_gpurt.enable(client)
+        rest(client)
+        del held
+        rest(client, empty=True)
+
+
 def test_without_tiers_there_are_rows_of_what_shuffles_hold(library: Library) -> None:
     with cluster(library.name, workers=1, memory__tiers=False) as client:
         held = client.submit(make, library, 90_000, 1)
