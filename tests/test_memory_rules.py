@@ -265,6 +265,20 @@ def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], boo
     assert picture.rows() == []
 
 
+def test_a_new_ledger_of_a_worker_comes_in_the_place_of_the_old_one() -> None:
+    """As when the runtime is switched off and on, while the scheduler still has a heartbeat from before."""
+    old, new, picture = Ledger(dict.fromkeys(Tier, 100)), Ledger(dict.fromkeys(Tier, 100)), Picture()
+    for nbytes in range(1, 5):
+        old.set(Tier.HOST, SHARDS, nbytes)
+        old.changes()
+    new.add(Tier.DISK, Label(PARTITIONS, "x"), 7)
+    for message in (old.snapshot(), new.changes(), old.snapshot()):
+        assert message is not None
+        picture.apply("w", message)
+    found = {row["tier"]: (row[PARTITIONS], row[SHARDS]) for row in picture.rows()}
+    assert found == {"device": (0, 0), "pinned": (0, 0), "host": (0, 0), "disk": (7, 0)}
+
+
 steps_of_prefixes = st.lists(
     st.tuples(st.sampled_from(list(Tier)), st.sampled_from("abcdef"), st.integers(0, 9), st.integers(0, 3))
 )

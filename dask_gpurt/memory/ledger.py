@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -43,7 +44,8 @@ class Ledger:
         self._prefixes: dict[str, dict[Tier, int]] = {}
         self._others: defaultdict[str, int] = defaultdict(int)
         self._changed_prefixes: set[tuple[Tier, str]] = set()
-        self._seq = 0
+        #: When it began: a worker gets another ledger when the runtime is switched on again.
+        self._began, self._seq = time.time_ns(), 0
         self._lock = threading.Lock()
 
     def set(self, tier: Tier, kind: str, nbytes: int) -> None:
@@ -120,6 +122,7 @@ class Ledger:
     def _message(self, cells: Iterable[tuple[Tier, str]], prefixes: Iterable[tuple[Tier, str]]) -> Message:
         self._seq += 1
         return {
+            "began": self._began,
             "seq": self._seq,
             "capacity": {str(tier): nbytes for tier, nbytes in self.capacity.items()},
             "cells": [[str(tier), kind, self._cells[tier, kind]] for tier, kind in sorted(cells)],
@@ -131,16 +134,19 @@ class Picture:
     """The accounts of all workers, as they have reported them."""
 
     def __init__(self) -> None:
-        self._seq: dict[str, int] = {}
+        self._seq: dict[str, tuple[int, int]] = {}
         self._capacity: dict[str, dict[str, int]] = {}
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
 
     def apply(self, worker: str, message: Message) -> None:
         """Take a message; one that is older than what is known counts for nothing."""
-        if message["seq"] <= self._seq.get(worker, 0):
+        seq, known = (message["began"], message["seq"]), self._seq.get(worker, (0, 0))
+        if seq <= known:
             return
-        self._seq[worker] = message["seq"]
+        if message["began"] > known[0]:
+            self.forget(worker)
+        self._seq[worker] = seq
         self._capacity[worker] = message["capacity"]
         cells = self._cells.setdefault(worker, {})
         for tier, kind, nbytes in message["cells"]:
