@@ -91,6 +91,10 @@ class Room(Entries):
         limit = self.limits.device if tier is Tier.DEVICE else self.limits.host
         return 2 * nbytes <= limit
 
+    def has_room(self, nbytes: int, tier: Tier) -> bool:
+        """Whether so many bytes more fit into a tier as it is."""
+        return self._excess(nbytes, tier) <= 0
+
     def over(self) -> int:
         """Bytes by which live objects exceed the device tier."""
         return max(self.live_bytes(Tier.DEVICE) - self.limits.device, 0)
