@@ -20,6 +20,7 @@ from dask_gpurt.device.protocol import Fence
 from dask_gpurt.memory.entries import Entries, Entry, Need
 from dask_gpurt.memory.frames import NotMovable, take_apart
 from dask_gpurt.memory.policy import Candidate, choose, order
+from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 
@@ -90,6 +91,12 @@ class Room(Entries):
         """Whether so many bytes would leave half of a tier to other things."""
         limit = self.limits.device if tier is Tier.DEVICE else self.limits.host
         return 2 * nbytes <= limit
+
+    def added_by(self, value: Any, tier: Tier) -> int:
+        """Bytes that an object would add to a tier."""
+        roots = owned(value)
+        with self._lock:
+            return self._live.lacking(tier, roots)
 
     def has_room(self, nbytes: int, tier: Tier) -> bool:
         """Whether so many bytes more fit into a tier as it is."""

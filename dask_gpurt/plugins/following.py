@@ -55,7 +55,7 @@ class Following:
 
     def _look(self, key: Key, nbytes: int, end: float) -> None:
         loop = asyncio.get_running_loop()
-        followed = self._followed(key) or self._roomy(nbytes)
+        followed = self._roomy(nbytes) or (self._followed(key) and not self._outlived(key))
         if not followed and loop.time() < end:
             loop.call_later(LOOK, self._look, key, nbytes, end)
             return
@@ -65,9 +65,18 @@ class Following:
             self._worker.handle_stimulus(UnpauseEvent(stimulus_id=f"gpurt-following-{time()}"))
 
     def _roomy(self, nbytes: int) -> bool:
-        return self._ladder.has_room(nbytes, Tier.DEVICE)
+        # Shards that a task reads are as large as what it makes of them, and no inputs of Dask's.
+        return self._ladder.has_room(2 * nbytes, Tier.DEVICE)
 
     def _followed(self, key: Key) -> bool:
         """Whether a task that reads the result is here."""
         task = self._worker.state.tasks.get(key)
         return task is None or any(follower.state == "ready" for follower in task.dependents)
+
+    def _outlived(self, key: Key) -> bool:
+        """Whether an input that nobody here needs any more is still here."""
+        task = self._worker.state.tasks.get(key)
+        return task is not None and any(
+            dependency.state == "memory" and all(reader.state == "memory" for reader in dependency.dependents)
+            for dependency in task.dependencies
+        )
