@@ -314,6 +314,7 @@ def test_a_flipped_bit_is_noticed(at: int, bit: int) -> None:
         assert str(path) in str(pickle.loads(pickle.dumps(caught.value)))
         assert content(disk["b"]) == content(frames(10))
         del disk["a"]
+        disk.settle()
         assert list(Path(disk.path).iterdir()) == [other]
     finally:
         disk.close()
@@ -398,6 +399,24 @@ def test_direct_io_is_given_up_where_it_is_refused(tmp_path: Path, monkeypatch: 
     assert not disk.direct
     assert [bool(flags & os.O_DIRECT) for flags in flags_seen] == [True, False, False]
     disk.close()
+
+
+def test_files_are_removed_on_a_thread_of_the_tier(disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, may_go, threads = os.unlink, threading.Event(), set()
+
+    def slowly(path: str) -> None:
+        may_go.wait(10)
+        threads.add(threading.current_thread().name)
+        real(path)
+
+    disk["a"] = frames(5000)
+    monkeypatch.setattr(os, "unlink", slowly)
+    del disk["a"]
+    assert "a" not in disk
+    assert not disk.used
+    may_go.set()
+    disk.close()
+    assert threads == {"gpurt-unlink_0"}
 
 
 def test_a_place_that_can_not_be_written_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
@@ -38,6 +39,9 @@ class _File(NamedTuple):
 class DiskTier(MutableMapping[str, Frames]):
     """A mapping into files of a directory of its own. Thread-safe; not to be read while the key goes.
 
+    A key goes at once. Its file is removed on a thread of the tier's own: for large ones that takes longer
+    than an event loop has, or whoever waits for a lock.
+
     Parameters
     ----------
     directory
@@ -60,6 +64,7 @@ class DiskTier(MutableMapping[str, Frames]):
         self._files: dict[str, _File] = {}
         self._names = itertools.count()
         self._lock = threading.Lock()
+        self._unlinking = ThreadPoolExecutor(1, thread_name_prefix="gpurt-unlink")
         self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
 
     def __setitem__(self, key: str, frames: Frames) -> None:
@@ -83,7 +88,9 @@ class DiskTier(MutableMapping[str, Frames]):
         with self._lock:
             before = self._files.get(key)
             self._files[key] = _File(path, size, spans)
-        self._unlink(before)
+        if before is not None:
+            self._unlink(before)
+            self._give_back(before.size)
 
     def _no_room(self, size: int, why: str) -> NoRoom:
         what = "free some, set 'gpurt.memory.disk' to what there is, or 'local_directory' to another place"
@@ -114,7 +121,8 @@ class DiskTier(MutableMapping[str, Frames]):
     def __delitem__(self, key: str) -> None:
         with self._lock:
             file = self._files.pop(key)
-        self._unlink(file)
+        self._unlinking.submit(self._unlink, file)
+        self._give_back(file.size)
 
     def clear(self) -> None:
         # Without reading them, unlike the method of the base class.
@@ -122,6 +130,7 @@ class DiskTier(MutableMapping[str, Frames]):
             files, self._files = self._files, {}
         for file in files.values():
             self._unlink(file)
+            self._give_back(file.size)
 
     def __contains__(self, key: object) -> bool:
         return key in self._files
@@ -132,16 +141,19 @@ class DiskTier(MutableMapping[str, Frames]):
     def __len__(self) -> int:
         return len(self._files)
 
+    def settle(self) -> None:
+        """Wait until the files of keys that have gone are gone too."""
+        self._unlinking.submit(int).result()  # they go one by one, in order
+
     def close(self) -> None:
         """Remove all files, and the directory."""
+        self._unlinking.shutdown()
         self.clear()
         self._remove()
 
-    def _unlink(self, file: _File | None) -> None:
-        if file is not None:
-            self._give_back(file.size)
-            with suppress(FileNotFoundError):  # somebody cleaned up, which is what we want
-                os.unlink(file.path)
+    def _unlink(self, file: _File) -> None:
+        with suppress(FileNotFoundError):  # somebody cleaned up, which is what we want
+            os.unlink(file.path)
 
     def _give_back(self, size: int) -> None:
         with self._lock:

@@ -50,6 +50,10 @@ class Live:
         """Bytes of live objects in a tier."""
         return self._owned[tier].total if tier in self._owned else 0
 
+    def lacking(self, tier: Tier, roots: Roots) -> int:
+        """Bytes that a new object would add to a tier: none for views of what is live there."""
+        return self._owned[tier].lacking(roots)
+
     def gain(self, key: Hashable, tier: Tier) -> int:
         """Bytes that would be free if this key went alone."""
         return self._owned[tier].gain(key)

@@ -20,6 +20,7 @@ from dask_gpurt.device.protocol import Fence
 from dask_gpurt.memory.entries import Entries, Entry, Need
 from dask_gpurt.memory.frames import NotMovable, take_apart
 from dask_gpurt.memory.policy import Candidate, choose, order
+from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 
@@ -65,15 +66,15 @@ class Room(Entries):
             return True
 
     def promise(self, key: Key, nbytes: int, tier: Tier) -> None:
-        """Promise room to a key that will be stored; spills for it. Blocks."""
-        while not self.promise_at_once(key, nbytes, tier):
-            if not self.make_room(nbytes, tier) and self._excess(nbytes, tier) > 0:
-                break  # nothing can be spilled: above the limit rather than never
-        else:
-            return
-        with self._lock:
+        """Promise room to a key that will be stored, and spill for it. Blocks.
+
+        Where nothing is left to spill the tier goes above its limit: that is better than never.
+        """
+        with self._lock:  # at once, so that nobody else takes the room that is made
             self._live.promise(key, tier, nbytes)
             self._account()
+        while self.make_room(0, tier):
+            pass
 
     def try_promise(self, key: Key, nbytes: int, tier: Tier) -> bool:
         """Promise room to a key if it can be made; spills for it. Blocks."""
@@ -90,6 +91,16 @@ class Room(Entries):
         """Whether so many bytes would leave half of a tier to other things."""
         limit = self.limits.device if tier is Tier.DEVICE else self.limits.host
         return 2 * nbytes <= limit
+
+    def added_by(self, value: Any, tier: Tier) -> int:
+        """Bytes that an object would add to a tier."""
+        roots = owned(value)
+        with self._lock:
+            return self._live.lacking(tier, roots)
+
+    def has_room(self, nbytes: int, tier: Tier) -> bool:
+        """Whether so many bytes more fit into a tier as it is."""
+        return self._excess(nbytes, tier) <= 0
 
     def over(self) -> int:
         """Bytes by which live objects exceed the device tier."""

@@ -143,6 +143,10 @@ class Owned:
             self._sharers[address][key] = None
         return self.total - before
 
+    def lacking(self, roots: Roots) -> int:
+        """Bytes that nobody owns so far."""
+        return sum(nbytes for address, nbytes in roots.items() if address not in self._sizes)
+
     def discard(self, key: Hashable) -> dict[Hashable | None, int]:
         """Count a key no more; the bytes it was charged with, by who is charged now: None if nobody."""
         heirs: defaultdict[Hashable | None, int] = defaultdict(int)

@@ -17,7 +17,6 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.device.failing import Failures
 from dask_gpurt.memory.admission import Admission, Needs
-from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
@@ -60,7 +59,7 @@ class TaskRunner:
         inputs = [dependency.key for dependency in task.dependencies]
         nbytes = sum(dependency.nbytes or 0 for dependency in task.dependencies)
         try:
-            await self._admitted(key, self._needs.of(key_split(key), nbytes))
+            await self._admitted(key, self._needs.of(key_split(key), nbytes), inputs)
             held = await self.hold(inputs)
             try:
                 self._prefetch()
@@ -71,7 +70,7 @@ class TaskRunner:
             self._ladder.forget_promise(_reservation(key))
             self._leave(key)
         if isinstance(event, ExecuteSuccessEvent):
-            result = sum(owned(event.value).values())
+            result = self._ladder.added_by(event.value, self._tiers.home(event.value))
             self._needs.learn(key_split(key), nbytes, max(result, self._tiers.device.peak()))
             await self.make_room({key: event.value})
         return event
@@ -96,7 +95,8 @@ class TaskRunner:
     async def make_room(self, values: dict[Key, Any]) -> None:
         """Promise room in its tier to each object that is about to be stored."""
         for key, value in values.items():
-            home, nbytes = self._tiers.home(value), sum(owned(value).values())
+            home = self._tiers.home(value)
+            nbytes = self._ladder.added_by(value, home)
             if not self._ladder.promise_at_once(key, nbytes, home):
                 await self._tiers.offload(self._ladder.promise, key, nbytes, home)
             # A task that was cancelled meanwhile stores nothing.
@@ -104,14 +104,11 @@ class TaskRunner:
 
     # ---- admission -------------------------------------------------------------------
 
-    async def _admitted(self, key: Key, need: int) -> None:
+    async def _admitted(self, key: Key, need: int, inputs: list[Key]) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
         need = min(need, self._ladder.limits.device)
-        reservation = _reservation(key)
         while True:
-            fits = not need or self._ladder.promise_at_once(reservation, need, Tier.DEVICE)
-            if not fits:
-                fits = await self._tiers.offload(self._ladder.try_promise, reservation, need, Tier.DEVICE)
+            fits = not need or await self._reserve(_reservation(key), need, inputs)
             self._let_seceded_go()
             if self._admission.ask(key, fits):
                 return
@@ -120,6 +117,17 @@ class TaskRunner:
             turn.clear()
             with contextlib.suppress(TimeoutError):  # room may have come from elsewhere
                 await asyncio.wait_for(turn.wait(), LOOK_AGAIN)
+
+    async def _reserve(self, reservation: Key, need: int, inputs: list[Key]) -> bool:
+        if self._ladder.promise_at_once(reservation, need, Tier.DEVICE):
+            return True
+        # The inputs would only come up again at once: they make no room.
+        held, _ = self._ladder.hold_where_live(inputs)
+        try:
+            fits: bool = await self._tiers.offload(self._ladder.try_promise, reservation, need, Tier.DEVICE)
+        finally:
+            self._ladder.release(held.values())
+        return fits
 
     def _let_seceded_go(self) -> None:
         for key in self._admission.running:

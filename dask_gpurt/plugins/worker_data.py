@@ -15,6 +15,7 @@ from distributed.metrics import time
 from distributed.spill import SpillBuffer
 from distributed.worker_state_machine import (
     ExecuteFailureEvent,
+    ExecuteSuccessEvent,
     FreeKeysEvent,
     GatherDepSuccessEvent,
     RescheduleEvent,
@@ -24,6 +25,7 @@ from dask_gpurt.config import MemorySettings
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.ladder import serving
 from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.following import Following
 from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.tiers import WorkerTiers
 
@@ -48,6 +50,7 @@ class WorkerData:
         self.metrics = metrics
         self._ladder = tiers.ladder
         self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute)
+        self._following = Following(worker, self._ladder)
 
     def install(self) -> None:
         """Take the worker's data over. On the event loop, since it is one step to everybody."""
@@ -111,7 +114,7 @@ class WorkerData:
         """Run a task, with room for it and its inputs at hand."""
         task = self.worker.state.tasks[key]
         try:
-            return await self._runner.run(key, stimulus_id)
+            event = await self._runner.run(key, stimulus_id)
         except CorruptFile as error:
             inputs = [dependency.key for dependency in task.dependencies]
             looking = partial(self.tiers.offload, self._ladder.unreadable, inputs)
@@ -121,6 +124,10 @@ class WorkerData:
             return ExecuteFailureEvent.from_exception(
                 error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-unspill-{stimulus_id}"
             )
+        if isinstance(event, ExecuteSuccessEvent):
+            nbytes = sum(dependency.nbytes or 0 for dependency in task.dependencies)
+            self._following.finished(key, nbytes + event.nbytes)
+        return event
 
     async def gather_dep(self, worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
         """Make room for what has come from a peer."""

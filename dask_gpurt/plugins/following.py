@@ -1,0 +1,82 @@
+"""Lets the tasks that read a result come before the one that would make the next result.
+
+A worker that has finished a task begins another at once. Which task reads the result, and
+whether an input can go, it learns from the scheduler a moment later: by then the next task
+has pushed it all down, to be brought up again. Where memory is short it is cheaper to wait
+for that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from dask.typing import Key
+from dask.utils import key_split
+from distributed.core import Status
+from distributed.metrics import time
+from distributed.worker_state_machine import PauseEvent, UnpauseEvent
+
+from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.tiers import Tier
+
+#: Bytes a second at which objects go down and come up again: nobody waits for longer than that takes.
+RATE = 1e9
+#: Seconds between looks, the most that anybody waits, and how often in a row it may be in vain after
+#: tasks of one prefix.
+LOOK, MOST, PATIENCE = 0.001, 0.1, 3
+
+
+class Following:
+    """Holds the next task of a worker back for a moment. On the event loop."""
+
+    def __init__(self, worker: Any, ladder: Ladder):
+        self._worker = worker
+        self._ladder = ladder
+        self._waiting = False
+        self._in_vain: Counter[str] = Counter()
+
+    def finished(self, key: Key, nbytes: int) -> None:
+        """A task is done; ``nbytes`` is the size of its result and its inputs.
+
+        If another one like it would not find room now, those that follow come first.
+        """
+        seconds = min(nbytes / RATE, MOST)
+        if self._waiting or seconds < LOOK or self._in_vain[key_split(key)] >= PATIENCE:
+            return
+        if self._roomy(nbytes):
+            return
+        self._waiting = True
+        # Dask's pause: what runs goes on, and nothing begins.
+        self._worker.handle_stimulus(PauseEvent(stimulus_id=f"gpurt-following-{time()}"))
+        loop = asyncio.get_running_loop()
+        loop.call_later(LOOK, self._look, key, nbytes, loop.time() + seconds)
+
+    def _look(self, key: Key, nbytes: int, end: float) -> None:
+        loop = asyncio.get_running_loop()
+        followed = self._roomy(nbytes) or (self._followed(key) and not self._outlived(key))
+        if not followed and loop.time() < end:
+            loop.call_later(LOOK, self._look, key, nbytes, end)
+            return
+        self._in_vain[key_split(key)] = 0 if followed else self._in_vain[key_split(key)] + 1
+        self._waiting = False
+        if self._worker.status is Status.running:  # and not paused by Dask meanwhile
+            self._worker.handle_stimulus(UnpauseEvent(stimulus_id=f"gpurt-following-{time()}"))
+
+    def _roomy(self, nbytes: int) -> bool:
+        # Shards that a task reads are as large as what it makes of them, and no inputs of Dask's.
+        return self._ladder.has_room(2 * nbytes, Tier.DEVICE)
+
+    def _followed(self, key: Key) -> bool:
+        """Whether a task that reads the result is here."""
+        task = self._worker.state.tasks.get(key)
+        return task is None or any(follower.state == "ready" for follower in task.dependents)
+
+    def _outlived(self, key: Key) -> bool:
+        """Whether an input that nobody here needs any more is still here."""
+        task = self._worker.state.tasks.get(key)
+        return task is not None and any(
+            dependency.state == "memory" and all(reader.state == "memory" for reader in dependency.dependents)
+            for dependency in task.dependencies
+        )

@@ -1,0 +1,69 @@
+"""What reads a result comes before what makes the next one, where memory is short."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+
+MIB = 2**20
+SIZE = 24 * MIB
+
+
+@pytest.fixture
+def tight() -> Iterator[Client]:
+    """One thread, and room for one result and a half."""
+    settings = {"gpurt.memory.device": SIZE * 3 // 2, "gpurt.memory.host": 0, "gpurt.memory.pinned": 0}
+    settings["distributed.worker.memory.pause"] = False  # tests do
+    with (
+        dask.config.set(settings),
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        dask_gpurt.enable(client)
+        yield client
+
+
+def spilled(client: Client) -> float:
+    counters = dask_gpurt.report(client)["counters"]
+    return sum(n for name, n in counters.items() if name.startswith("memory.spill.bytes.device"))
+
+
+def make(number: int) -> np.ndarray:
+    return np.full(SIZE, number, np.uint8)
+
+
+def test_results_are_read_before_the_next_is_made(tight: Client) -> None:
+    made = [dask.delayed(make)(number, pure=False) for number in range(20)]
+    read = [dask.delayed(lambda array: int(array[0]))(one) for one in made]
+    assert tight.compute(dask.delayed(sum)(read), sync=True) == sum(range(20))
+    assert spilled(tight) < 20 * SIZE / 2
+
+
+def test_results_that_nobody_reads_are_not_waited_for(tight: Client) -> None:
+    kept = tight.map(make, range(12))
+    start = time.perf_counter()
+    assert [int(array[-1]) for array in tight.gather(kept)] == list(range(12))
+    assert time.perf_counter() - start < 30
+    assert spilled(tight) >= 10 * SIZE
+
+
+def test_a_worker_that_dask_pauses_stays_paused(tight: Client) -> None:
+    def pause(dask_worker: object) -> str:
+        following = dask_worker.plugins["gpurt"].data._following  # type: ignore[attr-defined]
+        following.finished("some-task", 100 * SIZE)
+        dask_worker.status = dask_worker.status.paused  # type: ignore[attr-defined]
+        return "paused"
+
+    def running(dask_worker: object) -> bool:
+        return bool(dask_worker.state.running)  # type: ignore[attr-defined]
+
+    tight.run(pause)
+    time.sleep(0.3)
+    assert not any(tight.run(running).values())
