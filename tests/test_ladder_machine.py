@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import Frames
+from dask_gpurt.memory.frames import Frames, lives_on_device
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.pageable import HostTier
@@ -117,6 +117,18 @@ def assert_identical(found: Any, expected: Any) -> None:
 class Machine(RuleBasedStateMachine):
     """What is put is what is read, the account is right, and nothing stays behind."""
 
+    # ---- what differs on a GPU ---------------------------------------------------------------
+
+    def device(self) -> Any:
+        return HostDevice(1 << 30)
+
+    def here(self, value: Any) -> Any:
+        """An object where tasks would have it."""
+        return value
+
+    def back(self, value: Any) -> Any:
+        return value
+
     @initialize(sizes=st.tuples(*[st.integers(0, 60)] * 3), disk=st.none() | st.integers(0, 60))
     def start(self, sizes: tuple[int, int, int], disk: int | None) -> None:
         device, pinned, host = (size * KIB for size in sizes)
@@ -130,11 +142,12 @@ class Machine(RuleBasedStateMachine):
         }
         for mapping in self.tiers.values():
             mapping.gate = self.gate
+        device = self.device()
         self.ladder = Ladder(
             self.limits,
             self.tiers,
-            home=lambda value: Tier.DEVICE,
-            device=HostDevice(1 << 30),
+            home=lambda value: Tier.DEVICE if device.on_host or lives_on_device(value) else Tier.HOST,
+            device=device,
             ledger=Ledger({tier: 1 << 30 for tier in Tier}),
             metrics=Metrics(),
             needed=lambda key: None,
@@ -158,7 +171,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(key=KEYS, make=st.sampled_from([array, rows_apart, frame]), seed=SEEDS, kib=SIZES)
     def put(self, key: str, make: Callable[[int, int], Any], seed: int, kib: int) -> None:
-        self.store(key, make(seed, kib), make(seed, kib))
+        self.store(key, self.here(make(seed, kib)), make(seed, kib))
 
     @rule(key=KEYS, of=KEYS, start=st.integers(0, 90))
     def put_view(self, key: str, of: str, start: int) -> None:
@@ -173,7 +186,7 @@ class Machine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def get(self, key: str) -> None:
         if key in self.model:
-            assert_identical(self.ladder[key], self.model[key])
+            assert_identical(self.back(self.ladder[key]), self.model[key])
         else:
             with pytest.raises(KeyError):
                 self.ladder[key]
@@ -245,7 +258,7 @@ class Machine(RuleBasedStateMachine):
             expected = self.model[key]
             with self.gate.stopping(lambda: self.ladder.copies([key])[key]) as reader:
                 self.act(data, actions)
-            assert_identical(reader.result(), expected)
+            assert_identical(self.back(reader.result()), expected)
 
     def act(self, data: st.DataObject, actions: list[str]) -> None:
         """Only what does not wait for the thread at the gate."""
@@ -291,7 +304,7 @@ class Machine(RuleBasedStateMachine):
         assert set(self.ladder) == set(self.model)
         assert len(self.ladder) == len(self.model)
         for key, found in self.ladder.copies(self.model).items():
-            assert_identical(found, self.model[key])
+            assert_identical(self.back(found), self.model[key])
 
     @precondition(lambda self: hasattr(self, "model"))
     @invariant()
@@ -324,5 +337,31 @@ class Machine(RuleBasedStateMachine):
                 self.account_is_right()
 
 
+class MachineOnGpu(Machine):
+    """The same of objects in the memory of a GPU."""
+
+    def device(self) -> Any:
+        from dask_gpurt.device.cuda import CudaDevice
+
+        return CudaDevice()
+
+    def here(self, value: Any) -> Any:
+        import cudf
+        import cupy
+
+        if isinstance(value, pd.DataFrame):
+            return cudf.from_pandas(value)
+        if value.flags.c_contiguous:
+            return cupy.asarray(value)
+        return cupy.repeat(cupy.asarray(value), 2, axis=0)[::2]  # rows apart stay apart
+
+    def back(self, value: Any) -> Any:
+        if hasattr(value, "to_pandas"):
+            return value.to_pandas()
+        return value.get() if hasattr(value, "get") else value
+
+
 Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
 TestMachine = Machine.TestCase
+MachineOnGpu.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestMachineOnGpu = pytest.mark.gpu(MachineOnGpu.TestCase)
