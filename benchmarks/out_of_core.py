@@ -38,7 +38,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from shuffle import GIB, ROW_BYTES, STRIDE, WEIGHT, WRAP, check, fingerprint, split_list
-from stalls import LoopStalls, take_stalls
+from stalls import LoopStalls, take_stacks, take_stalls
 
 import dask_gpurt
 from dask_gpurt.cli.demo import choose_backend
@@ -73,6 +73,9 @@ class Run:
     peak_bytes: Mapping[str, int] | None = None
     stalls: Mapping[str, float] | None = None
     counters: Mapping[str, float] | None = None
+    #: Of a run that took too long: what the tiers held, and where each thread was.
+    held: Sequence[Any] | None = None
+    stacks: Mapping[str, Mapping[str, str]] | None = None
 
 
 def make(part: int, rows: int, total: int, backend: str) -> Any:
@@ -195,6 +198,9 @@ def timed_run(client: Client, run: Run, build: Callable[[], Any], sums: Any, tim
         found = [part.result(max(1.0, start + timeout - time.perf_counter())) for part in parts]
     except Exception as error:
         run.error = f"{type(error).__name__}: {str(error)[:300]}"
+        if run.contender == "gpurt":
+            run.stacks, run.counters = take_stacks(client), _counters(client)
+            run.held = dask_gpurt.memory(client).to_dict("records")
         return
     run.seconds = time.perf_counter() - start
     check(found, sums, run.operation == "sort")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import sys
+import threading
 import time
+import traceback
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
@@ -46,3 +49,16 @@ def take_stalls(client: Client) -> dict[str, float]:
 
     late = [seconds for of_worker in client.run(take).values() for seconds in of_worker]
     return {"max": max(late, default=0.0), "median": statistics.median(late) if late else 0.0}
+
+
+def take_stacks(client: Client) -> dict[str, dict[str, str]]:
+    """Return where each thread of each worker is, for a run that does not come to an end."""
+
+    def take() -> dict[str, str]:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return {
+            f"{names.get(ident, '?')}-{ident}": "".join(traceback.format_stack(frame)[-12:])
+            for ident, frame in sys._current_frames().items()
+        }
+
+    return dict(client.run(take))
