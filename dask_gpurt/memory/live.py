@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from typing import Any
 
 from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
 from dask_gpurt.memory.sizes import Owned, Roots
@@ -45,6 +46,10 @@ class Live:
             self._ledger.add(tier, label, -nbytes)
             if heir is not None:
                 self._ledger.add(tier, self._of[heir][1], nbytes)
+
+    def keys(self, tier: Tier) -> list[Any]:
+        """The keys that are live in a tier, the oldest first."""
+        return [key for key, (where, _) in self._of.items() if where is tier]
 
     def total(self, tier: Tier) -> int:
         """Bytes of live objects in a tier."""

@@ -137,13 +137,11 @@ class Room(Entries):
 
     def _candidates(self, tier: Tier) -> list[Candidate]:
         with self._lock:
+            live = [(key, self._entries[key]) for key in self._live.keys(tier)]
             free = [
                 (key, entry, self._live.gain(key, tier))
-                for key, entry in self._entries.items()
-                if entry.live
-                and entry.home is tier
-                and entry.nbytes
-                and not (entry.holders or entry.moving or entry.fixed)
+                for key, entry in live
+                if entry.nbytes and not (entry.holders or entry.moving or entry.fixed)
             ]
         return [
             Candidate(key, gain, entry.needed or self._needed(key), entry.used) for key, entry, gain in free
