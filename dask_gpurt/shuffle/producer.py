@@ -151,7 +151,7 @@ class _Packing:
             packed = self._pack_whole(piece)  # which may publish what was packed before
         except PoolFull as full:
             if len(piece) < 2:
-                raise MemoryError(
+                raise ValueError(
                     f"one row of shuffle {self.producer.spec.id} takes {full.nbytes} bytes, "
                     f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least that"
                 ) from full
