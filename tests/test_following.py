@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import dask
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from clusters import cluster
+from distributed import Client
 
 import dask_gpurt
 
@@ -19,15 +20,9 @@ SIZE = 24 * MIB
 @pytest.fixture
 def tight() -> Iterator[Client]:
     """One thread, and room for one result and a half."""
-    settings = {"gpurt.memory.device": SIZE * 3 // 2, "gpurt.memory.host": 0, "gpurt.memory.pinned": 0}
-    settings["distributed.worker.memory.pause"] = False  # tests do
-    with (
-        dask.config.set(settings),
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        dask_gpurt.enable(client)
-        yield client
+    room = {"memory__device": SIZE * 3 // 2, "memory__host": 0, "memory__pinned": 0}
+    with dask.config.set({"distributed.worker.memory.pause": False}), cluster(workers=1, **room) as client:
+        yield client  # what pauses is a test
 
 
 def spilled(client: Client) -> float:
