@@ -314,6 +314,7 @@ def test_a_flipped_bit_is_noticed(at: int, bit: int) -> None:
         assert str(path) in str(pickle.loads(pickle.dumps(caught.value)))
         assert content(disk["b"]) == content(frames(10))
         del disk["a"]
+        disk._unlinking.shutdown()  # waits
         assert list(Path(disk.path).iterdir()) == [other]
     finally:
         disk.close()
