@@ -37,27 +37,27 @@ class Following:
         self._waiting = False
         self._in_vain: Counter[str] = Counter()
 
-    def finished(self, key: Key, nbytes: int) -> None:
-        """A task is done; ``nbytes`` is the size of its result and its inputs.
+    def finished(self, key: Key, result: int, inputs: int) -> None:
+        """A task is done; the sizes of its result and its inputs.
 
         If another one like it would not find room now, those that follow come first.
         """
-        seconds = min(nbytes / RATE, MOST)
+        seconds = min((result + inputs) / RATE, MOST)
         if self._waiting or seconds < LOOK or self._in_vain[key_split(key)] >= PATIENCE:
             return
-        if self._roomy(nbytes):
+        if self._roomy(result + inputs):
             return
         self._waiting = True
         # Dask's pause: what runs goes on, and nothing begins.
         self._worker.handle_stimulus(PauseEvent(stimulus_id=f"gpurt-following-{time()}"))
         loop = asyncio.get_running_loop()
-        loop.call_later(LOOK, self._look, key, nbytes, loop.time() + seconds)
+        loop.call_later(LOOK, self._look, key, result, loop.time() + seconds)
 
-    def _look(self, key: Key, nbytes: int, end: float) -> None:
+    def _look(self, key: Key, result: int, end: float) -> None:
         loop = asyncio.get_running_loop()
-        followed = self._roomy(nbytes) or (self._followed(key) and not self._outlived(key))
+        followed = not self._outlived(key) and (self._roomy(result) or self._followed(key))
         if not followed and loop.time() < end:
-            loop.call_later(LOOK, self._look, key, nbytes, end)
+            loop.call_later(LOOK, self._look, key, result, end)
             return
         self._in_vain[key_split(key)] = 0 if followed else self._in_vain[key_split(key)] + 1
         self._waiting = False

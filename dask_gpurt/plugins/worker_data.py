@@ -126,7 +126,7 @@ class WorkerData:
             )
         if isinstance(event, ExecuteSuccessEvent):
             nbytes = sum(dependency.nbytes or 0 for dependency in task.dependencies)
-            self._following.finished(key, nbytes + event.nbytes)
+            self._following.finished(key, event.nbytes, nbytes)
         return event
 
     async def gather_dep(self, worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
