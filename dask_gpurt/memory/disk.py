@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import shutil
 import tempfile
@@ -25,6 +26,8 @@ from dask_gpurt.memory.frames import Frames, Scattered
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 __all__ = ["CorruptFile", "DiskTier"]
+
+logger = logging.getLogger("dask_gpurt")
 
 _T = TypeVar("_T")
 
@@ -76,8 +79,7 @@ class DiskTier(MutableMapping[str, Frames]):
             self.used += size
             path = os.path.join(self.path, str(next(self._names)))
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            spans = self._on_file(path, flags, lambda fd: write(fd, buffers))
+            spans = self._write(path, buffers)
         except BaseException as error:
             self._give_back(size)
             with suppress(OSError):  # the first error is the one that says why
@@ -91,6 +93,16 @@ class DiskTier(MutableMapping[str, Frames]):
         if before is not None:
             self._unlink(before)
             self._give_back(before.size)
+
+    def _write(self, path: str, buffers: list[Scattered]) -> list[Span]:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            return self._on_file(path, flags, lambda fd: write(fd, buffers))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        self.settle()  # what has gone may still be on the disk
+        return self._on_file(path, flags, lambda fd: write(fd, buffers))
 
     def _no_room(self, size: int, why: str) -> NoRoom:
         what = "free some, set 'gpurt.memory.disk' to what there is, or 'local_directory' to another place"
@@ -152,8 +164,12 @@ class DiskTier(MutableMapping[str, Frames]):
         self._remove()
 
     def _unlink(self, file: _File) -> None:
-        with suppress(FileNotFoundError):  # somebody cleaned up, which is what we want
+        try:
             os.unlink(file.path)
+        except FileNotFoundError:
+            pass  # somebody cleaned up, which is what we want
+        except OSError as error:
+            logger.warning("a spilled file that nobody needs any more stays: %s", error)
 
     def _give_back(self, size: int) -> None:
         with self._lock:
