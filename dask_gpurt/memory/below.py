@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ from dask_gpurt.memory.ledger import Label, Ledger
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 _ORDER = list(Tier)
+#: Files that are read at once: one after the other a disk is idle in between.
+READERS = 4
+
+#: One buffer of an object: its tier, its name, and which one.
+PartOf = tuple[Tier, str, int]
 
 
 class Below:
@@ -43,6 +49,7 @@ class Below:
         self._ledger = ledger
         self._host_room = host_room
         self._stored: dict[tuple[Tier, str], tuple[Label, int]] = {}
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gpurt-read")
 
     def put(
         self, name: str, frames: Frames, label: Label, above: Tier, *, ordered: bool = True
@@ -111,8 +118,19 @@ class Below:
         frames: Frames = self._tiers[tier][name]
         return frames
 
-    def part(self, tier: Tier, name: str, which: int) -> Scattered:
-        """One buffer of what was put, which refers to the tier's memory too."""
+    def part_size(self, part: PartOf) -> int:
+        """Bytes of one buffer of what was put."""
+        tier, name, which = part
+        return int(self._tiers[tier].part_size(name, which))
+
+    def parts(self, wanted: Sequence[PartOf]) -> list[Scattered]:
+        """Some buffers, which refer to the tiers' memory too; files are read side by side."""
+        if any(tier is Tier.DISK for tier, _, _ in wanted):
+            return list(self._readers.map(self._part, wanted))
+        return [self._part(part) for part in wanted]
+
+    def _part(self, part: PartOf) -> Scattered:
+        tier, name, which = part
         pieces: Scattered = self._tiers[tier].part(name, which)
         return pieces
 
@@ -128,6 +146,7 @@ class Below:
 
     def close(self) -> None:
         """Let everything go, files included. Blocks."""
+        self._readers.shutdown()
         for mapping in self._tiers.values():
             mapping.clear()
             if hasattr(mapping, "close"):

@@ -118,6 +118,10 @@ class DiskTier(MutableMapping[str, Frames]):
         file = self._files[key]
         return self._read(file, [file.spans[1 + which]])
 
+    def part_size(self, key: str, which: int) -> int:
+        """Bytes of one buffer of an object."""
+        return self._files[key].spans[1 + which].nbytes
+
     def _read(self, file: _File, spans: list[Span]) -> list[np.ndarray]:
         try:
             return self._on_file(file.path, os.O_RDONLY, lambda fd: read(fd, file.path, spans))

@@ -165,11 +165,6 @@ class Entries:
         stack.callback(gathering.wait)
         return put_together(self._below.get(tier, name), gathering)
 
-    def _part(self, copy: Copy, which: int) -> Scattered:
-        """One buffer of a copy, where it lies."""
-        _, tier, name = copy
-        return self._below.part(tier, name, which)
-
     def _on_host(self, copy: Copy) -> bool:
         """Whether what lies in host memory can be read as it is."""
         entry, _, _ = copy

@@ -20,7 +20,7 @@ from dask.typing import Key
 from dask_gpurt.device.protocol import Buffer, passed
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Copy, Entry, Need, label_of
-from dask_gpurt.memory.frames import Frames, Scattered
+from dask_gpurt.memory.frames import Frames
 from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.room import Room
 from dask_gpurt.memory.sizes import owned
@@ -223,10 +223,10 @@ class Ladder(Room, MutableMapping[Key, Any]):
                         found[key, which] = entry.value.buffers[which], entry.value.memos[which]
                     else:
                         pinned[key, which] = self._pin(entry, stack)
-            parts = {at: (copy, self._part(copy, at[1])) for at, copy in pinned.items()}
-            self._promise_reading(parts.values(), stack)
+            parts = [(tier, name, which) for (_, which), (_, tier, name) in pinned.items()]
+            self._promise_reading(zip(pinned.values(), map(self._below.part_size, parts), strict=True), stack)
             complete = passed
-            for at, (copy, pieces) in parts.items():
+            for (at, copy), pieces in zip(pinned.items(), self._below.parts(parts), strict=True):
                 if self._on_host(copy) and len(pieces) == 1:
                     found[at] = pieces[0], {}
                     continue
@@ -237,12 +237,12 @@ class Ladder(Room, MutableMapping[Key, Any]):
             complete()
             yield found
 
-    def _promise_reading(self, parts: Iterable[tuple[Copy, Scattered]], stack: ExitStack) -> None:
+    def _promise_reading(self, parts: Iterable[tuple[Copy, int]], stack: ExitStack) -> None:
         sizes: Counter[Tier] = Counter()
-        for copy, pieces in parts:
+        for copy, nbytes in parts:
             entry, tier, _ = copy
             if not self._on_host(copy) or tier is Tier.DISK:
-                sizes[entry.home] += sum(piece.nbytes for piece in pieces)
+                sizes[entry.home] += nbytes
         for home, nbytes in sizes.items():
             promised = ("reading", id(stack), home)
             stack.callback(self.forget_promise, promised)

@@ -83,6 +83,10 @@ class MemoryTier(MutableMapping[str, Frames]):
         """One buffer of an object; refers to the memory of this mapping too."""
         return self._entries[key][0].buffers[which]
 
+    def part_size(self, key: str, which: int) -> int:
+        """Bytes of one buffer of an object."""
+        return sum(piece.size for piece in self.part(key, which))
+
     def stored(self, key: str) -> int:
         """Bytes that an object takes here."""
         return self._size(self._entries[key][1])
