@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -122,15 +123,17 @@ class SchedulerTopology:
 
     def describe(self) -> dict[str, Any]:
         """Handler: the whole picture, as a topology file has it."""
-        places = {
-            worker: place for worker in self._scheduler.workers if (place := self.topology.place(worker))
-        }
-        workers = {
-            worker: (place.host, place.device if self._has(place) else None)
-            for worker, place in places.items()
-            if place.host in self._hosts
-        }
-        return as_values(Description(self.topology.learned(), dict(self._hosts), workers))
+        names = self._names()
+        workers = {}
+        for worker in self._scheduler.workers:
+            place = self.topology.place(worker)
+            if place is not None and place.host in names:
+                known = any(gpu.id == place.device for gpu in self._hosts[place.host].gpus)
+                workers[worker] = names[place.host], place.device if known else None
+        hosts = {names[host]: described for host, described in self._hosts.items()}
+        return as_values(Description(self.topology.learned(), hosts, workers))
 
-    def _has(self, place: Place) -> bool:
-        return any(gpu.id == place.device for gpu in self._hosts[place.host].gpus)
+    def _names(self) -> dict[str, str]:
+        """What hosts are called, by their ids; where two have one name, by these."""
+        count = Counter(host.name for host in self._hosts.values())
+        return {id: host.name if count[host.name] == 1 else id for id, host in self._hosts.items()}
