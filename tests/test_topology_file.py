@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_what_is_written_is_read_back(library, write, tmp_path: Path) -> None:
 def test_figures_survive(bandwidth: float, latency: float) -> None:
     told = Description({Link.DISK: Speed(bandwidth, latency)})
     assert parse(json.dumps(as_values(told))) == told
+
+
+def test_the_file_in_the_documentation_is_one() -> None:
+    page = (Path(__file__).parents[1] / "docs/topology.md").read_text()
+    (example,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    found = parse(example)
+    (worker,) = found.workers.values()
+    assert worker == ("dgx-1", found.hosts["dgx-1"].gpus[1].id)
 
 
 # ---- what is refused -----------------------------------------------------------------

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import commands
+import dask.dataframe as dd
 import numpy as np
+import pandas as pd
 import pytest
 from distributed import Nanny, Worker
 from distributed.utils_test import gen_cluster
@@ -18,7 +22,7 @@ import dask_gpurt
 from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
-from dask_gpurt.topology import SHIPPED, Link, Topology, system
+from dask_gpurt.topology import SHIPPED, Link, Speed, Topology, system
 from dask_gpurt.topology.file import TopologyError, parse
 
 #: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
@@ -73,7 +77,7 @@ def file(tmp_path: Path) -> Path:
 
 # gen_cluster begins with Dask's own configuration, so that the file has to be handed to it.
 def on_cluster(
-    *, workers: int = 2, processes: bool = False, file: Path | None = None
+    *, workers: int = 2, processes: bool = False, file: Path | None = None, **settings: Any
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
     """Run a coroutine with a client, a scheduler and workers, the runtime switched on."""
 
@@ -88,7 +92,7 @@ def on_cluster(
 
             kind = Nanny if processes else Worker
             nthreads = [("127.0.0.1", 1)] * workers
-            config = {"gpurt.topology.file": file and str(file)}
+            config = {"gpurt.topology.file": file and str(file), **settings}
             gen_cluster(client=True, nthreads=nthreads, Worker=kind, timeout=120, config=config)(body)()
 
         return run
@@ -223,6 +227,20 @@ def test_the_file_counts_before_what_workers_say(file: Path) -> None:
     run()
 
 
+def test_the_picture_is_shown_on_the_command_line(file: Path) -> None:
+    flags = ("--preload", "dask_gpurt")
+    with commands.cluster_of_commands(scheduler=flags, workers=1, DASK_GPURT__TOPOLOGY__FILE=str(file)) as (
+        address,
+        _,
+    ):
+        shown = commands.run(sys.executable, "-m", "dask_gpurt", "topology", "--scheduler", address).stdout
+        assert address.rpartition(":")[0] in shown
+        assert "3 GB/s" in shown
+    with commands.cluster_of_commands(workers=1) as (address, _):
+        off = commands.run(sys.executable, "-m", "dask_gpurt", "topology", "--scheduler", address, code=1)
+        assert f"the runtime is off at {address}" in off.stderr
+
+
 def test_a_file_that_makes_no_sense_is_refused_at_the_start(file: Path) -> None:
     file.write_text(FILE.replace("3 GB/s", "-3 GB/s"))
 
@@ -254,6 +272,19 @@ def test_dependencies_that_dask_fetches_teach_the_link(file: Path) -> None:
         await client.submit(np.max, block, workers=[b.address])
         await asyncio.sleep(1.5)
         assert topology(scheduler).learned()[Link.NVLINK] == before[Link.NVLINK]
+
+    run()
+
+
+def test_pulls_of_the_exchange_teach_the_link(file: Path) -> None:
+    @on_cluster(workers=3, file=file, **{"gpurt.exchange.paths": ["comms"]})
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
+        await all_placed(scheduler)
+        frame = dd.from_pandas(pd.DataFrame({"x": range(300_000)}), npartitions=6)
+        await client.compute(frame.shuffle("x").map_partitions(len))
+        await until(lambda: topology(scheduler).learned()[Link.TCP] != Speed(3e9, 300e-6))
+        report = await dask_gpurt.report(client)
+        assert report["counters"]["exchange.bytes.comms"] > 0
 
     run()
 
