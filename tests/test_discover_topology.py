@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from fake_nvml import FakeGpu, FakeNvml, bridged, cut_up, pcie_only, switched
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dask_gpurt.topology import SHIPPED, Link, Place, Topology, system
+from dask_gpurt.topology import SHIPPED, Link, Place, Topology, nvml, system
 from dask_gpurt.topology import discover as discovery
 from dask_gpurt.topology.hosts import Host, Join, Lanes
 
@@ -207,3 +211,24 @@ def test_joins_are_read_as_they_are_written(text: str) -> None:
 def test_other_joins_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Join.parse(text)
+
+
+@given(st.sets(st.frozensets(st.integers(0, 6), min_size=2, max_size=2)))
+def test_nvlink_domains_are_apart_and_without_gaps(cables: set[frozenset[int]]) -> None:
+    ends = {i: [j for cable in cables if i in cable for j in cable - {i}] for i in range(7)}
+    found = host(FakeNvml([FakeGpu(i, list(ends[i])) for i in range(7)]))
+    domains = [[gpu.index for gpu in domain] for domain in found.nvlink_domains()]
+    inside = [index for domain in domains for index in domain]
+    assert sorted(inside) == sorted({index for cable in cables for index in cable})
+    for domain in domains:
+        assert all(frozenset(pair) in cables for pair in combinations(domain, 2))
+    topology = joined(found, *map(str, range(7)))
+    for one, other in combinations(range(7), 2):
+        nvlinked = topology.link(str(one), str(other)) == Link.NVLINK
+        assert nvlinked == (frozenset((one, other)) in cables)
+
+
+def test_pynvml_has_what_is_asked_of_it() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    asked = set(re.findall(r"\b(?:nvml[A-Z]|NVML|c_nvml)\w+", Path(nvml.__file__).read_text()))
+    assert {name for name in asked if not hasattr(pynvml, name)} == set()

@@ -22,7 +22,7 @@ import dask_gpurt
 from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
-from dask_gpurt.topology import SHIPPED, Link, Speed, Topology, system
+from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology, system
 from dask_gpurt.topology.file import TopologyError, parse
 
 #: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
@@ -178,6 +178,23 @@ def test_the_next_worker_is_asked_when_the_first_goes_meanwhile() -> None:
     assert picture.describe()["workers"] == {name: {"host": "name", "gpu": "GPU-x"} for name in "ab"}
 
 
+def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("GPU is lost")
+
+    monkeypatch.setattr("dask_gpurt.plugins.topology_reports.discover", fails)
+
+    @on_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await all_placed(scheduler)
+        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+        report = await dask_gpurt.report(client)
+        fallbacks = report["workers"][a.address]["fallbacks"]
+        assert "GPU is lost" in fallbacks["links within this host count as unknown"]["reason"]
+
+    run()
+
+
 def test_restart_keeps_what_was_learned() -> None:
     @on_cluster(workers=2, processes=True)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -294,6 +311,9 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
         workers: dict[str, Any] = {}
 
     picture = SchedulerTopology(Scheduler(), None, Metrics())
+    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # nobody knows where they are
+    for worker in "xy":
+        picture.topology.add(worker, Place(f"host of {worker}"))
     picture.traffic("x", [("y", "shared-memory", 10**9, 100.0, 1), ("y", "unheard-of", 10**9, 100.0, 1)])
     assert picture.topology.learned() == dict(SHIPPED)
     picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])

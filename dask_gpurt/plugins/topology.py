@@ -64,26 +64,36 @@ class SchedulerTopology:
         if worker not in self._scheduler.workers:
             return
         told = Place(**place)
-        listed = self._listed(worker, told, name, visible)
-        self.topology.add(worker, listed or told)
-        if listed is None and not self.topology.described(told.host) and told.host not in self._asked:
-            self._asked.add(told.host)
-            self._scheduler._ongoing_background_tasks.call_soon(self._ask, told.host, name)
-
-    def _listed(self, worker: str, told: Place, name: str, visible: str | None) -> Place | None:
-        """Where the file says that a worker is, None if it says nothing of its host."""
-        workers, alias = self._file.workers, str(self._scheduler.workers[worker].name)
-        name, gpu_id = workers.get(worker) or workers.get(alias) or (name, None)
-        host = self._file.hosts.get(name)
+        host, gpu = self._listed(worker, name)
         if host is None:
-            return None
-        self._keep(name, host)
+            self.topology.add(worker, told)
+            self._ask_soon(told.host, name)
+        else:
+            self.topology.add(worker, self._place_in(host, gpu, worker, told, visible))
+            if not self.topology.described(host.name):
+                self._keep(host.name, host)
+
+    def _listed(self, worker: str, name: str) -> tuple[Host | None, str | None]:
+        """The host of a worker and its GPU, as far as the file has them."""
+        workers, alias = self._file.workers, str(self._scheduler.workers[worker].name)
+        name, gpu = workers.get(worker) or workers.get(alias) or (name, None)
+        return self._file.hosts.get(name), gpu
+
+    def _place_in(
+        self, host: Host, listed: str | None, worker: str, told: Place, visible: str | None
+    ) -> Place:
+        """Where a worker of a host in the file is: on the GPU listed for it, else on what it tells of."""
         by_id = {gpu.id: gpu for gpu in host.gpus}
-        gpu = by_id.get(gpu_id or told.device or "") or host.find(visible)
+        gpu = by_id.get(listed or told.device or "") or host.find(visible)
         if gpu is None and told.device is not None:
             self._metrics.fallback("a worker's own word counts for its GPU", f"the file has none at {worker}")
-            return replace(told, host=name)
-        return host.place(name, gpu, numa=told.numa, rdma=worker.startswith("ucx"))
+            return replace(told, host=host.name)
+        return host.place(host.name, gpu, numa=told.numa, rdma=worker.startswith("ucx"))
+
+    def _ask_soon(self, host: str, name: str) -> None:
+        if not self.topology.described(host) and host not in self._asked:
+            self._asked.add(host)
+            self._scheduler._ongoing_background_tasks.call_soon(self._ask, host, name)
 
     async def _ask(self, host: str, name: str) -> None:
         """Have one worker of a host describe it; the next one if that worker goes meanwhile."""
@@ -118,6 +128,8 @@ class SchedulerTopology:
     def traffic(self, worker: str, seen: Sequence[tuple[str, str, int, float, int]]) -> None:
         """Handler: what a worker has seen of the links to its peers."""
         for peer, path, nbytes, seconds, transfers in seen:
+            if not self.topology.place(peer) or not self.topology.place(worker):
+                continue  # one of them has left, or not yet said where it is
             if self.topology.link(peer, worker) in CROSSED.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from dask_gpurt.topology.learned import RETURNS, Average, Departures, factor
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
@@ -205,9 +204,10 @@ class Topology:
         source, target
             Workers.
         nbytes, seconds, transfers
-            How many bytes, in what time, by how many transfers, all summed. What took no time tells nothing.
+            How many bytes, in what time, by how many transfers, all summed. What was nothing or took no time
+            tells nothing.
         """
-        if nbytes < 0 or seconds <= 0 or transfers < 1:
+        if nbytes < 1 or seconds <= 0 or transfers < 1:
             return
         link = self.link(source, target)
         here, there = self._places.get(source), self._places.get(target)
@@ -222,18 +222,10 @@ class Topology:
         """The average of each class of link, as it is now."""
         return {link: average.speed for link, average in self._classes.items()}
 
-    # ---- for people ------------------------------------------------------------------
-
-    def snapshot(self) -> dict[str, Any]:
-        """Places and speeds, as plain values."""
-        return {
-            "workers": {
-                worker: {name: value for name, value in vars(place).items() if value is not None}
-                for worker, place in self._places.items()
-            },
-            "speeds": {str(link): vars(speed) for link, speed in self.learned().items()},
-            "pairs": len(self._departures),
-        }
+    @property
+    def departing(self) -> int:
+        """How many pairs have a speed of their own."""
+        return len(self._departures)
 
 
 def _rings_of(place: Place) -> Iterator[tuple[str, ...]]:
