@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import uuid
@@ -64,6 +65,11 @@ def test_the_page_shows_the_matrix(tmp_path: Path) -> None:
         "by default",
     ):
         assert text in shown
+
+
+def test_it_says_why_no_gpu_is_found() -> None:
+    shown = topology(DASK_DISTRIBUTED__DIAGNOSTICS__NVML="False").stdout
+    assert ("nvml' is false" if importlib.util.find_spec("pynvml") else "not installed") in shown
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from distributed.comm.core import CommClosedError
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Metrics
-from dask_gpurt.topology import system
+from dask_gpurt.topology import nvml, system
 from dask_gpurt.topology.discover import discover, own_place, visible_devices
 from dask_gpurt.topology.file import host_values
 from dask_gpurt.topology.hosts import Host
@@ -69,7 +69,8 @@ class TopologyReporter:
         if self._on_gpu and place.device is None:
             self._metrics.fallback(
                 "this worker's GPU has no place in the topology",
-                f"NVML knows none for CUDA_VISIBLE_DEVICES={visible}: set 'gpurt.topology.file'",
+                f"{nvml.missing() or f'NVML knows none for CUDA_VISIBLE_DEVICES={visible}'}: "
+                "set 'gpurt.topology.file'",
             )
         return place
 

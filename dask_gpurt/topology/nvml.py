@@ -25,6 +25,19 @@ def library() -> Any | None:
     return import_module("pynvml") if nvml.is_initialized() else None
 
 
+def missing() -> str | None:
+    """Why there is no :func:`library`; None when there is one."""
+    from distributed.diagnostics import nvml
+
+    if library() is not None:
+        return None
+    reasons = {
+        nvml.NVMLState.DISABLED_PYNVML_NOT_AVAILABLE: "nvidia-ml-py is not installed",
+        nvml.NVMLState.DISABLED_CONFIG: "'distributed.diagnostics.nvml' is false",
+    }
+    return reasons.get(nvml.NVML_STATE, "there is no NVIDIA driver that it can ask")
+
+
 class Nvml:
     """Questions to NVML. What a driver or a device does not support has an answer that says so.
 
