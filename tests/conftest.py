@@ -61,8 +61,8 @@ def library(request: pytest.FixtureRequest) -> Library:
     return Library(request.param)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(library: Library) -> Iterator[Client]:
-    """A cluster of two processes with the runtime on, shared by all tests that leave it as it is."""
+    """A cluster of two processes with the runtime on, shared by tests of a module that leave it as it is."""
     with cluster(library.name) as client:
         yield client
