@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interposers import (
+    H200,
     INTERPOSER,
+    SMALL,
     SOURCES,
     Process,
     build_driver,
@@ -23,7 +25,6 @@ from interposers import (
     needs_compiler,
     process,
 )
-from test_occupancy import H200, SMALL
 
 from dask_gpurt.overlap.interposer import name_id
 from dask_gpurt.overlap.occupancy import Limits, residency, shared_for
