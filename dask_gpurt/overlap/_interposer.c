@@ -103,7 +103,7 @@ struct residency {
     struct kernel kernels[KERNELS];
 };
 
-EXPORT struct residency gpurt_residency = {.layout = LAYOUT, .size = sizeof(struct residency)};
+EXPORT struct residency gpurt_residency;
 #define policy gpurt_residency
 
 /* Called before Python writes the table, and after it has: no launch goes by half of it. */
@@ -129,8 +129,12 @@ static struct {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static void lock(void) { pthread_mutex_lock(&mutex); }
 static void unlock(void) { pthread_mutex_unlock(&mutex); }
-/* A thread may fork while another holds it. */
-__attribute__((constructor)) static void survive_fork(void) { pthread_atfork(lock, unlock, unlock); }
+
+__attribute__((constructor)) static void begin(void) {
+    policy.layout = LAYOUT;
+    policy.size = sizeof policy;
+    pthread_atfork(lock, unlock, unlock); /* a thread may fork while another holds it */
+}
 
 typedef void *look_up(void *, const char *);
 static look_up *next_dlsym;
@@ -342,8 +346,8 @@ static struct kernel *refresh(CUfunction handle, CUcontext context, struct decis
     return kernel;
 }
 
-/* Opt in to as much as the device has, once: whoever set less may rely on no more than that. */
-static bool raise(struct kernel *kernel, unsigned dynamic) {
+/* Opt in to as much as the device has, once: a later cap needs no more, and it is never lowered. */
+static bool opt_in(struct kernel *kernel, unsigned dynamic) {
     lock();
     int most = atomic_load_explicit(&kernel->limits, RELAXED)->opt_in - kernel->shared;
     if (!kernel->raised && !driver.func_set_attribute(kernel->function, MAX_DYNAMIC_SHARED_SIZE, most))
@@ -408,7 +412,7 @@ static enum reason judge(struct launch *launch, unsigned *dynamic) {
     if (!hold(limits, decision, decision.cap + 1, launch->threads, launch->dynamic))
         return NATURAL;
     *dynamic = shared_for(limits, decision.cap) - decision.shared;
-    if (*dynamic > atomic_load_explicit(&kernel->allowed, RELAXED) && !raise(kernel, *dynamic))
+    if (*dynamic > atomic_load_explicit(&kernel->allowed, RELAXED) && !opt_in(kernel, *dynamic))
         return NO_OPT_IN;
     return CAPPED;
 }
