@@ -68,6 +68,9 @@ class Process:
         self._child = child
 
     def __getattr__(self, call: str) -> Any:
+        if call.startswith("_"):
+            raise AttributeError(call)
+
         def method(*args: Any, **arguments: Any) -> Any:
             assert self._child.stdin
             assert self._child.stdout

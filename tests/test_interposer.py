@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from interposers import (
     H200,
@@ -97,11 +97,13 @@ def test_every_door_to_a_launch_is_met(one: Process, door: dict[str, Any]) -> No
     device=st.sampled_from([(0, H200), (1, SMALL)]),
     cap=st.integers(1, 16),
     threads=st.integers(1, 1024),
-    registers=st.integers(1, 64),
-    static=st.integers(0, 40_000),
-    dynamic=st.integers(0, 9_000),
-    blocks=st.integers(1, 3000),
+    registers=st.integers(1, 255),
+    static=st.just(0) | st.integers(0, 40_000),
+    dynamic=st.just(0) | st.integers(0, 9_000),
+    blocks=st.just(3000) | st.integers(1, 3000),
 )
+@example((0, H200), 5, 256, 64, 0, 0, 3000)  # registers let 4 stay
+@example((1, SMALL), 5, 256, 64, 0, 0, 3000)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_of_any_kernel_no_more_blocks_than_the_cap_stay_on_an_sm(
     shared_process: Process,
@@ -244,6 +246,13 @@ def test_all_other_functions_are_the_drivers_own(built: Path, one: Process, name
     assert not one.same({"name": "cuLaunchKernel"}, {"name": "cuLaunchKernelEx"})
     with process(built / "libcuda.so.1") as bare:
         assert bare.same(*doors)
+
+
+def test_who_asks_for_the_asking_itself_is_met(one: Process) -> None:
+    for cuda, version in ((11_030, "cuGetProcAddress"), (13_000, "cuGetProcAddress_v2")):
+        asked = {"name": "cuGetProcAddress", "door": "cuGetProcAddress_v2", "cuda": cuda}
+        assert one.same(asked, {"name": version})
+        one.forget()
 
 
 def test_a_function_that_the_driver_lacks_stays_missing(one: Process) -> None:

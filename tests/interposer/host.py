@@ -161,6 +161,9 @@ class Host:
     def launch_many(self, launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return [self.launch(**launch) for launch in launches]
 
+    def forget(self) -> None:
+        self.own.clear()
+
     # ---- the process
 
     def same(self, first: dict[str, Any], second: dict[str, Any]) -> bool:
