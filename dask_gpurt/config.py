@@ -22,6 +22,7 @@ __all__ = [
     "ConfigError",
     "ExchangeSettings",
     "MemorySettings",
+    "OverlapSettings",
     "Settings",
     "ShuffleSettings",
     "Size",
@@ -181,6 +182,15 @@ def _file_name(key: str, value: object) -> str | None:
     raise _wrong(key, value, "the name of a file, or nothing")
 
 
+def _residency(key: str, value: object) -> int | str:
+    word = str(value).strip().lower()
+    if word in ("off", "auto") or value is False:  # which is how yaml reads off
+        return "auto" if word == "auto" else "off"
+    if not isinstance(value, (bool, float)) and word.isdecimal() and int(word) >= 1:
+        return int(word)
+    raise _wrong(key, value, "'off', 'auto', or a whole number of blocks of at least 1")
+
+
 def _paths(key: str, value: object) -> frozenset[str]:
     if isinstance(value, str):
         # In an environment variable a list is a string: "shared-memory,comms".
@@ -282,6 +292,20 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
+class OverlapSettings:
+    """What runs beside what on one GPU.
+
+    Parameters
+    ----------
+    residency
+        The most blocks of a kernel on an SM, of every kernel; ``"auto"`` only makes caps possible,
+        and ``"off"`` not even that.
+    """
+
+    residency: int | str = _setting(_residency)
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the runtime, judged and with their units resolved.
 
@@ -299,6 +323,8 @@ class Settings:
         Where a worker keeps its data.
     topology
         What joins the workers.
+    overlap
+        What runs beside what on one GPU.
     """
 
     enabled: bool = _setting(_bool)
@@ -307,6 +333,7 @@ class Settings:
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)
     topology: TopologySettings = _section(TopologySettings)
+    overlap: OverlapSettings = _section(OverlapSettings)
 
 
 def _keys(settings: type, prefix: str) -> Iterator[str]:

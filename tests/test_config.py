@@ -126,6 +126,11 @@ def test_load_reads_the_environment() -> None:
         ("gpurt.exchange.paths", ["cuda-ipc"], {"cuda-ipc", "comms"}),
         ("gpurt.exchange.paths", "shared-memory,cuda-ipc", set(PATHS)),
         ("gpurt.shuffle.retries", "3", 3),
+        ("gpurt.overlap.residency", False, "off"),
+        ("gpurt.overlap.residency", "OFF", "off"),
+        ("gpurt.overlap.residency", "auto", "auto"),
+        ("gpurt.overlap.residency", "4", 4),
+        ("gpurt.overlap.residency", 1, 1),
     ],
 )
 def test_good_values(key: str, value: object, expected: object) -> None:
@@ -166,6 +171,13 @@ def test_good_values(key: str, value: object, expected: object) -> None:
         ("gpurt.shuffle.retries", 1.5),
         ("gpurt.shuffle.retries", True),
         ("gpurt.shuffle", 5),
+        ("gpurt.overlap.residency", 0),
+        ("gpurt.overlap.residency", "0"),
+        ("gpurt.overlap.residency", -1),
+        ("gpurt.overlap.residency", 4.0),
+        ("gpurt.overlap.residency", True),
+        ("gpurt.overlap.residency", "on"),
+        ("gpurt.overlap.residency", None),
     ],
 )
 def test_bad_values_are_named_with_what_would_be_right(key: str, value: object) -> None:

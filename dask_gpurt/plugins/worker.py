@@ -19,6 +19,7 @@ from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.memory_reports import amounts
+from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker_data import WorkerData
@@ -78,6 +79,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
+        self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
 
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
@@ -87,6 +89,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.data is not None and worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
+        self.residency.close()
         await asyncio.to_thread(self.exchange.close)
         await self.tiers.close()
 
@@ -103,12 +106,15 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Handler: what this worker has, did and fell back from."""
         if connect:
             await self.exchange.connect_all()
+        known = self.metrics.snapshot()
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
             "paths": self.exchange.describe_paths(self.exchange.pools.main),
             "host_paths": self.exchange.describe_paths("host"),
             "pools": self.exchange.pools.describe(),
+            "residency": self.residency.describe(),
             "problems": config.problems(),
-            **self.metrics.snapshot(),
+            **known,
+            "counters": known["counters"] | self.residency.counters(),
         }
