@@ -1,0 +1,103 @@
+"""What transfers show of a link: averages that begin with what is known and forget slowly."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from dask_gpurt.topology.links import Speed
+
+#: An average begins as if the known speed had been seen for so many seconds of transfers ...
+PRIOR = 0.1
+#: ... and is one over about the last so many seconds of them.
+WINDOW = 10.0
+#: It departs where it takes so many times as long as its class, or as short, and until it is this near again.
+DEPARTS, RETURNS = 2.0, 1.5
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Average:
+    """The speed of a link, learned from its transfers.
+
+    Small transfers tell the latency, large ones the bandwidth: each only what took most of its expected time.
+
+    Parameters
+    ----------
+    speed
+        What is known beforehand.
+    """
+
+    def __init__(self, speed: Speed):
+        self.speed = speed
+        self._bytes, self._moving = speed.bandwidth * PRIOR, PRIOR
+        self._transfers, self._waiting = (PRIOR / speed.latency if speed.latency else 0.0), PRIOR
+
+    def observe(self, nbytes: float, seconds: float, transfers: int) -> None:
+        """Take some transfers, with the sums of their bytes and of their seconds."""
+        waiting, moving = transfers * self.speed.latency, nbytes / self.speed.bandwidth
+        if moving >= waiting:
+            # What is left is at least what was expected to be most of it, however fast the whole was.
+            self._learn_bandwidth(nbytes, max(seconds - waiting, seconds / 2))
+        else:
+            self._learn_latency(transfers, max(seconds - moving, seconds / 2))
+
+    def _learn_bandwidth(self, nbytes: float, seconds: float) -> None:
+        self._bytes, self._moving = _within_window(self._bytes + nbytes, self._moving + seconds)
+        self.speed = Speed(self._bytes / self._moving, self.speed.latency)
+
+    def _learn_latency(self, transfers: float, seconds: float) -> None:
+        self._transfers, self._waiting = _within_window(self._transfers + transfers, self._waiting + seconds)
+        self.speed = Speed(self.speed.bandwidth, self._waiting / self._transfers)
+
+
+def _within_window(amount: float, seconds: float) -> tuple[float, float]:
+    """A sum and the seconds that it took, scaled so that what comes next counts for its part of a window."""
+    scale = min(1.0, WINDOW / seconds)
+    return amount * scale, seconds * scale
+
+
+def factor(one: Speed, other: Speed) -> float:
+    """How many times faster the faster of two is, by bandwidth or by latency, whichever differs more."""
+    bandwidths = sorted((one.bandwidth, other.bandwidth))
+    latencies = sorted((one.latency, other.latency))
+    slower = latencies[1] / latencies[0] if latencies[0] else 1.0
+    return max(bandwidths[1] / bandwidths[0], slower)
+
+
+class Departures(Generic[Key]):
+    """The pairs whose transfers differ from their class: a bounded number, the least recently seen goes.
+
+    Parameters
+    ----------
+    most
+        The most pairs that are remembered.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._averages: OrderedDict[Key, Average] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._averages)
+
+    def speed(self, pair: Key) -> Speed | None:
+        """The speed of a pair that departs, None of any other."""
+        average = self._averages.get(pair)
+        return average.speed if average else None
+
+    def observe(self, pair: Key, usual: Speed, nbytes: float, seconds: float, transfers: int) -> None:
+        """Take transfers of a pair whose class has a ``usual`` speed."""
+        average = self._averages.pop(pair, None)
+        known = average is not None
+        if average is None:
+            expected = transfers * usual.latency + nbytes / usual.bandwidth
+            if expected / DEPARTS <= seconds <= expected * DEPARTS:
+                return
+            average = Average(usual)
+        average.observe(nbytes, seconds, transfers)
+        if not known or factor(average.speed, usual) > RETURNS:
+            self._averages[pair] = average
+            if len(self._averages) > self._most:
+                self._averages.popitem(last=False)

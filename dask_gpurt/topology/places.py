@@ -1,0 +1,253 @@
+"""Where workers are, and which link joins every two of them: a picture without Dask."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dask_gpurt.topology.learned import RETURNS, Average, Departures, factor
+from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
+
+#: Pairs whose own speed is remembered: those of a slow host or cable, not all that there are.
+MOST_PAIRS = 1024
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker computes.
+
+    Parameters
+    ----------
+    host
+        An id of the host.
+    device
+        An id of the GPU or of the part of one, None for the processor.
+    numa
+        The NUMA node that it is near.
+    nvlink
+        An id of the NVLink domain: devices that reach each other over NVLink, on one host or on several.
+    rdma
+        Whether the host has a NIC for RDMA.
+    """
+
+    host: str
+    device: str | None = None
+    numa: int | None = None
+    nvlink: str | None = None
+    rdma: bool = False
+
+
+@dataclass(frozen=True)
+class HostLinks:
+    """What a host has said of the links in it; of pairs that are not named, their places tell.
+
+    Parameters
+    ----------
+    links
+        By two devices, in either order.
+    speeds
+        Of classes of link within this host or between its tiers.
+    """
+
+    links: Mapping[frozenset[str], Link] = field(default_factory=dict)
+    speeds: Mapping[Link, Speed] = field(default_factory=dict)
+
+
+#: The two ends of a link: its hosts where it joins two, else a device twice or the devices of a host.
+Pair = tuple[Link, str, str]
+
+
+class Topology:
+    """The places of all workers and the speeds between them.
+
+    A worker that nobody has added counts as one on a host of its own that is reached by TCP.
+
+    Parameters
+    ----------
+    speeds
+        By class of link, what is known beforehand; for classes that are left out, what is shipped.
+    """
+
+    def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED):
+        self._places: dict[str, Place] = {}
+        self._hosts: dict[str, Mapping[frozenset[str], Link]] = {}
+        self._host_averages: dict[tuple[str, Link], Average] = {}
+        # Dictionaries without values: sets that are read in the order of arrival.
+        self._everywhere: dict[str, None] = {}
+        self._rings: dict[tuple[str, ...], dict[str, None]] = {}
+        self._classes = {link: Average(speed) for link, speed in {**SHIPPED, **speeds}.items()}
+        self._departures: Departures[Pair] = Departures(MOST_PAIRS)
+
+    # ---- who is there ----------------------------------------------------------------
+
+    def add(self, worker: str, place: Place) -> None:
+        """Say where a worker is; what was said of it before counts no more."""
+        if self._places.get(worker) == place:
+            return
+        self.remove(worker)
+        self._places[worker] = place
+        self._everywhere[worker] = None
+        for ring in _rings_of(place):
+            self._rings.setdefault(ring, {})[worker] = None
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker, and its host with the last worker there; speeds that were learned stay."""
+        place = self._places.pop(worker, None)
+        if place is None:
+            return
+        del self._everywhere[worker]
+        for ring in _rings_of(place):
+            del self._rings[ring][worker]
+            if not self._rings[ring]:
+                del self._rings[ring]
+        if ("host", place.host) not in self._rings:
+            self._hosts.pop(place.host, None)
+            self._forget_averages(place.host)
+
+    def describe(self, host: str, known: HostLinks) -> None:
+        """Take what one process of a host has found out about it."""
+        self._hosts[host] = known.links
+        self._forget_averages(host)
+        for link, speed in known.speeds.items():
+            if factor(speed, self._classes[link].speed) > RETURNS:
+                self._host_averages[host, link] = Average(speed)
+
+    def _forget_averages(self, host: str) -> None:
+        for link in Link:
+            self._host_averages.pop((host, link), None)
+
+    def described(self, host: str) -> bool:
+        """Whether somebody has told of the links in a host."""
+        return host in self._hosts
+
+    def place(self, worker: str) -> Place | None:
+        """Where a worker is, None where nobody has said."""
+        return self._places.get(worker)
+
+    def on_host(self, host: str) -> Collection[str]:
+        """The workers of a host."""
+        return self._rings.get(("host", host), {}).keys()
+
+    @property
+    def hosts(self) -> Iterable[str]:
+        """The hosts that have workers."""
+        return [ring[1] for ring in self._rings if ring[0] == "host"]
+
+    def rings(self, worker: str) -> Iterator[Collection[str]]:
+        """Workers from near to far: of the same device, NVLink domain and host, then all.
+
+        Each ring holds the ones before it, and the worker too; where a worker has no device or domain
+        there is no such ring. They are live views, so add and remove nobody while iterating.
+        """
+        if place := self._places.get(worker):
+            for ring in _rings_of(place):
+                yield self._rings[ring].keys()
+        yield self._everywhere.keys()
+
+    # ---- what joins them -------------------------------------------------------------
+
+    def link(self, source: str, target: str) -> Link:
+        """The class of link from a worker to another; to itself it is that of one device."""
+        if source == target:
+            return Link.SAME_DEVICE
+        here, there = self._places.get(source), self._places.get(target)
+        if here is None or there is None:
+            return Link.TCP
+        return self._link(here, there)
+
+    def _link(self, here: Place, there: Place) -> Link:
+        if here.host != there.host:
+            if here.nvlink is not None and here.nvlink == there.nvlink:
+                return Link.NVLINK
+            return Link.RDMA if here.rdma and there.rdma else Link.TCP
+        if here.device is None or there.device is None:
+            return Link.SHARED_MEMORY
+        if here.device == there.device:
+            return Link.SAME_DEVICE
+        if known := self._hosts.get(here.host):
+            link = known.get(frozenset((here.device, there.device)))
+            if link is not None:
+                return link
+        return Link.NVLINK if here.nvlink is not None and here.nvlink == there.nvlink else Link.PCIE
+
+    def speed(self, source: str, target: str) -> Speed:
+        """How fast the link between two workers is: of this pair, else in this host, else of its class."""
+        link = self.link(source, target)
+        here, there = self._places.get(source), self._places.get(target)
+        if here is None or there is None:
+            return self._classes[link].speed
+        if self._departures and (own := self._departures.speed(_pair(link, here, there))):
+            return own
+        return self._usual(link, here, there).speed
+
+    def _usual(self, link: Link, here: Place, there: Place) -> Average:
+        """The average that transfers count for: of the host where it departs, else of the class."""
+        own = self._host_averages.get((here.host, link)) if here.host == there.host else None
+        return own or self._classes[link]
+
+    def tier_speed(self, link: Link, worker: str | None = None) -> Speed:
+        """How fast bytes get from tier to tier: on the host of a worker, or where none is given on most."""
+        place = self._places.get(worker) if worker is not None else None
+        return (self._usual(link, place, place) if place else self._classes[link]).speed
+
+    def seconds(self, source: str, target: str, nbytes: int) -> float:
+        """The time that so many bytes take from a worker to another."""
+        return self.speed(source, target).seconds(nbytes)
+
+    # ---- what transfers show ---------------------------------------------------------
+
+    def observe(self, source: str, target: str, nbytes: int, seconds: float, transfers: int = 1) -> None:
+        """Learn from transfers that are over.
+
+        Parameters
+        ----------
+        source, target
+            Workers.
+        nbytes, seconds, transfers
+            How many bytes, in what time, by how many transfers, all summed. What took no time tells nothing.
+        """
+        if nbytes < 0 or seconds <= 0 or transfers < 1:
+            return
+        link = self.link(source, target)
+        here, there = self._places.get(source), self._places.get(target)
+        if here is None or there is None:
+            self._classes[link].observe(nbytes, seconds, transfers)
+            return
+        usual = self._usual(link, here, there)
+        self._departures.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)
+        usual.observe(nbytes, seconds, transfers)
+
+    def learned(self) -> dict[Link, Speed]:
+        """The average of each class of link, as it is now."""
+        return {link: average.speed for link, average in self._classes.items()}
+
+    # ---- for people ------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """Places and speeds, as plain values."""
+        return {
+            "workers": {
+                worker: {name: value for name, value in vars(place).items() if value is not None}
+                for worker, place in self._places.items()
+            },
+            "speeds": {str(link): vars(speed) for link, speed in self.learned().items()},
+            "pairs": len(self._departures),
+        }
+
+
+def _rings_of(place: Place) -> Iterator[tuple[str, ...]]:
+    if place.device is not None:
+        yield "device", place.host, place.device
+    if place.nvlink is not None:
+        yield "nvlink", place.nvlink
+    yield "host", place.host
+
+
+def _pair(link: Link, here: Place, there: Place) -> Pair:
+    """What is between two places, the same both ways; it outlives the workers there."""
+    if link in BETWEEN_HOSTS:
+        one, other = here.host, there.host
+    else:
+        one, other = here.device or here.host, there.device or there.host
+    return (link, one, other) if one <= other else (link, other, one)

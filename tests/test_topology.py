@@ -1,0 +1,260 @@
+"""The picture of links: which one joins two workers, how fast it is, and what it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.topology import SHIPPED, HostLinks, Link, Place, Speed, Topology
+from dask_gpurt.topology.learned import DEPARTS, WINDOW
+from dask_gpurt.topology.places import MOST_PAIRS
+
+MIB = 2**20
+
+
+def picture(**places: Place) -> Topology:
+    topology = Topology()
+    for worker, place in places.items():
+        topology.add(worker, place)
+    return topology
+
+
+def gpu(host: str, index: int, **more: Any) -> Place:
+    return Place(host, f"GPU-{host}-{index}", **more)
+
+
+# ---- which link ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "link"),
+    [
+        (gpu("a", 0), gpu("a", 0), Link.SAME_DEVICE),
+        (gpu("a", 0, nvlink="a/0"), gpu("a", 1, nvlink="a/0"), Link.NVLINK),
+        (gpu("a", 0, nvlink="rack"), gpu("b", 0, nvlink="rack", rdma=True), Link.NVLINK),
+        (gpu("a", 0, nvlink="a/0"), gpu("a", 1, nvlink="a/1"), Link.PCIE),
+        (gpu("a", 0), gpu("a", 1), Link.PCIE),
+        (Place("a"), gpu("a", 1), Link.SHARED_MEMORY),
+        (Place("a"), Place("a"), Link.SHARED_MEMORY),
+        (Place("a", rdma=True), Place("b", rdma=True), Link.RDMA),
+        (gpu("a", 0, rdma=True), gpu("b", 0), Link.TCP),
+        (Place("a", "same name"), Place("b", "same name"), Link.TCP),
+    ],
+)
+def test_the_link_between_two_places(here: Place, there: Place, link: Link) -> None:
+    topology = picture(x=here, y=there)
+    assert topology.link("x", "y") == topology.link("y", "x") == link
+    assert topology.speed("x", "y") == SHIPPED[link]
+    assert topology.seconds("x", "y", MIB) == SHIPPED[link].seconds(MIB)
+
+
+def test_a_worker_reaches_itself_without_a_copy_to_another_device() -> None:
+    assert picture(x=Place("a")).link("x", "x") == Link.SAME_DEVICE
+    assert Topology().link("unknown", "unknown") == Link.SAME_DEVICE
+
+
+def test_unknown_workers_are_reached_by_tcp() -> None:
+    topology = picture(x=Place("a", rdma=True))
+    assert topology.link("x", "unknown") == topology.link("unknown", "other") == Link.TCP
+    assert [list(ring) for ring in topology.rings("unknown")] == [["x"]]
+
+
+def test_what_a_host_has_said_of_two_devices_counts_before_their_places() -> None:
+    topology = picture(x=gpu("a", 0), y=gpu("a", 1), z=gpu("a", 2))
+    pair = frozenset(("GPU-a-0", "GPU-a-1"))
+    topology.describe("a", HostLinks({pair: Link.SHARED_MEMORY}))
+    assert topology.link("x", "y") == topology.link("y", "x") == Link.SHARED_MEMORY
+    assert topology.link("x", "z") == Link.PCIE
+
+
+# ---- near and far --------------------------------------------------------------------
+
+
+def test_rings_widen_from_the_device_to_everywhere() -> None:
+    topology = picture(
+        far=gpu("b", 0),
+        host=gpu("a", 2),
+        nvlink=gpu("a", 1, nvlink="a/0"),
+        twin=gpu("a", 0, nvlink="a/0"),
+        me=gpu("a", 0, nvlink="a/0"),
+    )
+    assert [set(ring) for ring in topology.rings("me")] == [
+        {"me", "twin"},
+        {"me", "twin", "nvlink"},
+        {"me", "twin", "nvlink", "host"},
+        {"me", "twin", "nvlink", "host", "far"},
+    ]
+    assert [list(ring) for ring in topology.rings("host")] == [
+        ["host"],
+        ["host", "nvlink", "twin", "me"],
+        list(["far", "host", "nvlink", "twin", "me"]),
+    ]
+
+
+places = st.builds(
+    Place,
+    host=st.sampled_from("abc"),
+    device=st.sampled_from([None, "0", "1"]),
+    nvlink=st.sampled_from([None, "p", "q"]),
+    rdma=st.booleans(),
+)
+workers = st.sampled_from([f"w{i}" for i in range(6)])
+
+
+@given(st.lists(st.tuples(workers, st.none() | places)))
+def test_workers_that_come_move_and_go_leave_nothing_behind(moves: list[tuple[str, Place | None]]) -> None:
+    topology, there = Topology(), dict[str, Place]()
+    for worker, place in moves:
+        if place is None:
+            topology.remove(worker)
+            there.pop(worker, None)
+        else:
+            topology.add(worker, place)
+            there[worker] = place
+            topology.describe(place.host, HostLinks())
+    fresh = picture(**there)
+    for one in there:
+        assert [set(ring) for ring in topology.rings(one)] == [set(ring) for ring in fresh.rings(one)]
+        for other in there:
+            assert topology.link(one, other) == topology.link(other, one) == fresh.link(one, other)
+    assert set(topology.hosts) == {place.host for place in there.values()}
+    assert all(topology.described(host) == (host in topology.hosts) for host in "abc")
+
+
+# ---- what transfers show -------------------------------------------------------------
+
+
+def hosts(count: int) -> Topology:
+    return picture(**{f"w{i}": Place(f"h{i}") for i in range(count)})
+
+
+def test_a_class_learns_its_bandwidth_from_all_its_pairs() -> None:
+    topology = hosts(9)
+    for i in range(1, 9):
+        for _ in range(40):
+            topology.observe("w0", f"w{i}", 100 * MIB, 100 * MIB / 5e9)
+    for pair in (("w0", "w1"), ("w7", "w8")):
+        assert topology.speed(*pair).bandwidth == pytest.approx(5e9, rel=0.1)
+    assert topology.speed("w0", "w1").latency == SHIPPED[Link.TCP].latency
+    assert topology.tier_speed(Link.DISK) == SHIPPED[Link.DISK]
+
+
+def test_small_transfers_tell_the_latency() -> None:
+    topology = hosts(2)
+    for _ in range(100_000 // 100):
+        topology.observe("w0", "w1", 100 * 1000, 100 * 0.2e-3, transfers=100)
+    assert topology.speed("w1", "w0").latency == pytest.approx(0.2e-3, rel=0.1)
+    assert topology.speed("w1", "w0").bandwidth == SHIPPED[Link.TCP].bandwidth
+
+
+def test_a_pair_that_departs_has_its_own_speed_and_comes_back() -> None:
+    topology = hosts(20)
+
+    def everybody(slow: float) -> None:
+        for i in range(1, 20):
+            topology.observe("w0", f"w{i}", 100 * MIB, 100 * MIB / (slow if i == 7 else 1.1e9))
+
+    for _ in range(50):
+        everybody(0.2e9)
+    assert topology.speed("w7", "w0").bandwidth == pytest.approx(0.2e9, rel=0.2)
+    assert topology.speed("w0", "w3").bandwidth > 0.7e9
+    assert topology.snapshot()["pairs"] == 1
+    for _ in range(300):
+        everybody(1.1e9)
+    assert topology.snapshot()["pairs"] == 0
+    assert topology.speed("w7", "w0") == topology.speed("w0", "w3")
+
+
+def test_what_was_learned_of_a_cable_outlives_the_workers() -> None:
+    topology = hosts(2)
+    for _ in range(100):
+        topology.observe("w0", "w1", 100 * MIB, 1)
+    slow = topology.speed("w0", "w1")
+    assert slow.bandwidth < SHIPPED[Link.TCP].bandwidth / DEPARTS
+    for worker in ("w0", "w1"):
+        topology.remove(worker)
+    topology.add("new", Place("h0"))
+    topology.add("other", Place("h1"))
+    assert topology.speed("other", "new") == slow
+
+
+def test_a_host_that_departs_learns_for_itself() -> None:
+    topology = picture(x=Place("a"), y=Place("a"), p=Place("b"), q=Place("b"))
+    topology.describe(
+        "a", HostLinks(speeds={Link.SHARED_MEMORY: Speed(1e9, 0), Link.DISK: Speed(1.3e9, 0.0002)})
+    )
+    assert topology.speed("x", "y").bandwidth == 1e9
+    for _ in range(1000):
+        topology.observe("x", "y", 100 * MIB, 100 * MIB / 1.5e9)
+    assert topology.speed("x", "y").bandwidth == pytest.approx(1.5e9, rel=0.05)
+    assert topology.speed("p", "q") == SHIPPED[Link.SHARED_MEMORY]
+    assert topology.tier_speed(Link.DISK, "x") == SHIPPED[Link.DISK]  # not worth a figure of its own
+    topology.remove("x")
+    topology.remove("y")
+    topology.add("x", Place("a"))
+    assert topology.tier_speed(Link.SHARED_MEMORY, "x") == SHIPPED[Link.SHARED_MEMORY]
+
+
+def test_memory_does_not_grow_with_pairs() -> None:
+    topology = hosts(100)
+    for i in range(100):
+        for j in range(i):
+            topology.observe(f"w{i}", f"w{j}", MIB, 10.0)
+    assert topology.snapshot()["pairs"] <= MOST_PAIRS
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**40), st.floats(1e-9, 1e5), st.integers(1, 1000)), min_size=1, max_size=30
+    )
+)
+def test_an_average_stays_between_what_it_was_and_what_was_seen(seen: list[tuple[int, float, int]]) -> None:
+    topology = hosts(2)
+    before = SHIPPED[Link.TCP]
+    fastest, slowest = before.bandwidth, before.bandwidth
+    for nbytes, seconds, transfers in seen:
+        topology.observe("w0", "w1", nbytes, seconds, transfers)
+        if nbytes:
+            fastest, slowest = max(fastest, 2 * nbytes / seconds), min(slowest, nbytes / seconds)
+    learned = topology.learned()[Link.TCP]
+    assert slowest * 0.999 <= learned.bandwidth <= fastest * 1.001
+    assert learned.latency > 0
+
+
+@pytest.mark.parametrize(("nbytes", "seconds", "transfers"), [(1, 0, 1), (1, -1, 1), (-1, 1, 1), (1, 1, 0)])
+def test_what_can_not_be_counts_for_nothing(nbytes: int, seconds: float, transfers: int) -> None:
+    topology = hosts(2)
+    topology.observe("w0", "w1", nbytes, seconds, transfers)
+    assert topology.learned() == dict(SHIPPED)
+
+
+def test_an_old_speed_is_forgotten_after_a_window() -> None:
+    topology = hosts(2)
+    for bandwidth in (1e8, 4e9):
+        for _ in range(round(5 * WINDOW)):
+            topology.observe("w0", "w1", round(bandwidth), 1.0)
+        assert topology.learned()[Link.TCP].bandwidth == pytest.approx(bandwidth, rel=0.05)
+
+
+# ---- figures -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong", [(-1.0, 0.0), (0.0, 0.0), (1.0, -1.0), (float("nan"), 0.0), (1.0, float("inf"))]
+)
+def test_a_speed_that_makes_no_sense_is_refused(wrong: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match=r"a (bandwidth|latency) is a number of"):
+        Speed(*wrong)
+
+
+def test_every_link_has_a_speed() -> None:
+    assert set(SHIPPED) == set(Link)
+
+
+def test_only_the_classes_that_are_given_are_not_as_shipped() -> None:
+    topology = Topology({Link.TCP: Speed(1.0, 2.0)})
+    assert topology.tier_speed(Link.TCP) == Speed(1.0, 2.0)
+    assert topology.tier_speed(Link.RDMA) == SHIPPED[Link.RDMA]
