@@ -25,6 +25,7 @@ __all__ = [
     "Settings",
     "ShuffleSettings",
     "Size",
+    "TopologySettings",
     "load",
     "load_over",
     "problems",
@@ -174,6 +175,12 @@ def _count(key: str, value: object) -> int:
     raise _wrong(key, value, "a whole number of at least 0")
 
 
+def _file_name(key: str, value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    raise _wrong(key, value, "the name of a file, or nothing")
+
+
 def _paths(key: str, value: object) -> frozenset[str]:
     if isinstance(value, str):
         # In an environment variable a list is a string: "shared-memory,comms".
@@ -231,6 +238,19 @@ class ShuffleSettings:
 
 
 @dataclass(frozen=True)
+class TopologySettings:
+    """What joins the workers.
+
+    Parameters
+    ----------
+    file
+        The file that describes it, read by the scheduler; None to find it out.
+    """
+
+    file: str | None = _setting(_file_name)
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """Where a worker keeps its data. None leaves a size to the worker.
 
@@ -277,6 +297,8 @@ class Settings:
         How a shuffle runs.
     memory
         Where a worker keeps its data.
+    topology
+        What joins the workers.
     """
 
     enabled: bool = _setting(_bool)
@@ -284,6 +306,7 @@ class Settings:
     exchange: ExchangeSettings = _section(ExchangeSettings)
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)
+    topology: TopologySettings = _section(TopologySettings)
 
 
 def _keys(settings: type, prefix: str) -> Iterator[str]:

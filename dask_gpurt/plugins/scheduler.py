@@ -24,6 +24,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import METRIC, OP
+from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.worker import NAME, GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
@@ -52,11 +53,15 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if NAME in scheduler.extensions:  # two workers preloaded us at once
             return
         settings = config.load_over(self.given)
+        metrics = Metrics()
+        places = SchedulerTopology(scheduler, settings.topology.file, metrics)
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = metrics
         self.picture = Picture()
+        self.places = places
+        self.places.install()
         self._replace(scheduler.extensions["shuffle"])
         scheduler.handlers["gpurt_report"] = self.report
         scheduler.handlers["gpurt_gone"] = self.gone
@@ -87,6 +92,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         # Last: until they have switched off, workers send changes, and who sends what is unknown is closed.
         scheduler.stream_handlers.pop(OP, None)
         scheduler.stream_handlers.pop(LOST, None)
+        self.places.uninstall()
 
     # ---- Dask's p2p extension ----------------------------------------------------------
 
@@ -144,6 +150,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.picture.forget(worker)
+        self.places.remove(worker)
 
     def memory(self, by: str = "tier") -> list[dict[str, Any]]:
         """Handler: a row for each worker and tier, or also for each prefix."""
