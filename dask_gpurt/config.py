@@ -22,6 +22,7 @@ __all__ = [
     "ConfigError",
     "ExchangeSettings",
     "MemorySettings",
+    "PlacementSettings",
     "Settings",
     "ShuffleSettings",
     "Size",
@@ -282,6 +283,19 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
+class PlacementSettings:
+    """Which worker runs which task.
+
+    Parameters
+    ----------
+    enabled
+        Whether the runtime chooses; otherwise Dask does.
+    """
+
+    enabled: bool = _setting(_bool)
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the runtime, judged and with their units resolved.
 
@@ -299,6 +313,8 @@ class Settings:
         Where a worker keeps its data.
     topology
         What joins the workers.
+    placement
+        Which worker runs which task.
     """
 
     enabled: bool = _setting(_bool)
@@ -307,6 +323,7 @@ class Settings:
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)
     topology: TopologySettings = _section(TopologySettings)
+    placement: PlacementSettings = _section(PlacementSettings)
 
 
 def _keys(settings: type, prefix: str) -> Iterator[str]:
