@@ -13,7 +13,7 @@ from dask.typing import Key
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import stealing
 from dask_gpurt.placement.chooser import Chooser
-from dask_gpurt.placement.cost import Candidate, best, rank
+from dask_gpurt.placement.cost import Candidate, best
 from dask_gpurt.placement.families import Families
 from dask_gpurt.placement.gate import Gate
 from dask_gpurt.placement.headroom import Headroom
@@ -26,7 +26,6 @@ SCHEDULER: Mapping[str, tuple[str, ...]] = {
     "decide_worker_rootish_queuing_enabled": (),
     "decide_worker_rootish_queuing_disabled": ("ts",),
     "is_rootish": ("ts",),
-    "worker_objective": ("ts", "ws"),
     "get_comm_cost": ("ts", "ws"),
     "check_idle_saturated": ("ws", "occ"),
     "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
@@ -198,10 +197,6 @@ class Placement:
         self._history.add(ts.key, chosen.worker, candidates)
         self._metrics.add("placement.decisions")
         return ws
-
-    def _worker_objective(self, ts: Any, ws: Any) -> tuple[Any, ...]:
-        found = rank(self._chooser.estimates.cost(ts, ws))
-        return (len(ws.actors), *found) if ts.actor else found
 
     def _get_comm_cost(self, ts: Any, ws: Any) -> float:
         return self._chooser.estimates.inputs(ts, ws)[1]

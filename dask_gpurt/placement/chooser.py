@@ -110,20 +110,20 @@ class Chooser:
     def candidates(self, ts: Any, valid: Collection[Any] | None) -> list[Candidate]:
         """The costs of a task where its inputs are, and on a few workers near to them.
 
+        While nobody knows how long tasks like it take, inputs are not moved for a guess: unless there is no
+        room, it runs where some are. Stealing corrects that.
+
         Parameters
         ----------
         valid
             The running workers that it may run on; None for all that run.
         """
-        running = self._state.running
-        allowed = running if valid is None else valid
+        allowed = self._state.running if valid is None else valid
         estimate = self.estimates.cost
-        if len(allowed) <= MOST_HOLDERS:
-            return [estimate(ts, ws) for ws in allowed if ws in running]
         holders = [ws for ws in _holders(ts.dependencies) if ws in allowed]
         found = {ws.address: estimate(ts, ws) for ws in holders}
         first = cost.best(found.values()) if found else None
-        if first is None or _could_be_better(first):
+        if first is None or not first.terms.fits or (_is_late(first) and ts.prefix.duration_average >= 0):
             for ws in self._near(holders[0] if holders else None, first):
                 if ws.address not in found and ws in allowed:
                     found[ws.address] = estimate(ts, ws)
@@ -161,10 +161,14 @@ class Chooser:
         return [self._gathered(self.estimates.cost(ts, ws), anchor, nbytes) for ws in found]
 
     def _open(self, anchor: Any | None, open_to: Collection[Any]) -> Collection[Any]:
-        """The least loaded of the workers that are open: around an anchor, and of all."""
-        names = (EVERYWHERE,) if anchor is None else self.neighbourhoods(anchor)
-        near = ([ws for ws in self.least_loaded(name, NEAR) if ws in open_to] for name in names)
-        found = dict.fromkeys(next(filter(None, near), ()))
+        """An anchor and the least loaded worker around it, and the least loaded of all; those that are open."""
+        found = {}
+        if anchor is not None:
+            if anchor in open_to and self.has_room(anchor):
+                found[anchor] = None
+            names = self.neighbourhoods(anchor)
+            near = ([ws for ws in self.least_loaded(name, NEAR) if ws in open_to] for name in names)
+            found.update(dict.fromkeys(next(filter(None, near), ())))
         if (idlest := self.least_loaded_of(open_to)) is not None:
             found[idlest] = None
         return found
@@ -189,7 +193,7 @@ def _holders(dependencies: Collection[Any]) -> list[Any]:
     return nlargest(MOST_HOLDERS, held, key=lambda ws: (held[ws], ws.address))
 
 
-def _could_be_better(candidate: Candidate) -> bool:
+def _is_late(candidate: Candidate) -> bool:
     """Whether another worker could run a task earlier, wherever its inputs are."""
-    waiting, _, moving, room, fits = candidate.terms
-    return not fits or waiting > 0 or moving > 0 or room > 0
+    waiting, _, moving, room, _ = candidate.terms
+    return waiting > 0 or moving > 0 or room > 0
