@@ -1,8 +1,8 @@
 """A pytest plugin that has our placement make the choices in the tests of distributed's own scheduler.
 
-Every scheduler that such a test starts gets a placement that knows what Dask knows: one speed for all links, which is
-Dask's, and the memory that Dask counts. A test that then chooses otherwise is in ``EXPECTED``, with the reason; it has
-to fail, so that the list stays true.
+Every scheduler that such a test starts gets a placement that knows what Dask knows: one bandwidth for all
+links, which is Dask's, with the latency of TCP, and the memory that Dask counts. Tests that then choose
+otherwise are in ``EXPECTED``, with the reason.
 
 ``GPURT_SUITE_BASELINE=1`` leaves placement off: what fails then, fails in Dask.
 """
