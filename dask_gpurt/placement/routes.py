@@ -8,6 +8,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.cost import NO_WAY, Route, Step
 from dask_gpurt.placement.loads import Neighbourhood
 from dask_gpurt.topology import Link, Topology
+from dask_gpurt.topology.links import BETWEEN_HOSTS
 
 #: The neighbourhood of all workers.
 EVERYWHERE: Neighbourhood = ("everywhere",)
@@ -52,16 +53,26 @@ class Routes:
     def _learn(self, source: str, target: str) -> Route:
         if len(self._known) >= MOST_PAIRS:
             self.clear()
-        route = self._known[source, target] = Route.over(*self._steps(source, target))
+        link = self._topology.link(source, target)
+        route = Route.over(self._topology.speed(source, target))
+        if link in BETWEEN_HOSTS:
+            route = Route(route.latency, route.pace * self._neighbours(source))
+        if link in THROUGH_HOST:
+            route = route.then(Route.over(*self._copies(source, target)))
+        self._known[source, target] = route
         return route
 
-    def _steps(self, source: str, target: str) -> Iterator[Step]:
-        yield self._topology.speed(source, target)
-        if self._topology.link(source, target) in THROUGH_HOST:
-            for worker in (source, target):
-                place = self._topology.place(worker)
-                if place is not None and place.device is not None:
-                    yield self._topology.tier_speed(Link.PAGEABLE, worker)
+    def _neighbours(self, worker: str) -> int:
+        """How many share the way out of a host. When one sends to spread load, so do the others."""
+        place = self._topology.place(worker)
+        return 1 if place is None else len(self._topology.on_host(place.host))
+
+    def _copies(self, *workers: str) -> Iterator[Step]:
+        """Between devices and the memory of their hosts."""
+        for worker in workers:
+            place = self._topology.place(worker)
+            if place is not None and place.device is not None:
+                yield self._topology.tier_speed(Link.PAGEABLE, worker)
 
     def clear(self) -> None:
         """Ask for all speeds again."""
