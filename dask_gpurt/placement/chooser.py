@@ -189,7 +189,7 @@ class Chooser:
 
 
 def _holders(dependencies: Collection[Any]) -> list[Any]:
-    """Those with the most bytes of the inputs, the most first."""
+    """Those with the most bytes of the inputs, the most first; of many with as much, the least loaded."""
     held: defaultdict[Any, int] = defaultdict(int)
     for dts in dependencies:
         nbytes = dts.get_nbytes()
@@ -197,7 +197,7 @@ def _holders(dependencies: Collection[Any]) -> list[Any]:
             held[ws] += nbytes
     if len(held) == 1:
         return list(held)
-    return nlargest(MOST_HOLDERS, held, key=lambda ws: (held[ws], ws.address))
+    return nlargest(MOST_HOLDERS, held, key=lambda ws: (held[ws], -len(ws.processing), ws.address))
 
 
 def _is_late(candidate: Candidate) -> bool:
