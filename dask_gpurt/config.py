@@ -23,6 +23,7 @@ __all__ = [
     "ExchangeSettings",
     "MemorySettings",
     "OverlapSettings",
+    "PlacementSettings",
     "Settings",
     "ShuffleSettings",
     "Size",
@@ -306,6 +307,19 @@ class OverlapSettings:
 
 
 @dataclass(frozen=True)
+class PlacementSettings:
+    """Which worker runs which task.
+
+    Parameters
+    ----------
+    enabled
+        Whether the runtime chooses; otherwise Dask does.
+    """
+
+    enabled: bool = _setting(_bool)
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the runtime, judged and with their units resolved.
 
@@ -325,6 +339,8 @@ class Settings:
         What joins the workers.
     overlap
         What runs beside what on one GPU.
+    placement
+        Which worker runs which task.
     """
 
     enabled: bool = _setting(_bool)
@@ -334,6 +350,7 @@ class Settings:
     memory: MemorySettings = _section(MemorySettings)
     topology: TopologySettings = _section(TopologySettings)
     overlap: OverlapSettings = _section(OverlapSettings)
+    placement: PlacementSettings = _section(PlacementSettings)
 
 
 def _keys(settings: type, prefix: str) -> Iterator[str]:

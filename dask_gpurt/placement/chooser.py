@@ -1,0 +1,206 @@
+"""Which workers are looked at for a task: where its inputs are, and a bounded few with room near to them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from heapq import nlargest, nsmallest
+from itertools import islice
+from typing import Any
+
+from dask_gpurt.placement import cost
+from dask_gpurt.placement.cost import Candidate
+from dask_gpurt.placement.estimates import MOST_REPLICAS, Estimates, size
+from dask_gpurt.placement.families import siblings, whereabouts
+from dask_gpurt.placement.headroom import Headroom
+from dask_gpurt.placement.loads import Loads, Neighbourhood
+from dask_gpurt.placement.routes import EVERYWHERE, neighbourhoods
+from dask_gpurt.topology import Topology
+
+#: The most holders of inputs that are looked at, those with the most bytes.
+MOST_HOLDERS = 4
+#: The least loaded workers that are looked at in each neighbourhood, and where nobody near will do.
+NEAR, FAR = 2, 16
+#: Bytes of a result that nobody has seen yet: enough to keep siblings together, too few to outweigh a task.
+UNKNOWN_SIZE = 1 << 20
+
+
+class Chooser:
+    """Candidates for a task, with their costs.
+
+    Parameters
+    ----------
+    state
+        Dask's ``SchedulerState``.
+    topology
+        Where the workers are, and how fast the links between them are.
+    headroom
+        What room they have.
+    """
+
+    def __init__(self, state: Any, topology: Topology, headroom: Headroom):
+        self._state = state
+        self._topology = topology
+        self.estimates = Estimates(state, topology, headroom)
+        # The addresses of workers with room. Dask's objects for workers have a hash in Python, which is slow.
+        self._loads: Loads[str] = Loads()
+
+    # ---- what is known of the workers ------------------------------------------------
+
+    def look_at(self, ws: Any) -> bool:
+        """Take notice of what a running worker has to do; tell whether it has room."""
+        address = ws.address
+        if not self.estimates.has_room(ws):
+            self._loads.discard(address)
+            return False
+        if not self._loads.change(address, len(ws.processing) // ws.nthreads):
+            names = neighbourhoods(self._topology, address, ws.host)
+            self._loads.put(address, len(ws.processing) // ws.nthreads, names)
+        return True
+
+    def look_anew(self, ws: Any) -> None:
+        """The place of a worker may be another than before."""
+        names = neighbourhoods(self._topology, ws.address, ws.host)
+        if names != self._loads.neighbourhoods(ws.address):
+            self._loads.discard(ws.address)
+            self.estimates.routes.clear()
+
+    def forget(self, worker: str) -> None:
+        """Dask has removed a worker."""
+        self._loads.discard(worker)
+        self.estimates.forget(worker)
+
+    def neighbourhoods(self, ws: Any) -> Sequence[Neighbourhood]:
+        """What a worker belongs to, from near to far."""
+        return self._loads.neighbourhoods(ws.address) or neighbourhoods(self._topology, ws.address, ws.host)
+
+    def home(self, ws: Any) -> Neighbourhood:
+        """The NVLink domain of a worker, or else its host."""
+        return next(name for name in self.neighbourhoods(ws) if name[0] in ("nvlink", "host"))
+
+    def least_loaded(self, neighbourhood: Neighbourhood, number: int) -> Iterator[Any]:
+        """Running workers with room, the least loaded of a neighbourhood first."""
+        for address in list(self._loads.least(neighbourhood, number)):
+            ws = self._state.workers.get(address)
+            if ws is not None and ws in self._state.running:
+                yield ws
+            else:  # it has stopped since it was looked at
+                self._loads.discard(address)
+
+    def least_loaded_of(self, workers: Collection[Any]) -> Any | None:
+        """Of some workers one with little to do; None if many others have less, or these no room."""
+        if len(workers) == 1:
+            return next(iter(workers))
+        return next((ws for ws in self.least_loaded(EVERYWHERE, FAR) if ws in workers), None)
+
+    def has_room(self, ws: Any) -> bool:
+        """Whether a worker had room when it was last looked at."""
+        return ws.address in self._loads
+
+    def anyone_has_room(self) -> bool:
+        """Whether there is a running worker with room."""
+        while len(self._loads):
+            if any(True for _ in self.least_loaded(EVERYWHERE, FAR)):
+                return True
+        return False
+
+    # ---- tasks with inputs -------------------------------------------------------------
+
+    def candidates(self, ts: Any, valid: Collection[Any] | None) -> list[Candidate]:
+        """The costs of a task where its inputs are, and on a few workers near to them.
+
+        Parameters
+        ----------
+        valid
+            The running workers that it may run on; None for all that run.
+        """
+        allowed = self._state.running if valid is None else valid
+        estimate = self.estimates.cost
+        holders = [ws for ws in _holders(ts.dependencies) if ws in allowed]
+        found = {ws.address: estimate(ts, ws) for ws in holders}
+        if found:
+            first = cost.best(found.values())
+            if not first.terms.fits or (_is_late(first) and self._may_move(ts)):
+                near = self._near(holders[0], first)
+                found.update((ws.address, estimate(ts, ws)) for ws in near if ws in allowed)
+        if not any(candidate.terms.fits for candidate in found.values()):
+            found.update((ws.address, estimate(ts, ws)) for ws in self._far(allowed))
+        return list(found.values())
+
+    def _may_move(self, ts: Any) -> bool:
+        """Whether inputs may be moved only to run a task earlier.
+
+        Not for a guess, while nobody knows how long such tasks take: stealing corrects that. And not while
+        root tasks are queued: then no worker is idle for long.
+        """
+        return ts.prefix.duration_average >= 0 and not self._state.queued
+
+    def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
+        """Workers around a holder with less to do than the first choice so far, and than any nearer one."""
+        least = first.load if first.terms.fits else math.inf
+        for name in self.neighbourhoods(holder):
+            lowest = self._loads.lowest(name)
+            if lowest is not None and lowest < least:
+                least = lowest
+                yield from self.least_loaded(name, NEAR)
+
+    def _far(self, allowed: Collection[Any]) -> Collection[Any]:
+        """A few workers, where there are no inputs or nobody around them will do."""
+        if len(allowed) <= FAR:
+            return allowed
+        found = [ws for ws in self.least_loaded(EVERYWHERE, FAR) if ws in allowed]
+        return found or nsmallest(FAR, allowed, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
+
+    # ---- root tasks ----------------------------------------------------------------------
+
+    def root_candidates(self, ts: Any, open_to: Collection[Any]) -> list[Candidate]:
+        """The costs of a root task: its result is to be near those that will be needed together with it.
+
+        Parameters
+        ----------
+        open_to
+            The workers that take root tasks now.
+        """
+        anchor = next((ws for sibling in siblings(ts) if (ws := whereabouts(sibling))), None)
+        found = open_to if len(open_to) == 1 else self._open(anchor, open_to)
+        nbytes = int(size(ts.prefix)) or UNKNOWN_SIZE
+        return [self._gathered(self.estimates.cost(ts, ws), anchor, nbytes) for ws in found]
+
+    def _open(self, anchor: Any | None, open_to: Collection[Any]) -> Collection[Any]:
+        """Of the open workers an anchor, the least loaded around it, and the least loaded of all."""
+        found: dict[Any, None] = {}
+        if anchor is not None:
+            if anchor in open_to and self.has_room(anchor):
+                found[anchor] = None
+            names = self.neighbourhoods(anchor)
+            near = ([ws for ws in self.least_loaded(name, NEAR) if ws in open_to] for name in names)
+            found.update(dict.fromkeys(next(filter(None, near), ())))
+        if (idlest := self.least_loaded_of(open_to)) is not None:
+            found[idlest] = None
+        return found
+
+    def _gathered(self, candidate: Candidate, anchor: Any | None, nbytes: int) -> Candidate:
+        """With the time that the result will take to a sibling."""
+        if anchor is None or anchor.address == candidate.worker:
+            return candidate
+        apart = self._topology.seconds(candidate.worker, anchor.address, nbytes)
+        return candidate._replace(terms=candidate.terms._replace(moving=candidate.terms.moving + apart))
+
+
+def _holders(dependencies: Collection[Any]) -> list[Any]:
+    """Those with the most bytes of the inputs, the most first; of many with as much, the least loaded."""
+    held: defaultdict[Any, int] = defaultdict(int)
+    for dts in dependencies:
+        nbytes = dts.get_nbytes()
+        for ws in islice(dts.who_has, MOST_REPLICAS):
+            held[ws] += nbytes
+    if len(held) == 1:
+        return list(held)
+    return nlargest(MOST_HOLDERS, held, key=lambda ws: (held[ws], -len(ws.processing), ws.address))
+
+
+def _is_late(candidate: Candidate) -> bool:
+    """Whether another worker could run a task earlier, wherever its inputs are."""
+    waiting, _, moving, room, _ = candidate.terms
+    return waiting > 0 or moving > 0 or room > 0

@@ -1,0 +1,74 @@
+"""Root tasks go where there is room: who has none is left out of the workers that Dask's queue fills."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from dask_gpurt.placement.chooser import Chooser
+
+#: Workers without room that are offered a root task at a time when nobody has room.
+RESERVE = 8
+#: Idle workers without room that are looked at again when the queue moves: room may come unannounced.
+LOOKED_AT = 4
+
+
+class Gate:
+    """Keeps ``idle_task_count`` of Dask's scheduler to workers with room.
+
+    While no running worker has room, idle ones are let in, one task each: so the queue always moves.
+
+    Parameters
+    ----------
+    state
+        Dask's ``SchedulerState``.
+    chooser
+        It knows who has room.
+    """
+
+    def __init__(self, state: Any, chooser: Chooser):
+        self._state = state
+        self._chooser = chooser
+        # Idle workers without room, and those of them that are let in, by address.
+        self._waiting: dict[str, Any] = {}
+        self._let_in: dict[str, Any] = {}
+
+    def check(self, ws: Any) -> None:
+        """Dask has just judged a worker by its tasks: judge it by its room."""
+        address = ws.address
+        self._waiting.pop(address, None)
+        self._let_in.pop(address, None)
+        if ws not in self._state.running:
+            return
+        if self._chooser.look_at(ws):
+            if self._let_in:
+                self._let_nobody_in()
+            return
+        self._state.idle_task_count.discard(ws)
+        if not ws.processing:
+            self._waiting[address] = ws
+        self.let_in()
+
+    def look_again(self) -> list[Any]:
+        """Some of the workers that were left out, for another check."""
+        return [ws for ws in islice(self._waiting.values(), LOOKED_AT) if ws in self._state.running]
+
+    def let_in(self) -> None:
+        """See to it that the queue moves when nobody has room."""
+        if not self._waiting or self._chooser.anyone_has_room():
+            return
+        for address in list(islice(self._waiting, RESERVE - len(self._let_in))):
+            ws = self._waiting.pop(address)
+            if ws in self._state.running:
+                self._let_in[address] = ws
+                self._state.idle_task_count.add(ws)
+
+    def _let_nobody_in(self) -> None:
+        self._state.idle_task_count.difference_update(self._let_in.values())
+        self._waiting.update(self._let_in)
+        self._let_in.clear()
+
+    def forget(self, worker: str) -> None:
+        """Dask has removed a worker."""
+        self._waiting.pop(worker, None)
+        self._let_in.pop(worker, None)

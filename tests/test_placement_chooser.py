@@ -1,0 +1,305 @@
+"""Choices on the real state of Dask's scheduler, without a running one."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.core import Status
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import Placement, Room
+from dask_gpurt.topology import Topology
+
+_spec = importlib.util.spec_from_file_location(
+    "placement_benchmark", Path(__file__).parents[1] / "benchmarks" / "placement.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+bare = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(bare)
+
+GB = 10**9
+
+
+class Rooms:
+    """Room as a test says."""
+
+    def __init__(self, **free: float):
+        self.free: dict[str, float] = {}
+        self.tiers: dict[tuple[str, Any], Tier] = {}
+
+    def room(self, worker: str) -> Room:
+        return Room(self.free.get(worker, 80 * GB))
+
+    def tier(self, worker: str, key: Any) -> Tier:
+        return self.tiers.get((worker, key), Tier.DEVICE)
+
+
+class Cluster:
+    """A bare state with placement on it; workers are named by number, eight to a host."""
+
+    def __init__(self, workers: int = 16, topology: Topology | None = None):
+        self.state = bare.BareState(workers)
+        self.addresses = list(self.state.workers)
+        self.rooms, self.metrics = Rooms(), Metrics()
+        known = bare.topology_of(self.state) if topology is None else topology
+        self.placement = Placement(self.state, known, self.rooms, self.metrics)
+        self.placement.bind()
+
+    def ws(self, number: int) -> Any:
+        return self.state.workers[self.addresses[number]]
+
+    def data(self, key: str, *numbers: int, nbytes: int = GB) -> None:
+        """A key that lies on some workers, as if it had been scattered."""
+        ts = self.state.new_task(key, None, "released")
+        ts.state = "memory"
+        ts.set_nbytes(nbytes)
+        for number in numbers:
+            self.state.add_replica(ts, self.ws(number))
+
+    def task(self, key: str, *inputs: str, duration: float = 1.0, **attributes: Any) -> Any:
+        ts = self.state.new_task(key, lambda: None, "released")
+        ts.run_spec, ts.priority = bare._Spec(), (0, 0, len(self.state.tasks))
+        ts.prefix.duration_average = duration
+        ts.who_wants = {self.state.clients["fire-and-forget"]}
+        for name in inputs:
+            ts.add_dependency(self.state.tasks[name])
+        for name, value in attributes.items():
+            setattr(ts, name, value)
+        return ts
+
+    def place(self, key: str, *inputs: str, **options: Any) -> int | None:
+        """Run a task; tell which worker got it."""
+        ts = self.task(key, *inputs, **options)
+        self.state.transitions({key: "waiting"}, "test")
+        return self.addresses.index(ts.processing_on.address) if ts.processing_on else None
+
+    def busy(self, number: int, tasks: int) -> None:
+        for i in range(tasks):
+            key = f"busy{number}-{i}"
+            assert self.place(key, worker_restrictions={self.addresses[number]}) == number
+
+    def fallbacks(self) -> dict[str, Any]:
+        return dict(self.metrics.snapshot()["fallbacks"])
+
+
+def test_a_task_runs_where_its_input_is() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    assert cluster.place("y", "x") == 5
+
+
+def test_a_busy_holder_hands_over_to_an_idle_neighbour_with_nvlink() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.busy(5, 3)
+    chosen = cluster.place("y", "x")
+    assert chosen != 5
+    assert chosen in range(8)
+    terms = {row["worker"]: row for row in cluster.placement.explain("y")}
+    assert terms[cluster.addresses[5]]["waiting"] == pytest.approx(3)
+    assert terms[cluster.addresses[5]]["missing"] == 0
+    assert terms[cluster.addresses[chosen]]["chosen"]
+    assert terms[cluster.addresses[chosen]]["missing"] == GB
+
+
+def test_inputs_are_not_moved_for_a_guess() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.busy(5, 3)
+    assert cluster.place("y", "x", duration=-1) == 5
+
+
+def test_what_is_on_its_way_is_not_sent_again() -> None:
+    cluster = Cluster()
+    cluster.data("x", 1, nbytes=GB)
+    cluster.data("big", 2, nbytes=4 * GB)
+    assert cluster.place("one", "x", "big") == 2
+    cluster.place("two", "x", "big")
+    rows = {row["worker"]: row for row in cluster.placement.explain("two")}
+    assert rows[cluster.addresses[2]]["missing"] == 0
+    assert rows[cluster.addresses[2]]["moving"] > 0  # until it has come
+
+
+def test_the_disk_is_slower_than_the_other_host() -> None:
+    cluster = Cluster()
+    cluster.data("x", 1, 9, nbytes=4 * GB)
+    cluster.rooms.tiers[cluster.addresses[1], "x"] = Tier.DISK
+    assert cluster.place("y", "x") == 9
+
+
+def test_a_holder_without_room_is_passed_over() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.data("other", 6)
+    cluster.rooms.free[cluster.addresses[5]] = 0
+    cluster.rooms.free[cluster.addresses[6]] = 0
+    cluster.placement.changed(cluster.addresses[5])
+    assert cluster.place("y", "x", "other") not in (5, 6, None)
+
+
+def test_restrictions_hold_and_loose_ones_give_way() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    assert cluster.place("y", "x", worker_restrictions={cluster.addresses[12]}) == 12
+    assert cluster.place("gone", "x", worker_restrictions={"tcp://nobody:1"}) is None
+    loose = {"worker_restrictions": {"tcp://nobody:1"}, "loose_restrictions": True}
+    assert cluster.place("loose", "x", **loose) == 5
+
+
+def test_a_worker_leaves_between_its_report_and_the_decision() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.busy(5, 3)
+    for number in (0, 1, 2):  # Dask says nothing of workers that pause
+        cluster.ws(number).status = Status.paused
+        cluster.state.running.discard(cluster.ws(number))
+        cluster.state.idle_task_count.discard(cluster.ws(number))
+    chosen = cluster.place("y", "x")
+    assert chosen not in (0, 1, 2, None)
+    cluster.placement.left(cluster.addresses[15])
+    cluster.placement.changed("tcp://nobody:1")
+    assert not cluster.fallbacks()
+
+
+def test_workers_that_the_topology_does_not_know_yet() -> None:
+    cluster = Cluster(topology=Topology())
+    cluster.data("x", 5)
+    assert cluster.place("y", "x") == 5
+    assert not cluster.fallbacks()
+
+
+def test_an_exception_falls_back_to_dask_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.rooms.tier = None  # type: ignore[method-assign, assignment]
+    for name in "abc":
+        assert cluster.place(name, "x") == 5
+    fallback = cluster.fallbacks()["placement.decide_worker_non_rootish"]
+    assert fallback["count"] == 3
+    assert "TypeError" in fallback["reason"]
+    assert len([record for record in caplog.records if "placement" in record.message]) == 1
+
+
+def test_a_signature_that_we_do_not_know_stays_with_dask() -> None:
+    class Newer(bare.BareState):  # type: ignore[name-defined, misc]
+        def decide_worker_non_rootish(self, ts: Any, hint: Any = None) -> Any:
+            return super().decide_worker_non_rootish(ts)
+
+    state, metrics = Newer(4), Metrics()
+    Placement(state, Topology(), Rooms(), metrics).bind()
+    assert "decide_worker_non_rootish" not in state.__dict__
+    assert "is_rootish" in state.__dict__
+    assert "hint" in metrics.snapshot()["fallbacks"]["placement.decide_worker_non_rootish"]["reason"]
+
+
+# ---- root tasks ------------------------------------------------------------------------
+
+
+def run(state: Any, graph: Any) -> list[tuple[Any, str]]:
+    state.submit(graph)
+    done = state.run()
+    assert len(done) == len(state.tasks)
+    return list(done)
+
+
+def test_siblings_meet_on_one_host() -> None:
+    def apart(ours: bool) -> float:
+        state = bare.BareState(64)
+        if ours:
+            Placement(state, bare.topology_of(state), bare.Roomy(), Metrics()).bind()
+        state.submit(bare.tree(2048))
+        where: dict[Any, str] = {}
+        order = random.Random(1)
+        while state.sent:  # tasks finish in any order
+            state.sent.rotate(order.randrange(len(state.sent)))
+            address, key = state.sent.popleft()
+            where[key] = address.rpartition(":")[0]
+            state.finish(key, address)
+        families = [{where["sum0", 8 * i + j] for j in range(8)} for i in range(224)]
+        return sum(len(hosts) - 1 for hosts in families) / len(families)
+
+    assert apart(ours=True) < apart(ours=False) / 3
+
+
+def test_the_queue_respects_headroom_and_moves_on_when_room_comes() -> None:
+    cluster = Cluster(4)
+    full = cluster.addresses[:3]
+    cluster.rooms.free.update(dict.fromkeys(full, 0.0))
+    for address in full:
+        cluster.placement.changed(address)
+    cluster.state.submit([(("load", i), ()) for i in range(50)])
+    assert {address for address, _ in cluster.state.sent} == {cluster.addresses[3]}
+    cluster.rooms.free[full[0]] = 80 * GB
+    cluster.placement.changed(full[0])
+    assert {address for address, _ in cluster.state.sent} == {cluster.addresses[3], full[0]}
+
+
+def test_the_queue_moves_when_nobody_has_room() -> None:
+    cluster = Cluster(4)
+    cluster.rooms.free.update(dict.fromkeys(cluster.addresses, 0.0))
+    for address in cluster.addresses:
+        cluster.placement.changed(address)
+    assert len(run(cluster.state, [(("load", i), ()) for i in range(50)])) == 50
+
+
+# ---- off -------------------------------------------------------------------------------
+
+
+def graphs(seed: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    """A random graph, with a group of root tasks."""
+    rng = random.Random(seed)
+    graph: list[tuple[Any, tuple[Any, ...]]] = [(("root", i), ()) for i in range(rng.randrange(1, 60))]
+    for i in range(rng.randrange(60)):
+        inputs = rng.sample(graph, min(len(graph), rng.randrange(1, 4)))
+        graph.append(((f"layer{i % 5}", i), tuple(key for key, _ in inputs)))
+    return graph
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_switched_off_again_dask_chooses_as_shipped(seed: int) -> None:
+    stock = bare.BareState(12)
+    again = bare.BareState(12)
+    placement = Placement(again, bare.topology_of(again), bare.Roomy(), Metrics())
+    placement.bind()
+    placement.unbind()
+    assert not [
+        name for name in again.__dict__ if name in dir(type(again)) and callable(again.__dict__[name])
+    ]
+    assert run(again, graphs(seed)) == run(stock, graphs(seed))
+
+
+numbers = st.sets(st.integers(0, 11), max_size=11)
+
+
+@settings(max_examples=50, deadline=None)
+@given(full=numbers, holders=numbers.filter(bool), allowed=numbers.filter(bool), tasks=st.integers(0, 4))
+def test_never_a_forbidden_worker_nor_one_without_room(
+    full: set[int], holders: set[int], allowed: set[int], tasks: int
+) -> None:
+    cluster = Cluster(12)
+    for number in full:
+        cluster.rooms.free[cluster.addresses[number]] = -1.0
+        cluster.placement.changed(cluster.addresses[number])
+    cluster.data("x", *holders)
+    cluster.busy(min(holders), tasks)
+    assert cluster.place("anywhere", "x") not in full
+    chosen = cluster.place("here", "x", worker_restrictions={cluster.addresses[number] for number in allowed})
+    assert chosen in (allowed - full or allowed)
+    assert not cluster.fallbacks()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_equal_states_make_equal_choices(seed: int) -> None:
+    first, second = Cluster(12), Cluster(12)
+    assert run(first.state, graphs(seed)) == run(second.state, graphs(seed))
+    assert not first.fallbacks()

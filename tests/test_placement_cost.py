@@ -1,0 +1,183 @@
+"""What a task costs on a worker, and which worker a person would pick."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.placement import cost
+from dask_gpurt.placement.cost import Candidate, Route, Space, Terms
+from dask_gpurt.placement.history import History
+from dask_gpurt.placement.loads import Loads
+from dask_gpurt.topology import SHIPPED, Link
+
+GB = 10**9
+NVLINK, RDMA, TCP = (Route.over(SHIPPED[link]) for link in (Link.NVLINK, Link.RDMA, Link.TCP))
+ROOMY = Space(80 * GB)
+DISK, PINNED = Route.over(SHIPPED[Link.DISK]), Route.over(SHIPPED[Link.PINNED])
+
+
+def candidate(
+    worker: str,
+    *,
+    work: float = 0,
+    tasks: int = 0,
+    threads: int = 1,
+    pace: float = 1,
+    running: float = 1,
+    inputs: list[tuple[float, list[Route]]] | None = None,
+    need: float = 0,
+    space: Space = ROOMY,
+) -> Candidate:
+    moving = sum(cost.moving(nbytes, routes) for nbytes, routes in inputs or [])
+    room, fits = cost.room(need, space)
+    waiting = cost.waiting(work, tasks, threads, pace)
+    return Candidate(worker, Terms(waiting, running * pace, moving, room, fits))
+
+
+SITUATIONS = {
+    "data stays where it is": [candidate("a"), candidate("b", inputs=[(GB, [NVLINK])])],
+    "NVLink is worth it when the holder is busy": [
+        candidate("a", inputs=[(GB, [NVLINK])]),
+        candidate("b", work=2, tasks=2),
+    ],
+    "TCP is not": [candidate("a", work=2, tasks=2), candidate("b", inputs=[(8 * GB, [TCP])])],
+    "the same domain before another host": [
+        candidate("a", inputs=[(GB, [NVLINK])]),
+        candidate("b", inputs=[(GB, [RDMA])]),
+    ],
+    "a far replica in memory before a near one on disk": [
+        candidate("a", inputs=[(GB, [RDMA])]),
+        candidate("b", inputs=[(GB, [DISK])]),
+    ],
+    "the best replica counts": [
+        candidate("a", inputs=[(GB, [DISK.then(NVLINK), NVLINK])]),
+        candidate("b", inputs=[(GB, [RDMA])]),
+    ],
+    "room before time": [
+        candidate("a", need=GB, inputs=[(8 * GB, [TCP])]),
+        candidate("b", need=GB, space=Space(GB / 2)),
+    ],
+    "to spill a little before to move much": [
+        candidate("a", need=2 * GB, space=Space(GB, 100 * GB, PINNED)),
+        candidate("b", need=2 * GB, inputs=[(2 * GB, [TCP])]),
+    ],
+    "a free thread before a queue": [
+        candidate("a", work=3, tasks=3, threads=4),
+        candidate("b", work=1, tasks=1),
+    ],
+    "a fast worker before a slow one": [candidate("a"), candidate("b", pace=2)],
+    "a fast worker that is busy for a moment": [
+        candidate("a", work=0.5, tasks=1),
+        candidate("b", pace=2),
+    ],
+}
+
+
+@pytest.mark.parametrize("candidates", SITUATIONS.values(), ids=SITUATIONS)
+def test_the_worker_that_a_person_would_pick(candidates: list[Candidate]) -> None:
+    assert cost.best(candidates).worker == "a"
+    assert cost.best(reversed(candidates)).worker == "a"
+
+
+def test_what_others_lack_is_not_for_the_next_task_to_pay() -> None:
+    deep, _ = cost.room(GB, Space(-50 * GB, 100 * GB, PINNED))
+    shallow, _ = cost.room(GB, Space(0, 100 * GB, PINNED))
+    assert deep == shallow == pytest.approx(PINNED.latency + GB * PINNED.pace)
+
+
+seconds = st.floats(0, 1e4)
+amounts = st.floats(0, 1e12)
+all_terms = st.builds(Terms, seconds, seconds, seconds, seconds, st.booleans())
+candidates = st.lists(
+    st.builds(Candidate, st.text("abcdef", min_size=1), all_terms, st.floats(0, 100), amounts),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda one: one.worker,
+)
+
+
+@given(candidates, st.randoms())
+def test_equal_states_agree_in_whatever_order(found: list[Candidate], random: object) -> None:
+    shuffled = list(found)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert cost.best(shuffled) == cost.best(found)
+
+
+@given(candidates)
+def test_nobody_without_room_while_one_has_room(found: list[Candidate]) -> None:
+    assert cost.best(found).terms.fits == any(one.terms.fits for one in found)
+
+
+@given(
+    st.lists(st.tuples(amounts, st.sampled_from([NVLINK, RDMA, TCP, DISK])), min_size=1, max_size=4),
+    amounts,
+    st.floats(-1e12, 1e12),
+    amounts,
+    st.sampled_from([2.0**k for k in range(-10, 31)]),
+)
+def test_the_unit_of_bytes_does_not_matter(
+    inputs: list[tuple[float, Route]], need: float, free: float, below: float, unit: float
+) -> None:
+    def measured(scale: float) -> tuple[float, float, bool]:
+        def scaled(route: Route) -> Route:
+            return Route(route.latency, route.pace / scale)
+
+        moving = sum(cost.moving(nbytes * scale, [scaled(route)]) for nbytes, route in inputs)
+        return moving, *cost.room(need * scale, Space(free * scale, below * scale, scaled(PINNED)))
+
+    here, there = measured(1), measured(unit)
+    assert here[:2] == pytest.approx(there[:2])
+    assert here[2] == there[2]
+
+
+@given(seconds, st.integers(0, 50), st.integers(1, 8), st.floats(0.1, 10))
+def test_more_work_never_means_less_waiting(work: float, tasks: int, threads: int, pace: float) -> None:
+    waiting = cost.waiting(work, tasks, threads, pace)
+    assert (waiting == 0) >= (tasks < threads)
+    assert waiting <= cost.waiting(work * 2, tasks, threads, pace)
+    assert waiting <= work * pace * (1 + 1e-9)
+
+
+places = [("host", "1"), ("host", "2"), ("everywhere",)]
+steps = st.lists(
+    st.tuples(st.sampled_from("abcdefgh"), st.sampled_from(["put", "change", "discard"]), st.integers(0, 4)),
+    max_size=60,
+)
+
+
+@given(steps, st.integers(1, 8))
+def test_the_least_loaded_are_those_that_a_scan_would_find(
+    taken: list[tuple[str, str, int]], number: int
+) -> None:
+    loads: Loads[str] = Loads()
+    known: dict[str, int] = {}
+    for worker, step, load in taken:
+        home = places[ord(worker) % 2], places[2]
+        if step == "put":
+            loads.put(worker, load, home)
+            known[worker] = load
+        elif step == "discard":
+            loads.discard(worker)
+            known.pop(worker, None)
+        elif loads.change(worker, load):
+            known[worker] = load
+    for place in places:
+        inside = [w for w in known if place == places[2] or places[ord(w) % 2] == place]
+        found = list(loads.least(place, number))
+        assert len(set(found)) == len(found) == min(number, len(inside))
+        assert [known[w] for w in found] == sorted(known[w] for w in inside)[:number]
+        assert loads.lowest(place) == min((known[w] for w in inside), default=None)
+
+
+def test_the_history_keeps_the_last_decision_of_the_last_keys() -> None:
+    history = History(most=2)
+    slow, fast = candidate("slow", pace=2), candidate("fast")
+    for key in ("x", "y", "x", "z"):
+        history.add(key, "slow", [slow, fast])
+    assert history.explain("y") == []
+    assert [(row["worker"], row["chosen"], row["seconds"]) for row in history.explain("x")] == [
+        ("fast", False, 1.0),
+        ("slow", True, 2.0),
+    ]
