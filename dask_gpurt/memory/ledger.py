@@ -138,6 +138,8 @@ class Picture:
         self._capacity: dict[str, dict[str, int]] = {}
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
+        #: Worked out when somebody asks, until the worker reports again.
+        self._headrooms: dict[str, dict[Tier, int]] = {}
 
     def apply(self, worker: str, message: Message) -> None:
         """Take a message; one that is older than what is known counts for nothing."""
@@ -147,6 +149,7 @@ class Picture:
         if message["began"] > known[0]:
             self.forget(worker)
         self._seq[worker] = seq
+        self._headrooms.pop(worker, None)
         self._capacity[worker] = message["capacity"]
         cells = self._cells.setdefault(worker, {})
         for tier, kind, nbytes in message["cells"]:
@@ -162,8 +165,24 @@ class Picture:
 
     def forget(self, worker: str) -> None:
         """A worker has left."""
-        for known in (self._seq, self._capacity, self._cells, self._prefixes):
+        for known in (self._seq, self._capacity, self._cells, self._prefixes, self._headrooms):
             known.pop(worker, None)
+
+    def headrooms(self, worker: str) -> Mapping[Tier, int] | None:
+        """The headroom of each tier of a worker; None when it has not reported."""
+        if worker not in self._headrooms:
+            if worker not in self._capacity:
+                return None
+            capacity = self._capacity[worker]
+            self._headrooms[worker] = {
+                tier: self._row(worker, str(tier), capacity[str(tier)])["headroom"] for tier in Tier
+            }
+        return self._headrooms[worker]
+
+    def tiers(self, worker: str, prefix: str) -> dict[Tier, int]:
+        """Bytes of partitions of a task prefix on a worker, in each tier that has some."""
+        sizes = self._prefixes.get(worker, {})
+        return {tier: nbytes for tier in Tier if (nbytes := sizes.get((tier, prefix), 0))}
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each worker and tier: capacity, headroom, and the bytes of each kind."""

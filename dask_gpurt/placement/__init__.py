@@ -1,0 +1,6 @@
+"""Which worker runs which task."""
+
+from dask_gpurt.placement.binding import Placement
+from dask_gpurt.placement.headroom import Headroom, LedgerHeadroom, Room
+
+__all__ = ["Headroom", "LedgerHeadroom", "Placement", "Room"]

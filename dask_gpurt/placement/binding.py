@@ -1,0 +1,284 @@
+"""Placement on a scheduler: our choices in the place of Dask's, on one instance, and taken back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from math import floor
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import stealing
+from dask_gpurt.placement.chooser import Chooser
+from dask_gpurt.placement.cost import Candidate, best
+from dask_gpurt.placement.gate import Gate
+from dask_gpurt.placement.headroom import Headroom
+from dask_gpurt.placement.history import MOST_KEYS, History
+from dask_gpurt.placement.loads import Neighbourhood
+from dask_gpurt.placement.roots import Roots
+from dask_gpurt.topology import Topology
+
+#: The methods of Dask's scheduler that are replaced, with the parameters that they are known with.
+SCHEDULER: Mapping[str, tuple[str, ...]] = {
+    "decide_worker_non_rootish": ("ts",),
+    "decide_worker_rootish_queuing_enabled": (),
+    "decide_worker_rootish_queuing_disabled": ("ts",),
+    "is_rootish": ("ts",),
+    "worker_objective": ("ts", "ws"),
+    "get_comm_cost": ("ts", "ws"),
+    "check_idle_saturated": ("ws", "occ"),
+    "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
+}
+#: The same of its work stealing.
+STEALING: Mapping[str, tuple[str, ...]] = {
+    "_get_thief": ("scheduler", "ts", "potential_thieves", "occupancies"),
+}
+
+
+class Unsuitable(Exception):
+    """A choice that Dask could not act on; it chooses instead."""
+
+
+class Placement:
+    """Our choices on a scheduler of Dask's, or on a bare ``SchedulerState`` whose class has a ``__dict__``.
+
+    Whoever drives the state tells of what Dask has no seam for: :meth:`finished`, :meth:`changed` and
+    :meth:`left`. What raises, and what has parameters that we do not know, is decided by Dask.
+
+    A bare state has no ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body, and call
+    it after each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
+
+    Parameters
+    ----------
+    state
+        Dask's ``SchedulerState``; if it has the extension ``stealing``, that follows too.
+    topology
+        Where workers are. It may learn that before or after Dask does, see :meth:`changed`.
+    headroom
+        What room they have.
+    metrics
+        Counts decisions and fallbacks.
+    history
+        The most keys whose last decision is remembered.
+
+    Examples
+    --------
+    >>> placement = Placement(state, topology, headroom, Metrics())  # doctest: +SKIP
+    >>> placement.bind()  # doctest: +SKIP
+    >>> state.transitions({"x": "processing"}, "start")  # doctest: +SKIP
+    >>> placement.explain("x")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        topology: Topology,
+        headroom: Headroom,
+        metrics: Metrics,
+        history: int = MOST_KEYS,
+    ):
+        self._state = state
+        self._metrics = metrics
+        self._chooser = Chooser(state, topology, headroom)
+        self._gate = Gate(state, self._chooser)
+        self._roots = Roots(state)
+        self._history = History(history)
+        #: The root task that Dask is about to ask a worker for; it does not say which.
+        self._root: Any = None
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._bound: list[tuple[Any, str]] = []
+
+    # ---- on and off --------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Take over; workers and tasks may be there already."""
+        ours = {name: getattr(self, f"_{name}") for name in SCHEDULER}
+        self._replace(self._state, SCHEDULER, ours)
+        if (extension := self._state.extensions.get("stealing")) is not None:
+            self._replace(extension, STEALING, {"_get_thief": self._get_thief})
+        for ws in list(self._state.workers.values()):
+            self._state.check_idle_saturated(ws)
+        for ts in list(self._state.queued.sorted()):
+            self._roots.queued(ts)
+
+    def unbind(self) -> None:
+        """Give Dask back as shipped."""
+        for owner, name in self._bound:
+            owner.__dict__.pop(name, None)
+        self._bound.clear()
+        for ws in list(self._state.workers.values()):
+            self._state.check_idle_saturated(ws)
+
+    def _replace(
+        self, owner: Any, known: Mapping[str, tuple[str, ...]], ours: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        for name, parameters in known.items():
+            original = getattr(owner, name, None)
+            if original is None:
+                continue
+            found = tuple(inspect.signature(original).parameters)
+            if found != parameters:
+                expected = f"{name}({', '.join(parameters)})"
+                self._metrics.fallback(f"placement.{name}", f"Dask has {name}{found}, known is {expected}")
+                continue
+            self._originals[name] = original
+            setattr(owner, name, self._guarded(name, ours[name], original))
+            self._bound.append((owner, name))
+
+    def _guarded(self, name: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return ours(*args, **kwargs)
+            except Exception as error:
+                self._metrics.fallback(f"placement.{name}", f"{type(error).__name__}: {error}")
+                return original(*args, **kwargs)
+
+        return guarded
+
+    # ---- what has happened -------------------------------------------------------------
+
+    def finished(self, prefix: str, worker: str, seconds: float) -> None:
+        """A worker has computed a task of a prefix for so long; Dask has counted that already."""
+        known = self._state.task_prefixes.get(prefix)
+        if known is not None:
+            self._chooser.observe_pace(worker, seconds, known.duration_average)
+
+    def changed(self, worker: str) -> None:
+        """The room or the place of a worker is another than before."""
+        ws = self._state.workers.get(worker)
+        if ws is None or ws not in self._state.running:
+            return
+        self._chooser.loads.discard(ws)
+        self._state.check_idle_saturated(ws)
+        self._open_queue("gpurt-room")
+
+    def left(self, worker: str) -> None:
+        """Dask has removed a worker."""
+        self._chooser.forget(worker)
+        self._gate.let_in()
+        self._open_queue("gpurt-left")
+
+    def _open_queue(self, stimulus_id: str) -> None:
+        if self._state.queued and self._state.idle_task_count:
+            self._state.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
+
+    def explain(self, key: Key) -> list[dict[str, Any]]:
+        """A row for each candidate of the last decision about a key, see :class:`History`."""
+        return self._history.explain(key)
+
+    # ---- tasks with inputs, and all that Dask does not queue -------------------------------
+
+    def _decide_worker_non_rootish(self, ts: Any) -> Any:
+        state = self._state
+        if not state.running or ts.actor:
+            return self._originals["decide_worker_non_rootish"](ts)
+        valid = state.valid_workers(ts)
+        if valid is not None and not valid:
+            if not ts.loose_restrictions:
+                return None
+            valid = None
+        candidates = self._chooser.candidates(ts, valid)
+        if not candidates:
+            return self._originals["decide_worker_non_rootish"](ts)
+        return self._take(ts, candidates, state.running if valid is None else valid)
+
+    def _take(self, ts: Any, candidates: list[Candidate], allowed: Any) -> Any:
+        """The worker of the best candidate; the decision is remembered."""
+        chosen = best(candidates) if len(candidates) > 1 else candidates[0]
+        ws = self._state.workers.get(chosen.worker)
+        if ws is None or ws not in allowed:
+            raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
+        self._chooser.took(chosen, ws)
+        self._history.add(ts.key, chosen.worker, candidates)
+        self._metrics.add("placement.decisions")
+        return ws
+
+    def _worker_objective(self, ts: Any, ws: Any) -> tuple[Any, ...]:
+        rank = self._chooser.cost(ts, ws).rank
+        return (len(ws.actors), *rank) if ts.actor else rank
+
+    def _get_comm_cost(self, ts: Any, ws: Any) -> float:
+        return self._chooser.inputs(ts, ws)[1]
+
+    # ---- root tasks --------------------------------------------------------------------
+
+    def _is_rootish(self, ts: Any) -> bool:
+        rootish: bool = self._originals["is_rootish"](ts)
+        self._root = ts if rootish else None
+        return rootish
+
+    def _decide_worker_rootish_queuing_enabled(self) -> Any:
+        ts, self._root = self._root, None
+        idle = self._state.idle_task_count
+        if ts is None:
+            return self._originals["decide_worker_rootish_queuing_enabled"]()
+        if not idle:
+            self._roots.queued(ts)
+            return None
+        candidates = self._chooser.root_candidates(ts, idle)
+        if not candidates:
+            return self._originals["decide_worker_rootish_queuing_enabled"]()
+        ws = self._take(ts, candidates, idle)
+        self._roots.started(ts, self._home(ws))
+        return ws
+
+    def _decide_worker_rootish_queuing_disabled(self, ts: Any) -> Any:
+        group, state = ts.group, self._state
+        if group.last_worker not in self._chooser.loads or not group.last_worker_tasks_left:
+            candidates = self._chooser.root_candidates(ts, state.running)
+            if candidates:
+                ws = self._take(ts, candidates, state.running)
+                # Dask goes on with the worker of the batch, and does the accounting.
+                group.last_worker = ws
+                share = floor(len(group) / state.total_nthreads * ws.nthreads)
+                group.last_worker_tasks_left = max(1, share)
+        return self._originals["decide_worker_rootish_queuing_disabled"](ts)
+
+    def _stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None:
+        state = self._state
+        if not state.queued:
+            return
+        for ws in self._gate.look_again():
+            state.check_idle_saturated(ws)
+        while state.queued and state.idle_task_count:
+            ts = self._next_root()
+            state.transitions({ts.key: "processing"}, stimulus_id)
+            if ts.state == "queued":
+                return
+
+    def _next_root(self) -> Any:
+        idle = self._state.idle_task_count
+        slot = self._chooser.least_loaded_of(idle)
+        self._root = self._roots.next(self._home(slot)) if slot is not None else self._state.queued.peek()
+        return self._root
+
+    def _home(self, ws: Any) -> Neighbourhood:
+        """The NVLink domain of a worker, or else its host."""
+        names = self._chooser.neighbourhoods(ws)
+        return next(name for name in names if name[0] in ("nvlink", "host"))
+
+    def _check_idle_saturated(self, ws: Any, occ: float = -1.0) -> None:
+        self._originals["check_idle_saturated"](ws, occ)
+        self._gate.check(ws)
+
+    # ---- stealing ----------------------------------------------------------------------
+
+    def _get_thief(self, scheduler: Any, ts: Any, potential_thieves: set[Any], *, occupancies: Any) -> Any:
+        if ts.actor:
+            return self._originals["_get_thief"](scheduler, ts, potential_thieves, occupancies=occupancies)
+        valid = scheduler.valid_workers(ts)
+        if valid is not None and (valid or not ts.loose_restrictions):
+            potential_thieves = potential_thieves & valid
+        in_flight = scheduler.extensions["stealing"].in_flight_occupancy
+        found = stealing.thief(
+            self._chooser, ts, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0)
+        )
+        if found is None:
+            return None
+        ws, candidate = found
+        self._history.add(ts.key, candidate.worker, [self._chooser.cost(ts, ts.processing_on), candidate])
+        return ws

@@ -1,0 +1,148 @@
+"""What it costs to run a task on a worker: seconds until it could have run there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Step(Protocol):
+    """A link that bytes cross; :class:`dask_gpurt.topology.Speed` is one."""
+
+    def seconds(self, nbytes: int, /) -> float:
+        """The time that so many bytes take."""
+
+
+#: What the bytes of a replica cross one after the other: its tier, the link, the way into the landing tier.
+Route = Sequence[Step]
+
+
+class Space(NamedTuple):
+    """The room on a worker, in bytes.
+
+    Parameters
+    ----------
+    free
+        What its live tier takes as it is. May be below 0.
+    below
+        What its lower tiers take, so that the live tier can spill.
+    spill
+        How fast it spills; None where ``below`` is 0.
+    """
+
+    free: float
+    below: float = 0
+    spill: Step | None = None
+
+
+class Terms(NamedTuple):
+    """The cost of a task on a worker, term by term, in seconds.
+
+    Parameters
+    ----------
+    waiting
+        Until the work that is there before it leaves a thread.
+    running
+        Its own work, at the pace of that worker.
+    moving
+        Until its inputs have come.
+    room
+        To spill what is in its way.
+    fits
+        Whether there is room for its inputs and its output, at whatever cost.
+    """
+
+    waiting: float
+    running: float
+    moving: float
+    room: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """All terms together."""
+        return self.waiting + self.running + self.moving + self.room
+
+
+class Candidate(NamedTuple):
+    """A worker that may run a task.
+
+    Parameters
+    ----------
+    worker
+        Its address.
+    terms
+        The cost there.
+    load
+        Tasks per thread that it has, where the cost is equal.
+    held
+        Bytes that it holds, where that is equal too.
+    missing
+        Bytes of inputs that it lacks.
+    """
+
+    worker: str
+    terms: Terms
+    load: float = 0
+    held: float = 0
+    missing: int = 0
+
+    @property
+    def rank(self) -> tuple[bool, float, float, float, str]:
+        """Smaller is better: room before time; the address decides at last, so that equal states agree."""
+        terms = self.terms
+        return not terms.fits, terms.seconds, self.load, self.held, self.worker
+
+
+def best(candidates: Iterable[Candidate]) -> Candidate:
+    """The candidate to take.
+
+    Raises
+    ------
+    ValueError
+        Without any.
+    """
+    return min(candidates, key=_rank)
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:
+    return candidate.rank
+
+
+def waiting(work: float, tasks: int, threads: int, pace: float = 1) -> float:
+    """Seconds until a thread is free.
+
+    Parameters
+    ----------
+    work
+        Seconds of work of all tasks that are there, on a worker of pace 1.
+    tasks, threads
+        How many there are.
+    pace
+        How many times longer than others the worker takes.
+    """
+    if tasks < threads:
+        return 0
+    return work * pace * (tasks - threads + 1) / (tasks * threads)
+
+
+def moving(nbytes: int, routes: Iterable[Route]) -> float:
+    """Seconds until an input has come, from the replica with the best route.
+
+    Raises
+    ------
+    ValueError
+        Without a route.
+    """
+    return min(sum(step.seconds(nbytes) for step in route) for route in routes)
+
+
+def room(need: float, space: Space) -> tuple[float, bool]:
+    """Seconds to make room for so many bytes, and whether there is any.
+
+    What others are short of is not for this task to pay.
+    """
+    short = min(need, need - space.free)
+    if short <= 0 or space.spill is None:
+        return 0, short <= 0
+    return space.spill.seconds(int(short)), need <= space.free + space.below

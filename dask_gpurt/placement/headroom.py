@@ -1,0 +1,75 @@
+"""How much room workers have, and in which tier their data is: what the ledger says, or else Dask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from dask.typing import Key
+from dask.utils import key_split
+
+from dask_gpurt.memory.ledger import Picture
+from dask_gpurt.memory.tiers import Tier
+
+
+class Room(NamedTuple):
+    """The room on a worker.
+
+    Parameters
+    ----------
+    free
+        Bytes that its live tier takes as it is.
+    below
+        Bytes that its lower tiers take.
+    tier
+        The first of those with room; None when there is none.
+    """
+
+    free: float
+    below: float = 0
+    tier: Tier | None = None
+
+
+class Headroom(Protocol):
+    """What placement asks about memory. Called often: answers come from what is known, nobody is asked."""
+
+    def room(self, worker: str) -> Room:
+        """The room on a worker."""
+
+    def tier(self, worker: str, key: Key) -> Tier:
+        """Where the data of a key is on a worker that holds it; ``Tier.DEVICE`` if unknown."""
+
+
+class LedgerHeadroom:
+    """The picture of all ledgers; for a worker that has sent none, what Dask knows.
+
+    Parameters
+    ----------
+    picture
+        As the plugin keeps it.
+    workers
+        Dask's ``WorkerState`` by address.
+    """
+
+    def __init__(self, picture: Picture, workers: Mapping[str, Any]):
+        self._picture = picture
+        self._workers = workers
+
+    def room(self, worker: str) -> Room:
+        """The room on a worker; without end on one that is gone, or has no memory limit."""
+        known = self._picture.headrooms(worker)
+        if known is None:
+            return Room(self._left_by_dask(worker))
+        tier = next((tier for tier in Tier if tier is not Tier.DEVICE and known[tier] > 0), None)
+        below = sum(max(0, known[tier]) for tier in Tier if tier is not Tier.DEVICE)
+        return Room(known[Tier.DEVICE], below, tier)
+
+    def _left_by_dask(self, worker: str) -> float:
+        state = self._workers.get(worker)
+        return state.memory_limit - state.nbytes if state and state.memory_limit else math.inf
+
+    def tier(self, worker: str, key: Key) -> Tier:
+        """The tier with most of the bytes that tasks of the same prefix have left on a worker."""
+        nbytes = self._picture.tiers(worker, key_split(key))
+        return max(nbytes, key=nbytes.__getitem__) if nbytes else Tier.DEVICE
