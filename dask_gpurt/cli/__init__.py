@@ -15,9 +15,11 @@ def main() -> None:
 def _add_commands() -> None:
     from dask_gpurt.cli.demo import demo
     from dask_gpurt.cli.doctor import doctor
+    from dask_gpurt.cli.simulate import simulation
 
     main.add_command(demo)
     main.add_command(doctor)
+    main.add_command(simulation)
 
 
 _add_commands()

@@ -137,7 +137,7 @@ SHAPES: Mapping[str, Shape] = {
     "dgx": Shape(_dgx, 8, "eight GPUs of one host, NVLink between them"),
     "rdma": Shape(_rdma, 256, "hosts of eight GPUs, RDMA between them"),
     "tcp": Shape(_tcp, 1024, "hosts of eight GPUs in racks of eight, 10 Gbit/s TCP, uplinks for half of it"),
-    "mixed": Shape(_mixed, 64, "half of the hosts with NVLink and RDMA, half slower, smaller and with neither"),
+    "mixed": Shape(_mixed, 64, "half of the hosts with NVLink and RDMA, half slower, with less and neither"),
 }
 
 

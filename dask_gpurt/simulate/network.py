@@ -56,8 +56,8 @@ def _nothing() -> None:
 class Network:
     """The links between workers, each transfer at the pace of its narrowest port.
 
-    NVLink, PCIe, shared memory and RDMA have a port in and one out at each worker, since hosts of many devices
-    have a NIC for RDMA by each; TCP has one pair at each host; between racks there are uplinks.
+    NVLink, PCIe, shared memory and RDMA have a port in and one out at each worker, since hosts of many
+    devices have a NIC for RDMA by each; TCP has one pair at each host; between racks there are uplinks.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Network:
         done: Callable[[], None] = _nothing,
         lost: Callable[[], None] = _nothing,
     ) -> None:
-        """Begin a transfer; ``done`` is called when it has arrived, ``lost`` if an end of it is gone first."""
+        """Begin a transfer; ``done`` is called when it has arrived, ``lost`` if an end is gone first."""
         speed = self._topology.speed(source, target)
         transfer = Transfer(source, target, self._topology.link(source, target), nbytes)
         transfer.done, transfer.lost = done, lost

@@ -72,9 +72,11 @@ class Result:
     steals
         Requests of work stealing.
     decisions, decision_us
-        How many choices of a worker there were, and the mean of real microseconds for one.
+        How many choices of a worker there were, and the mean of microseconds of CPU time for one.
     scheduler_us
-        Real microseconds that the scheduler spent for a task, with all of its transitions.
+        Microseconds of CPU time that the scheduler spent for a task, with all of its transitions.
+    fallbacks
+        How often a decision of ours was left to Dask, because it raised.
     """
 
     workload: str
@@ -93,6 +95,7 @@ class Result:
     decisions: int
     decision_us: float
     scheduler_us: float
+    fallbacks: int
 
     @classmethod
     def of(cls, simulation: Simulation, makespan: float) -> Result:
@@ -120,6 +123,7 @@ class Result:
             decisions=scheduler.deciding.count,
             decision_us=scheduler.deciding.microseconds,
             scheduler_us=1e6 * scheduler.busy.seconds / max(1, len(simulation.works)),
+            fallbacks=sum(known["count"] for known in simulation.metrics.snapshot()["fallbacks"].values()),
         )
 
     def to_dict(self) -> dict[str, Any]:

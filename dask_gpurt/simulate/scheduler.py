@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from time import perf_counter
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from time import thread_time
 from types import SimpleNamespace
 from typing import Any
 
 import dask
 from dask._task_spec import Task
 from dask.order import order
+from dask.typing import Key
 from distributed.collections import HeapSet
 from distributed.core import Status
 from distributed.scheduler import Scheduler, SchedulerState, WorkerState, heartbeat_interval
@@ -33,7 +35,7 @@ Send = Callable[..., None]
 
 
 class Stopwatch:
-    """Real time that is spent on something, and how often."""
+    """CPU time that is spent on something, and how often."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -43,11 +45,11 @@ class Stopwatch:
         """The same function, timed."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
-            start = perf_counter()
+            start = thread_time()
             try:
                 return function(*arguments, **named)
             finally:
-                self.seconds += perf_counter() - start
+                self.seconds += thread_time() - start
                 self.count += 1
 
         return timed
@@ -58,8 +60,13 @@ class Stopwatch:
         return 1e6 * self.seconds / self.count if self.count else 0.0
 
 
+def _stand_in(**attributes: Any) -> Any:
+    """What is looked for on an object of the server, which is not there."""
+    return SimpleNamespace(**attributes)
+
+
 class VirtualScheduler(Scheduler):
-    """A ``Scheduler`` of which only the state is made; messages come and go in virtual time.
+    """A ``Scheduler`` of which only the state is made: messages come and go in virtual time.
 
     It is serial: a message is handled when all before it have been.
 
@@ -101,14 +108,14 @@ class VirtualScheduler(Scheduler):
         self._last_time = self.generation = 0
         self._workers_removed_total = 0
         self._no_workers_since = None
-        self._ongoing_background_tasks = SimpleNamespace(call_later=lambda *arguments: None)
-        self.rpc = SimpleNamespace(remove=lambda address: None)
+        self._ongoing_background_tasks = _stand_in(call_later=lambda *arguments: None)
+        self.rpc = _stand_in(remove=lambda address: None)
         self.allowed_failures = dask.config.get("distributed.scheduler.allowed-failures")
-        self.bandwidth_workers: dict[tuple[str, str], float] = {}
+        self.bandwidth_workers = defaultdict(float)
         self.digests = None
         self.periodic_callbacks = {}
-        self.client_comms = {CLIENT: SimpleNamespace(send=report)}
-        self.stream_comms: dict[str, Any] = {}
+        self.client_comms = {CLIENT: _stand_in(send=report)}
+        self.stream_comms = {}
         self.stream_handlers = {
             "task-finished": self.handle_task_finished,
             "task-erred": self.handle_task_erred,
@@ -175,7 +182,7 @@ class VirtualScheduler(Scheduler):
         self.total_memory += memory
         self.total_nthreads += threads
         self.aliases[worker] = worker
-        self.stream_comms[worker] = SimpleNamespace(send=send)
+        self.stream_comms[worker] = _stand_in(send=send)
         self.check_idle_saturated(ws)
         for plugin in list(self.plugins.values()):
             plugin.add_worker(self, worker)
@@ -192,7 +199,7 @@ class VirtualScheduler(Scheduler):
         if ws is None:
             return
         part = 1 / len(self.workers)
-        self.bandwidth = self.bandwidth * (1 - part) + bandwidth * part
+        self.bandwidth = self.bandwidth * (1 - part) + bandwidth * part  # type: ignore[assignment]
         for key, seconds in executing.items():
             if ts := self.tasks.get(key):
                 ts.prefix.add_exec_time(seconds)
@@ -205,22 +212,22 @@ class VirtualScheduler(Scheduler):
 
     # ---- the client ------------------------------------------------------------------
 
-    def submit(self, graph: Mapping[str, Task], wanted: set[str]) -> None:
+    def submit(self, graph: Mapping[Key, Task], wanted: Iterable[Key]) -> None:
         """A client submits a graph and wants some of its keys."""
         self._create_taskstate_from_graph(
             start=0.0,
-            dsk=graph,
-            keys=wanted,
+            dsk=dict(graph),
+            keys=set(wanted),
             ordered=order(graph),
             client=CLIENT,
             annotations_by_type={},
             global_annotations=None,
             stimulus_id="submit",
             submitting_task=None,
-            span_metadata={},
+            span_metadata={"collections": []},
         )
         self.stimulus_queue_slots_maybe_opened(stimulus_id="submit")
 
-    def release(self, keys: set[str]) -> None:
+    def release(self, keys: Iterable[Key]) -> None:
         """A client lets go of keys."""
         self.client_releases_keys(list(keys), client=CLIENT, stimulus_id="release")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from dask._task_spec import Task
+from dask.typing import Key
+
+from dask_gpurt.observe import Metrics
 from dask_gpurt.simulate.clock import Clock, Name, Stuck
 from dask_gpurt.simulate.cluster import Cluster, Machine, address
 from dask_gpurt.simulate.network import Network, Transfer
@@ -70,9 +74,15 @@ class Simulation:
 
     Attributes
     ----------
+    result
+        The figures, when it is over.
     runs
         How often each task has been run to its end.
+    metrics
+        What placement counts.
     """
+
+    result: Result
 
     def __init__(
         self,
@@ -96,13 +106,15 @@ class Simulation:
         self.network = Network(
             self.clock, self.topology, racks=cluster.racks, uplink=cluster.uplink, moved=self._moved
         )
-        self.scheduler = VirtualScheduler(self.clock, self.overheads.scheduler, self._reported)
+        with _quiet():
+            self.scheduler = VirtualScheduler(self.clock, self.overheads.scheduler, self._reported)
         self.workers: dict[str, VirtualWorker] = {}
         self.runs: Counter[str] = Counter()
         self._arrived: list[Name] = []
         self._machines: dict[str, Machine] = {}
-        self._waiting: set[str] = set()
+        self._waiting: set[Key] = set()
         self._submissions = list(workload.submissions)
+        self.metrics = Metrics()
         self._done = False
         self._makespan = 0.0
         for machine in cluster.machines:
@@ -131,8 +143,11 @@ class Simulation:
             try:
                 self.clock.run(until=lambda: self._done)
             except Stuck as stuck:
-                raise Stuck(f"{len(self._waiting)} keys of {self.workload.name} never came: {stuck}") from None
-        return Result.of(self, self._makespan)
+                raise Stuck(
+                    f"{len(self._waiting)} keys of {self.workload.name} never came: {stuck}"
+                ) from None
+        self.result = Result.of(self, self._makespan)
+        return self.result
 
     def machine(self, worker: str) -> Machine:
         """What a worker is."""
@@ -144,8 +159,8 @@ class Simulation:
         submission = self._submissions.pop(0)
         self._submission = submission
         self._waiting = set(submission.wanted)
-        graph = {work.key: work.task() for work in submission.works}
-        self.scheduler.submit(graph, set(submission.wanted))
+        graph: dict[Key, Task] = {work.key: work.task() for work in submission.works}
+        self.scheduler.submit(graph, submission.wanted)
 
     def _reported(self, *messages: Mapping[str, Any]) -> None:
         for message in messages:
@@ -171,7 +186,7 @@ class Simulation:
         else:
             self._done = True
         if not submission.keep:
-            self.scheduler.release(set(submission.wanted))
+            self.scheduler.release(submission.wanted)
 
     # ---- what workers see of the others ----------------------------------------------
 
@@ -234,7 +249,7 @@ class Simulation:
 
 
 @contextmanager
-def _quiet() -> Any:
+def _quiet() -> Iterator[None]:
     """Keep Dask's log from telling of workers that left as it was asked for."""
     logger = logging.getLogger("distributed.scheduler")
     level = logger.level

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass
+from typing import Any
+
+from dask.typing import Key
 
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.topology import Link, Speed
@@ -40,7 +43,7 @@ class Capacity:
         )
 
 
-class Tiers(MutableMapping[str, int]):
+class Tiers(MutableMapping[Key, Any]):
     """The data of a worker: the size of each key, which lies in one tier.
 
     New keys go to the live tier. When that is over its capacity, the least recently used go a tier down, as
@@ -58,10 +61,10 @@ class Tiers(MutableMapping[str, int]):
         self.capacity = capacity
         self._speed = speed
         self._order = [tier for tier in Tier if capacity[tier] > 0]
-        self._keys: dict[Tier, OrderedDict[str, int]] = {tier: OrderedDict() for tier in self._order}
+        self._keys: dict[Tier, OrderedDict[Key, int]] = {tier: OrderedDict() for tier in self._order}
         self._used = dict.fromkeys(self._order, 0)
-        self._tier: dict[str, Tier] = {}
-        self._holders: Counter[str] = Counter()
+        self._tier: dict[Key, Tier] = {}
+        self._holders: Counter[Key] = Counter()
         self._reserved = 0
         self.live = self._order[0]
         self.spilled = 0
@@ -69,20 +72,20 @@ class Tiers(MutableMapping[str, int]):
 
     # ---- a mapping -------------------------------------------------------------------
 
-    def __getitem__(self, key: str) -> int:
+    def __getitem__(self, key: Key) -> int:
         return self._keys[self._tier[key]][key]
 
-    def __setitem__(self, key: str, nbytes: int) -> None:
+    def __setitem__(self, key: Key, nbytes: int) -> None:
         if key in self._tier:
             del self[key]
         self._put(key, nbytes, self.live)
         self._make_room()
 
-    def __delitem__(self, key: str) -> None:
+    def __delitem__(self, key: Key) -> None:
         tier = self._tier.pop(key)
         self._used[tier] -= self._keys[tier].pop(key)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Key]:
         return iter(self._tier)
 
     def __len__(self) -> int:
@@ -93,7 +96,7 @@ class Tiers(MutableMapping[str, int]):
 
     # ---- what tasks and transfers do -------------------------------------------------
 
-    def tier(self, key: str) -> Tier | None:
+    def tier(self, key: Key) -> Tier | None:
         """Where a key lies, None if it is not here."""
         return self._tier.get(key)
 
@@ -112,12 +115,16 @@ class Tiers(MutableMapping[str, int]):
         """Bytes of the live tier that nobody uses or has reserved; below 0 when it is over."""
         return self.capacity.live - self.live_bytes
 
+    def free_below(self) -> dict[Tier, float]:
+        """Bytes that each tier below the live one still takes, from fast to slow."""
+        return {tier: self.capacity[tier] - self._used[tier] for tier in self._order[1:]}
+
     @property
     def over(self) -> bool:
         """Whether it has ever been driven over the capacity of its live tier."""
         return self.peak > self.capacity.live
 
-    def hold(self, keys: Collection[str], reserve: int) -> float:
+    def hold(self, keys: Collection[Key], reserve: int) -> float:
         """Get keys into the live tier and keep them there, and reserve room beside them.
 
         Returns
@@ -130,7 +137,7 @@ class Tiers(MutableMapping[str, int]):
         seconds = sum([self._raise(key) for key in keys if key in self._tier])
         return seconds + self._make_room()
 
-    def let_go(self, keys: Collection[str], reserve: int) -> None:
+    def let_go(self, keys: Collection[Key], reserve: int) -> None:
         """What :meth:`hold` held is free to go down, and the room is free."""
         self._reserved -= reserve
         for key in keys:
@@ -140,19 +147,19 @@ class Tiers(MutableMapping[str, int]):
 
     # ---- moves -----------------------------------------------------------------------
 
-    def _put(self, key: str, nbytes: int, tier: Tier) -> None:
+    def _put(self, key: Key, nbytes: int, tier: Tier) -> None:
         self._tier[key] = tier
         self._keys[tier][key] = nbytes
         self._used[tier] += nbytes
 
-    def _raise(self, key: str) -> float:
+    def _raise(self, key: Key) -> float:
         tier = self._tier[key]
         if tier is self.live:
             self._keys[tier].move_to_end(key)
             return 0.0
         return self._move(key, self.live)
 
-    def _move(self, key: str, target: Tier) -> float:
+    def _move(self, key: Key, target: Tier) -> float:
         source, nbytes = self._tier[key], self[key]
         del self[key]
         self._put(key, nbytes, target)
@@ -173,9 +180,9 @@ class Tiers(MutableMapping[str, int]):
         self.peak = max(self.peak, self.live_bytes)
         return seconds
 
-    def _victims(self, tier: Tier, nbytes: float) -> list[str]:
-        """The least recently used keys of a tier with so many bytes, less if running tasks hold the others."""
-        found: list[str] = []
+    def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
+        """The least recently used keys of a tier with so many bytes, of those that nobody holds."""
+        found: list[Key] = []
         for key, size in self._keys[tier].items():
             if nbytes <= 0:
                 break

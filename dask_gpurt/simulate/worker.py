@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import dask
+from dask.typing import Key
 from dask.utils import parse_bytes
 from distributed.comm.addressing import get_address_host
 from distributed.worker_state_machine import (
@@ -224,7 +225,7 @@ class VirtualWorker:
                 stop=self._clock.now,
                 nbytes=work.nbytes,
                 type=bytes,
-                stimulus_id="finished",  # type: ignore[call-arg]
+                stimulus_id="finished",
             )
         )
 
@@ -258,7 +259,9 @@ class VirtualWorker:
 
     def give(self, target: VirtualWorker, asked: GatherDep, about: Mapping[str, Any]) -> None:
         """Send what is here of the keys that a peer has asked for."""
-        found = {key: self.tiers[key] for key in sorted(asked.to_gather) if key in self.tiers}
+        found: dict[Key, Any] = {
+            key: self.tiers[key] for key in sorted(asked.to_gather, key=str) if key in self.tiers
+        }
         nbytes = sum(found.values())
         began = self._clock.now
         self._outgoing += 1

@@ -226,7 +226,7 @@ def pipeline(scale: Scale, rng: random.Random) -> Workload:
     mean = 0.25 * scale.memory / scale.partitions
     read = graph.read("raw", [mean * rng.uniform(0.5, 1.5) for _ in range(scale.partitions)])
     mapped = [graph.add("map-m", i, [key], nbytes=0.8 * graph.sizes[key]) for i, key in enumerate(read)]
-    shuffled = graph.shuffle("group", mapped, _even(len(mapped)))
+    shuffled = graph.shuffle("rows", mapped, _even(len(mapped)))
     grouped = [
         graph.add("groupby-g", i, [key], nbytes=0.2 * graph.sizes[key], workspace=0.5 * graph.sizes[key])
         for i, key in enumerate(shuffled)
@@ -235,7 +235,7 @@ def pipeline(scale: Scale, rng: random.Random) -> Workload:
 
 
 def random_dag(scale: Scale, rng: random.Random) -> Workload:
-    """Ten layers of tasks with one to four inputs from the two layers before, of lengths and sizes by chance."""
+    """Ten layers of tasks of random length and size, with one to four inputs from the two layers before."""
     graph = Graph()
     size = 0.04 * scale.memory / scale.partitions
     layers: list[list[Name]] = []
