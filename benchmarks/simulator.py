@@ -1,7 +1,7 @@
 """Is the simulator right? The same graphs on a LocalCluster of processes and in virtual time.
 
-Tasks sleep for their time, beside making a result of their size, and results go over the loopback. The speed of
-that is measured first, and is all that the simulator is told of this machine.
+Tasks sleep for their time, beside making a result of their size, and results go over the loopback. The speed
+of that is measured first, and is all that the simulator is told of this machine.
 
     python benchmarks/simulator.py --json simulator-2cpu.json
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -31,7 +33,14 @@ from dask_gpurt.topology import Link, Place, Speed
 
 #: Bytes by which the speed of transfers is measured.
 PROBE = 40_000_000
-NAMES = ("shuffle-join", "skewed-join", "tree-reduction", "pipeline", "random-dag")
+#: By workload, how many times as long its tasks take as on the devices that it was made for.
+STRETCHED = {
+    "shuffle-join": 40.0,
+    "skewed-join": 40.0,
+    "tree-reduction": 40.0,
+    "pipeline": 40.0,
+    "random-dag": 1.0,
+}
 
 
 def work(seconds: float, nbytes: int, *inputs: object) -> np.ndarray:
@@ -138,49 +147,38 @@ def simulated(workload: Workload, workers: int, memory: int, speed: Speed) -> fl
 @click.option("--workers", default=4, show_default=True)
 @click.option("--partitions", default=24, show_default=True)
 @click.option("--memory", default=2**30, show_default=True, help="Bytes of a worker.")
-@click.option("--stretch", default=100.0, show_default=True, help="How many times as long tasks take.")
 @click.option("--repeat", default=3, show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures there.")
-def main(workers: int, partitions: int, memory: int, stretch: float, repeat: int, path: Path | None) -> None:
+def main(workers: int, partitions: int, memory: int, repeat: int, path: Path | None) -> None:
     """Compare makespans, and say how far they are apart."""
     rows = []
     with cluster(workers, memory) as client:
         speed = measure(client)
         click.echo(f"transfers: {speed.bandwidth / 1e6:.0f} MB/s")
-        for name in NAMES:
+        for name, factor in STRETCHED.items():
             # A part of the memory, for what is measured is placement and not spilling.
             scale = Scale(partitions, workers * memory // 4, workers)
-            workload = stretched(WORKLOADS[name](scale, random.Random(0)), stretch)
+            workload = stretched(WORKLOADS[name](scale, random.Random(0)), factor)
+            # The first run imports, and opens connections.
             real = [measured(client, workload) for _ in range(repeat + 1)][1:]
             virtual = simulated(workload, workers, memory, speed)
             ratio = virtual / statistics.median(real)
             rows.append({"workload": name, "measured": real, "simulated": virtual, "ratio": ratio})
-            click.echo(
-                f"{name}: {statistics.median(real):.2f} s measured, {virtual:.2f} s simulated, {ratio:.2f}"
-            )
+            said = f"{statistics.median(real):.2f} s measured, {virtual:.2f} s simulated"
+            click.echo(f"{name}: {said}, {ratio:.2f}")
     if path:
-        path.write_text(
-            json.dumps(_results(rows, speed, workers, partitions, memory, stretch), indent=1) + "\n"
-        )
+        parameters = {"workers": workers, "partitions": partitions, "memory": memory, "repeat": repeat}
+        path.write_text(json.dumps(results(parameters, speed, rows), indent=1) + "\n")
 
 
-def _results(
-    rows: Sequence[dict[str, object]],
-    speed: Speed,
-    workers: int,
-    partitions: int,
-    memory: int,
-    stretch: float,
-) -> dict[str, object]:
+def results(parameters: dict[str, int], speed: Speed, rows: Sequence[dict[str, object]]) -> dict[str, object]:
+    """What is written down, with what it was measured on."""
     return {
-        "workers": workers,
-        "partitions": partitions,
-        "memory": memory,
-        "stretch": stretch,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": parameters,
         "bandwidth": speed.bandwidth,
+        "load": os.getloadavg()[0],
         "rows": rows,
-        "dask": dask.__version__,
-        "distributed": distributed.__version__,
         **environment(),
     }
 

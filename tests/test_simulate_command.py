@@ -50,7 +50,15 @@ def test_all_workloads_in_one_go() -> None:
 
 def test_as_many_workers_as_you_like() -> None:
     done = command(
-        "--cluster", "tcp", "--workers", "2048", "--workload", "tree-reduction", "--partitions", "64", "--json"
+        "--cluster",
+        "tcp",
+        "--workers",
+        "2048",
+        "--workload",
+        "tree-reduction",
+        "--partitions",
+        "512",
+        "--json",
     )
     assert json.loads(done.stdout)["results"][0]["workers"] == 2048
 
@@ -64,6 +72,13 @@ def test_a_picture(tmp_path: Path) -> None:
         colours = {colour for _, colour in picture.convert("RGB").getcolors(2**24)}
     # Work is drawn, and bytes over NVLink.
     assert {(0x3B, 0x6F, 0xD4), (0x22, 0xA0, 0x6B)} <= colours
+
+
+def test_what_dask_gives_up_is_said_with_its_reason() -> None:
+    done = command("--workload", "tree-reduction", "--workers", "256", "--partitions", "8")
+    assert done.exit_code == 1
+    assert "tree-reduction on rdma with gpurt: ('tree-level0', 0) was given up" in done.output
+    assert "worth of input dependencies" in done.output
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt.simulate import SHAPES, WORKLOADS, Result, Simulation, build_cluster, build_workload
+from dask_gpurt.simulate import (
+    SHAPES,
+    WORKLOADS,
+    Cluster,
+    Result,
+    Simulation,
+    Workload,
+    build_cluster,
+    build_workload,
+)
+from dask_gpurt.simulate.clock import Stuck
 from dask_gpurt.simulate.placements import PLACEMENTS, simulate
+from dask_gpurt.simulate.simulation import WorkloadFailed
 
 ALL = "all"
 #: What stands below the ratios: a byte, where ours moves none.
@@ -73,7 +84,7 @@ def simulation(
         place = build_cluster(shape, workers)
         for name in workloads:
             built = build_workload(name, place, partitions=partitions, seed=seed)
-            done = [simulate(place, built, one) for one in placements]
+            done = [_simulate(place, built, one) for one in placements]
             results.extend(one.result for one in done)
             if not as_json:
                 _print([one.result for one in done])
@@ -85,6 +96,13 @@ def simulation(
     elif summary is not None:
         for line in _sentences(summary):
             click.echo(line)
+
+
+def _simulate(cluster: Cluster, workload: Workload, placement: str) -> Simulation:
+    try:
+        return simulate(cluster, workload, placement)
+    except (Stuck, WorkloadFailed) as error:
+        raise click.ClickException(f"{workload.name} on {cluster.name} with {placement}: {error}") from error
 
 
 def _check_picture(workloads: Sequence[str], shapes: Sequence[str]) -> None:

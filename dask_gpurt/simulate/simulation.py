@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ NOTICED = 0.1
 
 
 class WorkloadFailed(RuntimeError):
-    """A task can not be computed."""
+    """Dask has given up a task: its inputs are too large for a worker, or it took too many with it."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class Simulation:
             elif message["op"] == "lost-data":
                 self._waiting.add(key)
             elif message["op"] == "task-erred":
-                raise WorkloadFailed(f"{key} was given up, after {self.clock.now:.3f} s")
+                reason = pickle.loads(message["exception"])
+                raise WorkloadFailed(f"{key} was given up after {self.clock.now:.3f} s: {reason}")
         if not self._waiting:
             self.clock.after(0.0, self._next, self._submission)
 
