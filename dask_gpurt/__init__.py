@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.plugins.client import disable, enable, is_enabled, memory, report
+    from dask_gpurt.plugins.client import disable, enable, explain, is_enabled, memory, report
 
-__all__ = ["__version__", "dask_setup", "disable", "enable", "is_enabled", "memory", "report"]
+__all__ = ["__version__", "dask_setup", "disable", "enable", "explain", "is_enabled", "memory", "report"]
 
-_PUBLIC = {"enable", "disable", "is_enabled", "memory", "report"}
+_PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory", "report"}
 
 
 def __getattr__(name: str) -> Any:

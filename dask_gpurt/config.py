@@ -22,9 +22,11 @@ __all__ = [
     "ConfigError",
     "ExchangeSettings",
     "MemorySettings",
+    "PlacementSettings",
     "Settings",
     "ShuffleSettings",
     "Size",
+    "TopologySettings",
     "load",
     "load_over",
     "problems",
@@ -174,6 +176,12 @@ def _count(key: str, value: object) -> int:
     raise _wrong(key, value, "a whole number of at least 0")
 
 
+def _file_name(key: str, value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    raise _wrong(key, value, "the name of a file, or nothing")
+
+
 def _paths(key: str, value: object) -> frozenset[str]:
     if isinstance(value, str):
         # In an environment variable a list is a string: "shared-memory,comms".
@@ -231,6 +239,19 @@ class ShuffleSettings:
 
 
 @dataclass(frozen=True)
+class TopologySettings:
+    """What joins the workers.
+
+    Parameters
+    ----------
+    file
+        The file that describes it, read by the scheduler; None to find it out.
+    """
+
+    file: str | None = _setting(_file_name)
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """Where a worker keeps its data. None leaves a size to the worker.
 
@@ -262,6 +283,19 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
+class PlacementSettings:
+    """Which worker runs which task.
+
+    Parameters
+    ----------
+    enabled
+        Whether the runtime chooses; otherwise Dask does.
+    """
+
+    enabled: bool = _setting(_bool)
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the runtime, judged and with their units resolved.
 
@@ -277,6 +311,10 @@ class Settings:
         How a shuffle runs.
     memory
         Where a worker keeps its data.
+    topology
+        What joins the workers.
+    placement
+        Which worker runs which task.
     """
 
     enabled: bool = _setting(_bool)
@@ -284,6 +322,8 @@ class Settings:
     exchange: ExchangeSettings = _section(ExchangeSettings)
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)
+    topology: TopologySettings = _section(TopologySettings)
+    placement: PlacementSettings = _section(PlacementSettings)
 
 
 def _keys(settings: type, prefix: str) -> Iterator[str]:

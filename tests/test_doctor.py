@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -247,3 +248,14 @@ def test_no_scheduler_answers() -> None:
         result = doctor("--scheduler", "tcp://127.0.0.1:9")
     assert result.exit_code == 1
     assert "no scheduler answers at tcp://127.0.0.1:9" in result.output
+
+
+def test_a_topology_file_that_makes_no_sense_is_a_problem(tmp_path: Path) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text("version: 1\nhosts:\n  one: {cpus: 4}\n")
+    with dask.config.set({"gpurt.topology.file": str(file)}):
+        (problem,) = consult()["problems"]
+    assert "topology.yaml, line 3: unknown key 'cpus'" in problem
+    # Only the scheduler needs to have it.
+    with dask.config.set({"gpurt.topology.file": str(tmp_path / "elsewhere.yaml")}):
+        assert consult()["ok"]

@@ -20,6 +20,11 @@ def _add_commands() -> None:
     main.add_command(demo)
     main.add_command(doctor)
     main.add_command(simulation)
+    from dask_gpurt.cli.topology import topology
+
+    main.add_command(demo)
+    main.add_command(doctor)
+    main.add_command(topology)
 
 
 _add_commands()

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,6 +23,7 @@ from dask_gpurt import config
 from dask_gpurt.cli.report import installed_versions
 from dask_gpurt.device.discover import cuda_missing, discover
 from dask_gpurt.device.host import SHM
+from dask_gpurt.topology.file import TopologyError, load
 
 #: The versions of Dask that the tests run with.
 OLDEST, NEWEST = Version("2026.7.1"), Version("2026.8.0")
@@ -250,6 +252,8 @@ def _problems(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> Iterat
             "'dataframe.shuffle.method' is 'gpurt' while 'gpurt.enabled' is false: leave it out, the runtime "
             "chooses it by itself; without a client Dask does not know the method"
         )
+    if not config.problems() and (file := config.load().topology.file):
+        yield from _problems_of_file(file)
     if not config.problems() and (pool := config.load().exchange.pool) and pool.bytes is not None:
         for kind, (free, total) in machine["memory"].items():
             if pool.bytes > free:
@@ -258,6 +262,14 @@ def _problems(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> Iterat
                     f"'gpurt.exchange.pool' is {pool}, but {where} has {format_bytes(free)} free of "
                     f"{format_bytes(total)}: set it to less, or to 'auto'"
                 )
+
+
+def _problems_of_file(name: str) -> Iterator[str]:
+    if Path(name).exists():  # elsewhere it may be on the scheduler's machine alone
+        try:
+            load(name)
+        except TopologyError as error:
+            yield str(error)
 
 
 def _problems_of_workers(cluster: Mapping[str, Any] | None) -> Iterator[str]:

@@ -22,8 +22,8 @@ from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.host import host_id
 from dask_gpurt.device.protocol import Block, Buffer, Fence, Mapping, MappingError, Pool, PoolFull, Ticket
+from dask_gpurt.topology.system import host_id
 
 
 @dataclass(frozen=True)

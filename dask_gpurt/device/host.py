@@ -30,20 +30,12 @@ from dask_gpurt.device.protocol import (
     Ticket,
     passed,
 )
+from dask_gpurt.topology.system import host_id
 
 SHM = "/dev/shm"
 #: The first bytes of a pool hold a random token, by which a peer knows the right file.
 _HEADER = mmap.PAGESIZE
 _TOKEN = 16
-
-
-def host_id() -> str:
-    """What processes of one running kernel have in common."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 class HostMapping:

@@ -11,6 +11,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 from distributed.protocol.serialize import to_serialize
@@ -24,6 +25,7 @@ from dask_gpurt.exchange.landing import Landing, received
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
+from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.observe import Metrics
 
@@ -63,6 +65,7 @@ class Exchange:
         self.pools = pools
         self.pools.ask_for_room = self._ask_for_room
         self.landing = Landing(ladder, pools.main, metrics)
+        self.traffic = Traffic()
         self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
         self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
@@ -169,14 +172,18 @@ class Exchange:
             await self._limiter.decrease(nbytes)
 
     def _pull_mapped(self, parcel: Parcel) -> None:
-        self._land(parcel, parcel.sources(), parcel.device.land)
+        shard = parcel.shard
+        copy = self.traffic.timed(shard.producer, parcel.path.name, parcel.device.land, shard.nbytes)
+        self._land(parcel, parcel.sources(), copy)
         self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
     async def _pull_by_comm(self, parcel: Parcel) -> None:
         shard = parcel.shard
         for attempt in range(ATTEMPTS):
+            start = perf_counter()
             try:
                 reply = await self.worker.rpc(shard.producer).gpurt_fetch(kind=shard.device, shard=shard.id)
+                self.traffic.note(shard.producer, paths.COMMS, shard.nbytes, perf_counter() - start)
                 break
             except OSError:
                 if attempt == ATTEMPTS - 1 or parcel.place is Place.GONE:

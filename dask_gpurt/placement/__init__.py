@@ -1,6 +1,7 @@
 """Which worker runs which task."""
 
 from dask_gpurt.placement.binding import Placement
+from dask_gpurt.placement.cost import Terms
 from dask_gpurt.placement.headroom import Headroom, LedgerHeadroom, Room
 
-__all__ = ["Headroom", "LedgerHeadroom", "Placement", "Room"]
+__all__ = ["Headroom", "LedgerHeadroom", "Placement", "Room", "Terms"]

@@ -14,11 +14,10 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import stealing
 from dask_gpurt.placement.chooser import Chooser
 from dask_gpurt.placement.cost import Candidate, best
+from dask_gpurt.placement.families import Families
 from dask_gpurt.placement.gate import Gate
 from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.history import MOST_KEYS, History
-from dask_gpurt.placement.loads import Neighbourhood
-from dask_gpurt.placement.roots import Roots
 from dask_gpurt.topology import Topology
 
 #: The methods of Dask's scheduler that are replaced, with the parameters that they are known with.
@@ -27,7 +26,6 @@ SCHEDULER: Mapping[str, tuple[str, ...]] = {
     "decide_worker_rootish_queuing_enabled": (),
     "decide_worker_rootish_queuing_disabled": ("ts",),
     "is_rootish": ("ts",),
-    "worker_objective": ("ts", "ws"),
     "get_comm_cost": ("ts", "ws"),
     "check_idle_saturated": ("ws", "occ"),
     "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
@@ -48,8 +46,8 @@ class Placement:
     Whoever drives the state tells of what Dask has no seam for: :meth:`finished`, :meth:`changed` and
     :meth:`left`. What raises, and what has parameters that we do not know, is decided by Dask.
 
-    A bare state has no ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body, and call
-    it after each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
+    A bare state has no ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body,
+    and call it after each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
 
     Parameters
     ----------
@@ -84,7 +82,7 @@ class Placement:
         self._metrics = metrics
         self._chooser = Chooser(state, topology, headroom)
         self._gate = Gate(state, self._chooser)
-        self._roots = Roots(state)
+        self._families = Families(state)
         self._history = History(history)
         #: The root task that Dask is about to ask a worker for; it does not say which.
         self._root: Any = None
@@ -102,7 +100,7 @@ class Placement:
         for ws in list(self._state.workers.values()):
             self._state.check_idle_saturated(ws)
         for ts in list(self._state.queued.sorted()):
-            self._roots.queued(ts)
+            self._families.queued(ts)
 
     def unbind(self) -> None:
         """Give Dask back as shipped."""
@@ -128,7 +126,9 @@ class Placement:
             setattr(owner, name, self._guarded(name, ours[name], original))
             self._bound.append((owner, name))
 
-    def _guarded(self, name: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(
+        self, name: str, ours: Callable[..., Any], original: Callable[..., Any]
+    ) -> Callable[..., Any]:
         @wraps(original)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -145,20 +145,21 @@ class Placement:
         """A worker has computed a task of a prefix for so long; Dask has counted that already."""
         known = self._state.task_prefixes.get(prefix)
         if known is not None:
-            self._chooser.observe_pace(worker, seconds, known.duration_average)
+            self._chooser.estimates.observe_pace(worker, seconds, known.duration_average)
 
     def changed(self, worker: str) -> None:
         """The room or the place of a worker is another than before."""
         ws = self._state.workers.get(worker)
         if ws is None or ws not in self._state.running:
             return
-        self._chooser.loads.discard(ws)
+        self._chooser.look_anew(ws)
         self._state.check_idle_saturated(ws)
         self._open_queue("gpurt-room")
 
     def left(self, worker: str) -> None:
         """Dask has removed a worker."""
         self._chooser.forget(worker)
+        self._gate.forget(worker)
         self._gate.let_in()
         self._open_queue("gpurt-left")
 
@@ -192,17 +193,13 @@ class Placement:
         ws = self._state.workers.get(chosen.worker)
         if ws is None or ws not in allowed:
             raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
-        self._chooser.took(chosen, ws)
+        self._chooser.estimates.took(chosen, ws)
         self._history.add(ts.key, chosen.worker, candidates)
         self._metrics.add("placement.decisions")
         return ws
 
-    def _worker_objective(self, ts: Any, ws: Any) -> tuple[Any, ...]:
-        rank = self._chooser.cost(ts, ws).rank
-        return (len(ws.actors), *rank) if ts.actor else rank
-
     def _get_comm_cost(self, ts: Any, ws: Any) -> float:
-        return self._chooser.inputs(ts, ws)[1]
+        return self._chooser.estimates.inputs(ts, ws)[1]
 
     # ---- root tasks --------------------------------------------------------------------
 
@@ -217,18 +214,22 @@ class Placement:
         if ts is None:
             return self._originals["decide_worker_rootish_queuing_enabled"]()
         if not idle:
-            self._roots.queued(ts)
+            self._families.queued(ts)
             return None
         candidates = self._chooser.root_candidates(ts, idle)
         if not candidates:
             return self._originals["decide_worker_rootish_queuing_enabled"]()
         ws = self._take(ts, candidates, idle)
-        self._roots.started(ts, self._home(ws))
+        self._families.started(ts, self._chooser.home(ws))
         return ws
 
     def _decide_worker_rootish_queuing_disabled(self, ts: Any) -> Any:
         group, state = ts.group, self._state
-        if group.last_worker not in self._chooser.loads or not group.last_worker_tasks_left:
+        if (
+            not (ws := group.last_worker)
+            or not self._chooser.has_room(ws)
+            or not group.last_worker_tasks_left
+        ):
             candidates = self._chooser.root_candidates(ts, state.running)
             if candidates:
                 ws = self._take(ts, candidates, state.running)
@@ -253,13 +254,10 @@ class Placement:
     def _next_root(self) -> Any:
         idle = self._state.idle_task_count
         slot = self._chooser.least_loaded_of(idle)
-        self._root = self._roots.next(self._home(slot)) if slot is not None else self._state.queued.peek()
+        self._root = (
+            self._families.next(self._chooser.home(slot)) if slot is not None else self._state.queued.peek()
+        )
         return self._root
-
-    def _home(self, ws: Any) -> Neighbourhood:
-        """The NVLink domain of a worker, or else its host."""
-        names = self._chooser.neighbourhoods(ws)
-        return next(name for name in names if name[0] in ("nvlink", "host"))
 
     def _check_idle_saturated(self, ws: Any, occ: float = -1.0) -> None:
         self._originals["check_idle_saturated"](ws, occ)
@@ -271,8 +269,8 @@ class Placement:
         if ts.actor:
             return self._originals["_get_thief"](scheduler, ts, potential_thieves, occupancies=occupancies)
         valid = scheduler.valid_workers(ts)
-        if valid is not None and (valid or not ts.loose_restrictions):
-            potential_thieves = potential_thieves & valid
+        if valid is not None and ((able := potential_thieves & valid) or not ts.loose_restrictions):
+            potential_thieves = able
         in_flight = scheduler.extensions["stealing"].in_flight_occupancy
         found = stealing.thief(
             self._chooser, ts, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0)
@@ -280,5 +278,7 @@ class Placement:
         if found is None:
             return None
         ws, candidate = found
-        self._history.add(ts.key, candidate.worker, [self._chooser.cost(ts, ts.processing_on), candidate])
+        self._history.add(
+            ts.key, candidate.worker, [self._chooser.estimates.cost(ts, ts.processing_on), candidate]
+        )
         return ws

@@ -1,38 +1,33 @@
-"""Which workers may run a task, and what it would cost there: the state of Dask's scheduler put into figures."""
+"""Which workers are looked at for a task: where its inputs are, and a bounded few with room near to them."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from heapq import nlargest
+from collections.abc import Collection, Iterator, Sequence
+from heapq import nlargest, nsmallest
 from itertools import islice
 from typing import Any
 
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.cost import Candidate, Space, Terms
+from dask_gpurt.placement.cost import Candidate
+from dask_gpurt.placement.estimates import MOST_REPLICAS, Estimates, size
+from dask_gpurt.placement.families import siblings, whereabouts
 from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.loads import Loads, Neighbourhood
-from dask_gpurt.placement.routes import EVERYWHERE, LINK_OF_TIER, neighbourhoods, route
+from dask_gpurt.placement.routes import EVERYWHERE, neighbourhoods
 from dask_gpurt.topology import Topology
 
-#: The most holders of inputs that are looked at, those with the most bytes; of one input, the most replicas.
-MOST_HOLDERS, MOST_REPLICAS = 4, 4
-#: The most workers that are looked at where a task may run on few only.
-MOST_VALID = 16
-#: The least loaded workers that are looked at in each neighbourhood.
-NEAR = 2
-#: The most siblings that are looked at, and the links of the chain of single inputs that leads to them.
-MOST_SIBLINGS, LONGEST_CHAIN = 16, 4
-#: What the pace of a worker changes with each task that it has done, and what it stays within.
-PACE_WEIGHT, SLOWEST, FASTEST = 0.1, 10.0, 0.1
+#: The most holders of inputs that are looked at, those with the most bytes.
+MOST_HOLDERS = 4
+#: The least loaded workers that are looked at in each neighbourhood, and where nobody near will do.
+NEAR, FAR = 2, 16
 #: Bytes of a result that nobody has seen yet: enough to keep siblings together, too few to outweigh a task.
 UNKNOWN_SIZE = 1 << 20
 
-_DONE = ("memory", "released", "forgotten", "erred")
-
 
 class Chooser:
-    """Candidates for a task, and their costs.
+    """Candidates for a task, with their costs.
 
     Parameters
     ----------
@@ -47,106 +42,110 @@ class Chooser:
     def __init__(self, state: Any, topology: Topology, headroom: Headroom):
         self._state = state
         self._topology = topology
-        self._headroom = headroom
-        #: The workers with room.
-        self.loads: Loads[Any] = Loads()
-        self._paces: dict[str, float] = {}
-        #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
-        self._inbound: dict[str, float] = {}
+        self.estimates = Estimates(state, topology, headroom)
+        # The addresses of workers with room. Dask's objects for workers have a hash in Python, which is slow.
+        self._loads: Loads[str] = Loads()
 
     # ---- what is known of the workers ------------------------------------------------
 
     def look_at(self, ws: Any) -> bool:
-        """Take notice of the load of a worker; tell whether it has room for what may come next."""
-        tasks, state = len(ws.processing), self._state
-        need = ws._network_occ
-        if state.queued:
-            need += (tasks + 1) * _size(state.queued.peek().prefix)
-        room = self._headroom.room(ws.address)
-        if room.free + room.below <= need:
-            self.loads.discard(ws)
+        """Take notice of what a running worker has to do; tell whether it has room."""
+        address = ws.address
+        if not self.estimates.has_room(ws):
+            self._loads.discard(address)
             return False
-        if ws in self.loads:
-            self.loads.change(ws, tasks // ws.nthreads)
-        elif ws in state.running:
-            self.loads.put(ws, tasks // ws.nthreads, self.neighbourhoods(ws))
+        if not self._loads.change(address, len(ws.processing) // ws.nthreads):
+            names = neighbourhoods(self._topology, address, ws.host)
+            self._loads.put(address, len(ws.processing) // ws.nthreads, names)
         return True
+
+    def look_anew(self, ws: Any) -> None:
+        """The place of a worker may be another than before."""
+        names = neighbourhoods(self._topology, ws.address, ws.host)
+        if names != self._loads.neighbourhoods(ws.address):
+            self._loads.discard(ws.address)
+            self.estimates.routes.clear()
 
     def forget(self, worker: str) -> None:
         """Dask has removed a worker."""
-        self._paces.pop(worker, None)
-        self._inbound.pop(worker, None)
+        self._loads.discard(worker)
+        self.estimates.forget(worker)
 
-    def neighbourhoods(self, ws: Any) -> tuple[Neighbourhood, ...]:
+    def neighbourhoods(self, ws: Any) -> Sequence[Neighbourhood]:
         """What a worker belongs to, from near to far."""
-        return neighbourhoods(self._topology, ws.address, ws.host)
+        return self._loads.neighbourhoods(ws.address) or neighbourhoods(self._topology, ws.address, ws.host)
 
-    def observe_pace(self, worker: str, seconds: float, usual: float) -> None:
-        """A task has taken so many seconds of work, where others like it usually take ``usual``."""
-        if usual > 0 and seconds > 0:
-            pace = self._paces.get(worker, 1.0)
-            seen = min(max(seconds / usual, FASTEST), SLOWEST)
-            self._paces[worker] = pace + PACE_WEIGHT * (seen - pace)
+    def home(self, ws: Any) -> Neighbourhood:
+        """The NVLink domain of a worker, or else its host."""
+        return next(name for name in self.neighbourhoods(ws) if name[0] in ("nvlink", "host"))
 
     def least_loaded(self, neighbourhood: Neighbourhood, number: int) -> Iterator[Any]:
-        """Running workers with room, the least loaded of a neighbourhood first; those that are gone are left out."""
-        found = list(self.loads.least(neighbourhood, number))
-        for ws in found:
-            if ws in self._state.running:
+        """Running workers with room, the least loaded of a neighbourhood first."""
+        for address in list(self._loads.least(neighbourhood, number)):
+            ws = self._state.workers.get(address)
+            if ws is not None and ws in self._state.running:
                 yield ws
-            else:
-                self.loads.discard(ws)
+            else:  # it has stopped since it was looked at
+                self._loads.discard(address)
 
     def least_loaded_of(self, workers: Collection[Any]) -> Any | None:
-        """One of some workers with the least load; None if they all have more to do than many others, or no room."""
-        return next((ws for ws in self.least_loaded(EVERYWHERE, MOST_VALID) if ws in workers), None)
+        """Of some workers one with little to do; None if many others have less, or these no room."""
+        if len(workers) == 1:
+            return next(iter(workers))
+        return next((ws for ws in self.least_loaded(EVERYWHERE, FAR) if ws in workers), None)
+
+    def has_room(self, ws: Any) -> bool:
+        """Whether a worker had room when it was last looked at."""
+        return ws.address in self._loads
 
     def anyone_has_room(self) -> bool:
         """Whether there is a running worker with room."""
-        while len(self.loads):
-            if any(True for _ in self.least_loaded(EVERYWHERE, MOST_VALID)):
+        while len(self._loads):
+            if any(True for _ in self.least_loaded(EVERYWHERE, FAR)):
                 return True
         return False
 
-    # ---- candidates ------------------------------------------------------------------
+    # ---- tasks with inputs -------------------------------------------------------------
 
     def candidates(self, ts: Any, valid: Collection[Any] | None) -> list[Candidate]:
         """The costs of a task where its inputs are, and on a few workers near to them.
 
+        While nobody knows how long tasks like it take, inputs are not moved for a guess: unless there is no
+        room, it runs where some are. Stealing corrects that.
+
         Parameters
         ----------
         valid
-            The workers that it may run on; None for all that run.
+            The running workers that it may run on; None for all that run.
         """
         allowed = self._state.running if valid is None else valid
-        if len(allowed) <= MOST_HOLDERS:
-            return [self.cost(ts, ws) for ws in allowed]
+        estimate = self.estimates.cost
         holders = [ws for ws in _holders(ts.dependencies) if ws in allowed]
-        found = {ws: self.cost(ts, ws) for ws in holders}
+        found = {ws.address: estimate(ts, ws) for ws in holders}
         first = cost.best(found.values()) if found else None
-        if first is None or not first.terms.fits or _needs_better(first.terms):
-            near = self._near(holders, None if first is None or not first.terms.fits else first)
-            found.update((ws, self.cost(ts, ws)) for ws in near if ws in allowed and ws not in found)
-        if not found or not any(candidate.terms.fits for candidate in found.values()):
-            found.update((ws, self.cost(ts, ws)) for ws in self._anywhere(allowed) if ws not in found)
+        if first is None or not first.terms.fits or (_is_late(first) and ts.prefix.duration_average >= 0):
+            for ws in self._near(holders[0] if holders else None, first):
+                if ws.address not in found and ws in allowed:
+                    found[ws.address] = estimate(ts, ws)
+            if not any(candidate.terms.fits for candidate in found.values()):
+                found.update((ws.address, estimate(ts, ws)) for ws in self._far(allowed))
         return list(found.values())
 
-    def _near(self, holders: list[Any], first: Candidate | None) -> dict[Any, None]:
-        """The least loaded workers around the holder with the most bytes; only those with less to do than the first."""
-        names = self.neighbourhoods(holders[0]) if holders else (EVERYWHERE,)
-        found: dict[Any, None] = {}
-        for name in names:
-            for ws in self.least_loaded(name, NEAR):
-                if first is None or len(ws.processing) < first.load * ws.nthreads:
-                    found[ws] = None
-        return found
+    def _near(self, holder: Any | None, first: Candidate | None) -> Iterator[Any]:
+        """Workers around a holder with less to do than the first choice so far, and than any nearer one."""
+        least = math.inf if first is None or not first.terms.fits else first.load
+        for name in (EVERYWHERE,) if holder is None else self.neighbourhoods(holder):
+            lowest = self._loads.lowest(name)
+            if lowest is not None and lowest < least:
+                least = lowest
+                yield from self.least_loaded(name, NEAR)
 
-    def _anywhere(self, allowed: Collection[Any]) -> Iterable[Any]:
+    def _far(self, allowed: Collection[Any]) -> Collection[Any]:
         """A few workers, where nobody around the inputs will do."""
-        if len(allowed) <= MOST_VALID:
-            return allowed
-        found = [ws for ws in self.least_loaded(EVERYWHERE, MOST_VALID) if ws in allowed]
-        return found or sorted(allowed, key=_load)[:MOST_VALID]
+        found = [ws for ws in self.least_loaded(EVERYWHERE, FAR) if ws in allowed]
+        return found or nsmallest(FAR, allowed, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
+
+    # ---- root tasks ----------------------------------------------------------------------
 
     def root_candidates(self, ts: Any, open_to: Collection[Any]) -> list[Candidate]:
         """The costs of a root task: its result is to be near those that will be needed together with it.
@@ -156,129 +155,30 @@ class Chooser:
         open_to
             The workers that take root tasks now.
         """
-        anchor = next((ws for sibling in siblings(ts) if (ws := _whereabouts(sibling))), None)
-        names = self.neighbourhoods(anchor) if anchor else (EVERYWHERE,)
-        found = dict.fromkeys(ws for name in names for ws in self.least_loaded(name, NEAR) if ws in open_to)
-        if not found:
-            found = dict.fromkeys(ws for ws in self.least_loaded(EVERYWHERE, MOST_VALID) if ws in open_to)
-        size = int(_size(ts.prefix) or UNKNOWN_SIZE)
-        return [self._with_gathering(self.cost(ts, ws), anchor, size) for ws in found]
+        anchor = next((ws for sibling in siblings(ts) if (ws := whereabouts(sibling))), None)
+        found = open_to if len(open_to) == 1 else self._open(anchor, open_to)
+        nbytes = int(size(ts.prefix)) or UNKNOWN_SIZE
+        return [self._gathered(self.estimates.cost(ts, ws), anchor, nbytes) for ws in found]
 
-    def _with_gathering(self, candidate: Candidate, anchor: Any | None, size: int) -> Candidate:
+    def _open(self, anchor: Any | None, open_to: Collection[Any]) -> Collection[Any]:
+        """An anchor and the least loaded worker around it, and the least loaded of all; those that are open."""
+        found = {}
+        if anchor is not None:
+            if anchor in open_to and self.has_room(anchor):
+                found[anchor] = None
+            names = self.neighbourhoods(anchor)
+            near = ([ws for ws in self.least_loaded(name, NEAR) if ws in open_to] for name in names)
+            found.update(dict.fromkeys(next(filter(None, near), ())))
+        if (idlest := self.least_loaded_of(open_to)) is not None:
+            found[idlest] = None
+        return found
+
+    def _gathered(self, candidate: Candidate, anchor: Any | None, nbytes: int) -> Candidate:
+        """With the time that the result will take to a sibling."""
         if anchor is None or anchor.address == candidate.worker:
             return candidate
-        apart = self._topology.seconds(candidate.worker, anchor.address, size)
+        apart = self._topology.seconds(candidate.worker, anchor.address, nbytes)
         return candidate._replace(terms=candidate.terms._replace(moving=candidate.terms.moving + apart))
-
-    # ---- the cost of one -------------------------------------------------------------
-
-    def cost(self, ts: Any, ws: Any) -> Candidate:
-        """What a task costs on a worker."""
-        missing, moving, coming = self.inputs(ts, ws)
-        work, promised = self._work(ws)
-        pace = self._paces.get(ws.address, 1.0)
-        tasks, threads = len(ws.processing), ws.nthreads
-        if missing or coming:
-            moving += self._seconds_inbound(ws)
-        seconds, fits = cost.room(missing + _size(ts.prefix), self._space(ws.address, promised))
-        terms = Terms(
-            cost.waiting(work, tasks, threads, pace),
-            self._state._get_prefix_duration(ts.prefix) * pace,
-            moving,
-            seconds,
-            fits,
-        )
-        return Candidate(ws.address, terms, tasks / threads, ws.nbytes, missing)
-
-    def inputs(self, ts: Any, ws: Any) -> tuple[int, float, bool]:
-        """Bytes of inputs that a worker lacks, the seconds to get all inputs, and whether some are on their way.
-
-        What is on its way counts for the task that it was sent for.
-        """
-        missing, seconds, coming = 0, 0.0, False
-        here, on_their_way = ws.has_what, ws.needs_what
-        for dts in ts.dependencies:
-            if dts in on_their_way:
-                coming = True
-                continue
-            nbytes = dts.get_nbytes()
-            if dts in here:
-                holders: Iterable[Any] = (ws,)
-            else:
-                missing += nbytes
-                holders = _replicas(dts)
-            seconds += cost.moving(
-                nbytes,
-                [
-                    route(
-                        self._topology, holder.address, self._headroom.tier(holder.address, dts.key), ws.address
-                    )
-                    for holder in holders
-                ],
-            )
-        return missing, seconds, coming
-
-    def _work(self, ws: Any) -> tuple[float, float]:
-        """Seconds of the work of a worker, and bytes that are promised there.
-
-        These are what comes in, and the results of the tasks that run next; further ones find their inputs gone.
-        """
-        state, work, results = self._state, 0.0, 0.0
-        for name, count in ws.task_prefix_count.items():
-            prefix = state.task_prefixes[name]
-            work += state._get_prefix_duration(prefix) * count
-            results += _size(prefix) * count
-        return work, ws._network_occ + results * min(1.0, ws.nthreads / max(1, len(ws.processing)))
-
-    def _space(self, worker: str, promised: float) -> Space:
-        free, below, tier = self._headroom.room(worker)
-        spill = self._topology.tier_speed(LINK_OF_TIER[tier], worker) if tier else None
-        return Space(free - promised, below, spill)
-
-    # ---- transfers that were chosen ----------------------------------------------------
-
-    def took(self, candidate: Candidate, ws: Any) -> None:
-        """A task is about to be given to a worker: the inputs that it lacks will be on their way."""
-        if candidate.missing:
-            self._inbound[ws.address] = candidate.terms.moving / (ws._network_occ + candidate.missing)
-
-    def _seconds_inbound(self, ws: Any) -> float:
-        """Until what is on its way to a worker has come."""
-        if not ws._network_occ:
-            return 0.0
-        return float(ws._network_occ * self._inbound.get(ws.address, 1 / self._state.bandwidth))
-
-
-def siblings(ts: Any) -> Iterator[Any]:
-    """Some of the tasks whose results will be needed together with that of a task, not of a group that all need."""
-    for dependent in islice(ts.dependents, 1):
-        for _ in range(LONGEST_CHAIN):
-            if len(dependent.dependencies) > 1:
-                break
-            dependent = next(iter(dependent.dependents), None)
-            if dependent is None:
-                return
-        if 1 < len(dependent.dependencies) <= MOST_SIBLINGS:
-            yield from (origin for sibling in dependent.dependencies if (origin := _origin(sibling)) is not ts)
-
-
-def _origin(ts: Any) -> Any:
-    """The head of the chain of single inputs that ends in a task, or what of it is known to be somewhere."""
-    for _ in range(LONGEST_CHAIN):
-        if len(ts.dependencies) != 1 or ts.who_has or ts.processing_on:
-            break
-        ts = next(iter(ts.dependencies))
-    return ts
-
-
-def _whereabouts(ts: Any) -> Any | None:
-    if ts.processing_on is not None:
-        return ts.processing_on
-    return next(iter(ts.who_has), None) if ts.who_has else None
-
-
-def _replicas(dts: Any) -> Iterable[Any]:
-    return islice(dts.who_has, MOST_REPLICAS)
 
 
 def _holders(dependencies: Collection[Any]) -> list[Any]:
@@ -286,25 +186,14 @@ def _holders(dependencies: Collection[Any]) -> list[Any]:
     held: defaultdict[Any, int] = defaultdict(int)
     for dts in dependencies:
         nbytes = dts.get_nbytes()
-        for ws in _replicas(dts) if len(dts.who_has) > MOST_REPLICAS else dts.who_has:
+        for ws in islice(dts.who_has, MOST_REPLICAS):
             held[ws] += nbytes
     if len(held) == 1:
         return list(held)
     return nlargest(MOST_HOLDERS, held, key=lambda ws: (held[ws], ws.address))
 
 
-def _needs_better(terms: Terms) -> bool:
-    """Whether another worker could do better, whatever its inputs cost there."""
-    return terms.waiting > 0 or terms.moving > 0 or terms.room > 0
-
-
-def _load(ws: Any) -> tuple[float, str]:
-    return len(ws.processing) / ws.nthreads, ws.address
-
-
-def _size(prefix: Any) -> float:
-    """The mean size of results of a prefix, 0 while there are none."""
-    if not prefix.nbytes_total:
-        return 0.0
-    states = prefix.states
-    return float(prefix.nbytes_total) / max(1, sum(states[name] for name in _DONE))
+def _is_late(candidate: Candidate) -> bool:
+    """Whether another worker could run a task earlier, wherever its inputs are."""
+    waiting, _, moving, room, _ = candidate.terms
+    return waiting > 0 or moving > 0 or room > 0

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 
 class Step(Protocol):
     """A link that bytes cross; :class:`dask_gpurt.topology.Speed` is one."""
 
-    def seconds(self, nbytes: int, /) -> float:
-        """The time that so many bytes take."""
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+
+    @property
+    def latency(self) -> float:
+        """Seconds before the first byte."""
 
 
-#: What the bytes of a replica cross one after the other: its tier, the link, the way into the landing tier.
-Route = Sequence[Step]
+class Route(NamedTuple):
+    """What the bytes of a replica cross one after the other: out of its tier, the link, to where they land.
+
+    Parameters
+    ----------
+    latency
+        Seconds before the first byte.
+    pace
+        Seconds for each byte.
+    """
+
+    latency: float = 0.0
+    pace: float = 0.0
+
+    @classmethod
+    def over(cls, *steps: Step) -> Route:
+        """A route over some links."""
+        return cls(sum(step.latency for step in steps), sum(1 / step.bandwidth for step in steps))
+
+    def then(self, other: Route) -> Route:
+        """This route, and another behind it."""
+        return Route(self.latency + other.latency, self.pace + other.pace)
+
+
+#: To where the bytes are.
+NO_WAY = Route()
 
 
 class Space(NamedTuple):
@@ -27,12 +56,12 @@ class Space(NamedTuple):
     below
         What its lower tiers take, so that the live tier can spill.
     spill
-        How fast it spills; None where ``below`` is 0.
+        The way of what it spills.
     """
 
     free: float
     below: float = 0
-    spill: Step | None = None
+    spill: Route = NO_WAY
 
 
 class Terms(NamedTuple):
@@ -87,11 +116,11 @@ class Candidate(NamedTuple):
     held: float = 0
     missing: int = 0
 
-    @property
-    def rank(self) -> tuple[bool, float, float, float, str]:
-        """Smaller is better: room before time; the address decides at last, so that equal states agree."""
-        terms = self.terms
-        return not terms.fits, terms.seconds, self.load, self.held, self.worker
+
+def rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:
+    """Smaller is better: room before time; the address decides at last, so that equal states agree."""
+    worker, (waiting, running, moving, room, fits), load, held, _ = candidate
+    return not fits, waiting + running + moving + room, load, held, worker
 
 
 def best(candidates: Iterable[Candidate]) -> Candidate:
@@ -102,11 +131,7 @@ def best(candidates: Iterable[Candidate]) -> Candidate:
     ValueError
         Without any.
     """
-    return min(candidates, key=_rank)
-
-
-def _rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:
-    return candidate.rank
+    return min(candidates, key=rank)
 
 
 def waiting(work: float, tasks: int, threads: int, pace: float = 1) -> float:
@@ -122,11 +147,11 @@ def waiting(work: float, tasks: int, threads: int, pace: float = 1) -> float:
         How many times longer than others the worker takes.
     """
     if tasks < threads:
-        return 0
+        return 0.0
     return work * pace * (tasks - threads + 1) / (tasks * threads)
 
 
-def moving(nbytes: int, routes: Iterable[Route]) -> float:
+def moving(nbytes: float, routes: Iterable[Route]) -> float:
     """Seconds until an input has come, from the replica with the best route.
 
     Raises
@@ -134,7 +159,7 @@ def moving(nbytes: int, routes: Iterable[Route]) -> float:
     ValueError
         Without a route.
     """
-    return min(sum(step.seconds(nbytes) for step in route) for route in routes)
+    return min([latency + nbytes * pace for latency, pace in routes])
 
 
 def room(need: float, space: Space) -> tuple[float, bool]:
@@ -142,7 +167,7 @@ def room(need: float, space: Space) -> tuple[float, bool]:
 
     What others are short of is not for this task to pay.
     """
-    short = min(need, need - space.free)
-    if short <= 0 or space.spill is None:
-        return 0, short <= 0
-    return space.spill.seconds(int(short)), need <= space.free + space.below
+    free, below, (latency, pace) = space
+    if need <= free:
+        return 0.0, True
+    return latency + min(need, need - free) * pace, need <= free + below

@@ -9,7 +9,7 @@ from dask_gpurt.placement.chooser import Chooser
 
 #: Workers without room that are offered a root task at a time when nobody has room.
 RESERVE = 8
-#: Idle workers without room that are looked at again each time that the queue moves: room may come unannounced.
+#: Idle workers without room that are looked at again when the queue moves: room may come unannounced.
 LOOKED_AT = 4
 
 
@@ -29,44 +29,46 @@ class Gate:
     def __init__(self, state: Any, chooser: Chooser):
         self._state = state
         self._chooser = chooser
-        # Idle workers without room, and those of them that are let in; dictionaries without values, in order.
-        self._waiting: dict[Any, None] = {}
-        self._let_in: dict[Any, None] = {}
+        # Idle workers without room, and those of them that are let in, by address.
+        self._waiting: dict[str, Any] = {}
+        self._let_in: dict[str, Any] = {}
 
     def check(self, ws: Any) -> None:
         """Dask has just judged a worker by its tasks: judge it by its room."""
-        self.forget(ws)
+        address = ws.address
+        self._waiting.pop(address, None)
+        self._let_in.pop(address, None)
         if ws not in self._state.running:
             return
         if self._chooser.look_at(ws):
-            self._let_nobody_in()
+            if self._let_in:
+                self._let_nobody_in()
             return
         self._state.idle_task_count.discard(ws)
         if not ws.processing:
-            self._waiting[ws] = None
+            self._waiting[address] = ws
         self.let_in()
 
     def look_again(self) -> list[Any]:
         """Some of the workers that were left out, for another check."""
-        return list(islice(self._waiting, LOOKED_AT))
+        return [ws for ws in islice(self._waiting.values(), LOOKED_AT) if ws in self._state.running]
 
     def let_in(self) -> None:
         """See to it that the queue moves when nobody has room."""
         if not self._waiting or self._chooser.anyone_has_room():
             return
-        for ws in list(islice(self._waiting, RESERVE - len(self._let_in))):
-            del self._waiting[ws]
+        for address in list(islice(self._waiting, RESERVE - len(self._let_in))):
+            ws = self._waiting.pop(address)
             if ws in self._state.running:
-                self._let_in[ws] = None
+                self._let_in[address] = ws
                 self._state.idle_task_count.add(ws)
 
     def _let_nobody_in(self) -> None:
-        for ws in self._let_in:
-            self._state.idle_task_count.discard(ws)
-            self._waiting[ws] = None
+        self._state.idle_task_count.difference_update(self._let_in.values())
+        self._waiting.update(self._let_in)
         self._let_in.clear()
 
-    def forget(self, ws: Any) -> None:
-        """A worker is gone, or about to be judged anew."""
-        self._waiting.pop(ws, None)
-        self._let_in.pop(ws, None)
+    def forget(self, worker: str) -> None:
+        """Dask has removed a worker."""
+        self._waiting.pop(worker, None)
+        self._let_in.pop(worker, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.placement.cost import Candidate
+from dask_gpurt.placement.cost import Candidate, rank
 
 #: Keys whose last decision is remembered: some tens of MB at most.
 MOST_KEYS = 20_000
@@ -38,7 +38,10 @@ class History:
             self._decisions.popitem(last=False)
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
-        """A row for each candidate of the last decision about a key, the best first; none if it is not known."""
+        """A row for each candidate of the last decision about a key, the best first.
+
+        None if it is not known, or no more.
+        """
         worker, candidates = self._decisions.get(key, ("", ()))
         return [
             {
@@ -48,5 +51,5 @@ class History:
                 "missing": candidate.missing,
                 **candidate.terms._asdict(),
             }
-            for candidate in sorted(candidates, key=lambda candidate: candidate.rank)
+            for candidate in sorted(candidates, key=rank)
         ]

@@ -15,8 +15,8 @@ Neighbourhood = tuple[str, ...]
 class Loads(Generic[Worker]):
     """Workers by load, in each neighbourhood that they belong to.
 
-    A change costs about the same however many workers there are: it moves the worker from one bucket to another.
-    Among workers with the same load, who has had it longest comes first: so equal workers take turns.
+    A change costs the same however many workers there are: it moves the worker to another bucket. Among
+    workers with the same load, who has had it longest comes first: so equal workers take turns.
     """
 
     def __init__(self) -> None:
@@ -45,40 +45,48 @@ class Loads(Generic[Worker]):
         for name in neighbourhoods:
             self._buckets.setdefault(name, {}).setdefault(load, {})[worker] = None
 
-    def change(self, worker: Worker, load: int) -> None:
-        """Say how much a worker that is here has to do.
+    def neighbourhoods(self, worker: Worker) -> Sequence[Neighbourhood]:
+        """What a worker belongs to; nothing for one that is not here."""
+        known = self._known.get(worker)
+        return known[1] if known else ()
 
-        Raises
-        ------
-        KeyError
-            For a worker that is not here.
-        """
-        before, neighbourhoods = self._known[worker]
+    def change(self, worker: Worker, load: int) -> bool:
+        """Say how much a worker has to do; tell whether it is here."""
+        known = self._known.get(worker)
+        if known is None:
+            return False
+        before, neighbourhoods = known
         if before == load:
-            return
+            return True
         self._known[worker] = load, neighbourhoods
         for name in neighbourhoods:
             buckets = self._buckets[name]
-            self._take(buckets, before, worker)
+            bucket = buckets[before]
+            if len(bucket) > 1:
+                del bucket[worker]
+            else:
+                del buckets[before]
             if load in buckets:
                 buckets[load][worker] = None
             else:
                 buckets[load] = {worker: None}
+        return True
 
     def discard(self, worker: Worker) -> None:
         """Forget a worker."""
         load, neighbourhoods = self._known.pop(worker, (0, ()))
         for name in neighbourhoods:
             buckets = self._buckets[name]
-            self._take(buckets, load, worker)
+            del buckets[load][worker]
+            if not buckets[load]:
+                del buckets[load]
             if not buckets:
                 del self._buckets[name]
 
-    @staticmethod
-    def _take(buckets: dict[int, dict[Worker, None]], load: int, worker: Worker) -> None:
-        del buckets[load][worker]
-        if not buckets[load]:
-            del buckets[load]
+    def lowest(self, neighbourhood: Neighbourhood) -> int | None:
+        """The least load in a neighbourhood, None where nobody is."""
+        buckets = self._buckets.get(neighbourhood)
+        return min(buckets) if buckets else None
 
     def least(self, neighbourhood: Neighbourhood, number: int) -> Iterator[Worker]:
         """So many workers of a neighbourhood, those with the least load first."""

@@ -1,36 +1,72 @@
-"""The route that bytes of a key take from a worker to another: out of its tier, over the link, to where they land."""
+"""Routes of bytes between workers, and what workers are near to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement.cost import Route, Step
+from dask_gpurt.placement.cost import NO_WAY, Route, Step
 from dask_gpurt.placement.loads import Neighbourhood
 from dask_gpurt.topology import Link, Topology
 
+#: The neighbourhood of all workers.
+EVERYWHERE: Neighbourhood = ("everywhere",)
 #: What bytes cross between a tier and the live one of the same worker.
 LINK_OF_TIER = {Tier.PINNED: Link.PINNED, Tier.HOST: Link.PAGEABLE, Tier.DISK: Link.DISK}
 #: Links that end in host memory, whatever the workers compute on.
 THROUGH_HOST = (Link.SHARED_MEMORY, Link.TCP)
+#: How often speeds are looked up before they are taken from the topology again, and for how many pairs.
+LOOKUPS, MOST_PAIRS = 50_000, 20_000
 
 
-def route(topology: Topology, source: str, tier: Tier, target: str) -> Route:
-    """The steps from a tier of one worker to the live tier of another; none to where the bytes are."""
-    steps = [] if tier is Tier.DEVICE else [topology.tier_speed(LINK_OF_TIER[tier], source)]
-    if source == target:
-        return steps
-    steps.append(topology.speed(source, target))
-    if topology.link(source, target) in THROUGH_HOST:
-        steps.extend(_copies(topology, source if tier is Tier.DEVICE else None, target))
-    return steps
+class Routes:
+    """Routes between workers, worked out once for many decisions.
 
+    Parameters
+    ----------
+    topology
+        It learns speeds all the time; they are asked for again after :data:`LOOKUPS`.
+    """
 
-def _copies(topology: Topology, *workers: str | None) -> Iterator[Step]:
-    for worker in workers:
-        place = topology.place(worker) if worker is not None else None
-        if worker is not None and place is not None and place.device is not None:
-            yield topology.tier_speed(Link.PAGEABLE, worker)
+    def __init__(self, topology: Topology):
+        self._topology = topology
+        self._known: dict[tuple[str, str], Route] = {}
+        self._lookups = 0
+
+    def between(self, source: str, tier: Tier, target: str) -> Route:
+        """From a tier of one worker to the live tier of another."""
+        if source == target:
+            return NO_WAY if tier is Tier.DEVICE else self.out_of(tier, source)
+        self._lookups += 1
+        if self._lookups > LOOKUPS:
+            self.clear()
+        route = self._known.get((source, target))
+        if route is None:
+            route = self._learn(source, target)
+        return route if tier is Tier.DEVICE else self.out_of(tier, source).then(route)
+
+    def out_of(self, tier: Tier, worker: str) -> Route:
+        """Between a lower tier and the live tier of a worker."""
+        return Route.over(self._topology.tier_speed(LINK_OF_TIER[tier], worker))
+
+    def _learn(self, source: str, target: str) -> Route:
+        if len(self._known) >= MOST_PAIRS:
+            self.clear()
+        route = self._known[source, target] = Route.over(*self._steps(source, target))
+        return route
+
+    def _steps(self, source: str, target: str) -> Iterator[Step]:
+        yield self._topology.speed(source, target)
+        if self._topology.link(source, target) in THROUGH_HOST:
+            for worker in (source, target):
+                place = self._topology.place(worker)
+                if place is not None and place.device is not None:
+                    yield self._topology.tier_speed(Link.PAGEABLE, worker)
+
+    def clear(self) -> None:
+        """Ask for all speeds again."""
+        self._known.clear()
+        self._lookups = 0
 
 
 def neighbourhoods(topology: Topology, worker: str, host: str) -> tuple[Neighbourhood, ...]:
@@ -48,7 +84,3 @@ def neighbourhoods(topology: Topology, worker: str, host: str) -> tuple[Neighbou
     if place is not None and place.nvlink is not None:
         names.append(("nvlink", place.nvlink))
     return *names, ("host", place.host if place is not None else host), EVERYWHERE
-
-
-#: The neighbourhood of all workers.
-EVERYWHERE: Neighbourhood = ("everywhere",)

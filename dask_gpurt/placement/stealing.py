@@ -39,5 +39,5 @@ def thief(
 
 
 def _cost(chooser: Chooser, ts: Any, ws: Any, occupancy: float) -> Candidate:
-    candidate = chooser.cost(ts, ws)
+    candidate = chooser.estimates.cost(ts, ws)
     return candidate._replace(terms=candidate.terms._replace(waiting=occupancy / ws.nthreads))

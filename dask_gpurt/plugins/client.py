@@ -10,12 +10,14 @@ from weakref import WeakSet
 
 import dask
 import pandas as pd
+from dask.typing import Key
 from distributed import Client, default_client
 
 from dask_gpurt import config
 from dask_gpurt._version import __version__
 from dask_gpurt.dataframe import METHOD, install, uninstall
 from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.placement import Terms
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 from dask_gpurt.plugins.worker import NAME
 
@@ -130,6 +132,34 @@ def memory(client: Client | None = None, *, by: str = "tier") -> Any:
     return client.sync(_memory, client, by)
 
 
+def explain(client: Client | None, key: Key) -> Any:
+    """Why a task went where it went.
+
+    Parameters
+    ----------
+    client
+        The current one if None. With an asynchronous client, await the result.
+    key
+        Of the task. What is no key of the last 20,000 that were decided about has no reasons any more.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each worker that was looked at in the last decision about the task, the best first: its
+        address as ``worker``, whether it was ``chosen``, the ``seconds`` that the task was expected to take
+        until it had run there and the bytes of inputs ``missing`` there. Then the terms of these seconds:
+        ``waiting`` for the work before it, ``running``, ``moving`` inputs and making ``room``; and whether
+        its inputs and its result ``fits`` there at all.
+
+    Raises
+    ------
+    RuntimeError
+        When the runtime does not choose workers on this cluster.
+    """
+    client = client or default_client()
+    return client.sync(_explain, client, key)
+
+
 class _Room(ModuleType):
     """The package ``dask_gpurt.memory``, which would hide the function of that name: so it can be called."""
 
@@ -182,6 +212,16 @@ async def _report(client: Client, connect: bool) -> dict[str, Any]:
         return {"enabled": False, "counters": {}, "fallbacks": {}, "workers": {}}
     found: dict[str, Any] = await _scheduler(client).gpurt_report(connect=connect)
     return found
+
+
+async def _explain(client: Client, key: Key) -> pd.DataFrame:
+    rows = await _scheduler(client).gpurt_explain(key=key) if await _is_on(client) else None
+    if rows is None:
+        raise RuntimeError(
+            "Dask chooses the workers of this cluster, and keeps no reasons: set 'gpurt.placement.enabled' "
+            "to true before the runtime is switched on"
+        )
+    return pd.DataFrame(rows, columns=["worker", "chosen", "seconds", "missing", *Terms._fields])
 
 
 async def _memory(client: Client, by: str) -> pd.DataFrame:

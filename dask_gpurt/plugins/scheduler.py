@@ -24,6 +24,8 @@ from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import METRIC, OP
+from dask_gpurt.plugins.placement import SchedulerPlacement
+from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.worker import NAME, GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
@@ -52,16 +54,25 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if NAME in scheduler.extensions:  # two workers preloaded us at once
             return
         settings = config.load_over(self.given)
+        metrics = Metrics()
+        places = SchedulerTopology(scheduler, settings.topology.file, metrics)
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = metrics
         self.picture = Picture()
+        self.places = places
+        self.places.install()
+        self.placement: SchedulerPlacement | None = None
+        if settings.placement.enabled:
+            self.placement = SchedulerPlacement(scheduler, places.topology, self.picture, metrics)
+            self.placement.install()
         self._replace(scheduler.extensions["shuffle"])
         scheduler.handlers["gpurt_report"] = self.report
         scheduler.handlers["gpurt_gone"] = self.gone
         scheduler.handlers["gpurt_disable"] = self.stop
         scheduler.handlers["gpurt_memory"] = self.memory
+        scheduler.handlers["gpurt_explain"] = self.explain
         scheduler.stream_handlers[OP] = self.memory_changed
         scheduler.stream_handlers[LOST] = self.lost
         replies = await scheduler.register_worker_plugin(
@@ -78,7 +89,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         for name in _REPLACED:
             scheduler.extensions["shuffle"].__dict__.pop(name, None)
         scheduler.extensions.pop(NAME, None)
-        for handler in ("gpurt_report", "gpurt_gone", "gpurt_disable", "gpurt_memory"):
+        if self.placement is not None:
+            self.placement.uninstall()
+            self.placement = None
+        for handler in ("gpurt_report", "gpurt_gone", "gpurt_disable", "gpurt_memory", "gpurt_explain"):
             scheduler.handlers.pop(handler, None)
         if NAME in scheduler.worker_plugins:
             await scheduler.unregister_worker_plugin(None, NAME)
@@ -87,6 +101,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         # Last: until they have switched off, workers send changes, and who sends what is unknown is closed.
         scheduler.stream_handlers.pop(OP, None)
         scheduler.stream_handlers.pop(LOST, None)
+        self.places.uninstall()
 
     # ---- Dask's p2p extension ----------------------------------------------------------
 
@@ -130,6 +145,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Handler: what has changed in the tiers of a worker."""
         if worker in self.scheduler.workers:
             self.picture.apply(worker, message)
+            if self.placement is not None:
+                self.placement.memory_changed(worker)
 
     def lost(self, worker: str, keys: list[Key]) -> None:
         """Handler: a worker has keys no more; as if it had died with them."""
@@ -144,6 +161,19 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.picture.forget(worker)
+        self.places.remove(worker)
+        if self.placement is not None:
+            self.placement.remove(worker)
+
+    # ---- placement -----------------------------------------------------------------------
+
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **told: Any) -> None:
+        if self.placement is not None and (start, finish) == ("processing", "memory"):
+            self.placement.finished(key, told["worker"], told["startstops"])
+
+    def explain(self, key: Key) -> list[dict[str, Any]] | None:
+        """Handler: the last decision about a key; None where Dask chooses."""
+        return None if self.placement is None else self.placement.explain(key)
 
     def memory(self, by: str = "tier") -> list[dict[str, Any]]:
         """Handler: a row for each worker and tier, or also for each prefix."""

@@ -20,6 +20,7 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.tiers import WorkerTiers
+from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.table.protocol import import_backends, warm_up
 
@@ -56,6 +57,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         try:
             import_backends(self.exchange.pools.devices)
             await self.exchange.offload(self.exchange.pools.make_all)
+            await self.topology.start()
             if settings.memory.tiers:
                 await self.exchange.offload(self.tiers.guard)
                 self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
@@ -74,9 +76,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
             Failures(settings.memory.failures).inject(device)
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
+        on_gpu = not pools.device(pools.main).on_host
+        self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
 
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
+        self.topology.close()
         prometheus.unregister(worker.address)
         # The data of a worker that closes go with it: to read them all once more would be in vain.
         if self.data is not None and worker.status in (Status.running, Status.paused):

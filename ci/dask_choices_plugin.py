@@ -1,0 +1,105 @@
+"""A pytest plugin that has our placement make the choices in the tests of distributed's own scheduler.
+
+Every scheduler that such a test starts gets a placement that knows what Dask knows: one speed for all links, which is
+Dask's, and the memory that Dask counts. A test that then chooses otherwise is in ``EXPECTED``, with the reason; it has
+to fail, so that the list stays true.
+
+``GPURT_SUITE_BASELINE=1`` leaves placement off: what fails then, fails in Dask.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Scheduler, SchedulerPlugin, utils_test
+
+from dask_gpurt.memory.ledger import Picture
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import LedgerHeadroom, Placement
+from dask_gpurt.topology import SHIPPED, Link, Speed, Topology
+
+BASELINE = os.environ.get("GPURT_SUITE_BASELINE") == "1"
+
+#: Tests that choose otherwise on purpose, by the end of their node id, and why.
+EXPECTED: dict[str, str] = {}
+
+_metrics: list[Metrics] = []
+
+
+class _OneSpeed(Topology):
+    """All links as fast as Dask believes that they are, at that time."""
+
+    def __init__(self, scheduler: Any):
+        super().__init__()
+        self._scheduler = scheduler
+
+    def link(self, source: str, target: str) -> Link:
+        return Link.RDMA
+
+    def speed(self, source: str, target: str) -> Speed:
+        return Speed(self._scheduler.bandwidth, SHIPPED[Link.TCP].latency)
+
+
+class _Events(SchedulerPlugin):
+    """Tells a placement what Dask has no seam for."""
+
+    name = "gpurt-placement"
+
+    def __init__(self, placement: Placement):
+        self.placement = placement
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        self.placement.left(worker)
+
+
+_start = Scheduler.start_unsafe
+
+
+async def _start_with_placement(scheduler: Any) -> Any:
+    started = await _start(scheduler)
+    metrics = Metrics()
+    _metrics.append(metrics)
+    placement = Placement(
+        scheduler, _OneSpeed(scheduler), LedgerHeadroom(Picture(), scheduler.workers), metrics
+    )
+    placement.bind()
+    scheduler.add_plugin(_Events(placement))
+    return started
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runslow", action="store_true")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in ("ci1", "memray", "ipython", "leaking", "workerstate", "slow", "gpu", "flaky"):
+        config.addinivalue_line("markers", name)
+    # Certificates are with the tests, which are no part of an installed distributed.
+    utils_test.certs_dir = str(Path(config.rootpath) / "distributed" / "tests")
+    if not BASELINE:
+        Scheduler.start_unsafe = _start_with_placement
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not config.option.runslow:
+            item.add_marker(pytest.mark.skip(reason="slow"))
+        why = next((why for test, why in EXPECTED.items() if item.nodeid.endswith(test)), None)
+        if why is not None and not BASELINE:
+            item.add_marker(pytest.mark.xfail(reason=why, strict=True))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    decisions, fallbacks = 0.0, Counter[str]()
+    for metrics in _metrics:
+        found = metrics.snapshot()
+        decisions += found["counters"].get("placement.decisions", 0)
+        for what, known in found["fallbacks"].items():
+            fallbacks[f"{what}: {known['reason']}"] += known["count"]
+    terminalreporter.write_line(
+        f"{decisions:.0f} decisions were ours, fallbacks: {dict(fallbacks) or 'none'}"
+    )

@@ -1,0 +1,154 @@
+"""``dask gpurt topology``: the GPUs of a host, what joins every two of them, and how fast it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+from dask.utils import format_time
+from distributed import Client
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dask_gpurt.topology import SHIPPED, Link, Speed
+from dask_gpurt.topology.discover import discover, visible_devices
+from dask_gpurt.topology.file import Description, TopologyError, as_values, load, parse
+from dask_gpurt.topology.hosts import Gpu, Host, Nic
+
+
+@click.command()
+@click.option("--measure", is_flag=True, help="Try out the links of this host, for a few seconds.")
+@click.option(
+    "--load", "file", type=click.Path(dir_okay=False, path_type=Path), help="Show what a topology file says."
+)
+@click.option("--scheduler", metavar="ADDRESS", help="Show what the scheduler of a cluster knows.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as a topology file.")
+def topology(measure: bool, file: Path | None, scheduler: str | None, as_json: bool) -> None:
+    """Show devices, what joins them, and how fast it is: of this host, of a file or of a cluster.
+
+    What --json prints, --load and the setting gpurt.topology.file read.
+    """
+    if measure + (file is not None) + (scheduler is not None) > 1:
+        raise click.UsageError("--measure, --load and --scheduler look at three different places: give one")
+    try:
+        description = _description(file, scheduler)
+    except TopologyError as error:
+        raise click.ClickException(str(error)) from error
+    if measure:
+        description = replace(description, speeds=_measured(description))
+    if as_json:
+        click.echo(json.dumps(as_values(description), indent=2))
+    else:
+        print_description(description, here=file is None and scheduler is None)
+
+
+def _description(file: Path | None, scheduler: str | None) -> Description:
+    if file is not None:
+        return load(file)
+    if scheduler is not None:
+        return _of_cluster(scheduler)
+    host = discover()
+    return Description(hosts={host.name: host})
+
+
+def _of_cluster(address: str) -> Description:
+    # A client that ran our hook would switch the runtime on.
+    with dask.config.set({"distributed.client.preload": []}):
+        try:
+            client = Client(address, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
+    with client:
+        remote: Any = client.scheduler
+        values = client.sync(remote.gpurt_topology)
+    if values is None:
+        raise click.ClickException(
+            f"the runtime is off at {address}: dask_gpurt.enable(client) switches it on"
+        )
+    return parse(json.dumps(values), address)
+
+
+def _measured(description: Description) -> Mapping[Link, Speed]:
+    from dask_gpurt.topology.measure import measure
+
+    (host,) = description.hosts.values()
+    return measure(host)
+
+
+# ---- for people ----------------------------------------------------------------------
+
+
+def print_description(description: Description, here: bool) -> None:
+    """Print a table of links for each host, and one of speeds.
+
+    Parameters
+    ----------
+    description
+        What there is.
+    here
+        Whether it is this host's, so that the GPU of this process can be told.
+    """
+    console = Console(highlight=False)
+    for name, host in description.hosts.items():
+        own = host.find(visible_devices()) if here else None
+        console.print(f"[bold]{name}[/]: {', '.join(_parts(host))}")
+        if host.gpus:
+            console.print(_matrix(host, own))
+    console.print(_speeds(description))
+    if description.workers:
+        console.print(_workers(description))
+
+
+def _parts(host: Host) -> Iterator[str]:
+    yield f"{host.numa_nodes} NUMA node{'s' if host.numa_nodes != 1 else ''}"
+    yield f"{len(host.gpus) or 'no'} GPU{'s' if len(host.gpus) != 1 else ''}"
+    yield from map(_nic, host.nics)
+
+
+def _nic(nic: Nic) -> str:
+    speed = f" {nic.speed * 8 / 1e9:g} Gbit/s" if nic.speed else ""
+    return f"{nic.name}{speed}{' RDMA' if nic.rdma else ''}"
+
+
+def _matrix(host: Host, own: Gpu | None) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("", "GPU", "NUMA", *(str(gpu.index) for gpu in host.gpus)):
+        table.add_column(heading)
+    for gpu, row in zip(host.gpus, host.matrix(), strict=True):
+        joins = ("·" if join.link == Link.SAME_DEVICE else str(join) for join in row)
+        numa = "" if gpu.numa is None else str(gpu.numa)
+        mark = "→" if gpu is own else " "
+        table.add_row(f"{mark}{gpu.index}", f"{gpu.name} {gpu.id[:12]}", numa, *joins)
+    return table
+
+
+def _speeds(description: Description) -> Table:
+    promised = {
+        link: speed for host in description.hosts.values() for link, speed in host.known().speeds.items()
+    }
+    table = Table("link", "bandwidth", "latency", "known", box=SIMPLE_HEAD)
+    for link in Link:
+        source, speed = next(
+            (source, speeds[link])
+            for source, speeds in (
+                ("by measurement", description.speeds),
+                ("by its generation and number", promised),
+                ("by default", SHIPPED),
+            )
+            if link in speeds
+        )
+        table.add_row(link, f"{speed.bandwidth / 1e9:.3g} GB/s", format_time(speed.latency), source)
+    return table
+
+
+def _workers(description: Description) -> Table:
+    table = Table("worker", "host", "GPU", box=SIMPLE_HEAD)
+    for worker, (host, gpu) in description.workers.items():
+        table.add_row(worker, host, gpu or "")
+    return table

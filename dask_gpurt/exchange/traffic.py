@@ -1,0 +1,58 @@
+"""What transfers have shown of the links to peers, until somebody asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+#: Peers and paths that are remembered at once; others are noted another time.
+MOST_PEERS = 64
+
+
+class Seen(NamedTuple):
+    """Transfers from one peer over one path, summed."""
+
+    peer: str
+    path: str
+    nbytes: int
+    seconds: float
+    transfers: int
+
+
+class Traffic:
+    """Sums of transfers by peer and path. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, str], Seen] = {}
+
+    def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
+        """Count a transfer that is over."""
+        with self._lock:
+            if (peer, path) not in self._seen and len(self._seen) >= MOST_PEERS:
+                return
+            known = self._seen.get((peer, path), Seen(peer, path, 0, 0.0, 0))
+            self._seen[peer, path] = Seen(
+                peer, path, known.nbytes + nbytes, known.seconds + seconds, known.transfers + 1
+            )
+
+    def timed(
+        self, peer: str, path: str, copy: Callable[[Sequence[Any]], list[Any]], nbytes: int
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """``copy``, whose calls that succeed are noted."""
+
+        def timed(sources: Sequence[Any]) -> list[Any]:
+            start = perf_counter()
+            copied = copy(sources)
+            self.note(peer, path, nbytes, perf_counter() - start)
+            return copied
+
+        return timed
+
+    def take(self) -> list[Seen]:
+        """All that was counted since the last call."""
+        with self._lock:
+            seen, self._seen = self._seen, {}
+        return list(seen.values())

@@ -1,0 +1,150 @@
+"""What a task would cost on a worker, with the figures that the state of Dask's scheduler has for it."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.placement import cost
+from dask_gpurt.placement.cost import NO_WAY, Candidate, Space, Terms
+from dask_gpurt.placement.headroom import Headroom
+from dask_gpurt.placement.routes import Routes
+from dask_gpurt.topology import Topology
+
+#: The most replicas of an input that are looked at.
+MOST_REPLICAS = 4
+#: What the pace of a worker changes with each task that it has done, and what it stays within.
+PACE_WEIGHT, FASTEST, SLOWEST = 0.1, 0.1, 10.0
+
+
+class Estimates:
+    """The costs of tasks on workers.
+
+    Parameters
+    ----------
+    state
+        Dask's ``SchedulerState``.
+    topology
+        Where the workers are, and how fast the links between them are.
+    headroom
+        What room they have.
+    """
+
+    def __init__(self, state: Any, topology: Topology, headroom: Headroom):
+        self._state = state
+        self._headroom = headroom
+        self.routes = Routes(topology)
+        self._paces: dict[str, float] = {}
+        #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
+        self._inbound: dict[str, float] = {}
+
+    def cost(self, ts: Any, ws: Any) -> Candidate:
+        """What a task costs on a worker."""
+        missing, moving, coming = self.inputs(ts, ws)
+        if missing or coming:
+            moving += self._seconds_inbound(ws)
+        work, promised = self._work(ws)
+        address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
+        pace = self._paces.get(address, 1.0)
+        room, fits = self._room(address, missing + size(ts.prefix), promised)
+        terms = Terms(
+            cost.waiting(work, tasks, threads, pace),
+            self._state._get_prefix_duration(ts.prefix) * pace,
+            moving,
+            room,
+            fits,
+        )
+        return Candidate(address, terms, tasks / threads, ws.nbytes, missing)
+
+    def inputs(self, ts: Any, ws: Any) -> tuple[int, float, bool]:
+        """Bytes of inputs that a worker lacks, the seconds to get all, and whether some are on their way.
+
+        What is on its way counts for the task that it was sent for.
+        """
+        missing, seconds, coming = 0, 0.0, False
+        address, here, on_their_way = ws.address, ws.has_what, ws.needs_what
+        for dts in ts.dependencies:
+            if dts in on_their_way:
+                coming = True
+            elif dts in here:
+                tier = self._headroom.tier(address, dts.key)
+                if tier is not Tier.DEVICE:
+                    seconds += cost.moving(dts.get_nbytes(), [self.routes.out_of(tier, address)])
+            else:
+                nbytes = dts.get_nbytes()
+                missing += nbytes
+                seconds += self._fetch(dts, nbytes, address)
+        return missing, seconds, coming
+
+    def _fetch(self, dts: Any, nbytes: int, target: str) -> float:
+        key, tier, between = dts.key, self._headroom.tier, self.routes.between
+        sources = [holder.address for holder in islice(dts.who_has, MOST_REPLICAS)]
+        return cost.moving(nbytes, [between(source, tier(source, key), target) for source in sources])
+
+    def _work(self, ws: Any) -> tuple[float, float]:
+        """Seconds of the work of a worker, and bytes that are promised there.
+
+        Those are what comes in, and the results of the tasks that run next; later ones find inputs gone.
+        """
+        state, work, results = self._state, 0.0, 0.0
+        for name, count in ws.task_prefix_count.items():
+            prefix = state.task_prefixes[name]
+            work += state._get_prefix_duration(prefix) * count
+            results += size(prefix) * count
+        waiting = len(ws.processing) - ws.nthreads
+        if waiting > 0:
+            results *= ws.nthreads / (waiting + ws.nthreads)
+        return work, ws._network_occ + results
+
+    def _room(self, worker: str, need: float, promised: float) -> tuple[float, bool]:
+        free, below, tier = self._headroom.room(worker)
+        if need <= free - promised:
+            return 0.0, True
+        spill = NO_WAY if tier is None else self.routes.out_of(tier, worker)
+        return cost.room(need, Space(free - promised, below, spill))
+
+    def has_room(self, ws: Any) -> bool:
+        """Whether a worker has room for what comes there, and in the end for the next of Dask's queue."""
+        need: float = ws._network_occ
+        queued = self._state.queued
+        if queued:
+            need += (len(ws.processing) + 1) * size(queued.peek().prefix)
+        free, below, _ = self._headroom.room(ws.address)
+        return free + below > need
+
+    # ---- what decisions and workers show ---------------------------------------------
+
+    def took(self, candidate: Candidate, ws: Any) -> None:
+        """A task is about to be given to a worker: the inputs that it lacks will be on their way."""
+        if candidate.missing:
+            nbytes = ws._network_occ + candidate.missing
+            self._inbound[candidate.worker] = candidate.terms.moving / nbytes
+
+    def _seconds_inbound(self, ws: Any) -> float:
+        """Until what is on its way to a worker has come."""
+        if not ws._network_occ:
+            return 0.0
+        return float(ws._network_occ * self._inbound.get(ws.address, 1 / self._state.bandwidth))
+
+    def observe_pace(self, worker: str, seconds: float, usual: float) -> None:
+        """A task has taken so many seconds of work, where others like it usually take ``usual``."""
+        if usual > 0 and seconds > 0:
+            pace = self._paces.get(worker, 1.0)
+            seen = min(max(seconds / usual, FASTEST), SLOWEST)
+            self._paces[worker] = pace + PACE_WEIGHT * (seen - pace)
+
+    def forget(self, worker: str) -> None:
+        """Dask has removed a worker."""
+        self._paces.pop(worker, None)
+        self._inbound.pop(worker, None)
+
+
+def size(prefix: Any) -> float:
+    """The mean size of results of a task prefix, 0 while there are none."""
+    nbytes: float = prefix.nbytes_total
+    if not nbytes:
+        return 0.0
+    states = prefix.states
+    done: int = states["memory"] + states["released"] + states["forgotten"] + states["erred"]
+    return nbytes / done if done > 1 else nbytes

@@ -1,0 +1,63 @@
+"""Placement on a cluster: told of what the workers report, and asked for its reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.memory.ledger import Picture
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import LedgerHeadroom, Placement
+from dask_gpurt.plugins.topology_reports import PLACE
+from dask_gpurt.topology import Topology
+
+
+class SchedulerPlacement:
+    """Keeps a :class:`Placement` on a scheduler, after the topology listens to the workers.
+
+    Parameters
+    ----------
+    scheduler
+        Dask's.
+    topology, picture
+        Where the workers are, and what their tiers hold.
+    """
+
+    def __init__(self, scheduler: Any, topology: Topology, picture: Picture, metrics: Metrics):
+        self._scheduler = scheduler
+        headroom = LedgerHeadroom(picture, scheduler.workers)
+        self._placement = Placement(scheduler, topology, headroom, metrics)
+
+    def install(self) -> None:
+        """Choose from now on."""
+        told = self._scheduler.stream_handlers[PLACE]
+
+        def placed(worker: str, **message: Any) -> None:
+            told(worker, **message)
+            self._placement.changed(worker)
+
+        self._scheduler.stream_handlers[PLACE] = placed
+        self._placement.bind()
+
+    def uninstall(self) -> None:
+        """Have Dask choose again."""
+        self._placement.unbind()
+
+    def memory_changed(self, worker: str) -> None:
+        """A worker has reported what its tiers hold."""
+        self._placement.changed(worker)
+
+    def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
+        """A worker has computed a task, at these times."""
+        seconds = sum(each["stop"] - each["start"] for each in startstops if each["action"] == "compute")
+        self._placement.finished(self._scheduler.tasks[key].prefix.name, worker, seconds)
+
+    def remove(self, worker: str) -> None:
+        """A worker has left."""
+        self._placement.left(worker)
+
+    def explain(self, key: Key) -> list[dict[str, Any]]:
+        """The last decision about a key."""
+        return self._placement.explain(key)

@@ -1,0 +1,139 @@
+"""The scheduler's picture of what joins the workers, put together from what they say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
+from dask_gpurt.topology import HostLinks, Link, Place, Topology
+from dask_gpurt.topology.file import Description, as_values, load, parse_host
+from dask_gpurt.topology.hosts import Host
+
+#: Which links the paths of the exchange cross: bytes that took another way tell nothing of a pair's link.
+CROSSED = {
+    "shared-memory": {Link.SHARED_MEMORY},
+    "cuda-ipc": {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
+    "comms": {Link.RDMA, Link.TCP},
+}
+
+
+class SchedulerTopology:
+    """Keeps a :class:`Topology` in step with the workers of a scheduler.
+
+    Parameters
+    ----------
+    scheduler
+        Dask's.
+    file
+        The setting ``gpurt.topology.file``.
+
+    Raises
+    ------
+    TopologyError
+        When the file makes no sense.
+    """
+
+    def __init__(self, scheduler: Any, file: str | None, metrics: Metrics):
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._file = load(file) if file is not None else Description()
+        self.topology = Topology(self._file.speeds)
+        self._hosts: dict[str, Host] = {}
+        self._asked: set[str] = set()
+
+    def install(self) -> None:
+        """Listen to the workers."""
+        self._scheduler.stream_handlers[PLACE] = self.placed
+        self._scheduler.stream_handlers[TRAFFIC] = self.traffic
+        self._scheduler.handlers["gpurt_topology"] = self.describe
+
+    def uninstall(self) -> None:
+        """Listen to nobody any more."""
+        self._scheduler.stream_handlers.pop(PLACE, None)
+        self._scheduler.stream_handlers.pop(TRAFFIC, None)
+        self._scheduler.handlers.pop("gpurt_topology", None)
+
+    # ---- where workers are -------------------------------------------------------------
+
+    def placed(self, worker: str, place: dict[str, Any], name: str, visible: str | None) -> None:
+        """Handler: a worker says where it is, and which devices it sees."""
+        if worker not in self._scheduler.workers:
+            return
+        told = Place(**place)
+        listed = self._listed(worker, told, name, visible)
+        self.topology.add(worker, listed or told)
+        if listed is None and not self.topology.described(told.host) and told.host not in self._asked:
+            self._asked.add(told.host)
+            self._scheduler._ongoing_background_tasks.call_soon(self._ask, told.host, name)
+
+    def _listed(self, worker: str, told: Place, name: str, visible: str | None) -> Place | None:
+        """Where the file says that a worker is, None if it says nothing of its host."""
+        workers, alias = self._file.workers, str(self._scheduler.workers[worker].name)
+        name, gpu_id = workers.get(worker) or workers.get(alias) or (name, None)
+        host = self._file.hosts.get(name)
+        if host is None:
+            return None
+        self._keep(name, host)
+        by_id = {gpu.id: gpu for gpu in host.gpus}
+        gpu = by_id.get(gpu_id or told.device or "") or host.find(visible)
+        if gpu is None and told.device is not None:
+            self._metrics.fallback("a worker's own word counts for its GPU", f"the file has none at {worker}")
+            return replace(told, host=name)
+        return host.place(name, gpu, numa=told.numa, rdma=worker.startswith("ucx"))
+
+    async def _ask(self, host: str, name: str) -> None:
+        """Have one worker of a host describe it; the next one if that worker goes meanwhile."""
+        try:
+            for worker in list(self.topology.on_host(host)):
+                try:
+                    values = await getattr(self._scheduler.rpc(worker), HOST)()
+                except OSError:
+                    continue
+                if values is not None and self.topology.on_host(host):
+                    self._keep(host, parse_host(name, values))
+                    return
+        finally:
+            self._asked.discard(host)
+
+    def _keep(self, host: str, described: Host) -> None:
+        known = described.known()
+        # What somebody has measured counts before what the generation of a link promises.
+        speeds = {link: speed for link, speed in known.speeds.items() if link not in self._file.speeds}
+        self._hosts[host] = described
+        self.topology.describe(host, HostLinks(known.links, speeds))
+
+    def remove(self, worker: str) -> None:
+        """A worker has left."""
+        place = self.topology.place(worker)
+        self.topology.remove(worker)
+        if place is not None and not self.topology.on_host(place.host):
+            self._hosts.pop(place.host, None)
+
+    # ---- how fast bytes come -----------------------------------------------------------
+
+    def traffic(self, worker: str, seen: Sequence[tuple[str, str, int, float, int]]) -> None:
+        """Handler: what a worker has seen of the links to its peers."""
+        for peer, path, nbytes, seconds, transfers in seen:
+            if self.topology.link(peer, worker) in CROSSED.get(path, ()):
+                self.topology.observe(peer, worker, nbytes, seconds, transfers)
+
+    def describe(self) -> dict[str, Any]:
+        """Handler: the whole picture, as a topology file has it."""
+        names = self._names()
+        workers = {}
+        for worker in self._scheduler.workers:
+            place = self.topology.place(worker)
+            if place is not None and place.host in names:
+                known = any(gpu.id == place.device for gpu in self._hosts[place.host].gpus)
+                workers[worker] = names[place.host], place.device if known else None
+        hosts = {names[host]: described for host, described in self._hosts.items()}
+        return as_values(Description(self.topology.learned(), hosts, workers))
+
+    def _names(self) -> dict[str, str]:
+        """What hosts are called, by their ids; where two have one name, by these."""
+        count = Counter(host.name for host in self._hosts.values())
+        return {id: host.name if count[host.name] == 1 else id for id, host in self._hosts.items()}

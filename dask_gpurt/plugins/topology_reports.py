@@ -1,0 +1,112 @@
+"""A worker tells the scheduler where it is, if asked what its host has, and how fast bytes came."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from distributed.comm.core import CommClosedError
+
+from dask_gpurt.exchange.paths import COMMS
+from dask_gpurt.exchange.traffic import Traffic
+from dask_gpurt.observe import Metrics
+from dask_gpurt.topology import system
+from dask_gpurt.topology.discover import discover, own_place, visible_devices
+from dask_gpurt.topology.file import host_values
+from dask_gpurt.topology.hosts import Host
+
+#: The names of the stream operations, and of what the scheduler calls.
+PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
+#: Bytes below which Dask's own transfers tell nothing of a link, and the least seconds that it writes down.
+DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
+
+
+class TopologyReporter:
+    """Reports of one worker.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker.
+    traffic
+        What its exchange has seen.
+    on_gpu
+        Whether it keeps its data on a GPU.
+    """
+
+    def __init__(self, worker: Any, traffic: Traffic, on_gpu: bool, metrics: Metrics):
+        self._worker = worker
+        self._traffic = traffic
+        self._on_gpu = on_gpu
+        self._metrics = metrics
+        self._host = Host(system.host_name())
+        self._looked = 0.0
+        self._timer: Any = None
+
+    async def start(self) -> None:
+        """Say where this worker is, and go on with reports."""
+        self._worker.handlers[HOST] = self.host
+        place = await asyncio.to_thread(self._look_around)
+        self._send(
+            {
+                "op": PLACE,
+                "place": vars(place),
+                "name": self._host.name,
+                "visible": visible_devices() if self._on_gpu else "",
+            }
+        )
+        self._later()
+
+    def _look_around(self) -> Any:
+        visible, rdma = visible_devices(), str(self._worker.address).startswith("ucx")
+        try:
+            self._host = discover()
+        # Whatever NVML fails with: without a topology there is still a cluster.
+        except Exception as error:
+            self._metrics.fallback("links within this host count as unknown", repr(error))
+        place = own_place(self._host, visible, on_gpu=self._on_gpu, rdma=rdma)
+        if self._on_gpu and place.device is None:
+            self._metrics.fallback(
+                "this worker's GPU has no place in the topology",
+                f"NVML knows none for CUDA_VISIBLE_DEVICES={visible}: set 'gpurt.topology.file'",
+            )
+        return place
+
+    async def host(self) -> dict[str, Any]:
+        """Handler: what this host has."""
+        return host_values(self._host)
+
+    # ---- what transfers have shown -----------------------------------------------------
+
+    def _later(self) -> None:
+        # As often as the heart beats, which is more slowly the more workers there are.
+        pause = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
+        self._timer = self._worker.loop.call_later(pause, self._report)
+
+    def _report(self) -> None:
+        self._note_dasks_own()
+        if seen := self._traffic.take():
+            self._send({"op": TRAFFIC, "seen": [tuple(sums) for sums in seen]})
+        self._later()
+
+    def _note_dasks_own(self) -> None:
+        """Take the dependencies that Dask has fetched since, from the log that it keeps of them."""
+        since = self._looked
+        for entry in reversed(self._worker.transfer_incoming_log):
+            if entry["stop"] <= since:
+                break
+            self._looked = max(self._looked, entry["stop"])
+            if entry["total"] > DASKS_LEAST_BYTES and entry["duration"] > DASKS_LEAST_SECONDS:
+                self._traffic.note(entry["who"], COMMS, entry["total"], entry["duration"])
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+            self._worker.batched_stream.send(message)
+
+    def close(self) -> None:
+        """Tell nothing any more."""
+        self._worker.handlers.pop(HOST, None)
+        if self._timer is not None:
+            self._worker.loop.remove_timeout(self._timer)
+            self._timer = None

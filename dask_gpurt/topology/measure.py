@@ -1,0 +1,170 @@
+"""How fast the links of this host are, tried out in a few seconds.
+
+Each trial copies a block again and again for a moment and takes the best time, since whatever else the host
+does only makes it longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from typing import Any
+
+import dask
+import numpy as np
+from distributed.comm.core import connect, listen
+from distributed.protocol.serialize import to_serialize
+
+from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.links import SHIPPED, Link, Speed
+from dask_gpurt.topology.measure_gpu import measure_gpus
+
+#: Bytes of a block, too many for a processor's caches, and seconds of one trial.
+BLOCK, MOMENT = 2**26, 0.3
+#: What TCP leaves of the nominal speed of a NIC.
+NIC_SHARE = 0.9
+
+
+def measure(host: Host) -> dict[Link, Speed]:
+    """Try out the links of this host; it takes a few seconds, and some memory, disk and GPU memory.
+
+    Parameters
+    ----------
+    host
+        What it has.
+
+    Returns
+    -------
+    dict
+        By class of link; what can not be tried out here is not in it. TCP is that of this host to itself, by
+        Dask's comms, but no faster than the fastest NIC.
+    """
+    return {
+        Link.SHARED_MEMORY: Speed(_shared_memory(), SHIPPED[Link.SHARED_MEMORY].latency),
+        Link.TCP: _behind_nic(asyncio.run(_tcp()), host),
+        Link.DISK: _disk(),
+        **measure_gpus(host, best),
+    }
+
+
+def best(action: Callable[[], object]) -> float:
+    """The seconds of the fastest of several calls."""
+    end = time.perf_counter() + MOMENT
+    action()  # touches every page, sets every connection up
+    times: list[float] = []
+    while not times or time.perf_counter() < end:
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _shared_memory() -> float:
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(BLOCK)
+        with closing(mmap.mmap(file.fileno(), BLOCK)) as shared:
+            source = np.frombuffer(shared, np.uint8).copy()
+            shared[:] = source.tobytes()  # otherwise there are no pages to read
+
+            def read() -> None:
+                view = np.frombuffer(shared, np.uint8)
+                np.copyto(source, view)
+
+            return BLOCK / best(read)
+
+
+# ---- TCP -----------------------------------------------------------------------------
+
+
+async def _tcp() -> Speed:
+    with _answering() as address:
+        comm = await connect(address)
+        try:
+            latency = await _exchange(comm, np.zeros(1, np.uint8))
+            seconds = await _exchange(comm, np.zeros(BLOCK, np.uint8))
+        finally:
+            await comm.close()
+    return Speed(BLOCK / max(seconds - latency, seconds / 2), latency)
+
+
+async def _exchange(comm: Any, block: np.ndarray) -> float:
+    """The seconds that a message takes until it is answered, at best."""
+    times: list[float] = []
+    end = time.perf_counter() + MOMENT
+    while len(times) < 2 or time.perf_counter() < end:
+        start = time.perf_counter()
+        await comm.write({"block": to_serialize(block)})
+        await comm.read()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@contextmanager
+def _answering() -> Iterator[str]:
+    """The address of somebody, on a thread with an event loop, who answers all messages."""
+    address: Future[str] = Future()
+    loop = asyncio.new_event_loop()
+    done = asyncio.Event()
+
+    async def answer(comm: Any) -> None:
+        while True:
+            try:
+                await comm.read()
+                await comm.write("got it")
+            except OSError:
+                return
+
+    async def serve() -> None:
+        async with listen("tcp://127.0.0.1:0", answer) as listener:
+            address.set_result(listener.contact_address)
+            await done.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    try:
+        yield address.result(timeout=10)
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()
+
+
+def _behind_nic(speed: Speed, host: Host) -> Speed:
+    fastest = max((nic.speed for nic in host.nics if nic.speed and not nic.rdma), default=None)
+    if fastest is None:
+        return speed
+    return Speed(min(speed.bandwidth, fastest * NIC_SHARE), speed.latency)
+
+
+# ---- the disk ------------------------------------------------------------------------
+
+
+def _disk() -> Speed:
+    """Of where workers have their local directories; the slower of writing and reading."""
+    block = np.random.default_rng(0).bytes(BLOCK)  # no file system makes less of it
+    with tempfile.TemporaryFile(dir=dask.config.get("temporary-directory", None), buffering=0) as file:
+
+        def write() -> None:
+            file.seek(0)
+            file.write(block)
+            os.fsync(file.fileno())
+
+        def read() -> None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            file.read(BLOCK)
+
+        def read_little() -> None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(BLOCK // 2)
+            file.read(mmap.PAGESIZE)
+
+        return Speed(BLOCK / max(best(write), best(read)), best(read_little))

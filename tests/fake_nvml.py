@@ -1,0 +1,146 @@
+"""NVML of hosts that are not here: what ``pynvml`` answers there, as far as the runtime asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass
+class FakeGpu:
+    """One GPU; ``nvlinks`` names the index of the GPU at the end of each link that is up, or "switch"."""
+
+    index: int
+    nvlinks: list[int | str] = field(default_factory=list)
+    version: int = 6  # of NVLink 4
+    name: str = "NVIDIA H200"
+    pcie: tuple[int, int] = (5, 16)
+    mig: list[str] = field(default_factory=list)
+    fabric: tuple[bytes, int] | None = None
+
+    @property
+    def uuid(self) -> str:
+        return f"GPU-{self.index}a3f0000-0000-0000-0000-00000000000{self.index}"
+
+    @property
+    def bus(self) -> str:
+        return f"00000000:{self.index + 1:02X}:00.0"
+
+
+class FakeNvml:
+    """The functions of ``pynvml`` for some GPUs.
+
+    Parameters
+    ----------
+    path
+        The level of the common ancestor of two GPUs by their indices.
+    peers
+        Whether they may read each other's memory over the bus.
+    """
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_NVLINK_DEVICE_TYPE_GPU, NVML_NVLINK_DEVICE_TYPE_SWITCH = 0, 2
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_NVLINK = (0,), 2
+    NVML_P2P_STATUS_OK = 0
+    NVML_TOPOLOGY_INTERNAL, NVML_TOPOLOGY_SINGLE, NVML_TOPOLOGY_MULTIPLE = 0, 10, 20
+    NVML_TOPOLOGY_HOSTBRIDGE, NVML_TOPOLOGY_NODE, NVML_TOPOLOGY_SYSTEM = 30, 40, 50
+    NVML_GPU_FABRIC_STATE_COMPLETED = 3
+
+    def __init__(
+        self,
+        gpus: list[FakeGpu],
+        path: Callable[[int, int], int] = lambda one, other: 40,
+        peers: Callable[[int, int], bool] = lambda one, other: True,
+    ):
+        self.gpus, self.path, self.peers = gpus, path, peers
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        return self.gpus[index]
+
+    def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
+        return handle if isinstance(handle, str) else handle.uuid
+
+    def nvmlDeviceGetName(self, handle: FakeGpu) -> bytes:
+        return handle.name.encode()  # as older versions do
+
+    def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> Any:
+        return SimpleNamespace(busId=handle.bus)
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: FakeGpu) -> int:
+        return handle.pcie[0]
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: FakeGpu) -> int:
+        return handle.pcie[1]
+
+    def nvmlDeviceGetMigMode(self, handle: FakeGpu) -> list[int]:
+        return [int(bool(handle.mig))] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: FakeGpu) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: FakeGpu, number: int) -> str:
+        if number >= len(handle.mig):
+            raise self.NVMLError("not found")
+        return handle.mig[number]
+
+    def nvmlDeviceGetNvLinkState(self, handle: FakeGpu, link: int) -> int:
+        if not handle.nvlinks:
+            raise self.NVMLError("not supported")
+        return int(link < len(handle.nvlinks))
+
+    def nvmlDeviceGetNvLinkVersion(self, handle: FakeGpu, link: int) -> int:
+        return handle.version
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: FakeGpu, link: int) -> Any:
+        end = handle.nvlinks[link]
+        return SimpleNamespace(busId=self.gpus[end].bus if isinstance(end, int) else "00000000:C0:00.0")
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: FakeGpu, link: int) -> int:
+        return 0 if isinstance(handle.nvlinks[link], int) else 2
+
+    def nvmlDeviceGetP2PStatus(self, one: FakeGpu, other: FakeGpu, capability: int) -> int:
+        if capability == self.NVML_P2P_CAPS_INDEX_NVLINK:
+            linked = other.index in one.nvlinks or {"switch"} == {*one.nvlinks, *other.nvlinks}
+            return 0 if linked else 5
+        return 0 if self.peers(one.index, other.index) else 1
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: FakeGpu, other: FakeGpu) -> int:
+        return self.path(one.index, other.index)
+
+    def c_nvmlGpuFabricInfo_t(self) -> Any:
+        return SimpleNamespace(clusterUuid=bytes(16), cliqueId=0, state=0)
+
+    def nvmlDeviceGetGpuFabricInfo(self, handle: FakeGpu, info: Any) -> None:
+        if handle.fabric is not None:
+            info.clusterUuid, info.cliqueId = handle.fabric
+            info.state = 3
+
+
+def switched(count: int = 4, **more: Any) -> FakeNvml:
+    """Four H200 and an NVSwitch: NV18 between every two."""
+    return FakeNvml([FakeGpu(i, ["switch"] * 18, **more) for i in range(count)])
+
+
+def pcie_only(peers: bool = True) -> FakeNvml:
+    """Four L40S on two sockets."""
+    gpus = [FakeGpu(i, name="NVIDIA L40S", pcie=(4, 16)) for i in range(4)]
+    return FakeNvml(gpus, lambda one, other: 20 if one // 2 == other // 2 else 50, lambda *pair: peers)
+
+
+def bridged() -> FakeNvml:
+    """Four A100 on PCIe cards, every two under a bridge of twelve links."""
+    return FakeNvml([FakeGpu(i, [i ^ 1] * 12, version=4, pcie=(4, 16)) for i in range(4)])
+
+
+def cut_up() -> FakeNvml:
+    """Two H200: the first in two instances of MIG, the second whole."""
+    parts = ["MIG-11111111-0000-0000-0000-000000000000", "MIG-22222222-0000-0000-0000-000000000000"]
+    return FakeNvml([FakeGpu(0, ["switch"] * 18, mig=parts), FakeGpu(1, ["switch"] * 18)])
