@@ -202,9 +202,7 @@ def test_a_task_that_loses_too_many_workers_is_given_up() -> None:
     changes = [Leave(10.0 * (number + 1), number) for number in range(4)]
     joins = [Join(10.0 * (number + 1) - 1, machines(1)[0]) for number in range(4)]
     simulation = Simulation(on_one_host(1), workload(work("a", seconds=99)), changes=[*changes, *joins])
-    with pytest.raises(
-        WorkloadFailed, match=r"\('a', 0\) was given up after 40.1.* s: Attempted to run"
-    ):
+    with pytest.raises(WorkloadFailed, match=r"\('a', 0\) was given up after 40.1.* s: Attempted to run"):
         simulation.run()
 
 

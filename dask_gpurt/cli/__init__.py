@@ -16,14 +16,11 @@ def _add_commands() -> None:
     from dask_gpurt.cli.demo import demo
     from dask_gpurt.cli.doctor import doctor
     from dask_gpurt.cli.simulate import simulation
-
-    main.add_command(demo)
-    main.add_command(doctor)
-    main.add_command(simulation)
     from dask_gpurt.cli.topology import topology
 
     main.add_command(demo)
     main.add_command(doctor)
+    main.add_command(simulation)
     main.add_command(topology)
 
 
