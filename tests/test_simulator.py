@@ -375,7 +375,7 @@ def test_what_is_for_the_same_time_happens_in_the_order_of_asking() -> None:
 
 def test_periodic_work_alone_is_no_work() -> None:
     clock = Clock()
-    clock.every(1.0, lambda: None)
+    clock.every(lambda: 1.0, lambda: None)
     with pytest.raises(Stuck, match="nothing happens any more"):
         clock.run(until=lambda: False)
 

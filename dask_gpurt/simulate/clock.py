@@ -61,14 +61,26 @@ class Clock:
         """Do something in so many seconds."""
         self._push(self.now + delay, False, action, arguments)
 
-    def every(self, interval: float, action: Callable[[], object], *, first: float | None = None) -> None:
-        """Do something again and again, until it returns False."""
+    def every(
+        self, interval: Callable[[], float], action: Callable[[], object], *, first: float = 0.0
+    ) -> None:
+        """Do something again and again, until it returns False.
+
+        Parameters
+        ----------
+        interval
+            Tells each time in how many seconds the next time is.
+        action
+            What to do.
+        first
+            Seconds by which it begins later than after the first interval.
+        """
 
         def again() -> None:
             if action() is not False:
-                self._push(self.now + interval, True, again, ())
+                self._push(self.now + interval(), True, again, ())
 
-        self._push(self.now + (interval if first is None else first), True, again, ())
+        self._push(self.now + interval() + first, True, again, ())
 
     def _push(
         self, when: float, periodic: bool, action: Callable[..., object], arguments: tuple[Any, ...]

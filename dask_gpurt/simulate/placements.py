@@ -101,7 +101,7 @@ def bind(simulation: Simulation) -> None:
             placement.changed(worker)
 
     simulation.scheduler.add_plugin(_Watch(simulation, placement, topology), name="gpurt-placement")
-    simulation.clock.every(REPORT, report)
+    simulation.clock.every(lambda: REPORT, report)
     placement.bind()
 
 

@@ -74,7 +74,7 @@ class Result:
     decisions, decision_us
         How many choices of a worker there were, and the mean of microseconds of CPU time for one.
     scheduler_us
-        Microseconds of CPU time that the scheduler spent for a task, with all of its transitions.
+        Microseconds of CPU time that the scheduler spent on messages and on stealing, for each task.
     fallbacks
         How often a decision of ours was left to Dask, because it raised.
     """

@@ -131,7 +131,7 @@ class VirtualScheduler(Scheduler):
         stealing = WorkStealing(self)
         self.extensions["stealing"] = stealing
         balance = self.busy.around(stealing.balance)
-        self._clock.every(stealing._callback_time, balance)
+        self._clock.every(lambda: stealing._callback_time, balance)
         return stealing
 
     def time_decisions(self) -> None:

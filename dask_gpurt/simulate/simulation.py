@@ -182,9 +182,7 @@ class Simulation:
             return
         self._makespan = self.clock.now
         if self._submissions:
-            following = submission
             self._submit()
-            submission = following
         else:
             self._done = True
         if not submission.keep:
@@ -236,9 +234,8 @@ class Simulation:
                 )
             return not worker.gone
 
-        interval = self.scheduler.heartbeat_interval
         phase = hash(worker.address) % 1000 / 1000
-        self.clock.every(interval, beat, first=interval * (0.5 + phase))
+        self.clock.every(lambda: self.scheduler.heartbeat_interval, beat, first=phase)
 
     def _leave(self, index: int) -> None:
         if index >= len(self._arrived) or self._arrived[index] not in self.workers:
