@@ -60,7 +60,8 @@ TELLING = 1_000_000
 class Overheads:
     """Seconds that Dask itself takes.
 
-    The defaults are those of processes on one machine, see ``benchmarks/simulator.py``.
+    The defaults are of the order that Dask's documentation names: about a millisecond for a task.
+    ``benchmarks/simulator.py`` measures them.
 
     Parameters
     ----------
