@@ -182,7 +182,10 @@ class Placement:
             if not ts.loose_restrictions:
                 return None
             valid = None
-        candidates = self._chooser.candidates(ts, valid)
+        if ts.dependencies or valid is not None:
+            candidates = self._chooser.candidates(ts, valid)
+        else:
+            candidates = self._chooser.root_candidates(ts, state.running)
         if not candidates:
             return self._originals["decide_worker_non_rootish"](ts)
         return self._take(ts, candidates, state.running if valid is None else valid)

@@ -110,9 +110,6 @@ class Chooser:
     def candidates(self, ts: Any, valid: Collection[Any] | None) -> list[Candidate]:
         """The costs of a task where its inputs are, and on a few workers near to them.
 
-        While nobody knows how long tasks like it take, inputs are not moved for a guess: unless there is no
-        room, it runs where some are. Stealing corrects that.
-
         Parameters
         ----------
         valid
@@ -122,26 +119,36 @@ class Chooser:
         estimate = self.estimates.cost
         holders = [ws for ws in _holders(ts.dependencies) if ws in allowed]
         found = {ws.address: estimate(ts, ws) for ws in holders}
-        first = cost.best(found.values()) if found else None
-        if first is None or not first.terms.fits or (_is_late(first) and ts.prefix.duration_average >= 0):
-            for ws in self._near(holders[0] if holders else None, first):
-                if ws.address not in found and ws in allowed:
-                    found[ws.address] = estimate(ts, ws)
-            if not any(candidate.terms.fits for candidate in found.values()):
-                found.update((ws.address, estimate(ts, ws)) for ws in self._far(allowed))
+        if found:
+            first = cost.best(found.values())
+            if not first.terms.fits or (_is_late(first) and self._may_move(ts)):
+                near = self._near(holders[0], first)
+                found.update((ws.address, estimate(ts, ws)) for ws in near if ws in allowed)
+        if not any(candidate.terms.fits for candidate in found.values()):
+            found.update((ws.address, estimate(ts, ws)) for ws in self._far(allowed))
         return list(found.values())
 
-    def _near(self, holder: Any | None, first: Candidate | None) -> Iterator[Any]:
+    def _may_move(self, ts: Any) -> bool:
+        """Whether inputs may be moved only to run a task earlier.
+
+        Not for a guess, while nobody knows how long such tasks take: stealing corrects that. And not while
+        root tasks are queued: then no worker is idle for long.
+        """
+        return ts.prefix.duration_average >= 0 and not self._state.queued
+
+    def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
         """Workers around a holder with less to do than the first choice so far, and than any nearer one."""
-        least = math.inf if first is None or not first.terms.fits else first.load
-        for name in (EVERYWHERE,) if holder is None else self.neighbourhoods(holder):
+        least = first.load if first.terms.fits else math.inf
+        for name in self.neighbourhoods(holder):
             lowest = self._loads.lowest(name)
             if lowest is not None and lowest < least:
                 least = lowest
                 yield from self.least_loaded(name, NEAR)
 
     def _far(self, allowed: Collection[Any]) -> Collection[Any]:
-        """A few workers, where nobody around the inputs will do."""
+        """A few workers, where there are no inputs or nobody around them will do."""
+        if len(allowed) <= FAR:
+            return allowed
         found = [ws for ws in self.least_loaded(EVERYWHERE, FAR) if ws in allowed]
         return found or nsmallest(FAR, allowed, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
 
@@ -161,8 +168,8 @@ class Chooser:
         return [self._gathered(self.estimates.cost(ts, ws), anchor, nbytes) for ws in found]
 
     def _open(self, anchor: Any | None, open_to: Collection[Any]) -> Collection[Any]:
-        """An anchor and the least loaded worker around it, and the least loaded of all; those that are open."""
-        found = {}
+        """Of the open workers an anchor, the least loaded around it, and the least loaded of all."""
+        found: dict[Any, None] = {}
         if anchor is not None:
             if anchor in open_to and self.has_room(anchor):
                 found[anchor] = None

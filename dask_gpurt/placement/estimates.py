@@ -44,7 +44,7 @@ class Estimates:
         missing, moving, coming = self.inputs(ts, ws)
         if missing or coming:
             moving += self._seconds_inbound(ws)
-        work, promised = self._work(ws)
+        work, promised = self._work(ts, ws)
         address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
         pace = self._paces.get(address, 1.0)
         room, fits = self._room(address, missing + size(ts.prefix), promised)
@@ -82,19 +82,23 @@ class Estimates:
         sources = [holder.address for holder in islice(dts.who_has, MOST_REPLICAS)]
         return cost.moving(nbytes, [between(source, tier(source, key), target) for source in sources])
 
-    def _work(self, ws: Any) -> tuple[float, float]:
-        """Seconds of the work of a worker, and bytes that are promised there.
+    def _work(self, ts: Any, ws: Any) -> tuple[float, float]:
+        """Seconds of the work on a worker that comes before a task, and bytes that are promised there.
 
-        Those are what comes in, and the results of the tasks that run next; later ones find inputs gone.
+        Of tasks like those that made its inputs only the running ones: their priority is lower, since Dask
+        goes through graphs depth first. What is promised is what comes in, and the results of the tasks
+        that run next; later ones find inputs gone.
         """
-        state, work, results = self._state, 0.0, 0.0
+        state, work, results, threads = self._state, 0.0, 0.0, ws.nthreads
+        sources = {dts.prefix.name for dts in ts.dependencies}
         for name, count in ws.task_prefix_count.items():
             prefix = state.task_prefixes[name]
-            work += state._get_prefix_duration(prefix) * count
+            before = min(count, threads) if name in sources else count
+            work += state._get_prefix_duration(prefix) * before
             results += size(prefix) * count
-        waiting = len(ws.processing) - ws.nthreads
-        if waiting > 0:
-            results *= ws.nthreads / (waiting + ws.nthreads)
+        tasks = len(ws.processing)
+        if tasks > threads:
+            results *= threads / tasks
         return work, ws._network_occ + results
 
     def _room(self, worker: str, need: float, promised: float) -> tuple[float, bool]:
