@@ -76,7 +76,7 @@ class Overheads:
     """
 
     message: float = 1e-3
-    scheduler: float = 2e-4
+    scheduler: float = 1e-4
     task: float = 1e-3
     transfer: float = 2e-3
 
