@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_a_table_for_people() -> None:
     for row in ("makespan", "between hosts", "spilled", "worst memory", "a decision"):
         assert row in done.stdout
     assert "stock takes 1.00 times as long as gpurt" in done.stdout
+
+
+def test_several_seeds_count_together() -> None:
+    said = json.loads(command(*SMALL, "--compare", "stock", "--repeat", "3", "--json").stdout)
+    ours, stock = (
+        [one["makespan"] for one in said["results"] if one["placement"] == name]
+        for name in ("gpurt", "stock")
+    )
+    assert len(set(stock)) == 3
+    ratios = [their / our for our, their in zip(ours, stock, strict=True)]
+    assert said["summary"]["worst_speedup"] == pytest.approx(statistics.geometric_mean(ratios))
 
 
 def test_all_workloads_in_one_go() -> None:
@@ -87,7 +99,10 @@ def test_what_dask_gives_up_is_said_with_its_reason() -> None:
         (["--workload", "sort"], "'sort' is not one of"),
         (["--workers", "5000"], "5000 is not in the range 1<=x<=4096"),
         (["--partitions", "1"], "1 is not in the range x>=2"),
-        (["--cluster", "all", "--plot", "x.png"], "--plot draws one workload on one cluster"),
+        (
+            ["--cluster", "all", "--plot", "x.png"],
+            "one workload on one cluster once, not 4 runs",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(arguments: list[str], said: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -55,6 +57,7 @@ LEAST_BYTES = 1
 @click.option("--placement", type=click.Choice(list(PLACEMENTS)), default="gpurt", show_default=True)
 @click.option("--compare", type=click.Choice(list(PLACEMENTS)), help="Another placement, to hold it against.")
 @click.option("--seed", default=0, show_default=True, help="Of what is left to chance in a workload.")
+@click.option("--repeat", default=1, show_default=True, help="Seeds, from that one on.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
     "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture, as PNG."
@@ -67,6 +70,7 @@ def simulation(
     placement: str,
     compare: str | None,
     seed: int,
+    repeat: int,
     as_json: bool,
     picture: Path | None,
 ) -> None:
@@ -77,13 +81,13 @@ def simulation(
     workloads = list(WORKLOADS) if workload == ALL else [workload]
     shapes = list(SHAPES) if cluster == ALL else [cluster]
     if picture is not None:
-        _check_picture(workloads, shapes)
+        _check_picture(len(workloads) * len(shapes) * repeat)
     placements = list(dict.fromkeys([placement, compare or placement]))
     results: list[Result] = []
     for shape in shapes:
         place = build_cluster(shape, workers)
-        for name in workloads:
-            built = build_workload(name, place, partitions=partitions, seed=seed)
+        for name, chance in itertools.product(workloads, range(seed, seed + repeat)):
+            built = build_workload(name, place, partitions=partitions, seed=chance)
             done = [_simulate(place, built, one) for one in placements]
             results.extend(one.result for one in done)
             if not as_json:
@@ -105,9 +109,9 @@ def _simulate(cluster: Cluster, workload: Workload, placement: str) -> Simulatio
         raise click.ClickException(f"{workload.name} on {cluster.name} with {placement}: {error}") from error
 
 
-def _check_picture(workloads: Sequence[str], shapes: Sequence[str]) -> None:
-    if len(workloads) * len(shapes) > 1:
-        raise click.UsageError("--plot draws one workload on one cluster, not all")
+def _check_picture(runs: int) -> None:
+    if runs > 1:
+        raise click.UsageError(f"--plot draws one workload on one cluster once, not {runs} runs")
     if importlib.util.find_spec("PIL") is None:
         raise click.UsageError("--plot needs pillow: pip install pillow")
 
@@ -124,35 +128,46 @@ def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, flo
     Parameters
     ----------
     results
-        Of both.
+        Of both, from the same seeds in the same order.
     ours, other
         The two placements.
 
     Returns
     -------
     dict
-        How many times as long the other took, as geometric mean and at worst; what part of its bytes between
-        hosts ours moves, as geometric mean where it moves any; workers over their memory.
+        How many times as long the other took, as geometric mean, and for the workload on a cluster where that
+        is worst over its seeds; what part of its bytes between hosts ours moves, as geometric mean where it
+        moves any; workers over their memory.
     """
-    by = {(one.workload, one.cluster, one.placement): one for one in results}
-    pairs = [(one, by[one.workload, one.cluster, other]) for one in results if one.placement == ours]
-    speedups = {f"{our.workload} on {our.cluster}": their.makespan / our.makespan for our, their in pairs}
-    moved = [
-        max(LEAST_BYTES, our.between_hosts) / their.between_hosts
-        for our, their in pairs
-        if their.between_hosts
+    runs: defaultdict[str, dict[str, list[Result]]] = defaultdict(lambda: {ours: [], other: []})
+    for one in results:
+        runs[f"{one.workload} on {one.cluster}"][one.placement].append(one)
+    speedups = {
+        what: _mean(their.makespan / our.makespan for our, their in zip(by[ours], by[other], strict=True))
+        for what, by in runs.items()
+    }
+    moved = {
+        placement: [sum(one.between_hosts for one in by[placement]) for by in runs.values()]
+        for placement in (ours, other)
+    }
+    parts = [
+        max(LEAST_BYTES, our) / their for our, their in zip(moved[ours], moved[other], strict=True) if their
     ]
     worst = min(speedups, key=speedups.__getitem__)
     return {
         "ours": ours,
         "other": other,
-        "speedup": statistics.geometric_mean(speedups.values()),
+        "speedup": _mean(speedups.values()),
         "worst_speedup": speedups[worst],
         "worst": worst,
-        "between_hosts": statistics.geometric_mean(moved) if moved else 1.0,
-        "over_memory_ours": sum(our.over_memory for our, _ in pairs),
-        "over_memory_other": sum(their.over_memory for _, their in pairs),
+        "between_hosts": _mean(parts) if parts else 1.0,
+        "over_memory_ours": sum(one.over_memory for by in runs.values() for one in by[ours]),
+        "over_memory_other": sum(one.over_memory for by in runs.values() for one in by[other]),
     }
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    return statistics.geometric_mean(ratios)
 
 
 def _sentences(summary: dict[str, float | str | int]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dask_gpurt.simulate.clock import Name
 from dask_gpurt.simulate.cluster import Cluster
@@ -16,6 +16,8 @@ from dask_gpurt.simulate.work import Submission, Work, Workload
 READ, COMPUTE = 2e9, 20e9
 #: Seconds that a task takes whatever its size, and that a split takes, which copies nothing.
 LEAST, SPLIT = 5e-3, 1e-4
+#: By how much of its length a task may be longer or shorter, by chance.
+VARIES = 0.05
 #: Partitions for each worker, where nobody says, and where shuffles of so many make too many tasks.
 PER_WORKER, MANY = 2, 512
 #: Dask's own limit to how many pieces a task of a shuffle is split into, beyond which it takes two steps.
@@ -281,7 +283,7 @@ def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None
         Of the largest collection. When not given two for each worker, less where a shuffle would have more
         than a few hundred.
     seed
-        Of what is left to chance.
+        Of what is left to chance: in all workloads a twentieth of how long a task takes.
 
     Raises
     ------
@@ -294,4 +296,15 @@ def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None
     count = max(2, min(PER_WORKER * workers, max(MANY, workers))) if partitions is None else partitions
     if count < 2:
         raise ValueError(f"a workload has at least two partitions, not {count}")
-    return WORKLOADS[name](Scale(count, cluster.memory, workers), random.Random(seed))
+    rng = random.Random(seed)
+    return _varied(WORKLOADS[name](Scale(count, cluster.memory, workers), rng), rng)
+
+
+def _varied(workload: Workload, rng: random.Random) -> Workload:
+    """The same with tasks that take a little more or less: which of two comes first is left to chance."""
+
+    def varied(work: Work) -> Work:
+        return replace(work, seconds=work.seconds * rng.uniform(1 - VARIES, 1 + VARIES))
+
+    submissions = [replace(one, works=[varied(work) for work in one.works]) for one in workload.submissions]
+    return Workload(workload.name, submissions)
