@@ -1,0 +1,27 @@
+"""The real scheduler at thousands of workers, without them."""
+
+from dask_gpurt.simulate.cluster import SHAPES, Cluster, Machine, build_cluster
+from dask_gpurt.simulate.report import Result
+from dask_gpurt.simulate.simulation import Join, Leave, Simulation
+from dask_gpurt.simulate.tiers import Capacity
+from dask_gpurt.simulate.work import Submission, Work, Workload
+from dask_gpurt.simulate.worker import Overheads
+from dask_gpurt.simulate.workloads import WORKLOADS, build_workload
+
+__all__ = [
+    "SHAPES",
+    "WORKLOADS",
+    "Capacity",
+    "Cluster",
+    "Join",
+    "Leave",
+    "Machine",
+    "Overheads",
+    "Result",
+    "Simulation",
+    "Submission",
+    "Work",
+    "Workload",
+    "build_cluster",
+    "build_workload",
+]

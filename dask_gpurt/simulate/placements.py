@@ -1,0 +1,138 @@
+"""The ways to decide that can be compared: Dask's own, and ours on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dask.typing import Key
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.placement import Placement, Room
+from dask_gpurt.simulate.cluster import Cluster
+from dask_gpurt.simulate.simulation import Simulation
+from dask_gpurt.simulate.work import Workload
+from dask_gpurt.topology import Topology
+
+#: Virtual seconds between two reports of a worker's memory to the scheduler.
+REPORT = 0.2
+
+
+class VirtualHeadroom:
+    """What room workers had when they last told, as the ledger knows it.
+
+    Parameters
+    ----------
+    simulation
+        Whose workers.
+    """
+
+    def __init__(self, simulation: Simulation):
+        self._simulation = simulation
+        self._rooms: dict[str, Room] = {}
+
+    def room(self, worker: str) -> Room:
+        """The room on a worker; none on one that is gone."""
+        if worker not in self._rooms:
+            self._rooms[worker] = self._now(worker)
+        return self._rooms[worker]
+
+    def tier(self, worker: str, key: Key) -> Tier:
+        """Where the data of a key is on a worker."""
+        known = self._simulation.peer(worker)
+        found = known.tiers.tier(key) if known else None
+        return found or Tier.DEVICE
+
+    def report(self) -> list[str]:
+        """Have all workers tell; those with other room than before are returned."""
+        changed = []
+        for worker in self._simulation.workers:
+            now = self._now(worker)
+            if self._rooms.get(worker) != now:
+                self._rooms[worker] = now
+                changed.append(worker)
+        return changed
+
+    def _now(self, worker: str) -> Room:
+        known = self._simulation.peer(worker)
+        if known is None:
+            return Room(0)
+        below = known.tiers.free_below()
+        first = next((tier for tier, free in below.items() if free > 0), None)
+        return Room(known.tiers.free, sum(max(0.0, free) for free in below.values()), first)
+
+
+class _Watch(SchedulerPlugin):
+    """Tells placement what Dask has no seam for, as our scheduler plugin does in a real cluster."""
+
+    def __init__(self, simulation: Simulation, placement: Placement, topology: Topology):
+        self._simulation = simulation
+        self._placement = placement
+        self._topology = topology
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        self._topology.add(worker, self._simulation.machine(worker).place)
+        self._placement.changed(worker)
+
+    def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
+        self._topology.remove(worker)
+        self._placement.left(worker)
+
+    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if start != "processing" or finish != "memory":
+            return
+        prefix = self._simulation.scheduler.tasks[key].prefix.name
+        for one in kwargs.get("startstops", ()):
+            if one["action"] == "compute":
+                self._placement.finished(prefix, kwargs["worker"], one["stop"] - one["start"])
+
+
+def bind(simulation: Simulation) -> None:
+    """Let our placement decide in a simulation."""
+    topology = simulation.cluster.topology()
+    for worker in simulation.workers:
+        topology.add(worker, simulation.machine(worker).place)
+    headroom = VirtualHeadroom(simulation)
+    placement = Placement(simulation.scheduler, topology, headroom, simulation.metrics)
+
+    def report() -> None:
+        for worker in headroom.report():
+            placement.changed(worker)
+
+    simulation.scheduler.add_plugin(_Watch(simulation, placement, topology), name="gpurt-placement")
+    simulation.clock.every(lambda: REPORT, report)
+    placement.bind()
+
+
+#: By name; ``stock`` is what Dask does.
+PLACEMENTS: Mapping[str, Callable[[Simulation], None] | None] = {"stock": None, "gpurt": bind}
+
+
+def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **options: Any) -> Simulation:
+    """Simulate a workload to its end.
+
+    Parameters
+    ----------
+    cluster, workload
+        See :class:`Simulation`.
+    placement
+        One of :data:`PLACEMENTS`.
+    options
+        Of :class:`Simulation`.
+
+    Returns
+    -------
+    Simulation
+        With what it has traced; the figures are in its ``result``.
+
+    Raises
+    ------
+    ValueError
+        For an unknown placement.
+    """
+    if placement not in PLACEMENTS:
+        raise ValueError(f"no placement {placement!r}; there are {', '.join(PLACEMENTS)}")
+    simulation = Simulation(cluster, workload, bind=PLACEMENTS[placement], name=placement, **options)
+    simulation.run()
+    return simulation

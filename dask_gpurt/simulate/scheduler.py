@@ -1,0 +1,233 @@
+"""Dask's scheduler in virtual time: all of its decisions, and none of its server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from time import thread_time
+from types import SimpleNamespace
+from typing import Any
+
+import dask
+from dask._task_spec import Task
+from dask.order import order
+from dask.typing import Key
+from distributed.collections import HeapSet
+from distributed.core import Status
+from distributed.scheduler import Scheduler, SchedulerState, WorkerState, heartbeat_interval
+from distributed.stealing import WorkStealing
+from sortedcontainers import SortedDict
+
+from dask_gpurt.simulate.clock import Clock, Name
+
+#: What the stand-in of a client calls itself.
+CLIENT = Name("client")
+DECISIONS = (
+    "decide_worker_non_rootish",
+    "decide_worker_rootish_queuing_disabled",
+    "decide_worker_rootish_queuing_enabled",
+)
+
+Message = dict[str, Any]
+#: How messages get to a worker or a client.
+Send = Callable[..., None]
+
+
+class Stopwatch:
+    """CPU time that is spent on something, and how often."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.count = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, timed."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = thread_time()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.seconds += thread_time() - start
+                self.count += 1
+
+        return timed
+
+    @property
+    def microseconds(self) -> float:
+        """The mean of one time."""
+        return 1e6 * self.seconds / self.count if self.count else 0.0
+
+
+def _stand_in(**attributes: Any) -> Any:
+    """What is looked for on an object of the server, which is not there."""
+    return SimpleNamespace(**attributes)
+
+
+class VirtualScheduler(Scheduler):
+    """A ``Scheduler`` of which only the state is made: messages come and go in virtual time.
+
+    It is serial: a message is handled when all before it have been.
+
+    Parameters
+    ----------
+    clock
+        Tells and makes the time.
+    cost
+        Virtual seconds that it takes to handle a message. A constant, so that results are the same anywhere.
+    report
+        Called with what a client would hear.
+    """
+
+    def __init__(self, clock: Clock, cost: float, report: Send):
+        SchedulerState.__init__(
+            self,
+            aliases={},
+            clients={},
+            workers=SortedDict(),
+            host_info={},
+            resources={},
+            tasks={},
+            unrunnable={},
+            queued=HeapSet(key=lambda task: task.priority),
+            validate=False,
+        )
+        self._clock = clock
+        self._cost = cost
+        self._free_at = 0.0
+        self.busy = Stopwatch()
+        self.deciding = Stopwatch()
+        self._stand_ins(report)
+        self.stealing = self._steal()
+        self._handle = self.busy.around(self._handle)  # type: ignore[method-assign]
+
+    def _stand_ins(self, report: Send) -> None:
+        """What the methods that are used look for, and the server would have made."""
+        self._status = Status.running
+        self._last_time = self.generation = 0
+        self._workers_removed_total = 0
+        self._no_workers_since = None
+        self._ongoing_background_tasks = _stand_in(call_later=lambda *arguments: None)
+        self.rpc = _stand_in(remove=lambda address: None)
+        self.allowed_failures = dask.config.get("distributed.scheduler.allowed-failures")
+        self.bandwidth_workers = defaultdict(float)
+        self.digests = None
+        self.periodic_callbacks = {}
+        self.client_comms = {CLIENT: _stand_in(send=report)}
+        self.stream_comms = {}
+        self.stream_handlers = {
+            "task-finished": self.handle_task_finished,
+            "task-erred": self.handle_task_erred,
+            "release-worker-data": self.release_worker_data,
+            "add-keys": self.add_keys,
+            "reschedule": self._reschedule,
+            "request-refresh-who-has": self.handle_request_refresh_who_has,
+        }
+
+    def _steal(self) -> WorkStealing | None:
+        if not dask.config.get("distributed.scheduler.work-stealing"):
+            return None
+        stealing = WorkStealing(self)
+        self.extensions["stealing"] = stealing
+        balance = self.busy.around(stealing.balance)
+        self._clock.every(lambda: stealing._callback_time, balance)
+        return stealing
+
+    def time_decisions(self) -> None:
+        """Measure what each choice of a worker takes, also of whoever has overridden it by now."""
+        for name in DECISIONS:
+            setattr(self, name, self.deciding.around(getattr(self, name)))
+
+    # ---- what the server would do ----------------------------------------------------
+
+    def log_event(self, topic: Any, msg: Any) -> None:
+        """Nobody reads the log."""
+
+    def coerce_address(self, addr: Any, resolve: bool = True) -> str:
+        """Addresses are names already."""
+        return addr if isinstance(addr, Name) else Name(addr)
+
+    def receive(self, worker: str, message: Message) -> None:
+        """Take a message from a worker, and handle it when those before are done."""
+        self._free_at = max(self._clock.now, self._free_at) + self._cost
+        self._clock.at(self._free_at, self._handle, worker, message)
+
+    def _handle(self, worker: str, message: Message) -> None:
+        if worker not in self.workers:
+            return
+        handler = self.stream_handlers[message.pop("op")]
+        handler(worker=worker, **message)
+
+    # ---- workers ---------------------------------------------------------------------
+
+    def join(self, worker: str, threads: int, memory: int, send: Send) -> None:
+        """A worker registers; the lines of ``Scheduler.add_worker`` that are about state."""
+        self.workers[worker] = ws = WorkerState(
+            address=worker,
+            status=Status.running,
+            pid=0,
+            name=worker,
+            nthreads=threads,
+            memory_limit=memory,
+            local_directory="",
+            nanny=None,
+            server_id=worker,
+            scheduler=self,
+        )
+        self.running.add(ws)
+        known = self.host_info.setdefault(ws.host, {"addresses": set(), "nthreads": 0})
+        known["addresses"].add(worker)
+        known["nthreads"] += threads
+        self.total_memory += memory
+        self.total_nthreads += threads
+        self.aliases[worker] = worker
+        self.stream_comms[worker] = _stand_in(send=send)
+        self.check_idle_saturated(ws)
+        for plugin in list(self.plugins.values()):
+            plugin.add_worker(self, worker)
+        self.transitions(self.bulk_schedule_unrunnable_after_adding_worker(ws), "join")
+        self.stimulus_queue_slots_maybe_opened(stimulus_id="join")
+
+    def leave(self, worker: str) -> None:
+        """A worker is gone for good; this is ``Scheduler.remove_worker`` itself."""
+        asyncio.run(self.remove_worker(worker, stimulus_id="leave", close=False))
+
+    def heartbeat(self, worker: str, bandwidth: float, executing: Mapping[str, float], spilled: int) -> None:
+        """The lines of ``Scheduler.heartbeat_worker`` that decisions depend on."""
+        ws = self.workers.get(worker)
+        if ws is None:
+            return
+        part = 1 / len(self.workers)
+        self.bandwidth = self.bandwidth * (1 - part) + bandwidth * part  # type: ignore[assignment]
+        for key, seconds in executing.items():
+            if ts := self.tasks.get(key):
+                ts.prefix.add_exec_time(seconds)
+        ws.metrics = {"memory": ws.nbytes - spilled, "spilled_bytes": {"memory": spilled, "disk": spilled}}
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Seconds between two heartbeats of a worker."""
+        return float(heartbeat_interval(len(self.workers)))
+
+    # ---- the client ------------------------------------------------------------------
+
+    def submit(self, graph: Mapping[Key, Task], wanted: Iterable[Key]) -> None:
+        """A client submits a graph and wants some of its keys."""
+        self._create_taskstate_from_graph(
+            start=0.0,
+            dsk=dict(graph),
+            keys=set(wanted),
+            ordered=order(graph),
+            client=CLIENT,
+            annotations_by_type={},
+            global_annotations=None,
+            stimulus_id="submit",
+            submitting_task=None,
+            span_metadata={"collections": []},
+        )
+        self.stimulus_queue_slots_maybe_opened(stimulus_id="submit")
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """A client lets go of keys."""
+        self.client_releases_keys(list(keys), client=CLIENT, stimulus_id="release")

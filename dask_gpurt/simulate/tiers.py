@@ -1,0 +1,200 @@
+"""A worker's memory in virtual time: what lies in which tier, and how long it takes to get it up."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.topology import Link, Speed
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes that each tier of a worker holds; the disk holds any number.
+
+    Parameters
+    ----------
+    device, pinned, host
+        A worker without a device computes in the host tier.
+    """
+
+    device: int
+    pinned: int
+    host: int
+
+    @property
+    def live(self) -> int:
+        """Bytes of the tier that tasks compute in."""
+        return self.device or self.host
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tiers but the disk."""
+        return self.device + self.pinned + self.host
+
+    def __getitem__(self, tier: Tier) -> float:
+        return {Tier.DEVICE: self.device, Tier.PINNED: self.pinned, Tier.HOST: self.host}.get(
+            tier, float("inf")
+        )
+
+
+class Tiers(MutableMapping[Key, Any]):
+    """The data of a worker: the size of each key, which lies in one tier.
+
+    New keys go to the live tier. When that is over its capacity, the least recently used go a tier down, as
+    long as no running task holds them; what neither goes down nor fits is counted as over memory.
+
+    Parameters
+    ----------
+    capacity
+        Bytes by tier.
+    speed
+        How fast bytes go over a link between tiers.
+    """
+
+    def __init__(self, capacity: Capacity, speed: Callable[[Link], Speed]):
+        self.capacity = capacity
+        self._speed = speed
+        self._order = [tier for tier in Tier if capacity[tier] > 0]
+        self._keys: dict[Tier, OrderedDict[Key, int]] = {tier: OrderedDict() for tier in self._order}
+        self._used = dict.fromkeys(self._order, 0)
+        self._tier: dict[Key, Tier] = {}
+        self._holders: Counter[Key] = Counter()
+        self._reserved = 0
+        self.live = self._order[0]
+        self.spilled = 0
+        self.peak = 0
+
+    # ---- a mapping -------------------------------------------------------------------
+
+    def __getitem__(self, key: Key) -> int:
+        return self._keys[self._tier[key]][key]
+
+    def __setitem__(self, key: Key, nbytes: int) -> None:
+        if key in self._tier:
+            del self[key]
+        self._put(key, nbytes, self.live)
+        self._make_room()
+
+    def __delitem__(self, key: Key) -> None:
+        tier = self._tier.pop(key)
+        self._used[tier] -= self._keys[tier].pop(key)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._tier)
+
+    def __len__(self) -> int:
+        return len(self._tier)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tier
+
+    # ---- what tasks and transfers do -------------------------------------------------
+
+    def tier(self, key: Key) -> Tier | None:
+        """Where a key lies, None if it is not here."""
+        return self._tier.get(key)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in the live tier, with those that are reserved."""
+        return self._used[self.live] + self._reserved
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that lie below the live tier."""
+        return sum(self._used.values()) - self._used[self.live]
+
+    @property
+    def free(self) -> int:
+        """Bytes of the live tier that nobody uses or has reserved; below 0 when it is over."""
+        return self.capacity.live - self.live_bytes
+
+    def free_below(self) -> dict[Tier, float]:
+        """Bytes that each tier below the live one still takes, from fast to slow."""
+        return {tier: self.capacity[tier] - self._used[tier] for tier in self._order[1:]}
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ever been driven over the capacity of its live tier."""
+        return self.peak > self.capacity.live
+
+    def hold(self, keys: Collection[Key], reserve: int) -> float:
+        """Get keys into the live tier and keep them there, and reserve room beside them.
+
+        Returns
+        -------
+        float
+            Seconds until all of this is done.
+        """
+        self._holders.update(keys)
+        self._reserved += reserve
+        seconds = sum([self._raise(key) for key in keys if key in self._tier])
+        return seconds + self._make_room()
+
+    def let_go(self, keys: Collection[Key], reserve: int) -> None:
+        """What :meth:`hold` held is free to go down, and the room is free."""
+        self._reserved -= reserve
+        for key in keys:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+
+    # ---- moves -----------------------------------------------------------------------
+
+    def _put(self, key: Key, nbytes: int, tier: Tier) -> None:
+        self._tier[key] = tier
+        self._keys[tier][key] = nbytes
+        self._used[tier] += nbytes
+
+    def _raise(self, key: Key) -> float:
+        tier = self._tier[key]
+        if tier is self.live:
+            self._keys[tier].move_to_end(key)
+            return 0.0
+        return self._move(key, self.live)
+
+    def _move(self, key: Key, target: Tier) -> float:
+        source, nbytes = self._tier[key], self[key]
+        del self[key]
+        self._put(key, nbytes, target)
+        return self._speed(_between(source, target)).seconds(nbytes)
+
+    def _make_room(self) -> float:
+        """Move down what is over, tier by tier."""
+        seconds = 0.0
+        for tier, below in zip(self._order, self._order[1:], strict=False):
+            excess = self._used[tier] - self.capacity[tier]
+            if tier is self.live:
+                excess += self._reserved
+            if excess <= 0:
+                continue
+            for key in self._victims(tier, excess):
+                self.spilled += self[key]
+                seconds += self._move(key, below)
+        self.peak = max(self.peak, self.live_bytes)
+        return seconds
+
+    def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
+        """The least recently used keys of a tier with so many bytes, of those that nobody holds."""
+        found: list[Key] = []
+        for key, size in self._keys[tier].items():
+            if nbytes <= 0:
+                break
+            if key not in self._holders:
+                found.append(key)
+                nbytes -= size
+        return found
+
+
+def _between(one: Tier, other: Tier) -> Link:
+    """The link between two tiers of a worker."""
+    tiers = {one, other}
+    if Tier.DISK in tiers:
+        return Link.DISK
+    return Link.PINNED if Tier.PINNED in tiers else Link.PAGEABLE

@@ -1,0 +1,306 @@
+"""Dask's worker in virtual time: its own state machine, and a model of what takes time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import dask
+from dask.typing import Key
+from dask.utils import parse_bytes
+from distributed.comm.addressing import get_address_host
+from distributed.worker_state_machine import (
+    AcquireReplicasEvent,
+    ComputeTaskEvent,
+    Execute,
+    ExecuteSuccessEvent,
+    FindMissingEvent,
+    FreeKeysEvent,
+    GatherDep,
+    GatherDepBusyEvent,
+    GatherDepNetworkFailureEvent,
+    GatherDepSuccessEvent,
+    RefreshWhoHasEvent,
+    RemoveReplicasEvent,
+    RemoveWorkerEvent,
+    RetryBusyWorkerEvent,
+    RetryBusyWorkerLater,
+    SendMessageToScheduler,
+    StateMachineEvent,
+    StealRequestEvent,
+    TaskState,
+    WorkerState,
+)
+
+from dask_gpurt.simulate.clock import Clock
+from dask_gpurt.simulate.network import Network
+from dask_gpurt.simulate.tiers import Tiers
+from dask_gpurt.simulate.work import Work
+
+#: What the scheduler sends, and what a worker makes of it.
+EVENTS: Mapping[str, type[StateMachineEvent]] = {
+    "acquire-replicas": AcquireReplicasEvent,
+    "compute-task": ComputeTaskEvent,
+    "free-keys": FreeKeysEvent,
+    "refresh-who-has": RefreshWhoHasEvent,
+    "remove-replicas": RemoveReplicasEvent,
+    "remove-worker": RemoveWorkerEvent,
+    "steal-request": StealRequestEvent,
+}
+#: Seconds after which Dask's worker asks again, where it had been told that a peer is busy, and for keys
+#: that nobody seems to have.
+BUSY_RETRY, FIND_MISSING = 0.15, 1.0
+#: Transfers of fewer bytes tell a worker nothing of its bandwidth.
+TELLING = 1_000_000
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds that Dask itself takes.
+
+    The defaults are of the order that Dask's documentation names: about a millisecond for a task.
+    ``benchmarks/simulator.py`` measures them.
+
+    Parameters
+    ----------
+    message
+        Until a message between a worker and the scheduler has arrived.
+    scheduler
+        For the scheduler to handle a message.
+    task
+        For a worker to start a task and to send its result on its way.
+    transfer
+        For two workers to agree on a transfer.
+    """
+
+    message: float = 1e-3
+    scheduler: float = 1e-4
+    task: float = 1e-3
+    transfer: float = 2e-3
+
+
+class Peers(Protocol):
+    """What a worker knows of all others, and they of it."""
+
+    clock: Clock
+    network: Network
+    overheads: Overheads
+    works: Mapping[str, Work]
+
+    def peer(self, address: str) -> VirtualWorker | None: ...
+
+    def tell_scheduler(self, worker: str, message: dict[str, Any]) -> None: ...
+
+    def ran(self, worker: VirtualWorker, work: Work, start: float) -> None: ...
+
+
+class _Task(TaskState):
+    """A task whose place in a set does not depend on its address in memory."""
+
+    __slots__ = ("_order",)
+
+    def __init__(self, key: str, order: int):
+        self._order = order
+        super().__init__(key)
+
+    def __hash__(self) -> int:
+        return self._order
+
+
+class VirtualWorker:
+    """A worker: Dask's state machine decides; what it asks for takes virtual time.
+
+    Parameters
+    ----------
+    address
+        The worker's name on the network.
+    threads
+        Tasks at a time.
+    speed
+        How many times as fast as :attr:`Work.seconds` says.
+    tiers
+        Where its data lie.
+    peers
+        All that is around it.
+    """
+
+    def __init__(self, address: str, threads: int, speed: float, tiers: Tiers, peers: Peers):
+        self.address = address
+        self.speed = speed
+        self.tiers = tiers
+        self.gone = False
+        self.bandwidth: float = parse_bytes(dask.config.get("distributed.scheduler.bandwidth"))
+        self.state = WorkerState(
+            address=address,
+            nthreads=threads,
+            data=tiers,
+            validate=False,
+            transfer_incoming_count_limit=dask.config.get("distributed.worker.connections.incoming"),
+            transfer_incoming_bytes_limit=_incoming_limit(tiers.capacity.total),
+            transfer_message_bytes_limit=parse_bytes(
+                dask.config.get("distributed.worker.transfer.message-bytes-limit")
+            ),
+        )
+        self._peers = peers
+        self._clock = peers.clock
+        self._host = get_address_host(address)
+        self._order = itertools.count()
+        self._outgoing = 0
+        self._outgoing_limit: int = dask.config.get("distributed.worker.connections.outgoing")
+        self._started: dict[str, float] = {}
+        self._looking = False
+        self._moving_until = 0.0
+
+    # ---- messages --------------------------------------------------------------------
+
+    def receive(self, *messages: dict[str, Any]) -> None:
+        """Messages from the scheduler have arrived."""
+        for message in messages:
+            named = dict(message)
+            event = EVENTS[named.pop("op")]
+            self._know(named.get("who_has", ()))
+            if event is ComputeTaskEvent:
+                self._know([named["key"]])
+            self._hear(event(**named))
+
+    def _know(self, keys: Iterable[str]) -> None:
+        """Make the tasks that the state machine is about to hear of, as it would itself."""
+        for key in keys:
+            if key not in self.state.tasks:
+                self.state.tasks[key] = task = _Task(key, next(self._order))
+                self.state.task_counter.new_task(task)
+
+    def _stimulate(self, event: StateMachineEvent) -> None:
+        for instruction in self.state.handle_stimulus(event):
+            if isinstance(instruction, Execute):
+                self._execute(instruction.key)  # type: ignore[arg-type]
+            elif isinstance(instruction, GatherDep):
+                self._gather(instruction)
+            elif isinstance(instruction, SendMessageToScheduler):
+                self._peers.tell_scheduler(self.address, instruction.to_dict())
+            elif isinstance(instruction, RetryBusyWorkerLater):
+                retry = RetryBusyWorkerEvent(worker=instruction.worker, stimulus_id="retry")
+                self._clock.after(BUSY_RETRY, self._hear, retry)
+        if self.state.missing_dep_flight and not self._looking:
+            self._looking = True
+            self._clock.after(FIND_MISSING, self._find_missing)
+
+    def _hear(self, event: StateMachineEvent) -> None:
+        """Something happens that was put off, unless the worker is gone by now."""
+        if not self.gone:
+            self._stimulate(event)
+
+    def _find_missing(self) -> None:
+        self._looking = False
+        self._hear(FindMissingEvent(stimulus_id="find-missing"))
+
+    # ---- tasks -----------------------------------------------------------------------
+
+    @property
+    def executing(self) -> dict[str, float]:
+        """For how long each running task has been running."""
+        return {key: self._clock.now - start for key, start in self._started.items()}
+
+    def _execute(self, key: str) -> None:
+        work = self._peers.works[key]
+        ready = self._after_moves(self.tiers.hold(work.needs, work.nbytes + work.workspace))
+        start = ready + self._peers.overheads.task
+        self._started[key] = start
+        run_id = self.state.tasks[key].run_id
+        self._clock.at(start + work.seconds / self.speed, self._finish, work, run_id, start)
+
+    def _finish(self, work: Work, run_id: int, start: float) -> None:
+        if self.gone:
+            return
+        del self._started[work.key]
+        self.tiers.let_go(work.needs, work.nbytes + work.workspace)
+        self._peers.ran(self, work, start)
+        self._stimulate(
+            ExecuteSuccessEvent(
+                key=work.key,
+                run_id=run_id,
+                value=work.nbytes,
+                start=start,
+                stop=self._clock.now,
+                nbytes=work.nbytes,
+                type=bytes,
+                stimulus_id="finished",
+            )
+        )
+
+    def _after_moves(self, seconds: float) -> float:
+        """When moves between tiers are over that take so long; a worker makes them one by one."""
+        if not seconds:
+            return self._clock.now
+        self._moving_until = max(self._moving_until, self._clock.now) + seconds
+        return self._moving_until
+
+    # ---- transfers -------------------------------------------------------------------
+
+    def _gather(self, asked: GatherDep) -> None:
+        self._clock.after(self._peers.overheads.transfer, self._ask, asked)
+
+    def _ask(self, asked: GatherDep) -> None:
+        if self.gone:
+            return
+        source = self._peers.peer(asked.worker)
+        about: dict[str, Any] = {"worker": asked.worker, "total_nbytes": asked.total_nbytes}
+        if source is None:
+            self._stimulate(GatherDepNetworkFailureEvent(**about, stimulus_id="gone"))
+        elif source.busy_for(self._host):
+            self._stimulate(GatherDepBusyEvent(**about, stimulus_id="busy"))
+        else:
+            source.give(self, asked, about)
+
+    def busy_for(self, host: str) -> bool:
+        """Whether a peer is told to ask later; those of the same host are so half as soon."""
+        return self._outgoing >= self._outgoing_limit * (2 if host == self._host else 1)
+
+    def give(self, target: VirtualWorker, asked: GatherDep, about: Mapping[str, Any]) -> None:
+        """Send what is here of the keys that a peer has asked for."""
+        found: dict[Key, Any] = {
+            key: self.tiers[key] for key in sorted(asked.to_gather, key=str) if key in self.tiers
+        }
+        nbytes = sum(found.values())
+        began = self._clock.now
+        self._outgoing += 1
+        ready = max(
+            self._after_moves(self.tiers.hold(found, 0)),
+            target._after_moves(target.tiers.hold((), nbytes)),
+        )
+
+        def over() -> None:
+            self._outgoing -= 1
+            self.tiers.let_go(found, 0)
+            target.tiers.let_go((), nbytes)
+
+        def arrived() -> None:
+            over()
+            target._learn_bandwidth(nbytes, self._clock.now - began)
+            target._stimulate(GatherDepSuccessEvent(**about, data=found, stimulus_id="gathered"))
+
+        def lost() -> None:
+            over()
+            if not target.gone:
+                target._stimulate(GatherDepNetworkFailureEvent(**about, stimulus_id="lost"))
+
+        def begin() -> None:
+            if self.gone or target.gone:
+                lost()
+            else:
+                self._peers.network.send(self.address, target.address, nbytes, arrived, lost)
+
+        self._clock.at(ready, begin)
+
+    def _learn_bandwidth(self, nbytes: int, seconds: float) -> None:
+        """As Dask's worker does; the next heartbeat tells the scheduler."""
+        if nbytes > TELLING:
+            self.bandwidth = 0.95 * self.bandwidth + 0.05 * nbytes / max(0.001, seconds)
+
+
+def _incoming_limit(memory: int) -> float:
+    """Bytes that may be on their way to a worker at a time."""
+    part = dask.config.get("distributed.worker.memory.transfer")
+    return int(memory * part) if part else float("inf")

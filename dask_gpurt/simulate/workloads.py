@@ -1,0 +1,310 @@
+"""The workloads that are simulated, as graphs of the form that Dask gives them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dask_gpurt.simulate.clock import Name
+from dask_gpurt.simulate.cluster import Cluster
+from dask_gpurt.simulate.work import Submission, Work, Workload
+
+#: Bytes per second that a worker of speed 1 reads from storage and decodes, and computes on.
+READ, COMPUTE = 2e9, 20e9
+#: Seconds that a task takes whatever its size, and that a split takes, which copies nothing.
+LEAST, SPLIT = 5e-3, 1e-4
+#: By how much of its length a task may be longer or shorter, by chance.
+VARIES = 0.05
+#: Partitions for each worker, where nobody says, and where shuffles of so many make too many tasks.
+PER_WORKER, MANY = 2, 512
+#: Dask's own limit to how many pieces a task of a shuffle is split into, beyond which it takes two steps.
+MAX_BRANCH = 32
+
+
+class Graph:
+    """A graph that is being built."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.sizes: dict[Name, int] = {}
+
+    def add(
+        self,
+        name: str,
+        index: str | int,
+        needs: Sequence[Name] = (),
+        *,
+        nbytes: float,
+        seconds: float | None = None,
+        workspace: float = 0,
+    ) -> Name:
+        """Add a task; where nobody says how long it takes, that follows from its inputs."""
+        if seconds is None:
+            taken = sum(self.sizes[need] for need in needs)
+            seconds = LEAST + (taken / COMPUTE if needs else nbytes / READ)
+        key = Name(f"('{name}', {index})")
+        self.works.append(Work(key, tuple(needs), seconds, int(nbytes), int(workspace)))
+        self.sizes[key] = int(nbytes)
+        return key
+
+    def submission(self, wanted: Sequence[Name], *, keep: bool = False) -> Submission:
+        """What has been added since the last time, as a graph of its own."""
+        works, self.works = self.works, []
+        return Submission(works, frozenset(wanted), keep)
+
+    def read(self, name: str, sizes: Sequence[float]) -> list[Name]:
+        """Read partitions."""
+        return [self.add(f"read-{name}", i, nbytes=size) for i, size in enumerate(sizes)]
+
+    def shuffle(self, name: str, inputs: Sequence[Name], weights: Sequence[float]) -> list[Name]:
+        """Dask's task-based shuffle: in as many steps as keep a task from being split too often.
+
+        Parameters
+        ----------
+        name
+            What tells it from other shuffles.
+        inputs
+            Partitions to shuffle.
+        weights
+            The part of all rows that each output gets, which sum to 1; as many as inputs.
+        """
+        count = len(inputs)
+        steps = max(1, math.ceil(math.log(count) / math.log(MAX_BRANCH))) if count > 1 else 1
+        base = math.ceil(count ** (1 / steps) - 1e-9)
+        sources = [float(self.sizes[key]) for key in inputs]
+        at: dict[int, Name] = dict(enumerate(inputs))
+        for step in range(steps):
+            at = self._step(f"{name}{step}", at, sources, weights, base, step)
+        return [at[i] for i in range(count)]
+
+    def _step(
+        self,
+        name: str,
+        at: Mapping[int, Name],
+        sources: Sequence[float],
+        weights: Sequence[float],
+        base: int,
+        step: int,
+    ) -> dict[int, Name]:
+        """Move each piece to the place that has the digit of its output where the step looks."""
+        low, high = base**step, base ** (step + 1)
+        # A place holds rows of the sources that share its digits from here on up, for the outputs that share
+        # those that are settled.
+        here: defaultdict[int, float] = defaultdict(float)
+        for i, size in enumerate(sources):
+            here[i // low] += size
+        going: defaultdict[int, float] = defaultdict(float)
+        for i, weight in enumerate(weights):
+            going[i % high] += weight
+        pieces: defaultdict[int, list[Name]] = defaultdict(list)
+        for place, key in at.items():
+            group = self.add(f"shuffle-group-{name}", place, [key], nbytes=self.sizes[key])
+            for digit in range(base):
+                settled = place % low + digit * low
+                if not going[settled]:
+                    continue
+                size = here[place // low] * going[settled]
+                target = place - place % high + settled
+                pieces[target].append(
+                    self.add(
+                        f"split-taskshuffle-{name}",
+                        f"{place}, {digit}",
+                        [group],
+                        nbytes=size,
+                        seconds=SPLIT,
+                    )
+                )
+        return {
+            place: self.add(
+                f"shuffle-concat-{name}", place, keys, nbytes=sum(self.sizes[key] for key in keys)
+            )
+            for place, keys in pieces.items()
+        }
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a workload is.
+
+    Parameters
+    ----------
+    partitions
+        Of the largest collection.
+    memory
+        Bytes in the live tiers of all workers: what is read is a part of it.
+    workers
+        How many there are at the beginning.
+    """
+
+    partitions: int
+    memory: int
+    workers: int
+
+    def each(self, part: float) -> list[float]:
+        """The sizes of equal partitions that make up a part of the memory."""
+        return [part * self.memory / self.partitions] * self.partitions
+
+
+def _even(count: int) -> list[float]:
+    return [1 / count] * count
+
+
+def _skewed(count: int) -> list[float]:
+    """A fifth of all rows are in a hundredth of the outputs, or in one."""
+    hot = max(1, count // 100)
+    return [0.2 / hot] * hot + [0.8 / (count - hot)] * (count - hot) if count > hot else [1 / count] * count
+
+
+def _join(name: str, scale: Scale, weights: Sequence[float]) -> Workload:
+    graph = Graph()
+    left = graph.shuffle("left", graph.read("left", scale.each(0.2)), weights)
+    right = graph.shuffle("right", graph.read("right", scale.each(0.1)), weights)
+    joined = []
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        size = graph.sizes[a] + graph.sizes[b]
+        joined.append(graph.add("merge-lr", i, [a, b], nbytes=size, workspace=graph.sizes[b]))
+    counts = [graph.add("count-m", i, [key], nbytes=8) for i, key in enumerate(joined)]
+    return Workload(name, [graph.submission([_reduce(graph, "sum", counts, 8, 8)])])
+
+
+def shuffle_join(scale: Scale, rng: random.Random) -> Workload:
+    """Two tables, shuffled and merged, and the rows counted."""
+    return _join("shuffle-join", scale, _even(scale.partitions))
+
+
+def skewed_join(scale: Scale, rng: random.Random) -> Workload:
+    """The same, with a fifth of all rows in a hundredth of the partitions."""
+    return _join("skewed-join", scale, _skewed(scale.partitions))
+
+
+def _reduce(graph: Graph, name: str, keys: Sequence[Name], size: float, branch: int) -> Name:
+    """Reduce keys to one, so many at a time."""
+    level = 0
+    while len(keys) > 1 or not level:
+        keys = [
+            graph.add(f"{name}-level{level}", i // branch, keys[i : i + branch], nbytes=size)
+            for i in range(0, len(keys), branch)
+        ]
+        level += 1
+    return keys[0]
+
+
+def tree_reduction(scale: Scale, rng: random.Random) -> Workload:
+    """Partial results of some size, reduced eight by eight."""
+    graph = Graph()
+    read = graph.read("data", scale.each(0.4))
+    partial = 0.02 * scale.memory / scale.partitions
+    chunks = [graph.add("chunk-c", i, [key], nbytes=partial) for i, key in enumerate(read)]
+    return Workload("tree-reduction", [graph.submission([_reduce(graph, "tree", chunks, partial, 8)])])
+
+
+def persisted_reuse(scale: Scale, rng: random.Random) -> Workload:
+    """A persisted collection, to which four queries in turn join another small one and reduce the result."""
+    graph = Graph()
+    kept = graph.read("kept", scale.each(0.5))
+    submissions = [graph.submission(kept, keep=True)]
+    size = graph.sizes[kept[0]]
+    for query in range(4):
+        small = graph.read(f"small{query}", [0.05 * size] * len(kept))
+        mapped = [
+            graph.add(f"lookup-q{query}", i, [a, b], nbytes=0.1 * size)
+            for i, (a, b) in enumerate(zip(kept, small, strict=True))
+        ]
+        # Each output looks at its neighbours, as rolling windows and nearest matches do.
+        rolled = [
+            graph.add(f"rolling-q{query}", i, mapped[max(0, i - 1) : i + 2], nbytes=0.02 * size)
+            for i in range(len(mapped))
+        ]
+        submissions.append(graph.submission([_reduce(graph, f"mean-q{query}", rolled, 0.02 * size, 8)]))
+    return Workload("persisted-reuse", submissions)
+
+
+def pipeline(scale: Scale, rng: random.Random) -> Workload:
+    """Read partitions of different sizes, map, shuffle, and group."""
+    graph = Graph()
+    mean = 0.25 * scale.memory / scale.partitions
+    read = graph.read("raw", [mean * rng.uniform(0.5, 1.5) for _ in range(scale.partitions)])
+    mapped = [graph.add("map-m", i, [key], nbytes=0.8 * graph.sizes[key]) for i, key in enumerate(read)]
+    shuffled = graph.shuffle("rows", mapped, _even(len(mapped)))
+    grouped = [
+        graph.add("groupby-g", i, [key], nbytes=0.2 * graph.sizes[key], workspace=0.5 * graph.sizes[key])
+        for i, key in enumerate(shuffled)
+    ]
+    return Workload("pipeline", [graph.submission(grouped)])
+
+
+def random_dag(scale: Scale, rng: random.Random) -> Workload:
+    """Ten layers of tasks of random length and size, with one to four inputs from the two layers before."""
+    graph = Graph()
+    size = 0.04 * scale.memory / scale.partitions
+    layers: list[list[Name]] = []
+    for level in range(10):
+        before = [key for layer in layers[-2:] for key in layer]
+        layers.append(
+            [
+                graph.add(
+                    f"layer{level}-x",
+                    i,
+                    rng.sample(before, min(len(before), rng.randint(1, 4))),
+                    nbytes=size * rng.lognormvariate(0, 1),
+                    seconds=rng.lognormvariate(-2, 1),
+                )
+                for i in range(scale.partitions)
+            ]
+        )
+    needed = {need for work in graph.works for need in work.needs}
+    ends = [work.key for work in graph.works if work.key not in needed]
+    return Workload("random-dag", [graph.submission(ends)])
+
+
+WORKLOADS: Mapping[str, Callable[[Scale, random.Random], Workload]] = {
+    "shuffle-join": shuffle_join,
+    "skewed-join": skewed_join,
+    "tree-reduction": tree_reduction,
+    "persisted-reuse": persisted_reuse,
+    "pipeline": pipeline,
+    "random-dag": random_dag,
+}
+
+
+def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None, seed: int = 0) -> Workload:
+    """Make a workload that fits a cluster.
+
+    Parameters
+    ----------
+    name
+        One of :data:`WORKLOADS`.
+    cluster
+        Its memory says how large the data is.
+    partitions
+        Of the largest collection. When not given two for each worker, less where a shuffle would have more
+        than a few hundred.
+    seed
+        Of what is left to chance: in all workloads a twentieth of how long a task takes.
+
+    Raises
+    ------
+    ValueError
+        For an unknown workload, or for fewer than two partitions.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    workers = len(cluster.machines)
+    count = max(2, min(PER_WORKER * workers, max(MANY, workers))) if partitions is None else partitions
+    if count < 2:
+        raise ValueError(f"a workload has at least two partitions, not {count}")
+    rng = random.Random(seed)
+    return _varied(WORKLOADS[name](Scale(count, cluster.memory, workers), rng), rng)
+
+
+def _varied(workload: Workload, rng: random.Random) -> Workload:
+    """The same with tasks that take a little more or less: which of two comes first is left to chance."""
+
+    def varied(work: Work) -> Work:
+        return replace(work, seconds=work.seconds * rng.uniform(1 - VARIES, 1 + VARIES))
+
+    submissions = [replace(one, works=[varied(work) for work in one.works]) for one in workload.submissions]
+    return Workload(workload.name, submissions)

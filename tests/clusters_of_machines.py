@@ -1,0 +1,26 @@
+"""Small clusters for the simulator, with round figures."""
+
+from __future__ import annotations
+
+from dask_gpurt.simulate import Capacity, Cluster, Machine, Overheads
+from dask_gpurt.topology import Link, Place, Speed
+
+NO_OVERHEADS = Overheads(message=0, scheduler=0, task=0, transfer=0)
+GB = 10**9
+#: Bytes per second of shared memory here.
+SPEED = 1e9
+
+
+def machines(
+    workers: int, *, per_host: int = 64, threads: int = 1, speed: float = 1.0, memory: int = 100 * GB
+) -> list[Machine]:
+    """Workers without devices."""
+    return [
+        Machine(Place(f"host{index // per_host}"), Capacity(0, 0, memory), threads, speed)
+        for index in range(workers)
+    ]
+
+
+def on_one_host(workers: int) -> Cluster:
+    """Workers that are joined by shared memory without latency."""
+    return Cluster("one-host", machines(workers), speeds={Link.SHARED_MEMORY: Speed(SPEED, 0.0)})
