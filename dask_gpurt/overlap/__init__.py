@@ -1,0 +1,1 @@
+"""What runs beside what on one GPU."""
