@@ -8,6 +8,7 @@ schemes, Biometrika 41, 1954), on residuals in units of their standard deviation
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 #: Samples that a mean is taken over.
@@ -50,7 +51,9 @@ class Estimate:
         return changed
 
     def _leaves(self, value: float) -> bool:
-        residual = max(-OUTLIER, min(OUTLIER, (value - self.mean) / self.deviation))
+        # What was always 0 has no deviation.
+        residual = (value - self.mean) / (self.deviation or sys.float_info.min)
+        residual = max(-OUTLIER, min(OUTLIER, residual))
         self._risen = max(0.0, self._risen + residual - SLACK)
         self._fallen = max(0.0, self._fallen - residual - SLACK)
         return max(self._risen, self._fallen) > ALARM

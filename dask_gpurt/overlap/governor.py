@@ -166,6 +166,8 @@ class Governor:
             return "both together"
         if max(kernel.alone.count, self.known.link.count) < FEW:
             return "one of the two alone"
+        if not kernel.speed() or not self.known.link_speed():
+            return "any progress"
         return ""
 
     def _affords(self, kernel: Kernel, tried: Course, used: Course) -> bool:

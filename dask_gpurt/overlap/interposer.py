@@ -1,0 +1,195 @@
+"""The library that is preloaded into workers: where it is, whether it is loaded, and what it shares.
+
+``_interposer.c`` changes launches by a policy that is written here, in its memory. It has to be in the
+process before CUDA is, so a nanny names it in ``LD_PRELOAD``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from dask_gpurt.overlap.occupancy import MOST_KERNELS, Kernel, Limits
+
+__all__ = ["Interposer", "NotLoadedError", "library", "with_preload"]
+
+#: The layout of what is shared, as the library of this version of the package has it.
+LAYOUT = 1
+#: What becomes of a launch, as counted there.
+OUTCOMES = (
+    "capped",
+    "left.no-cap",
+    "left.cooperative",
+    "left.cluster",
+    "left.capture",
+    "left.small-grid",
+    "left.at-most-the-cap",
+    "left.no-opt-in",
+    "left.refused",
+    "left.unknown",
+    "left.policy-changing",
+)
+
+
+class NotLoadedError(RuntimeError):
+    """This process has no interposer; the message says why."""
+
+
+class _Limits(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint32) for name in Limits.__dataclass_fields__]
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_uint64), ("cap", ctypes.c_uint64)]
+
+
+class _Kernel(ctypes.Structure):
+    _fields_ = [
+        ("handle", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("limits", ctypes.c_void_p),
+        ("decision", ctypes.c_uint64),
+        ("allowed", ctypes.c_uint32),
+        ("raised", ctypes.c_bool),
+        ("refused", ctypes.c_bool),
+        ("launches", ctypes.c_uint64),
+        ("capped", ctypes.c_uint64),
+        ("function", ctypes.c_void_p),
+        ("id", ctypes.c_uint64),
+        ("registers", ctypes.c_uint32),
+        ("shared", ctypes.c_uint32),
+        ("name", ctypes.c_char * 256),
+    ]
+
+
+class _Shared(ctypes.Structure):
+    _fields_ = [
+        ("layout", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("on", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("cap", ctypes.c_uint32),
+        ("entries", ctypes.c_uint32),
+        ("table", _Entry * MOST_KERNELS),
+        ("counts", ctypes.c_uint64 * 16 * 8),  # in shards, by thread
+        ("repeated", ctypes.c_uint64),
+        ("kernel_count", ctypes.c_uint32),
+        ("kernels", _Kernel * 8192),
+    ]
+
+
+def library() -> Path:
+    """Return where the interposer is.
+
+    Raises
+    ------
+    NotLoadedError
+        When it was not built, or lies where it can not be preloaded from.
+    """
+    here = Path(__file__).parent
+    for suffix in EXTENSION_SUFFIXES:
+        if (path := here / f"_interposer{suffix}").exists():
+            if re.search(r"[\s:]", str(path)):
+                raise NotLoadedError(f"{path} can not be preloaded: its path has a space or a colon in it")
+            return path
+    raise NotLoadedError(
+        "the interposer was not built: install dask-gpurt again where there is a C compiler for Linux"
+    )
+
+
+def with_preload(preloads: str, path: Path) -> str:
+    """Return a value for ``LD_PRELOAD`` that keeps what it names, and ends in the interposer.
+
+    Parameters
+    ----------
+    preloads
+        The value so far, of paths with spaces or colons between them.
+    path
+        Of the interposer. It is not named twice.
+    """
+    others = [name for name in re.split(r"[\s:]+", preloads) if name and name != str(path)]
+    return ":".join([*others, str(path)])
+
+
+def name_id(name: str) -> int:
+    """Return what stands for the name of a kernel in the policy: its FNV-1a hash of 64 bits."""
+    value = 0xCBF29CE484222325
+    for byte in name.encode():
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return value
+
+
+class Interposer:
+    """The interposer in this process.
+
+    Raises
+    ------
+    NotLoadedError
+        When there is none, or one of another version.
+    """
+
+    def __init__(self) -> None:
+        self._process = ctypes.CDLL(None)
+        try:
+            self._shared = _Shared.in_dll(self._process, "gpurt_residency")
+        except ValueError:
+            raise NotLoadedError(_why_not()) from None
+        if (self._shared.layout, self._shared.size) != (LAYOUT, ctypes.sizeof(_Shared)):
+            raise NotLoadedError(
+                "the interposer that is loaded is of another version: install dask-gpurt again"
+            )
+
+    def switch(self, on: bool) -> None:
+        """Let the caps count, or not."""
+        self._shared.on = on
+
+    def write(self, default: int, kernels: Mapping[str, int]) -> None:
+        """Set all caps; 0 is none. Launches that come meanwhile are left alone."""
+        self._process.gpurt_residency_changed()
+        try:
+            for entry, (name, cap) in zip(self._shared.table, kernels.items(), strict=False):
+                entry.id, entry.cap = name_id(name), cap
+            self._shared.cap, self._shared.entries = default, len(kernels)
+        finally:
+            self._process.gpurt_residency_changed()
+
+    def limits(self, device: int) -> Limits | None:
+        """What a device has; None while the driver does not say."""
+        found = _Limits()
+        if self._process.gpurt_residency_limits(device, ctypes.byref(found)):
+            return None
+        return Limits(*(getattr(found, name) for name in Limits.__dataclass_fields__))
+
+    def counters(self) -> dict[str, int]:
+        """How many launches were ``seen``, ``capped``, ``repeated`` and left alone."""
+        counts = [sum(shards) for shards in zip(*self._shared.counts, strict=True)]
+        named = dict(zip(OUTCOMES, counts, strict=False))
+        return {"seen": sum(counts), "repeated": self._shared.repeated, **named}
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels that were seen, one for each context, in the order of their first launch."""
+        return [
+            Kernel(
+                one.name.decode(errors="replace"),
+                one.registers,
+                one.shared,
+                one.launches,
+                one.capped,
+                one.refused,
+            )
+            for one in self._shared.kernels[: self._shared.kernel_count]
+        ]
+
+
+def _why_not() -> str:
+    path = library()
+    if str(path) in re.split(r"[\s:]+", os.environ.get("LD_PRELOAD", "")):
+        return f"the loader did not take {path} from LD_PRELOAD: what this process wrote first says why"
+    return (
+        "this process was started without the interposer in LD_PRELOAD: a nanny names it there, if "
+        "'gpurt.enabled' is true and 'gpurt.overlap.residency' not 'off' when the nanny starts"
+    )

@@ -1,0 +1,223 @@
+"""Residency caps: how many blocks an SM holds, and how shared memory makes them fewer.
+
+The arithmetic is that of ``_interposer.c``, which does it at each launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["CapError", "Caps", "Kernel", "Launches", "Limits", "Residency", "residency", "shared_for"]
+
+#: Threads of a warp.
+WARP = 32
+#: Parts of an SM, each with its share of the registers.
+PARTS = 4
+#: What registers are handed out to warps in, and shared memory to blocks, in bytes.
+REGISTER_UNIT, SHARED_UNIT = 256, 128
+#: Names of kernels for which there can be a cap, and the highest one that can be written down.
+MOST_KERNELS, HIGHEST = 1024, 255
+
+
+class CapError(ValueError):
+    """A residency cap that there can not be; the message says what would be right."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device has, and what of it an SM.
+
+    Parameters
+    ----------
+    sms
+        SMs of the device.
+    blocks, threads, registers
+        The most that an SM holds.
+    shared
+        Bytes of shared memory of an SM.
+    reserved
+        Bytes of it that CUDA takes for each block.
+    opt_in
+        The most bytes of a block that has opted in to more than 48 KiB.
+    """
+
+    sms: int
+    blocks: int
+    threads: int
+    registers: int
+    shared: int
+    reserved: int
+    opt_in: int
+
+
+def residency(limits: Limits, threads: int, registers: int, shared: int) -> int:
+    """Count the blocks of a kernel that an SM holds at a time.
+
+    Parameters
+    ----------
+    limits
+        Of the device. The units in which it hands out registers are those since compute capability 7.0,
+        and that of shared memory the one since 8.0.
+    threads
+        Of a block.
+    registers
+        Of a thread.
+    shared
+        Bytes of shared memory of a block, static and dynamic.
+    """
+    warps = -(-threads // WARP)
+    by_warps = limits.threads // WARP // warps
+    if each := _round_up(registers * WARP, REGISTER_UNIT):
+        by_warps = min(by_warps, PARTS * (limits.registers // PARTS // each) // warps)
+    return min(limits.blocks, by_warps, limits.shared // _round_up(shared + limits.reserved, SHARED_UNIT))
+
+
+def shared_for(limits: Limits, cap: int) -> int:
+    """Bytes of shared memory of a block, static and dynamic, with which no more than ``cap`` fit on an SM.
+
+    Raises
+    ------
+    CapError
+        When the cap is 0, or more than an SM holds.
+    """
+    check(cap, limits)
+    return (limits.shared // (cap + 1) // SHARED_UNIT + 1) * SHARED_UNIT - limits.reserved
+
+
+def check(cap: int, limits: Limits | None = None) -> None:
+    """Refuse a cap that there can not be on a device; without limits, on any.
+
+    Raises
+    ------
+    CapError
+        When the cap is 0, or more than an SM holds.
+    """
+    most = limits.blocks if limits else HIGHEST
+    if not 1 <= cap <= most:
+        holder = "an SM of this device holds" if limits else "can be asked for"
+        raise CapError(
+            f"a residency cap of {cap} blocks: expected at least 1, and at most the {most} that {holder}"
+        )
+
+
+def _round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The most blocks of a kernel that an SM may hold; None leaves a kernel alone.
+
+    Parameters
+    ----------
+    default
+        For kernels that are not named.
+    kernels
+        By mangled name.
+    """
+
+    default: int | None = None
+    kernels: Mapping[str, int | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that was launched while there were caps.
+
+    Parameters
+    ----------
+    name
+        Mangled, and cut where it is long; empty with a driver before CUDA 12.3.
+    registers
+        Of a thread.
+    shared
+        Bytes of static shared memory of a block.
+    launches, capped
+        How often it was launched, and of those with how many it was changed.
+    refused
+        Whether the driver refused it once with more shared memory; it is left alone since.
+    """
+
+    name: str
+    registers: int
+    shared: int
+    launches: int
+    capped: int
+    refused: bool
+
+
+class Launches(Protocol):
+    """The launches of this process, and the hand that is on them; see :class:`.interposer.Interposer`."""
+
+    def switch(self, on: bool) -> None:
+        """Let the caps count, or not."""
+
+    def write(self, default: int, kernels: Mapping[str, int]) -> None:
+        """Set all caps; 0 is none."""
+
+    def limits(self, device: int) -> Limits | None:
+        """What a device has; None while the driver does not say."""
+
+    def counters(self) -> dict[str, int]:
+        """How many launches were seen, capped, repeated and left alone."""
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels that were seen."""
+
+
+class Residency:
+    """Caps residency for the launches of this process: ``apply``, ``clear``, ``counters``.
+
+    Parameters
+    ----------
+    launches
+        Those of this process.
+    device
+        The ordinal of the device whose limits a cap is held against.
+    """
+
+    def __init__(self, launches: Launches, device: int = 0):
+        self._launches = launches
+        self._device = device
+        self._lock = threading.Lock()
+        self._written = Caps()
+
+    def apply(self, caps: Caps) -> None:
+        """Let these caps count from the next launch on. Setting the same again costs next to nothing.
+
+        Raises
+        ------
+        CapError
+            For a cap of 0 or above what an SM holds, and for more than 1024 names. Nothing is changed.
+        """
+        with self._lock:
+            if caps != self._written:
+                self._check(caps)
+                kernels = {name: cap or 0 for name, cap in caps.kernels.items()}
+                self._launches.write(caps.default or 0, kernels)
+                self._written = Caps(caps.default, dict(caps.kernels))
+            self._launches.switch(True)
+
+    def _check(self, caps: Caps) -> None:
+        if len(caps.kernels) > MOST_KERNELS:
+            raise CapError(f"caps for {len(caps.kernels)} kernels: expected at most {MOST_KERNELS}")
+        limits = self._launches.limits(self._device)
+        for cap in (caps.default, *caps.kernels.values()):
+            if cap is not None:
+                check(cap, limits)
+
+    def clear(self) -> None:
+        """Let no cap count."""
+        with self._lock:
+            self._launches.switch(False)
+
+    def counters(self) -> dict[str, int]:
+        """Launches while caps counted: ``seen``, ``capped``, ``repeated``, and ``left.*`` by why."""
+        return self._launches.counters()
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels that were launched while caps counted, in the order of their first launch."""
+        return self._launches.kernels()
