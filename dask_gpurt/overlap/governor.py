@@ -107,10 +107,10 @@ class Governor:
     def choose(self, kernel: str) -> Decision:
         """The setting for a kernel that runs while communication does."""
         found = self.known.kernels.get(kernel)
-        if found is None or (missing := self._missing(found)):
+        if found is None or (missing := self.missing(found)):
             return Decision(PRIORITY, f"to be measured: {missing if found else 'both together'}")
         outlooks = self.outlooks(found)
-        used = _used(outlooks)
+        used = safest(outlooks)
         enough = outlooks[used].expected.total * (1 - INDIFFERENT)
         trials = [
             setting
@@ -161,7 +161,8 @@ class Governor:
             found[setting] = _outlook(work, *ranges)
         return found
 
-    def _missing(self, kernel: Kernel) -> str:
+    def missing(self, kernel: Kernel) -> str:
+        """What has to be measured before anything but priority only is used; empty for nothing."""
         if PRIORITY not in kernel.beside or kernel.beside[PRIORITY].compute.count < FEW:
             return "both together"
         if max(kernel.alone.count, self.known.link.count) < FEW:
@@ -178,10 +179,10 @@ class Governor:
     def _account(self, name: str, sample: Sample) -> None:
         """Book what was lost under a setting, also before: by what is known of it now."""
         kernel = self.known.kernels.get(name)
-        if kernel is None or self._missing(kernel) or sample.setting not in self.candidates:
+        if kernel is None or self.missing(kernel) or sample.setting not in self.candidates:
             return
         outlooks, trials = self.outlooks(kernel), self._trials[name]
-        used = _used(outlooks)
+        used = safest(outlooks)
         trials.add(sample.setting, used if sample.setting != used else PRIORITY, sample.seconds)
         before, trials.lost = trials.lost, trials.loss(outlooks)
         self.lost += trials.lost - before
@@ -246,7 +247,7 @@ def _outlook(work: Work, compute: _Range, communication: _Range) -> Outlook:
     )
 
 
-def _used(outlooks: Mapping[Setting, Outlook]) -> Setting:
+def safest(outlooks: Mapping[Setting, Outlook]) -> Setting:
     """The setting with the best worst case."""
     return min(outlooks, key=lambda setting: outlooks[setting].worst.total)
 
