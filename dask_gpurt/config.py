@@ -18,10 +18,12 @@ from dask.utils import parse_bytes
 
 __all__ = [
     "KEYS",
+    "MODES",
     "PATHS",
     "ConfigError",
     "ExchangeSettings",
     "MemorySettings",
+    "OverlapSettings",
     "Settings",
     "ShuffleSettings",
     "Size",
@@ -33,6 +35,9 @@ __all__ = [
 
 #: The ways that a shard may take from worker to worker.
 PATHS = ("shared-memory", "cuda-ipc", "comms")
+
+#: What confines compute while a shuffle runs beside it.
+MODES = ("off", "priority", "adaptive", "fixed")
 
 with open(os.path.join(os.path.dirname(__file__), "gpurt.yaml")) as _file:
     # The loader in C takes a tenth of the time.
@@ -174,6 +179,28 @@ def _count(key: str, value: object) -> int:
     raise _wrong(key, value, "a whole number of at least 0")
 
 
+def _mode(key: str, value: object) -> str:
+    word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
+    if word not in MODES:
+        raise _wrong(key, value, f"one of {', '.join(MODES)}")
+    return word
+
+
+def _limit(key: str, value: object) -> int | None:
+    word = str(value).strip().lower()
+    if word == "none":
+        return None
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal() and int(word):
+        return int(word)
+    raise _wrong(key, value, "'none' or a whole number of at least 1")
+
+
+def _path_or_auto(key: str, value: object) -> str | None:
+    if not isinstance(value, str) or not value.strip():
+        raise _wrong(key, value, "'auto' or the path of a file")
+    return None if value.strip().lower() == "auto" else os.path.expanduser(value.strip())
+
+
 def _paths(key: str, value: object) -> frozenset[str]:
     if isinstance(value, str):
         # In an environment variable a list is a string: "shared-memory,comms".
@@ -262,6 +289,51 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
+class FixedSettings:
+    """What confines compute in the mode ``fixed``. None does not.
+
+    Parameters
+    ----------
+    residency
+        The most blocks of a kernel on an SM.
+    sms
+        The SMs that compute may use.
+    """
+
+    residency: int | None = _setting(_limit)
+    sms: int | None = _setting(_limit)
+
+
+@dataclass(frozen=True)
+class OverlapSettings:
+    """What runs beside what on one GPU.
+
+    Parameters
+    ----------
+    mode
+        One of :data:`MODES`.
+    fixed
+        What confines compute in the mode ``fixed``.
+    learned
+        The file for what is learnt in the mode ``adaptive``; None leaves it to the worker.
+
+    Raises
+    ------
+    ConfigError
+        When the mode is ``fixed``, and nothing is.
+    """
+
+    mode: str = _setting(_mode)
+    fixed: FixedSettings = _section(FixedSettings)
+    learned: str | None = _setting(_path_or_auto)
+
+    def __post_init__(self) -> None:
+        if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
+            keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
+            raise _wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the runtime, judged and with their units resolved.
 
@@ -277,6 +349,8 @@ class Settings:
         How a shuffle runs.
     memory
         Where a worker keeps its data.
+    overlap
+        What runs beside what on one GPU.
     """
 
     enabled: bool = _setting(_bool)
@@ -284,6 +358,7 @@ class Settings:
     exchange: ExchangeSettings = _section(ExchangeSettings)
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)
+    overlap: OverlapSettings = _section(OverlapSettings)
 
 
 def _keys(settings: type, prefix: str) -> Iterator[str]:

@@ -15,9 +15,11 @@ def main() -> None:
 def _add_commands() -> None:
     from dask_gpurt.cli.demo import demo
     from dask_gpurt.cli.doctor import doctor
+    from dask_gpurt.cli.overlap import overlap
 
     main.add_command(demo)
     main.add_command(doctor)
+    main.add_command(overlap)
 
 
 _add_commands()

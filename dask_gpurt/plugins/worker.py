@@ -19,6 +19,7 @@ from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.memory_reports import amounts
+from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.table.protocol import import_backends, warm_up
@@ -49,6 +50,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.data: WorkerData | None = None
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
+        self.overlap.install()
         worker.handlers["gpurt_report"] = self.report
         self._housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
         self._housekeeping.start()
@@ -72,8 +74,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
         for device in pools.devices.values():
             Failures(settings.memory.failures).inject(device)
+            device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
+        self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.metrics)
+        self.overlap.prepare()
 
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
@@ -82,6 +87,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.data is not None and worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
+        self.overlap.uninstall()
+        await self.overlap.save()
         await asyncio.to_thread(self.exchange.close)
         await self.tiers.close()
 
@@ -104,6 +111,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "paths": self.exchange.describe_paths(self.exchange.pools.main),
             "host_paths": self.exchange.describe_paths("host"),
             "pools": self.exchange.pools.describe(),
+            "overlap": self.overlap.report(),
             "problems": config.problems(),
             **self.metrics.snapshot(),
         }
