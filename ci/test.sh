@@ -43,9 +43,19 @@ oldest_command() {
     python -m pip install -e ".[test]" "dask==$OLDEST" "distributed==$OLDEST" && python -m pytest -m "not slow"
 }
 
+# Costs the residency caps, and nothing else.
+without_compiler() {
+    mkdir "$scratch/tree" "$scratch/bare" &&
+        git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t "$scratch/tree" &&
+        CC=false python -m pip install --no-deps --target "$scratch/bare" "$scratch/tree" &&
+        cd "$scratch/bare" && python -m dask_gpurt doctor | tee doctor &&
+        grep -q "the interposer was not built" doctor
+}
+
 environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }
 step "install and test" readme_command
 newest=$(dask_version)
+step "install without a compiler" without_compiler
 step "ruff format" ruff format --check
 step "ruff check" ruff check
 step "mypy" mypy --strict dask_gpurt

@@ -201,6 +201,15 @@ def _path_or_auto(key: str, value: object) -> str | None:
     return None if value.strip().lower() == "auto" else os.path.expanduser(value.strip())
 
 
+def _residency(key: str, value: object) -> int | str:
+    word = str(value).strip().lower()
+    if word in ("off", "auto") or value is False:  # which is how yaml reads off
+        return "auto" if word == "auto" else "off"
+    if not isinstance(value, (bool, float)) and word.isdecimal() and int(word) >= 1:
+        return int(word)
+    raise _wrong(key, value, "'off', 'auto', or a whole number of blocks of at least 1")
+
+
 def _paths(key: str, value: object) -> frozenset[str]:
     if isinstance(value, str):
         # In an environment variable a list is a string: "shared-memory,comms".
@@ -310,6 +319,8 @@ class OverlapSettings:
 
     Parameters
     ----------
+    residency
+        Whether caps are possible: ``"off"``, ``"auto"``, or a cap that counts always, for every kernel.
     mode
         One of :data:`MODES`.
     fixed
@@ -320,9 +331,10 @@ class OverlapSettings:
     Raises
     ------
     ConfigError
-        When the mode is ``fixed``, and nothing is.
+        When the mode is ``fixed``, and nothing is; when a cap counts always in a mode that sets caps.
     """
 
+    residency: int | str = _setting(_residency)
     mode: str = _setting(_mode)
     fixed: FixedSettings = _section(FixedSettings)
     learned: str | None = _setting(_path_or_auto)
@@ -331,6 +343,8 @@ class OverlapSettings:
         if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
             keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
             raise _wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")
+        if self.mode in ("adaptive", "fixed") and isinstance(self.residency, int):
+            raise _wrong("gpurt.overlap.residency", self.residency, f"'auto' in the mode {self.mode!r}")
 
 
 @dataclass(frozen=True)

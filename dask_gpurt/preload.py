@@ -45,7 +45,7 @@ async def activate(server: Any) -> None:
     import dask
     from distributed import Client, Nanny, Scheduler, Worker
 
-    from dask_gpurt.plugins import client, scheduler
+    from dask_gpurt.plugins import client, residency, scheduler
 
     settings = dict(dask.config.get("gpurt", {}))
     if isinstance(server, Scheduler):
@@ -53,6 +53,8 @@ async def activate(server: Any) -> None:
     elif isinstance(server, Client):
         await client.activate(server)
     elif isinstance(server, (Worker, Nanny)):
+        if isinstance(server, Nanny):
+            residency.preload_into(server)
         # Workers of dask-cuda do not read distributed.worker.preload, their nannies do read their own list.
         await _activate_through(server, scheduler.GpurtSchedulerPlugin(settings))
     else:

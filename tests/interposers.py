@@ -14,10 +14,16 @@ from typing import Any
 
 import pytest
 
+from dask_gpurt.overlap.occupancy import Limits
+
 ROOT = Path(__file__).parents[1]
 SOURCES = Path(__file__).with_name("interposer")
 INTERPOSER = ROOT / "dask_gpurt" / "overlap" / "_interposer.c"
 COMPILER = shutil.which("cc")
+
+#: The devices of the fake driver: an H200, and one of compute capability 8.6.
+H200 = Limits(132, 32, 2048, 65536, 233472, 1024, 232448)
+SMALL = Limits(84, 16, 1536, 65536, 102400, 1024, 101376)
 
 needs_compiler = pytest.mark.skipif(
     COMPILER is None or sys.platform != "linux", reason="there is no C compiler for Linux"
@@ -45,6 +51,14 @@ def build_driver(folder: Path, *flags: str) -> Path:
     shared = ("-std=gnu11", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")
     versions = f"-Wl,--version-script={SOURCES / 'driver.map'}"
     return compile_c(folder / "libcuda.so.1", SOURCES / "driver.c", flags=(*shared, versions, *flags))
+
+
+def build_launcher(folder: Path, *flags: str) -> Path:
+    """The program that launches, with the interposer before the C library as if it were preloaded."""
+    library = build_interposer(folder, *flags)
+    build_driver(folder, *flags)
+    linked = ("-std=gnu11", "-Wl,--no-as-needed", str(library))
+    return compile_c(folder / "launcher", SOURCES / "launcher.c", flags=(*flags, *linked))
 
 
 class Process:

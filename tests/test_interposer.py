@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interposers import (
+    H200,
     INTERPOSER,
+    SMALL,
     SOURCES,
     Process,
     build_driver,
@@ -23,7 +25,6 @@ from interposers import (
     needs_compiler,
     process,
 )
-from test_occupancy import H200, SMALL
 
 from dask_gpurt.overlap.interposer import name_id
 from dask_gpurt.overlap.occupancy import Limits, residency, shared_for
@@ -358,9 +359,14 @@ def test_in_a_forked_child_it_goes_on(one: Process) -> None:
     assert one.fork("counters")["answer"]["seen"] == one.counters()["seen"] == 1
 
 
-def test_before_there_is_a_driver_it_says_nothing(built: Path) -> None:
-    with process(None, built / "_interposer.so") as none:
-        assert none.limits(0) is None
+def test_caps_may_be_set_before_there_is_a_driver(built: Path) -> None:
+    with process(None, built / "_interposer.so") as early:
+        early.load()
+        early.apply(4)
+        assert early.limits(0) is None
+        early.load_driver(str(built / "libcuda.so.1"))
+        assert early.limits(0) == vars(H200)
+        assert only(early.launch(early.function())) == FOUR
 
 
 def test_it_reads_the_limits_of_each_device(one: Process) -> None:

@@ -1,4 +1,4 @@
-"""The interposer while many threads launch, the policy changes, modules go and the process forks; under sanitizers.
+"""The interposer while threads launch, the policy changes, modules go and processes fork; under sanitizers.
 
 The processes are C programs: of the memory of Python's the sanitizers know nothing.
 """
@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from interposers import SOURCES, build_driver, build_interposer, compile_c, needs_compiler
+from interposers import build_launcher, compile_c, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -32,14 +32,6 @@ def has_sanitizer(folder: Path, flags: tuple[str, ...]) -> bool:
         return False
 
 
-def build_launcher(folder: Path, flags: tuple[str, ...]) -> Path:
-    """A program with the interposer in it, before the C library as if it were preloaded."""
-    library = build_interposer(folder, *flags)
-    build_driver(folder, *flags)
-    linked = ("-std=gnu11", "-Wl,--no-as-needed", str(library))
-    return compile_c(folder / "launcher", SOURCES / "launcher.c", flags=(*flags, *linked))
-
-
 def launch(launcher: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [launcher, *map(str, arguments)],
@@ -55,6 +47,6 @@ def test_every_launch_is_as_it_was_or_capped(tmp_path: Path, sanitizer: str) -> 
     flags, forks = SANITIZERS[sanitizer]
     if not has_sanitizer(tmp_path, flags):
         pytest.skip(f"the compiler's library for -fsanitize={sanitizer} is missing")
-    done = launch(build_launcher(tmp_path, flags), "stress", 4, 10_000, forks)
+    done = launch(build_launcher(tmp_path, *flags), "stress", 4, 10_000, forks)
     assert done.returncode == 0, done.stderr
     assert not done.stderr

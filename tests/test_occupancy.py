@@ -8,12 +8,9 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interposers import H200, SMALL
 
 from dask_gpurt.overlap.occupancy import CapError, Caps, Kernel, Limits, Residency, residency, shared_for
-
-#: An H200, and a GPU of compute capability 8.6.
-H200 = Limits(132, 32, 2048, 65536, 233472, 1024, 232448)
-SMALL = Limits(84, 16, 1536, 65536, 102400, 1024, 101376)
 
 
 @pytest.mark.parametrize(

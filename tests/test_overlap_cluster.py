@@ -18,10 +18,8 @@ from test_overlap_control import Launches
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.knowledge import Knowledge
 from dask_gpurt.overlap.learned import Ground, load, write
-from dask_gpurt.overlap.occupancy import Residency
 
 FRAME = pd.DataFrame({"key": range(2000), "value": 0.5})
 
@@ -47,15 +45,13 @@ Starting = Callable[..., Client]
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starting]:
     """A cluster in this process, with an interposer of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    launches = Launches()
-    monkeypatch.setattr(
-        "dask_gpurt.plugins.overlapping.ResidencyCaps", lambda: ResidencyCaps(Residency(launches))
-    )
+    monkeypatch.setattr("dask_gpurt.plugins.residency.Interposer", Launches)
     options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
     opened: list[Any] = []
 
     def begin(**settings: Any) -> Client:
         nested = {f"gpurt.overlap.{name}": value for name, value in settings.items()}
+        nested["gpurt.overlap.residency"] = "auto"
         with dask.config.set({**QUICK, **nested}):
             local = LocalCluster(protocol="tcp", **options)
             client = Client(local)
@@ -69,16 +65,17 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starting]
         one.close()
 
 
-@pytest.mark.parametrize("mode", ["adaptive", "fixed"])
-def test_where_nothing_confines_there_is_priority_only_and_the_reason(mode: str) -> None:
-    with cluster(overlap={"mode": mode, "fixed": {"residency": 4}}) as client:
+@pytest.mark.parametrize(
+    ("residency", "said"), [("auto", "interposer"), ("off", "'gpurt.overlap.residency' is 'off'")]
+)
+def test_where_nothing_confines_there_is_priority_only_and_the_reason(residency: str, said: str) -> None:
+    with cluster(overlap__mode="adaptive", overlap__residency=residency) as client:
         assert_right(shuffled())
         report = dask_gpurt.report(client)
-    (reason,) = [
-        known["reason"] for reply in report["workers"].values() for known in reply["fallbacks"].values()
-    ][:1]
-    assert "interposer" in reason
-    assert reason.endswith("The shuffle has its priority")
+    for reply in report["workers"].values():
+        reason = reply["fallbacks"]["compute is not confined"]["reason"]
+        assert said in reason
+        assert reason.endswith("The shuffle has its priority")
 
 
 def test_what_runs_beside_a_shuffle_is_measured(start: Starting, tmp_path: Path) -> None:

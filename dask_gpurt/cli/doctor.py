@@ -22,6 +22,8 @@ from dask_gpurt import config
 from dask_gpurt.cli.report import installed_versions
 from dask_gpurt.device.discover import cuda_missing, discover
 from dask_gpurt.device.host import SHM
+from dask_gpurt.overlap import NotLoadedError
+from dask_gpurt.overlap.interposer import library
 
 #: The versions of Dask that the tests run with.
 OLDEST, NEWEST = Version("2026.7.1"), Version("2026.8.0")
@@ -190,7 +192,15 @@ def _examine_machine() -> dict[str, Any]:
             {*(device.shared_path for device in devices.values()), "comms"}.intersection(allowed)
         ),
         "shm": {"free": free, "total": total},
+        "interposer": _examine_interposer(),
     }
+
+
+def _examine_interposer() -> dict[str, str | None]:
+    try:
+        return {"path": str(library()), "reason": None}
+    except NotLoadedError as error:
+        return {"path": None, "reason": str(error)}
 
 
 def _installed() -> dict[str, str]:
@@ -213,6 +223,7 @@ def _examine_cluster(client: Client) -> dict[str, Any]:
         "versions": _cluster_versions(client),
         "devices": dict(Counter(kind for reply in workers.values() for kind in reply.get("devices", {}))),
         "paths": _count_paths(workers.values()),
+        "residency": _count_residency(workers.values()),
         "pools": {address: reply["pools"] for address, reply in workers.items() if "pools" in reply},
         "fallbacks": _count_fallbacks([found, *workers.values()]),
         "counters": found["counters"],
@@ -236,6 +247,15 @@ def _count_paths(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     links = [link for reply in replies for link in reply.get("paths", {}).values()]
     counts = Counter((link["path"], link.get("reason")) for link in links)
     return [{"path": path, "reason": reason, "count": n} for (path, reason), n in counts.most_common()]
+
+
+def _count_residency(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How many workers have which residency caps, or why they have none."""
+    counts = Counter(tuple(reply["residency"].values()) for reply in replies if "residency" in reply)
+    return [
+        {"setting": setting, "ready": ready, "reason": reason, "count": n}
+        for (setting, ready, reason), n in counts.most_common()
+    ]
 
 
 def _count_fallbacks(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -357,6 +377,13 @@ def print_facts(facts: Mapping[str, Any]) -> None:
         console.print("✓ no setting is wrong", style="green")
 
 
+def _residency(found: Mapping[str, Any]) -> str:
+    setting = found["setting"]
+    if not found["ready"]:
+        return found["reason"] or "off"
+    return f"{setting} blocks of a kernel on an SM" if isinstance(setting, int) else "loaded, no caps set"
+
+
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings, machine, cluster = facts["settings"], facts["machine"], facts["cluster"]
     yield "Versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
@@ -371,6 +398,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shm = machine["shm"]
     yield SHM, f"{format_bytes(shm['free'])} free of {format_bytes(shm['total'])}"
     if cluster is None or not cluster["enabled"]:
+        reason = machine["interposer"]["reason"]
+        yield "Residency", reason or "the interposer is built"
         yield "Paths", f"{', '.join(machine['paths'])} where both workers can"
         return
     for link in cluster["paths"]:
@@ -378,6 +407,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "Path",
             f"{link['count']} times {link['path']}" + (f": {link['reason']}" if link["reason"] else ""),
         )
+    for found in cluster["residency"]:
+        yield "Residency", f"{found['count']} workers: {_residency(found)}"
     for kind in sorted({kind for pools in cluster["pools"].values() for kind in pools}):
         pools = [found[kind] for found in cluster["pools"].values() if kind in found]
         used, capacity = (sum(pool[what] for pool in pools) for what in ("used", "capacity"))

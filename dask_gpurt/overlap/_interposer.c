@@ -103,7 +103,7 @@ struct residency {
     struct kernel kernels[KERNELS];
 };
 
-EXPORT struct residency gpurt_residency = {.layout = LAYOUT, .size = sizeof(struct residency)};
+EXPORT struct residency gpurt_residency;
 #define policy gpurt_residency
 
 /* Called before Python writes the table, and after it has: no launch goes by half of it. */
@@ -114,23 +114,26 @@ EXPORT void gpurt_residency_changed(void) {
 
 /* ---- the driver -------------------------------------------------------------------------- */
 
-static struct {
+static struct driver {
     CUresult (*ctx_get_current)(CUcontext *);
     CUresult (*ctx_get_device)(int *);
     CUresult (*device_get_attribute)(int *, int, int);
     CUresult (*func_get_attribute)(int *, int, CUfunction);
     CUresult (*func_set_attribute)(CUfunction, int, int);
     CUresult (*stream_is_capturing)(CUstream, int *);
-    CUresult (*kernel_get_function)(CUfunction *, void *);       /* CUDA 12.0 */
-    CUresult (*func_get_name)(const char **, CUfunction); /* CUDA 12.3 */
-    bool complete;
+    CUresult (*kernel_get_function)(CUfunction *, void *); /* since CUDA 12.0 */
+    CUresult (*func_get_name)(const char **, CUfunction);  /* since CUDA 12.3 */
 } driver;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static void lock(void) { pthread_mutex_lock(&mutex); }
 static void unlock(void) { pthread_mutex_unlock(&mutex); }
-/* A thread may fork while another holds it. */
-__attribute__((constructor)) static void survive_fork(void) { pthread_atfork(lock, unlock, unlock); }
+
+__attribute__((constructor)) static void begin(void) {
+    policy.layout = LAYOUT;
+    policy.size = sizeof policy;
+    pthread_atfork(lock, unlock, unlock); /* a thread may fork while another holds it */
+}
 
 typedef void *look_up(void *, const char *);
 static look_up *next_dlsym;
@@ -145,27 +148,37 @@ BARE static void find_dlsym(void) {
     *(void **)&next_dlsym = libc(RTLD_NEXT, "dlsym");
 }
 
-static void find_driver(void) {
+static bool find_driver(struct driver *found) {
     void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
     if (!library)
-        return;
+        return false;
     find_dlsym();
-    *(void **)&driver.ctx_get_current = next_dlsym(library, "cuCtxGetCurrent");
-    *(void **)&driver.ctx_get_device = next_dlsym(library, "cuCtxGetDevice");
-    *(void **)&driver.device_get_attribute = next_dlsym(library, "cuDeviceGetAttribute");
-    *(void **)&driver.func_get_attribute = next_dlsym(library, "cuFuncGetAttribute");
-    *(void **)&driver.func_set_attribute = next_dlsym(library, "cuFuncSetAttribute");
-    *(void **)&driver.stream_is_capturing = next_dlsym(library, "cuStreamIsCapturing");
-    *(void **)&driver.kernel_get_function = next_dlsym(library, "cuKernelGetFunction");
-    *(void **)&driver.func_get_name = next_dlsym(library, "cuFuncGetName");
-    driver.complete = driver.ctx_get_current && driver.ctx_get_device && driver.device_get_attribute &&
-                      driver.func_get_attribute && driver.func_set_attribute && driver.stream_is_capturing;
+    *(void **)&found->ctx_get_current = next_dlsym(library, "cuCtxGetCurrent");
+    *(void **)&found->ctx_get_device = next_dlsym(library, "cuCtxGetDevice");
+    *(void **)&found->device_get_attribute = next_dlsym(library, "cuDeviceGetAttribute");
+    *(void **)&found->func_get_attribute = next_dlsym(library, "cuFuncGetAttribute");
+    *(void **)&found->func_set_attribute = next_dlsym(library, "cuFuncSetAttribute");
+    *(void **)&found->stream_is_capturing = next_dlsym(library, "cuStreamIsCapturing");
+    *(void **)&found->kernel_get_function = next_dlsym(library, "cuKernelGetFunction");
+    *(void **)&found->func_get_name = next_dlsym(library, "cuFuncGetName");
+    return found->ctx_get_current && found->ctx_get_device && found->device_get_attribute &&
+           found->func_get_attribute && found->func_set_attribute && found->stream_is_capturing;
 }
 
+/* Python may ask before there is one. */
 static bool have_driver(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, find_driver);
-    return driver.complete;
+    static _Atomic bool have;
+    if (LIKELY(atomic_load_explicit(&have, memory_order_acquire)))
+        return true;
+    struct driver found;
+    if (!find_driver(&found)) /* not under our lock: the loader has one too */
+        return false;
+    lock();
+    if (!atomic_load_explicit(&have, RELAXED))
+        driver = found;
+    atomic_store_explicit(&have, true, memory_order_release);
+    unlock();
+    return true;
 }
 
 /* ---- what fits on an SM ------------------------------------------------------------------ */
@@ -342,8 +355,8 @@ static struct kernel *refresh(CUfunction handle, CUcontext context, struct decis
     return kernel;
 }
 
-/* Opt in to as much as the device has, once: whoever set less may rely on no more than that. */
-static bool raise(struct kernel *kernel, unsigned dynamic) {
+/* Opt in to as much as the device has, once: a later cap needs no more, and it is never lowered. */
+static bool opt_in(struct kernel *kernel, unsigned dynamic) {
     lock();
     int most = atomic_load_explicit(&kernel->limits, RELAXED)->opt_in - kernel->shared;
     if (!kernel->raised && !driver.func_set_attribute(kernel->function, MAX_DYNAMIC_SHARED_SIZE, most))
@@ -408,7 +421,7 @@ static enum reason judge(struct launch *launch, unsigned *dynamic) {
     if (!hold(limits, decision, decision.cap + 1, launch->threads, launch->dynamic))
         return NATURAL;
     *dynamic = shared_for(limits, decision.cap) - decision.shared;
-    if (*dynamic > atomic_load_explicit(&kernel->allowed, RELAXED) && !raise(kernel, *dynamic))
+    if (*dynamic > atomic_load_explicit(&kernel->allowed, RELAXED) && !opt_in(kernel, *dynamic))
         return NO_OPT_IN;
     return CAPPED;
 }

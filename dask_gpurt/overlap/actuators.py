@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from dask_gpurt.overlap.interposer import Interposer
 from dask_gpurt.overlap.knowledge import Setting
 from dask_gpurt.overlap.occupancy import Caps, Residency
 
@@ -46,16 +45,16 @@ class Actuator(Protocol):
 
 
 class ResidencyCaps:
-    """Caps the residency of all kernels, through the interposer.
+    """Caps the residency of all kernels.
 
     Parameters
     ----------
     residency
-        Of this process; NotLoadedError comes from there if it has no interposer.
+        Of this process.
     """
 
-    def __init__(self, residency: Residency | None = None):
-        self._residency = residency or Residency(Interposer())
+    def __init__(self, residency: Residency):
+        self._residency = residency
 
     def settings(self) -> Mapping[Setting, float]:
         # The throughput of a kernel is concave in its residency, so a cap costs no more than its share.

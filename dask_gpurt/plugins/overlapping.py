@@ -18,13 +18,13 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import OverlapSettings
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Decisions, Metrics
-from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.actuators import Actuator, ResidencyCaps
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
 from dask_gpurt.overlap.knowledge import Knowledge, Setting
 from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read, write
+from dask_gpurt.plugins.residency import WorkerResidency
 
 #: Prefixes of tasks that are communication themselves.
 COMMUNICATION = frozenset({"shuffle-transfer", "shuffle-barrier", "hash-join-transfer"})
@@ -45,15 +45,24 @@ class WorkerOverlap:
         The Dask worker; its ``execute`` gets a wrapper on the instance.
     exchange
         Whose runs they are beside.
+    residency
+        What confines them, if it can.
     """
 
-    def __init__(self, worker: Any, exchange: Exchange, settings: OverlapSettings, metrics: Metrics):
+    def __init__(
+        self,
+        worker: Any,
+        exchange: Exchange,
+        settings: OverlapSettings,
+        residency: WorkerResidency,
+        metrics: Metrics,
+    ):
         self._worker = worker
         self._exchange = exchange
         self._settings = settings
+        self._residency = residency
         self._metrics = metrics
         self.decisions = Decisions()
-        self._actuator: Actuator | None = None
         self._governor: Governor | None = None
         self._control: Control | None = None
         self._saving = PeriodicCallback(self.save, SAVE * 1000)
@@ -62,20 +71,26 @@ class WorkerOverlap:
         """Find out what can be confined, and read what was learnt. Blocks."""
         if self._settings.mode not in ("adaptive", "fixed"):
             return
+        if self._residency.actuator is None:
+            self._stay(self._residency.reason or "'gpurt.overlap.residency' is 'off'")
+            return
+        actuator = ResidencyCaps(self._residency.actuator)
         try:
-            self._actuator = ResidencyCaps()
-            governing = self._governing(self._actuator)
-        except (NotLoadedError, ValueError) as error:
-            self._metrics.fallback(FALLBACK, f"{error}. The shuffle has its priority")
+            governing = self._governing(actuator)
+        except ValueError as error:
+            self._stay(str(error))
             return
         self._control = Control(
             governing,
-            self._actuator,
+            actuator,
             lambda: self._exchange.moved,
             perf_counter,
             self.decisions,
             self._metrics,
         )
+
+    def _stay(self, reason: str) -> None:
+        self._metrics.fallback(FALLBACK, f"{reason}. The shuffle has its priority")
 
     def _governing(self, actuator: Actuator) -> Governing:
         if self._settings.mode == "fixed":

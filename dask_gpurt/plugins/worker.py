@@ -20,6 +20,7 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.table.protocol import import_backends, warm_up
@@ -50,7 +51,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.data: WorkerData | None = None
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
-        self.overlap.install()
         worker.handlers["gpurt_report"] = self.report
         self._housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
         self._housekeeping.start()
@@ -58,6 +58,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         try:
             import_backends(self.exchange.pools.devices)
             await self.exchange.offload(self.exchange.pools.make_all)
+            await self.exchange.offload(self.overlap.prepare)
+            self.overlap.install()
             if settings.memory.tiers:
                 await self.exchange.offload(self.tiers.guard)
                 self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
@@ -77,8 +79,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
-        self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.metrics)
-        self.overlap.prepare()
+        self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
+        self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
 
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
@@ -89,6 +91,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         worker.handlers.pop("gpurt_report", None)
         self.overlap.uninstall()
         await self.overlap.save()
+        self.residency.close()
         await asyncio.to_thread(self.exchange.close)
         await self.tiers.close()
 
@@ -105,6 +108,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Handler: what this worker has, did and fell back from."""
         if connect:
             await self.exchange.connect_all()
+        known = self.metrics.snapshot()
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
@@ -112,6 +116,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "host_paths": self.exchange.describe_paths("host"),
             "pools": self.exchange.pools.describe(),
             "overlap": self.overlap.report(),
+            "residency": self.residency.describe(),
             "problems": config.problems(),
-            **self.metrics.snapshot(),
+            **known,
+            "counters": known["counters"] | self.residency.counters(),
         }

@@ -49,9 +49,11 @@ class Host:
     def __init__(self, driver: str):
         self.own: dict[tuple[str, str, int], Any] = {}
         self.residency: Residency | None = None
-        self.driver = ctypes.CDLL(driver or None)
-        if not driver:
-            return
+        if driver:
+            self.load_driver(driver)
+
+    def load_driver(self, path: str) -> None:
+        self.driver = ctypes.CDLL(path)
         for name in ("fake_function", "fake_kernel", "fake_stream"):
             getattr(self.driver, name).restype = POINTER
         self.driver.fake_launches.restype = ctypes.c_long

@@ -1,0 +1,72 @@
+"""Residency caps on a worker: its nanny preloads the interposer, and the settings name a cap."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from dask_gpurt import config
+from dask_gpurt.observe import Metrics
+from dask_gpurt.overlap import CapError, Caps, Interposer, NotLoadedError, Residency
+from dask_gpurt.overlap.interposer import library, with_preload
+
+PRELOAD = "LD_PRELOAD"
+
+
+def preload_into(nanny: Any) -> None:
+    """Have a nanny start its worker with the interposer, if the settings ask for it.
+
+    Where there is none, nothing is changed, and the worker says why.
+    """
+    if config.load().overlap.residency == "off":
+        return
+    try:
+        path = library()
+    except NotLoadedError:
+        return
+    # What Dask's configuration has there would take the place of what this process was started with.
+    given = nanny.pre_spawn_env.get(PRELOAD, os.environ.get(PRELOAD, ""))
+    nanny.pre_spawn_env[PRELOAD] = with_preload(given, path)
+    if PRELOAD in nanny.env:  # a copy, which a worker puts into its environment once it runs
+        nanny.env[PRELOAD] = with_preload(nanny.env[PRELOAD], path)
+
+
+class WorkerResidency:
+    """The residency caps of a worker.
+
+    Parameters
+    ----------
+    setting
+        ``"off"``, ``"auto"`` for none until somebody applies some to ``actuator``, or a cap for all kernels.
+    metrics
+        Where it is counted that there are none, and why.
+    """
+
+    def __init__(self, setting: int | str, metrics: Metrics):
+        self.setting = setting
+        self.actuator: Residency | None = None
+        self.reason: str | None = None
+        if setting == "off":
+            return
+        try:
+            actuator = Residency(Interposer())
+            if isinstance(setting, int):
+                actuator.apply(Caps(setting))
+            self.actuator = actuator
+        except (NotLoadedError, CapError) as error:
+            self.reason = str(error)
+            metrics.fallback("overlap.residency", self.reason)
+
+    def close(self) -> None:
+        """Let no cap count."""
+        if self.actuator is not None:
+            self.actuator.clear()
+
+    def counters(self) -> dict[str, int]:
+        """The launches that were seen while caps counted, as ``residency.*``."""
+        counts = self.actuator.counters() if self.actuator is not None else {}
+        return {f"residency.{name}": count for name, count in counts.items() if count}
+
+    def describe(self) -> dict[str, Any]:
+        """The setting, whether there can be caps, and if not, why."""
+        return {"setting": self.setting, "ready": self.actuator is not None, "reason": self.reason}
