@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from curves import CAP4, CAP8, SPLIT
+from curves import CAP4, CAP8, CURVES, SPLIT, TASKS, Curve
 
 from dask_gpurt.observe import Decisions, Metrics
 from dask_gpurt.observe.decisions import KEPT
 from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.control import Control
-from dask_gpurt.overlap.governor import Decision
+from dask_gpurt.overlap.governor import Decision, Governor
 from dask_gpurt.overlap.knowledge import PRIORITY, Sample, Setting
 from dask_gpurt.overlap.occupancy import Kernel, Limits, Residency
 
@@ -64,13 +64,18 @@ class Hand:
 class Bench:
     """A worker without Dask: time passes and bytes move when the test says so."""
 
-    def __init__(self, hand: Hand | None = None, **settings: Setting):
+    def __init__(self, hand: Hand | None = None, governor: Governor | None = None, **settings: Setting):
         self.now = self.moved = 0.0
         self.hand = hand or Hand()
         self.deciding = Deciding(**settings)
         self.decisions, self.metrics = Decisions(lambda: self.now), Metrics()
         self.control = Control(
-            self.deciding, self.hand, lambda: self.moved, lambda: self.now, self.decisions, self.metrics
+            governor or self.deciding,
+            self.hand,
+            lambda: self.moved,
+            lambda: self.now,
+            self.decisions,
+            self.metrics,
         )
 
     def passes(self, seconds: float, nbytes: float = 0) -> None:
@@ -215,6 +220,39 @@ def test_closing_confines_nothing_any_more() -> None:
     bench.control.begins("a", "join", 1)
     bench.control.close()
     assert bench.hand.confined == PRIORITY
+
+
+@pytest.mark.parametrize(("kernel", "found"), [("elementwise", CAP4), ("join", PRIORITY)])
+def test_the_governor_finds_its_setting_by_what_is_reported(kernel: str, found: Setting) -> None:
+    hand = Hand()
+    bench = Bench(hand, Governor(hand.settings()))
+    for _ in range(150):
+        confined = one_step(bench, kernel, CURVES[kernel])
+    assert set(confined) == {found}
+
+
+def one_step(bench: Bench, kernel: str, curve: Curve) -> list[Setting]:
+    """As many seconds of tasks as of communication; what the tasks beside it were confined to."""
+    left, confined = float(TASKS), []
+    bench.control.in_flight(1, 0)
+    for _ in range(TASKS):
+        bench.control.begins("task", kernel, 1.0)
+        work = 1.0
+        if left:
+            confined.append(bench.hand.confined)
+            speeds = curve[bench.hand.confined]
+            together = min(work / speeds.compute, left / speeds.communication)
+            bench.passes(together, together * speeds.communication)
+            left -= together * speeds.communication
+            work -= together * speeds.compute
+            if left < 1e-9:
+                left = 0.0
+                bench.control.in_flight(0, 0)
+        bench.passes(max(0.0, work))
+        bench.control.ends("task")
+    bench.passes(left, left)
+    bench.control.in_flight(0, 0)
+    return confined
 
 
 # ---- the ledger ----------------------------------------------------------------------
