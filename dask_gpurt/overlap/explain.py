@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dask_gpurt.overlap.governor import Governor, Outlook, safest
+from dask_gpurt.overlap.governor import INDIFFERENT, Governor, Outlook, safest
 from dask_gpurt.overlap.knowledge import PRIORITY, Knowledge
 
 
@@ -57,6 +57,8 @@ def _figures(outlook: Outlook, usual: Outlook) -> dict[str, float]:
 def _why(outlook: Outlook, used: Outlook) -> str:
     if outlook is used:
         return "no other is faster at its worst"
-    if outlook.best.total < used.expected.total:
+    if outlook.best.total < used.expected.total * (1 - INDIFFERENT):
         return "may be faster, is not known well enough"
+    if outlook.best.total < used.expected.total:
+        return "hardly faster even at its best"
     return "slower even at its best"
