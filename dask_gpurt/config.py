@@ -18,6 +18,7 @@ from dask.utils import parse_bytes
 
 __all__ = [
     "KEYS",
+    "MODES",
     "PATHS",
     "ConfigError",
     "ExchangeSettings",
@@ -36,6 +37,9 @@ __all__ = [
 
 #: The ways that a shard may take from worker to worker.
 PATHS = ("shared-memory", "cuda-ipc", "comms")
+
+#: What confines compute while a shuffle runs beside it.
+MODES = ("off", "priority", "adaptive", "fixed")
 
 with open(os.path.join(os.path.dirname(__file__), "gpurt.yaml")) as _file:
     # The loader in C takes a tenth of the time.
@@ -183,6 +187,28 @@ def _file_name(key: str, value: object) -> str | None:
     raise _wrong(key, value, "the name of a file, or nothing")
 
 
+def _mode(key: str, value: object) -> str:
+    word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
+    if word not in MODES:
+        raise _wrong(key, value, f"one of {', '.join(MODES)}")
+    return word
+
+
+def _limit(key: str, value: object) -> int | None:
+    word = str(value).strip().lower()
+    if word == "none":
+        return None
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal() and int(word):
+        return int(word)
+    raise _wrong(key, value, "'none' or a whole number of at least 1")
+
+
+def _path_or_auto(key: str, value: object) -> str | None:
+    if not isinstance(value, str) or not value.strip():
+        raise _wrong(key, value, "'auto' or the path of a file")
+    return None if value.strip().lower() == "auto" else os.path.expanduser(value.strip())
+
+
 def _residency(key: str, value: object) -> int | str:
     word = str(value).strip().lower()
     if word in ("off", "auto") or value is False:  # which is how yaml reads off
@@ -293,17 +319,53 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
+class FixedSettings:
+    """What confines compute in the mode ``fixed``. None does not.
+
+    Parameters
+    ----------
+    residency
+        The most blocks of a kernel on an SM.
+    sms
+        The SMs that compute may use.
+    """
+
+    residency: int | None = _setting(_limit)
+    sms: int | None = _setting(_limit)
+
+
+@dataclass(frozen=True)
 class OverlapSettings:
     """What runs beside what on one GPU.
 
     Parameters
     ----------
     residency
-        The most blocks of a kernel on an SM, of every kernel; ``"auto"`` only makes caps possible,
-        and ``"off"`` not even that.
+        Whether caps are possible: ``"off"``, ``"auto"``, or a cap that counts always, for every kernel.
+    mode
+        One of :data:`MODES`.
+    fixed
+        What confines compute in the mode ``fixed``.
+    learned
+        The file for what is learnt in the mode ``adaptive``; None leaves it to the worker.
+
+    Raises
+    ------
+    ConfigError
+        When the mode is ``fixed``, and nothing is; when a cap counts always in a mode that sets caps.
     """
 
     residency: int | str = _setting(_residency)
+    mode: str = _setting(_mode)
+    fixed: FixedSettings = _section(FixedSettings)
+    learned: str | None = _setting(_path_or_auto)
+
+    def __post_init__(self) -> None:
+        if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
+            keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
+            raise _wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")
+        if self.mode in ("adaptive", "fixed") and isinstance(self.residency, int):
+            raise _wrong("gpurt.overlap.residency", self.residency, f"'auto' in the mode {self.mode!r}")
 
 
 @dataclass(frozen=True)

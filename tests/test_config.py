@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
-from dask_gpurt.config import KEYS, PATHS, ConfigError, Settings, Size, load, problems
+from dask_gpurt.config import KEYS, MODES, PATHS, ConfigError, Settings, Size, load, problems
 
 ROOT = Path(__file__).parent.parent
 DEFAULTS = yaml.safe_load(files("dask_gpurt").joinpath("gpurt.yaml").read_text())
@@ -60,6 +60,7 @@ def test_defaults() -> None:
     assert settings.memory.device is None
     assert settings.exchange.paths == set(PATHS)
     assert settings.shuffle.retries == 10
+    assert settings.overlap.mode == "priority"
     assert problems(DEFAULTS) == []
 
 
@@ -80,6 +81,22 @@ def test_defaults_satisfy_the_schema() -> None:
 def test_schema_knows_the_paths() -> None:
     paths = SCHEMA["properties"]["gpurt"]["properties"]["exchange"]["properties"]["paths"]
     assert paths["oneOf"][1]["items"]["enum"] == list(PATHS)
+
+
+def test_schema_knows_the_modes() -> None:
+    mode = SCHEMA["properties"]["gpurt"]["properties"]["overlap"]["properties"]["mode"]
+    assert mode["enum"] == [*MODES, False]
+
+
+def test_fixed_takes_the_numbers_that_are_set() -> None:
+    fixed = {"mode": "fixed", "fixed": {"residency": 4, "sms": 116}}
+    found = load({"gpurt": {"overlap": fixed}}).overlap
+    assert (found.mode, found.fixed.residency, found.fixed.sms) == ("fixed", 4, 116)
+
+
+def test_a_cap_that_counts_always_leaves_nothing_to_choose() -> None:
+    (problem,) = problems({"gpurt": {"overlap": {"mode": "adaptive", "residency": 4}}})
+    assert problem == "'gpurt.overlap.residency' is 4: expected 'auto' in the mode 'adaptive'"
 
 
 def test_defaults_are_in_dask_config() -> None:
@@ -126,6 +143,12 @@ def test_load_reads_the_environment() -> None:
         ("gpurt.exchange.paths", ["cuda-ipc"], {"cuda-ipc", "comms"}),
         ("gpurt.exchange.paths", "shared-memory,cuda-ipc", set(PATHS)),
         ("gpurt.shuffle.retries", "3", 3),
+        ("gpurt.overlap.mode", "Adaptive", "adaptive"),
+        ("gpurt.overlap.mode", False, "off"),
+        ("gpurt.overlap.fixed.residency", "4", 4),
+        ("gpurt.overlap.fixed.sms", "none", None),
+        ("gpurt.overlap.learned", "auto", None),
+        ("gpurt.overlap.learned", "/tmp/learned.json", "/tmp/learned.json"),
         ("gpurt.overlap.residency", False, "off"),
         ("gpurt.overlap.residency", "OFF", "off"),
         ("gpurt.overlap.residency", "auto", "auto"),
@@ -171,6 +194,17 @@ def test_good_values(key: str, value: object, expected: object) -> None:
         ("gpurt.shuffle.retries", 1.5),
         ("gpurt.shuffle.retries", True),
         ("gpurt.shuffle", 5),
+        ("gpurt.overlap.mode", "always"),
+        ("gpurt.overlap.mode", True),
+        ("gpurt.overlap.mode", "fixed"),
+        ("gpurt.overlap.fixed", 4),
+        ("gpurt.overlap.fixed.residency", 0),
+        ("gpurt.overlap.fixed.residency", 2.5),
+        ("gpurt.overlap.fixed.residency", "off"),
+        ("gpurt.overlap.fixed.sms", -8),
+        ("gpurt.overlap.fixed.sms", True),
+        ("gpurt.overlap.learned", ""),
+        ("gpurt.overlap.learned", 5),
         ("gpurt.overlap.residency", 0),
         ("gpurt.overlap.residency", "0"),
         ("gpurt.overlap.residency", -1),

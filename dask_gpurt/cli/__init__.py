@@ -15,13 +15,12 @@ def main() -> None:
 def _add_commands() -> None:
     from dask_gpurt.cli.demo import demo
     from dask_gpurt.cli.doctor import doctor
+    from dask_gpurt.cli.overlap import overlap
     from dask_gpurt.cli.simulate import simulation
     from dask_gpurt.cli.topology import topology
 
-    main.add_command(demo)
-    main.add_command(doctor)
-    main.add_command(simulation)
-    main.add_command(topology)
+    for command in (demo, doctor, overlap, simulation, topology):
+        main.add_command(command)
 
 
 _add_commands()

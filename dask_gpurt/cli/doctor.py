@@ -66,14 +66,29 @@ def examine_at(address: str) -> dict[str, Any]:
     address
         Of the scheduler.
     """
+    with connected(address) as client:
+        return examine(client)
+
+
+def connected(address: str) -> Client:
+    """A client of a cluster, which stays as it is.
+
+    Parameters
+    ----------
+    address
+        Of the scheduler.
+
+    Raises
+    ------
+    click.ClickException
+        When no scheduler answers.
+    """
     # A client that ran our hook would switch the runtime on, and so change what it looks at.
     with dask.config.set({"distributed.client.preload": []}):
         try:
-            client = Client(address, set_as_default=False)
+            return Client(address, set_as_default=False)
         except (OSError, ValueError) as error:
             raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
-    with client:
-        return examine(client)
 
 
 def examine(client: Client | None = None) -> dict[str, Any]:

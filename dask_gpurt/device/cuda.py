@@ -120,6 +120,7 @@ class CudaDevice:
     reads_in_place = False
     on_host = False
     pool_share = 0.12
+    prioritised = True
 
     def __init__(self) -> None:
         self.index = runtime.getDevice()
@@ -132,8 +133,9 @@ class CudaDevice:
         """This thread's communication stream, for rmm and libcudf, and for cupy."""
         if not hasattr(self._streams, "pair"):
             runtime.setDevice(self.index)
-            _, _least, greatest = cudaDeviceGetStreamPriorityRange()
-            stream = cupy.cuda.Stream(non_blocking=True, priority=greatest)
+            _, least, greatest = cudaDeviceGetStreamPriorityRange()
+            priority = greatest if self.prioritised else least
+            stream = cupy.cuda.Stream(non_blocking=True, priority=priority)
             self._streams.pair = Stream(stream), stream
         pair: tuple[Stream, Any] = self._streams.pair
         return pair

@@ -166,6 +166,7 @@ class HostDevice:
     reads_in_place = True
     on_host = True
     pool_share = 0.25
+    prioritised = False
 
     def __init__(self, memory_limit: int):
         self.memory_limit = memory_limit

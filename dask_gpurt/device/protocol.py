@@ -111,6 +111,8 @@ class Device(Protocol):
     on_host: bool
     #: Of its memory, what a pool takes when nobody says: enough for producers to run ahead.
     pool_share: float
+    #: Whether its own streams come before those of user code, where they share the device.
+    prioritised: bool
 
     def describe(self) -> dict[str, Any]:
         """Name, memory and whatever else helps a person who reads ``doctor``."""

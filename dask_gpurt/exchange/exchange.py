@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
@@ -72,6 +72,12 @@ class Exchange:
         self._parcels: defaultdict[str, set[Parcel]] = defaultdict(set)
         self._released: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         self._asked: dict[str, float] = {}
+        self._runs: set[RunKey] = set()
+        self._pulls = 0
+        #: Bytes that were pulled.
+        self.moved = 0
+        #: Called on the event loop with how many runs publish and how many shards are being pulled.
+        self.in_flight: Callable[[int, int], None] = _nobody_asks
         self.closed = False
         worker.handlers.update(
             {
@@ -126,6 +132,29 @@ class Exchange:
             if of == kind and (path := _result(task))
         }
 
+    # ---- what is in flight -----------------------------------------------------------
+
+    def run_begins(self, run: RunKey) -> None:
+        """A run begins to publish on this worker."""
+        self._runs.add(run)
+        self.in_flight(len(self._runs), self._pulls)
+
+    def run_ends(self, run: RunKey) -> None:
+        """A run publishes nothing any more; again does nothing."""
+        if run in self._runs:
+            self._runs.remove(run)
+            self.in_flight(len(self._runs), self._pulls)
+
+    @contextlib.contextmanager
+    def _pulling(self) -> Iterator[None]:
+        self._pulls += 1
+        self.in_flight(len(self._runs), self._pulls)
+        try:
+            yield
+        finally:
+            self._pulls -= 1
+            self.in_flight(len(self._runs), self._pulls)
+
     # ---- reading ---------------------------------------------------------------------
 
     async def accept(self, run: RunKey, shard: Shard, on_error: Callable[[Exception], None]) -> Parcel:
@@ -158,11 +187,13 @@ class Exchange:
         self._limiter.increase(nbytes)
         self.metrics.peak("exchange.inflight.peak", self._limiter._acquired)
         try:
-            if parcel.path.mapping is None:
-                await self._pull_by_comm(parcel)
-            else:
-                with self.metrics.seconds("exchange.seconds.pulling"):
-                    await self.offload(self._pull_mapped, parcel)
+            with self._pulling():
+                if parcel.path.mapping is None:
+                    await self._pull_by_comm(parcel)
+                else:
+                    with self.metrics.seconds("exchange.seconds.pulling"):
+                        await self.offload(self._pull_mapped, parcel)
+                self.moved += nbytes
         except Exception as error:
             parcel.fail(error)
             parcel.moved_in_vain()
@@ -323,6 +354,10 @@ class Exchange:
             if (path := _result(task)) and path.mapping is not None:
                 path.mapping.close()
         self.pools.close()
+
+
+def _nobody_asks(runs: int, pulls: int) -> None:
+    """What is in flight matters to nobody."""
 
 
 def _result(task: asyncio.Task[Path]) -> Path | None:

@@ -19,6 +19,7 @@ from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.memory_reports import amounts
+from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
@@ -59,6 +60,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             import_backends(self.exchange.pools.devices)
             await self.exchange.offload(self.exchange.pools.make_all)
             await self.topology.start()
+            await self.exchange.offload(self.overlap.prepare)
+            self.overlap.install()
             if settings.memory.tiers:
                 await self.exchange.offload(self.tiers.guard)
                 self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
@@ -75,11 +78,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
         pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
         for device in pools.devices.values():
             Failures(settings.memory.failures).inject(device)
+            device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
+        self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
 
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
@@ -89,6 +94,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.data is not None and worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
+        self.overlap.uninstall()
+        await self.overlap.save()
         self.residency.close()
         await asyncio.to_thread(self.exchange.close)
         await self.tiers.close()
@@ -113,6 +120,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "paths": self.exchange.describe_paths(self.exchange.pools.main),
             "host_paths": self.exchange.describe_paths("host"),
             "pools": self.exchange.pools.describe(),
+            "overlap": self.overlap.report(),
             "residency": self.residency.describe(),
             "problems": config.problems(),
             **known,

@@ -70,6 +70,7 @@ class ShuffleRun:
         self._outgoing: defaultdict[str, list[Shard]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
         exchange.metrics.add("shuffle.runs")
+        exchange.run_begins(self._key)
 
     def __repr__(self) -> str:
         return f"<{self}, closed={self.closed}, transferred={self.transferred}>"
@@ -102,6 +103,7 @@ class ShuffleRun:
         if self.closed:
             return
         self.closed = True
+        self._exchange.run_ends(self._key)
         self._exchange.pools.wake()
         for sender in self._senders.values():
             sender.cancel()
@@ -167,6 +169,7 @@ class ShuffleRun:
         self.transferred = True
         while pending := [sender for sender in self._senders.values() if not sender.done()]:
             await asyncio.wait(pending)
+        self._exchange.run_ends(self._key)
         self.raise_if_closed()
 
     async def barrier(self, run_ids: Sequence[int]) -> int:

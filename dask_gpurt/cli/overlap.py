@@ -1,0 +1,126 @@
+"""``dask gpurt overlap``: what was learnt of kernels beside a shuffle, what confines each, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import dask_gpurt
+from dask_gpurt.cli.doctor import connected
+from dask_gpurt.overlap.explain import rows
+from dask_gpurt.overlap.learned import LearnedError, directory, load
+
+#: The last decisions of a worker that are printed.
+LAST = 10
+COLUMNS = ("setting", "samples", "compute", "communication", "total", "at best … at worst", "why")
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--scheduler", metavar="ADDRESS", help="Ask the workers of this cluster instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> None:
+    """Show what was learnt of kernels beside a shuffle, what confines each, and why.
+
+    FILES are those that workers in the mode "adaptive" have written. [default: all in the cache directory]
+    """
+    if scheduler:
+        found = of_cluster(scheduler)
+    else:
+        found = of_files(files or sorted(directory().glob("overlap-*.json")))
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        click.echo(
+            f"nothing was learnt: no file in {directory()}. "
+            "Workers whose 'gpurt.overlap.mode' is 'adaptive' write one"
+        )
+    for name, part in found.items():
+        print_part(name, part)
+
+
+def of_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """What files say, by path.
+
+    Parameters
+    ----------
+    files
+        As workers have written them.
+
+    Raises
+    ------
+    click.ClickException
+        When one of them can not be read.
+    """
+    found = {}
+    for path in files:
+        try:
+            ground, known = load(path)
+        except LearnedError as error:
+            raise click.ClickException(str(error)) from error
+        found[str(path)] = {"learned on": str(ground), "kernels": rows(known)}
+    return found
+
+
+def of_cluster(address: str) -> dict[str, dict[str, Any]]:
+    """What the workers of a cluster say, by address."""
+    with connected(address) as client:
+        workers = dask_gpurt.report(client)["workers"]
+    return {worker: reply["overlap"] for worker, reply in workers.items() if "overlap" in reply}
+
+
+def print_part(name: str, part: Mapping[str, Any]) -> None:
+    """Print what one file or one worker says.
+
+    Parameters
+    ----------
+    name
+        Of the file or the worker.
+    part
+        What :func:`of_files` or :func:`of_cluster` has found.
+    """
+    console = Console(highlight=False)
+    console.print(name, style="bold", markup=False)
+    if "learned on" in part:
+        console.print(f"learned on {part['learned on']}", markup=False)
+    if "mode" in part:
+        spent = f", trying has lost {part['lost']:.2f} of {part['elapsed']:.2f} s" if part["elapsed"] else ""
+        console.print(f"mode {part['mode']}{spent}", markup=False)
+    if part["kernels"]:
+        console.print(_table(part["kernels"]))
+    for entry in part.get("decisions", [])[-LAST:]:
+        at = datetime.fromtimestamp(entry["at"]).strftime("%H:%M:%S")
+        console.print(
+            f"{at} {entry['subject']}: {entry['decided']}, {entry['why']}", style="dim", markup=False
+        )
+
+
+def _table(kernels: Iterable[Mapping[str, Any]]) -> Table:
+    """What is used in bold. Speeds are shares of those alone, times shares of that with priority only."""
+    table = Table("kernel", *COLUMNS, box=None)
+    last = None
+    for row in kernels:
+        name, last = (row["kernel"] if row["kernel"] != last else ""), row["kernel"]
+        table.add_row(name, *_cells(row), style="bold" if row["used"] else "")
+    return table
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    if row["total"] is None:
+        return row["setting"], str(row["samples"]), "", "", "", "", row["why"]
+    shares = (f"{row[name]:.0%}" for name in ("compute", "communication", "total"))
+    return (
+        row["setting"],
+        str(row["samples"]),
+        *shares,
+        f"{row['best']:.0%} … {row['worst']:.0%}",
+        row["why"],
+    )

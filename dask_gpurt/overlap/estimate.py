@@ -1,0 +1,88 @@
+"""A mean learnt from noisy samples: how far off it may be, and whether it still holds. Pure.
+
+Samples are weighted as in an exponential average once there are ``MEMORY`` of them, so that a slow drift
+is followed. A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous inspection
+schemes, Biometrika 41, 1954), on residuals in units of their standard deviation.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+#: Samples that a mean is taken over.
+MEMORY = 200
+#: Before it is known the noise is taken to be a tenth of the mean; that counts as so many samples.
+PRIOR_NOISE, PRIOR_SAMPLES = 0.1, 3
+#: Standard errors between the mean and its bounds: a bound is wrong once in 740 times.
+CONFIDENCE = 3.0
+#: Of the CUSUM test, in standard deviations. A change by three of them is found after ALARM / (3 - SLACK)
+#: samples; noise alone sets it off once in about 500,000 (D. Siegmund, Sequential Analysis, 1985).
+SLACK, ALARM = 0.5, 12.0
+#: A residual counts no more than this, so that a few outliers are no change, and not before so many samples.
+OUTLIER, SETTLED = 3.0, 10
+
+
+class Estimate:
+    """The mean of a positive quantity.
+
+    Parameters
+    ----------
+    count, mean, scatter
+        As :meth:`plain` has given them; a new one knows nothing.
+    """
+
+    def __init__(self, count: float = 0, mean: float = 0.0, scatter: float = 0.0):
+        self.count = count
+        self.mean = mean
+        #: The sum of squared residuals over the samples that are remembered.
+        self._scatter = scatter
+        self._risen = self._fallen = 0.0
+
+    def add(self, value: float) -> bool:
+        """Take a sample; whether what it measures has changed since the others."""
+        changed = self.count >= SETTLED and self._leaves(value)
+        keep = 1 - 1 / MEMORY if self.count >= MEMORY else 1.0
+        self.count = self.count * keep + 1
+        step = (value - self.mean) / self.count
+        self._scatter = self._scatter * keep + (value - self.mean) * (value - self.mean - step)
+        self.mean += step
+        return changed
+
+    def _leaves(self, value: float) -> bool:
+        # What was always 0 has no deviation.
+        residual = (value - self.mean) / (self.deviation or sys.float_info.min)
+        residual = max(-OUTLIER, min(OUTLIER, residual))
+        self._risen = max(0.0, self._risen + residual - SLACK)
+        self._fallen = max(0.0, self._fallen - residual - SLACK)
+        return max(self._risen, self._fallen) > ALARM
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a sample."""
+        prior = PRIOR_SAMPLES * (PRIOR_NOISE * self.mean) ** 2
+        return math.sqrt((self._scatter + prior) / (self.count + PRIOR_SAMPLES))
+
+    @property
+    def uncertainty(self) -> float:
+        """How far the mean may be off; infinite without samples."""
+        return CONFIDENCE * self.deviation / math.sqrt(self.count) if self.count else math.inf
+
+    def plain(self) -> list[float]:
+        """It all, as values that JSON holds."""
+        return [self.count, self.mean, self._scatter]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """The estimate that :meth:`plain` was called of.
+
+        Raises
+        ------
+        ValueError
+            When the values are none of an estimate.
+        """
+        count, mean, scatter = (float(value) for value in values)
+        if not all(math.isfinite(value) and value >= 0 for value in (count, mean, scatter)):
+            raise ValueError(f"{list(values)} is no estimate: expected three numbers of at least 0")
+        return cls(count, mean, scatter)

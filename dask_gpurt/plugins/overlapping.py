@@ -1,0 +1,169 @@
+"""What confines the tasks of a worker beside its runs: made as the settings say, and told what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from dask.typing import Key
+from dask.utils import key_split
+from distributed.worker_state_machine import ExecuteSuccessEvent
+from tornado.ioloop import PeriodicCallback
+
+from dask_gpurt._version import __version__
+from dask_gpurt.config import OverlapSettings
+from dask_gpurt.exchange import Exchange
+from dask_gpurt.observe import Decisions, Metrics
+from dask_gpurt.overlap.actuators import Actuator, ResidencyCaps
+from dask_gpurt.overlap.control import Control
+from dask_gpurt.overlap.explain import rows
+from dask_gpurt.overlap.governor import Fixed, Governing, Governor
+from dask_gpurt.overlap.knowledge import Knowledge, Setting
+from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read, write
+from dask_gpurt.plugins.residency import WorkerResidency
+
+#: Prefixes of tasks that are communication themselves.
+COMMUNICATION = frozenset({"shuffle-transfer", "shuffle-barrier", "hash-join-transfer"})
+#: The libraries that launch kernels, where they are in use.
+LIBRARIES = ("cudf", "cupy", "pandas")
+#: Seconds between writes of what was learnt.
+SAVE = 60.0
+#: What is counted where compute is not confined although the settings ask for it.
+FALLBACK = "compute is not confined"
+
+
+class WorkerOverlap:
+    """Confines the tasks of a worker, in the modes in which there is something to do for each of them.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker; its ``execute`` gets a wrapper on the instance.
+    exchange
+        Whose runs they are beside.
+    residency
+        What confines them, if it can.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        exchange: Exchange,
+        settings: OverlapSettings,
+        residency: WorkerResidency,
+        metrics: Metrics,
+    ):
+        self._worker = worker
+        self._exchange = exchange
+        self._settings = settings
+        self._residency = residency
+        self._metrics = metrics
+        self.decisions = Decisions()
+        self._governor: Governor | None = None
+        self._control: Control | None = None
+        self._saving = PeriodicCallback(self.save, SAVE * 1000)
+
+    def prepare(self) -> None:
+        """Find out what can be confined, and read what was learnt. Blocks."""
+        if self._settings.mode not in ("adaptive", "fixed"):
+            return
+        if self._residency.actuator is None:
+            self._stay(self._residency.reason or "'gpurt.overlap.residency' is 'off'")
+            return
+        actuator = ResidencyCaps(self._residency.actuator)
+        try:
+            governing = self._governing(actuator)
+        except ValueError as error:
+            self._stay(str(error))
+            return
+        self._control = Control(
+            governing,
+            actuator,
+            lambda: self._exchange.moved,
+            perf_counter,
+            self.decisions,
+            self._metrics,
+        )
+
+    def _stay(self, reason: str) -> None:
+        self._metrics.fallback(FALLBACK, f"{reason}. The shuffle has its priority")
+
+    def _governing(self, actuator: Actuator) -> Governing:
+        if self._settings.mode == "fixed":
+            setting = Setting(self._settings.fixed.residency, self._settings.fixed.sms)
+            actuator.apply(setting)  # so that what is impossible is said at once
+            actuator.clear()
+            return Fixed(setting)
+        self._ground = ground(self._exchange.pools.device(self._exchange.pools.main).describe())
+        self._path = Path(self._settings.learned) if self._settings.learned else default_path(self._ground)
+        self._governor = Governor(actuator.settings(), read(self._path, self._ground))
+        return self._governor
+
+    def install(self) -> None:
+        """Be told of tasks and runs. On the event loop, before the tiers take ``execute`` over."""
+        if self._control is not None:
+            self._execute = self._worker.execute
+            self._worker.execute = self.execute
+            self._exchange.in_flight = self._control.in_flight
+            self._saving.start()
+
+    def uninstall(self) -> None:
+        """Be told of nothing any more, after the tiers have given ``execute`` back."""
+        if self._control is not None:
+            self._saving.stop()
+            self._worker.__dict__.pop("execute", None)
+            self._exchange.in_flight = lambda runs, pulls: None
+            self._control.close()
+
+    async def save(self) -> None:
+        """Write what was learnt."""
+        if self._governor is None:
+            return
+        now = Knowledge.of(self._governor.known.plain())  # it is learnt on while that is written
+        try:
+            await asyncio.to_thread(write, self._path, self._ground, now)
+        except (LearnedError, OSError) as error:
+            self._metrics.fallback("what was learnt of kernels is not kept", str(error))
+
+    async def execute(self, key: Key, *, stimulus_id: str) -> Any:
+        """Run a task, confined while runs are in flight."""
+        assert self._control is not None
+        prefix = key_split(key)
+        if prefix in COMMUNICATION:
+            return await self._execute(key, stimulus_id=stimulus_id)
+        task = self._worker.state.tasks[key]
+        event = None
+        self._control.begins(key, prefix, sum(one.nbytes or 0 for one in task.dependencies) or 1)
+        try:
+            event = await self._execute(key, stimulus_id=stimulus_id)
+        finally:
+            self._control.ends(key, done=isinstance(event, ExecuteSuccessEvent))
+        return event
+
+    def report(self) -> dict[str, Any]:
+        """What is confined, what was learnt, and what was decided, as plain values."""
+        governor = self._governor
+        return {
+            "mode": self._settings.mode,
+            "elapsed": governor.elapsed if governor else 0.0,
+            "lost": governor.lost if governor else 0.0,
+            "kernels": rows(governor.known) if governor else [],
+            "launches": self._control.counters() if self._control else {},
+            "decisions": self.decisions.snapshot(),
+        }
+
+
+def ground(device: Mapping[str, Any]) -> Ground:
+    """What the things that are learnt in this process are true of.
+
+    Parameters
+    ----------
+    device
+        As it describes itself.
+    """
+    versions = {name: sys.modules[name].__version__ for name in LIBRARIES if name in sys.modules}
+    return Ground(str(device.get("name", device["kind"])), {"dask-gpurt": __version__, **versions})
