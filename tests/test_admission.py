@@ -33,8 +33,14 @@ def test_nothing_is_known_of_a_prefix_that_has_not_run() -> None:
 def test_a_need_grows_with_the_inputs() -> None:
     needs = Needs()
     needs.learn("join", 100, 250)
-    assert needs.of("join", 1000) == 2500
-    assert needs.of("sort", 1000) == 0
+    assert needs.of("join", 150) == 375
+    assert needs.of("sort", 150) == 0
+
+
+def test_a_need_far_above_all_that_was_seen_is_a_mistake() -> None:
+    needs = Needs()
+    needs.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are no inputs
+    assert needs.of("read", 100 * MIB) == 20 * MIB
 
 
 def test_a_prefix_without_inputs_needs_what_it_needed() -> None:
@@ -190,6 +196,14 @@ def test_a_task_that_waits_for_tasks_of_its_own_does_not_stop_them(two_threads: 
     two_threads.submit(wide, pure=False).result()
     parents = two_threads.map(lambda _: parent(), range(3), pure=False)
     assert two_threads.gather(parents) == [10 * MIB] * 3
+
+
+def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> None:
+    with cluster("pandas", workers=1, memory__failures=0) as client:
+        tiny, kept = client.submit(int, 7, pure=False), client.submit(wide, pure=False)
+        client.submit(lambda _: wide(), tiny, key="grow-1").result()
+        client.submit(lambda array: array[:1], kept, key="grow-2").result()
+        assert not [name for name in counters(client) if name.startswith("memory.spill.bytes")]
 
 
 def test_a_need_above_the_limit_does_not_keep_a_task_from_running(two_threads: Client) -> None:

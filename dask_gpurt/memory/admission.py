@@ -13,14 +13,19 @@ from collections.abc import Hashable
 
 #: Runs of a prefix that are remembered, and the share of them that would have had enough.
 RUNS, ENOUGH = 20, 0.9
+#: How many times as much as any run so far a task may be thought to need: a few bytes in and many out,
+#: as of a task that reads shards, would otherwise promise everything to one that has inputs.
+GROWTH = 2
 
 
 class Needs:
     """What tasks of each prefix needed besides their inputs."""
 
     def __init__(self) -> None:
-        self._ratios: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RUNS))
-        self._bytes: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RUNS))
+        #: Bytes of inputs and the most that was needed, by prefix and whether there were inputs.
+        self._runs: defaultdict[tuple[str, bool], deque[tuple[int, int]]] = defaultdict(
+            lambda: deque(maxlen=RUNS)
+        )
 
     def learn(self, prefix: str, inputs: int, peak: int) -> None:
         """A task has run.
@@ -30,22 +35,21 @@ class Needs:
         inputs, peak
             Bytes of its inputs, and the most that it took besides them.
         """
-        if inputs:
-            self._ratios[prefix].append(peak / inputs)
-        else:
-            self._bytes[prefix].append(peak)
+        self._runs[prefix, inputs > 0].append((inputs, peak))
 
     def of(self, prefix: str, inputs: int) -> int:
         """Bytes that a task will probably take besides its inputs; 0 as long as nothing is known."""
-        if inputs:
-            return int(_enough(self._ratios.get(prefix)) * inputs)
-        return int(_enough(self._bytes.get(prefix)))
+        runs = self._runs.get((prefix, inputs > 0))
+        if not runs:
+            return 0
+        if not inputs:
+            return int(_enough([peak for _, peak in runs]))
+        most = GROWTH * max(peak for _, peak in runs)
+        return int(min(_enough([peak / nbytes for nbytes, peak in runs]) * inputs, most))
 
 
-def _enough(runs: deque[float] | None) -> float:
+def _enough(runs: list[float] | list[int]) -> float:
     """What was enough for most of some runs."""
-    if not runs:
-        return 0.0
     return sorted(runs)[min(len(runs) - 1, int(ENOUGH * len(runs)))]
 
 
