@@ -189,7 +189,8 @@ def scheduler_says(client: Client) -> dict[str, Truth]:
     for row in dask_gpurt.memory(client, by="prefix").itertuples():
         assert row.bytes > 0
         if row.kind != "reservations":
-            found[row.worker].most[row.tier, row.prefix] += row.bytes
+            # It may have told of the first ones between the two questions.
+            found.setdefault(row.worker, Truth()).most[row.tier, row.prefix] += row.bytes
     return found
 
 
