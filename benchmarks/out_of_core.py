@@ -37,6 +37,7 @@ from peaks import PeakMemory, take_peaks
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from samples import Samples, take_samples
 from shuffle import GIB, ROW_BYTES, STRIDE, WEIGHT, WRAP, check, fingerprint, split_list
 from stalls import LoopStalls, take_stacks, take_stalls
 
@@ -73,6 +74,8 @@ class Run:
     peak_bytes: Mapping[str, int] | None = None
     stalls: Mapping[str, float] | None = None
     counters: Mapping[str, float] | None = None
+    #: Where the threads were, when that was asked for.
+    samples: Sequence[Mapping[str, Any]] | None = None
     #: Of a run that took too long: what the tiers held, and where each thread was.
     held: Sequence[Any] | None = None
     stacks: Mapping[str, Mapping[str, str]] | None = None
@@ -94,8 +97,13 @@ def collection(size: int, partitions: int, backend: str) -> Any:
 
 
 def shuffled(size: int, partitions: int, backend: str) -> Any:
-    """Shuffle by key."""
+    """Shuffle by key, the index too, which is half as much again."""
     return collection(size, partitions, backend).shuffle("key")
+
+
+def shuffled_without_index(size: int, partitions: int, backend: str) -> Any:
+    """Shuffle by key, and number the rows anew where the method does that."""
+    return collection(size, partitions, backend).shuffle("key", ignore_index=True)
 
 
 def merged(size: int, partitions: int, backend: str) -> Any:
@@ -112,6 +120,7 @@ def by_key(size: int, partitions: int, backend: str) -> Any:
 
 OPERATIONS: dict[str, Callable[[int, int, str], Any]] = {
     "shuffle": shuffled,
+    "shuffle-columns": shuffled_without_index,
     "merge": merged,
     "sort": by_key,
 }
@@ -188,8 +197,12 @@ def _local(contender: str, workers: int, backend: str, budget: Budget, protocol:
     )
 
 
-def timed_run(client: Client, run: Run, build: Callable[[], Any], sums: Any, timeout: float) -> None:
+def timed_run(
+    client: Client, run: Run, build: Callable[[], Any], sums: Any, timeout: float, sample: bool
+) -> None:
     """Time an operation and check its result; what goes wrong is noted in the run."""
+    if sample:
+        client.register_plugin(Samples())
     take_peaks(client)
     take_stalls(client)
     start = time.perf_counter()
@@ -198,11 +211,13 @@ def timed_run(client: Client, run: Run, build: Callable[[], Any], sums: Any, tim
         found = [part.result(max(1.0, start + timeout - time.perf_counter())) for part in parts]
     except Exception as error:
         run.error = f"{type(error).__name__}: {str(error)[:300]}"
+        run.samples = take_samples(client) if sample else None
         if run.contender == "gpurt":
             run.stacks, run.counters = take_stacks(client), _counters(client)
             run.held = dask_gpurt.memory(client).to_dict("records")
         return
     run.seconds = time.perf_counter() - start
+    run.samples = take_samples(client) if sample else None
     check(found, sums, run.operation == "sort")
     run.peak_bytes, run.stalls = take_peaks(client), take_stalls(client)
     if run.contender == "gpurt":
@@ -243,6 +258,21 @@ def summarise(runs: Sequence[Run], size: int) -> list[dict[str, Any]]:
     return figures
 
 
+def collected(parameters: Mapping[str, Any], runs: Sequence[Run], output: Path | None) -> dict[str, Any]:
+    """What there is so far, written down as well."""
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": parameters,
+        **environment(),
+        "figures": summarise(runs, parameters["size"]),
+        "runs": [asdict(run) for run in runs],
+    }
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
 def print_summary(results: Mapping[str, Any]) -> None:
     """Print a line for each operation and contender, and what moved between the tiers."""
     console = Console()
@@ -265,6 +295,8 @@ def print_summary(results: Mapping[str, Any]) -> None:
     for run in results["runs"]:
         if run["counters"] and run["turn"] == 0:
             console.print(run["operation"], {name: _readable(name, v) for name, v in run["counters"].items()})
+        for sample in (run["samples"] or ())[:25]:
+            console.print(f"{sample['share']:6.2f} {sample['thread']:14} {sample['place']}", soft_wrap=True)
 
 
 def _readable(name: str, value: float) -> str:
@@ -280,7 +312,7 @@ def _bytes(_: Any, __: Any, text: str | None) -> int | None:
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--contenders", default=",".join(CONTENDERS), callback=split_list(CONTENDERS))
-@click.option("--operation", default=",".join(OPERATIONS), callback=split_list(list(OPERATIONS)))
+@click.option("--operation", default="shuffle,merge,sort", callback=split_list(list(OPERATIONS)))
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", default="tcp", show_default=True)
@@ -289,6 +321,7 @@ def _bytes(_: Any, __: Any, text: str | None) -> int | None:
 @click.option("--host", default="0", show_default=True, callback=_bytes, help="Host tier.")
 @click.option("--pool", default="64MiB", show_default=True, callback=_bytes, help="Exchange pool.")
 @click.option("--rmm", callback=_bytes, help="All that rmm may take of a GPU.")
+@click.option("--samples", is_flag=True, help="Look where the threads are; costs some time.")
 @click.option("--warm", is_flag=True, help="Run a small part first in each cluster, unmeasured.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds after which a run has failed.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
@@ -306,46 +339,41 @@ def main(
     host: int,
     pool: int,
     rmm: int | None,
+    samples: bool,
     warm: bool,
     timeout: float,
     output: Path | None,
 ) -> None:
     backend = choose_backend(backend)
     budget = Budget(device, pinned, host, pool, rmm)
-    runs = []
+    parameters = {
+        "size": size,
+        "partitions": partitions,
+        "workers": workers,
+        "backend": backend,
+        "protocol": protocol,
+        "repeat": repeat,
+        "samples": samples,
+        "warm": warm,
+        "budget": asdict(budget),
+    }
+    runs: list[Run] = []
     for name in operation:
         sums = expected(name, size, partitions)
         for turn in range(repeat):
             first = turn % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
                 run = Run(name, contender, turn)
+                runs.append(run)
                 with cluster(contender, workers, backend, budget, protocol) as client:
                     build = lambda name=name: OPERATIONS[name](size, partitions, backend)  # noqa: E731
                     if warm:  # modules, kernels, connections and mappings, which the first shuffle waits for
                         wait(OPERATIONS[name](size // WARM, max(1, partitions // WARM), backend).persist())
-                    timed_run(client, run, build, sums, timeout)
-                runs.append(run)
+                    timed_run(client, run, build, sums, timeout, samples)
+                    # What does not come to an end may not let its cluster close either.
+                    results = collected(parameters, runs, output)
                 said = f"{run.seconds:.2f} s" if run.seconds else run.error
                 Console(stderr=True).print(f"{name}, {contender}, run {turn}: {said}", style="dim")
-    results = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "parameters": {
-            "size": size,
-            "partitions": partitions,
-            "workers": workers,
-            "backend": backend,
-            "protocol": protocol,
-            "repeat": repeat,
-            "warm": warm,
-            "budget": asdict(budget),
-        },
-        **environment(),
-        "figures": summarise(runs, size),
-        "runs": [asdict(run) for run in runs],
-    }
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
     print_summary(results)
 
 

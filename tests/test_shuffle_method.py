@@ -83,9 +83,17 @@ def test_shuffle(client: Client, library: Library, what: str) -> None:
     if what == "ignore_index":  # Dask's own methods do not agree on the index then
         ours, theirs = (with_method(method, lambda: SHUFFLES[what](df)) for method in ("gpurt", "tasks"))
         assert_same_partitions(ours, theirs, in_order=False, index=False)
+        assert all(list(part.index) == list(range(len(part))) for part in ours)
         return
     fewer = what == "fewer"  # `tasks` repartitions first there, which changes the order of rows
     assert_like_tasks(client, lambda: SHUFFLES[what](df), in_order=library.name == "pandas" and not fewer)
+
+
+def test_an_index_with_a_name_is_kept_whatever_is_said(client: Client, library: Library) -> None:
+    df = library.collection(flights()).set_index("id", sorted=True)
+    ours = with_method("gpurt", lambda: df.shuffle("key", ignore_index=True))
+    theirs = with_method("p2p", lambda: df.shuffle("key"))
+    assert_same_partitions(ours, theirs, in_order=False, index=True)
 
 
 @pytest.mark.parametrize("how", ["inner", "left", "right", "outer"])

@@ -28,12 +28,14 @@ class GpurtShuffle(P2PShuffle):
 
     @property
     def _drops_index(self) -> bool:
-        """Whether the index stays behind: in ``set_index``, which replaces it anyway.
+        """Whether the index stays behind.
 
-        Where the user asks for it, Dask's description of the result still has the index, and
-        like Dask's p2p we keep to that.
+        So it does in ``set_index``, which replaces it anyway. Where the user asks for it, Dask's
+        description of the result still has the index, so it has to be one that rows can be
+        numbered by instead.
         """
-        return bool(self.ignore_index) and self.original_partitioning_index is None
+        set_index = self.original_partitioning_index is None
+        return bool(self.ignore_index) and (set_index or _is_numbering(self.frame._meta.index))
 
     def _layer(self) -> dict[Any, Any]:
         layer = _with_our_spec(P2PShuffle._layer(self), ignore_index=self._drops_index)
@@ -42,6 +44,11 @@ class GpurtShuffle(P2PShuffle):
                 (producer,) = task.dependencies
                 layer[task.key] = Task.fuse(self.frame._task(producer, producer[1]), task, key=task.key)
         return layer
+
+
+def _is_numbering(index: Any) -> bool:
+    """Whether an index could be the numbers of rows: whole numbers without a name."""
+    return index.nlevels == 1 and index.name is None and index.dtype == "int64"
 
 
 class HashTargets(AssignPartitioningIndex):
