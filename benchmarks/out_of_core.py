@@ -37,7 +37,7 @@ from peaks import PeakMemory, take_peaks
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from samples import Samples, take_samples
+from samples import Samples, take_samples, take_tasks
 from shuffle import GIB, ROW_BYTES, STRIDE, WEIGHT, WRAP, check, fingerprint, split_list
 from stalls import LoopStalls, take_stacks, take_stalls
 
@@ -75,7 +75,7 @@ class Run:
     stalls: Mapping[str, float] | None = None
     counters: Mapping[str, float] | None = None
     #: Where the threads were, when that was asked for.
-    samples: Sequence[Mapping[str, Any]] | None = None
+    samples: Mapping[str, Any] | None = None
     #: Of a run that took too long: what the tiers held, and where each thread was.
     held: Sequence[Any] | None = None
     stacks: Mapping[str, Mapping[str, str]] | None = None
@@ -203,21 +203,22 @@ def timed_run(
     """Time an operation and check its result; what goes wrong is noted in the run."""
     if sample:
         client.register_plugin(Samples())
+        client.get_task_stream()  # from here on
     take_peaks(client)
     take_stalls(client)
-    start = time.perf_counter()
+    start, began = time.perf_counter(), time.time()
     try:
         parts = client.compute([delayed(fingerprint)(part) for part in build().to_delayed()])
         found = [part.result(max(1.0, start + timeout - time.perf_counter())) for part in parts]
     except Exception as error:
         run.error = f"{type(error).__name__}: {str(error)[:300]}"
-        run.samples = take_samples(client) if sample else None
+        run.samples = take_samples(client) | {"tasks": take_tasks(client, began)} if sample else None
         if run.contender == "gpurt":
             run.stacks, run.counters = take_stacks(client), _counters(client)
             run.held = dask_gpurt.memory(client).to_dict("records")
         return
     run.seconds = time.perf_counter() - start
-    run.samples = take_samples(client) if sample else None
+    run.samples = take_samples(client) | {"tasks": take_tasks(client, began)} if sample else None
     check(found, sums, run.operation == "sort")
     run.peak_bytes, run.stalls = take_peaks(client), take_stalls(client)
     if run.contender == "gpurt":
@@ -295,8 +296,22 @@ def print_summary(results: Mapping[str, Any]) -> None:
     for run in results["runs"]:
         if run["counters"] and run["turn"] == 0:
             console.print(run["operation"], {name: _readable(name, v) for name, v in run["counters"].items()})
-        for sample in (run["samples"] or ())[:25]:
-            console.print(f"{sample['share']:6.2f} {sample['thread']:14} {sample['place']}", soft_wrap=True)
+        if run["samples"]:
+            print_samples(console, run["samples"])
+
+
+def print_samples(console: Console, samples: Mapping[str, Any]) -> None:
+    """Print when which steps were made, and where the threads were."""
+    for step in samples["tasks"]:
+        span = f"{step['first']:7.3f} to {step['last']:7.3f}"
+        console.print(
+            f"{step['step']:36.36} {step['count']:5} x, {step['seconds']:8.3f} s, {span}", soft_wrap=True
+        )
+    for place in samples["places"][:25]:
+        console.print(f"{place['share']:6.2f} {place['thread']:14.14} {place['place']}", soft_wrap=True)
+    for gap in samples["gaps"]:
+        where = "; ".join(f"{thread}: {place}" for thread, place in gap["places"])
+        console.print(f"{gap['seconds'] * 1e3:.0f} ms without a sample, then {where}", soft_wrap=True)
 
 
 def _readable(name: str, value: float) -> str:

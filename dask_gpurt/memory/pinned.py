@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 from sortedcontainers import SortedDict
@@ -56,7 +57,10 @@ class BlockPool:
         self._block = block
         self._memory = np.empty(0, np.uint8)
         if count:
-            self._memory = np.frombuffer(mmap.mmap(-1, self.capacity), np.uint8)
+            memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if register:
+                _advise(memory)
+            self._memory = np.frombuffer(memory, np.uint8)
         self._base = self._memory.ctypes.data
         #: Runs of adjacent blocks: the number of the first, and how many.
         self._free = SortedDict({0: count} if count else {})
@@ -156,6 +160,14 @@ class BlockPool:
             self._memory = np.empty(0, np.uint8)
         if undo:
             undo()
+
+
+def _advise(memory: mmap.mmap) -> None:
+    """Prepare memory for being registered as a whole."""
+    with suppress(OSError):  # a kernel without huge pages pins small ones, which takes longer
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # A forked process would have copies of the pages, and which of them the device writes to is not said.
+    memory.madvise(mmap.MADV_DONTFORK)
 
 
 class PinnedTier(MemoryTier):
