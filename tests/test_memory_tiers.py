@@ -209,6 +209,7 @@ def test_memory_is_registered_once_and_aligned() -> None:
         return lambda: seen.append("undone")
 
     pool = BlockPool(4 * BLOCK, block=BLOCK, register=register)
+    assert pool.ready.wait(10)
     pieces = pool.allocate(700)
     pieces[0][:] = 7
     pool.close()

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
+from dask.typing import Key
+
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange.landing import Landing
@@ -189,9 +191,9 @@ class Parcel:
 
 @contextmanager
 def reading(
-    wanted: Sequence[tuple[Parcel, int]], landing: Landing, check: Callable[[], None]
+    wanted: Sequence[tuple[Parcel, int]], landing: Landing, check: Callable[[], None], task: Key
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
-    """The bytes of some sections of shards, each with a memo, for as long as the body runs. Blocks.
+    """The bytes of some sections of shards, each with a memo, for as long as the body of a task runs. Blocks.
 
     Raises
     ------
@@ -201,7 +203,8 @@ def reading(
     with ExitStack() as stack:
         parcels = {parcel for parcel, _ in wanted}
         landed = {parcel for parcel in parcels if stack.enter_context(parcel.staying(check))}
-        found = stack.enter_context(landing.reading((p.key, which) for p, which in wanted if p in landed))
+        sections = ((p.key, which) for p, which in wanted if p in landed)
+        found = stack.enter_context(landing.reading(sections, task))
         yield [
             found[parcel.key, which] if parcel in landed else (parcel.source(which), parcel.memos[which])
             for parcel, which in wanted

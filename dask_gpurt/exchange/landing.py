@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from dask.typing import Key
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange.shard import Shard
+from dask_gpurt.memory.admission import reservation
 from dask_gpurt.memory.frames import Raw, raw_frames
 from dask_gpurt.memory.ladder import Ladder, Part
 from dask_gpurt.memory.ledger import SHARDS
@@ -85,9 +87,9 @@ class Landing:
         return self._ladder.keeps_live(nbytes, self._home(kind))
 
     @contextmanager
-    def reading(self, wanted: Iterable[tuple[str, int]]) -> Iterator[dict[Any, Part]]:
-        """Sections of shards for the table backend, for as long as the body runs."""
-        with self._ladder.reading(wanted) as found:
+    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, Part]]:
+        """Sections of shards for the table backend, for as long as the body of a task runs."""
+        with self._ladder.reading(wanted, reservation(task)) as found:
             yield found
 
     def discard(self, key: str) -> None:

@@ -11,11 +11,18 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable
 
+from dask.typing import Key
+
 #: Runs of a prefix that are remembered, and the share of them that would have had enough.
 RUNS, ENOUGH = 20, 0.9
 #: How many times as much as any run so far a task may be thought to need: a few bytes in and many out,
 #: as of a task that reads shards, would otherwise promise everything to one that has inputs.
 GROWTH = 2
+
+
+def reservation(task: Key) -> tuple[str, Key]:
+    """What the room that is promised to a running task is promised to."""
+    return "task", task
 
 
 class Needs:

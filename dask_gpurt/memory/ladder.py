@@ -205,11 +205,18 @@ class Ladder(Room, MutableMapping[Key, Any]):
             return held, [key for key in known if key not in held]
 
     @contextmanager
-    def reading(self, wanted: Iterable[tuple[Key, int]]) -> Iterator[dict[tuple[Key, int], Part]]:
+    def reading(
+        self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
+    ) -> Iterator[dict[tuple[Key, int], Part]]:
         """Some buffers of :class:`Raw` objects, for as long as the body runs. Blocks.
 
         This is for what is read once: it stays in the tier where it lies, is copied where the
         device needs that, and there is room for the copies.
+
+        Parameters
+        ----------
+        reserved
+            Who reads, whose promised room is meant for the copies too.
         """
         found: dict[tuple[Key, int], Part] = {}
         pinned: dict[tuple[Key, int], Copy] = {}
@@ -224,7 +231,8 @@ class Ladder(Room, MutableMapping[Key, Any]):
                     else:
                         pinned[key, which] = self._pin(entry, stack)
             parts = [(tier, name, which) for (_, which), (_, tier, name) in pinned.items()]
-            self._promise_reading(zip(pinned.values(), map(self._below.part_size, parts), strict=True), stack)
+            sizes = zip(pinned.values(), map(self._below.part_size, parts), strict=True)
+            self._promise_reading(sizes, reserved, stack)
             complete = passed
             for (at, copy), pieces in zip(pinned.items(), self._below.parts(parts), strict=True):
                 if self._on_host(copy) and len(pieces) == 1:
@@ -237,13 +245,16 @@ class Ladder(Room, MutableMapping[Key, Any]):
             complete()
             yield found
 
-    def _promise_reading(self, parts: Iterable[tuple[Copy, int]], stack: ExitStack) -> None:
+    def _promise_reading(
+        self, parts: Iterable[tuple[Copy, int]], reserved: Key | None, stack: ExitStack
+    ) -> None:
         sizes: Counter[Tier] = Counter()
         for copy, nbytes in parts:
             entry, tier, _ = copy
             if not self._on_host(copy) or tier is Tier.DISK:
                 sizes[entry.home] += nbytes
-        for home, nbytes in sizes.items():
+        for home in sizes:
+            nbytes = max(0, sizes[home] - self._live.promised(reserved, home))
             promised = ("reading", id(stack), home)
             stack.callback(self.forget_promise, promised)
             self.promise(promised, nbytes, home)

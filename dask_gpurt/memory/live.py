@@ -69,6 +69,11 @@ class Live:
         self._promises[key] = tier, nbytes
         self._promise_more(tier, nbytes)
 
+    def promised(self, key: Hashable, tier: Tier) -> int:
+        """Bytes that a key has been promised in a tier."""
+        where, nbytes = self._promises.get(key, (tier, 0))
+        return nbytes if where is tier else 0
+
     def forget(self, key: Hashable) -> bool:
         """End a promise; whether there was one."""
         tier, nbytes = self._promises.pop(key, (Tier.DEVICE, 0))

@@ -16,13 +16,15 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.device.failing import Failures
-from dask_gpurt.memory.admission import Admission, Needs
+from dask_gpurt.memory.admission import Admission, Needs, reservation
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
 
 #: Seconds after which a task that waits looks again, should nobody have told it to.
 LOOK_AGAIN = 0.5
+#: Bytes that nothing is spilled for: a tier may be above its limit by one block of the pinned tier.
+TRIFLE = 2**20
 
 
 class TaskRunner:
@@ -61,19 +63,26 @@ class TaskRunner:
         try:
             await self._admitted(key, self._needs.of(key_split(key), nbytes), inputs)
             held = await self.hold(inputs)
+            others = self._ladder.live_bytes(Tier.DEVICE)
             try:
                 self._prefetch()
                 event = await self._until_it_fits(key, task, stimulus_id)
             finally:
                 self._ladder.release(held)
+            if isinstance(event, ExecuteSuccessEvent):
+                arrived = max(0, self._ladder.live_bytes(Tier.DEVICE) - others)
+                await self._keep(key, event.value, nbytes, self._tiers.device.peak() - arrived)
+            return event
         finally:
-            self._ladder.forget_promise(_reservation(key))
+            self._ladder.forget_promise(reservation(key))
             self._leave(key)
-        if isinstance(event, ExecuteSuccessEvent):
-            result = self._ladder.added_by(event.value, self._tiers.home(event.value))
-            self._needs.learn(key_split(key), nbytes, max(result, self._tiers.device.peak()))
-            await self.make_room({key: event.value})
-        return event
+
+    async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
+        """Make room for a result, in the place of what was reserved, and learn from what it took."""
+        added = self._ladder.added_by(result, self._tiers.home(result))
+        self._needs.learn(key_split(key), inputs, max(added, peak))
+        self._ladder.forget_promise(reservation(key))
+        await self.make_room({key: result})
 
     async def hold(self, keys: list[Key]) -> Any:
         """Make inputs live and keep them so, spilling what else there is if need be."""
@@ -97,7 +106,7 @@ class TaskRunner:
         for key, value in values.items():
             home = self._tiers.home(value)
             nbytes = self._ladder.added_by(value, home)
-            if not self._ladder.promise_at_once(key, nbytes, home):
+            if not self._ladder.promise_at_once(key, nbytes, home) and nbytes > TRIFLE:
                 await self._tiers.offload(self._ladder.promise, key, nbytes, home)
             # A task that was cancelled meanwhile stores nothing.
             asyncio.get_running_loop().call_later(1, self._ladder.forget_promise, key)
@@ -108,7 +117,7 @@ class TaskRunner:
         """Reserve what a task will probably need; waits for others if there is no room."""
         need = min(need, self._ladder.limits.device)
         while True:
-            fits = not need or await self._reserve(_reservation(key), need, inputs)
+            fits = not need or await self._reserve(reservation(key), need, inputs)
             self._let_seceded_go()
             if self._admission.ask(key, fits):
                 return
@@ -170,7 +179,7 @@ class TaskRunner:
 
     def _reserve_all(self, key: Key) -> None:
         # What peers send in the meantime goes to lower tiers.
-        self._ladder.promise(_reservation(key), self._ladder.limits.device, Tier.DEVICE)
+        self._ladder.promise(reservation(key), self._ladder.limits.device, Tier.DEVICE)
 
     async def _spill_all(self) -> None:
         self._metrics.add("memory.retries")
@@ -184,10 +193,6 @@ class TaskRunner:
             keys = self._ladder.lower(dependency.key for dependency in task.dependencies)
             if keys:
                 self._tiers.in_background(self._ladder.bring, keys)
-
-
-def _reservation(key: Key) -> tuple[str, Key]:
-    return "task", key
 
 
 def _out_of_memory(event: Any) -> BaseException | None:

@@ -95,10 +95,11 @@ class Consumer:
         metrics = self.exchange.metrics
         landing = self.exchange.landing
         sections = [(parcel, which) for parcel, which, _ in wanted]
-        with reading(sections, landing, self._check) as found, metrics.seconds("shuffle.seconds.assembling"):
+        read = reading(sections, landing, self._check, key)
+        with read as found, metrics.seconds("shuffle.seconds.assembling"):
             parts = [
-                _part(parcel.shard.sections[which], at, *read)
-                for (parcel, which, at), read in zip(wanted, found, strict=True)
+                _part(parcel.shard.sections[which], at, *bytes_)
+                for (parcel, which, at), bytes_ in zip(wanted, found, strict=True)
             ]
             frame = table.assemble(parts, self._meta, ignore_index=self.spec.ignore_index)
             fence = table.fence()
