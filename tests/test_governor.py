@@ -127,6 +127,17 @@ def test_without_candidates_there_is_priority_only() -> None:
     assert set(steps.seconds) == {PRIORITY, None}
 
 
+def test_a_setting_under_which_nothing_has_moved_yet_is_no_reason_to_fail() -> None:
+    governor = Governor({CAP4: 0.25}, budget=1.0)
+    for _ in range(5):
+        governor.learn(Sample(1.0, "join", 1.0))
+        governor.learn(Sample(1.0, moved=8.0))
+        governor.learn(Sample(1.2, "join", 1.0, PRIORITY, 6.0))
+    assert governor.choose("join").setting == CAP4
+    governor.learn(Sample(1.2, "join", 1.0, CAP4, 0.0))
+    assert set(governor.outlooks(governor.known.kernels["join"])) == {PRIORITY, CAP4}
+
+
 def test_fixed_is_fixed() -> None:
     steps = Steps(Fixed(CAP8), "join", CURVES["join"])
     assert steps.run(1) == pytest.approx(steps.under(CURVES["join"][CAP8]), rel=0.05)

@@ -131,13 +131,15 @@ class CudaDevice:
 
     def stream(self) -> tuple[Stream, Any]:
         """This thread's communication stream, for rmm and libcudf, and for cupy."""
-        if not hasattr(self._streams, "pair"):
+        # One for each priority: what the attribute says may change while shuffles run.
+        name = "first" if self.prioritised else "equal"
+        if not hasattr(self._streams, name):
             runtime.setDevice(self.index)
             _, least, greatest = cudaDeviceGetStreamPriorityRange()
             priority = greatest if self.prioritised else least
             stream = cupy.cuda.Stream(non_blocking=True, priority=priority)
-            self._streams.pair = Stream(stream), stream
-        pair: tuple[Stream, Any] = self._streams.pair
+            setattr(self._streams, name, (Stream(stream), stream))
+        pair: tuple[Stream, Any] = getattr(self._streams, name)
         return pair
 
     def after_compute(self) -> tuple[Stream, Any]:

@@ -95,10 +95,15 @@ class Governor:
         kernel keeps under it at worst, above 0 and at most 1. None may slow communication down.
     known
         What was learnt before.
+    budget
+        The share of the time that trying may lose.
     """
 
-    def __init__(self, candidates: Mapping[Setting, float], known: Knowledge | None = None):
+    def __init__(
+        self, candidates: Mapping[Setting, float], known: Knowledge | None = None, budget: float = BUDGET
+    ):
         self.known = known or Knowledge()
+        self._budget = budget
         self.candidates = {PRIORITY: 1.0, **candidates}
         #: Seconds so far, and those of them that trying has lost.
         self.elapsed = self.lost = 0.0
@@ -174,7 +179,7 @@ class Governor:
     def _affords(self, kernel: Kernel, tried: Course, used: Course) -> bool:
         """Whether a trial that goes as badly as may be keeps within the budget."""
         seconds = kernel.task.mean / kernel.speed() / tried.speeds.compute
-        return self.lost + seconds * _loss(tried, used) <= BUDGET * self.elapsed
+        return self.lost + seconds * _loss(tried, used) <= self._budget * self.elapsed
 
     def _account(self, name: str, sample: Sample) -> None:
         """Book what was lost under a setting, also before: by what is known of it now."""
@@ -225,6 +230,8 @@ class _Range:
 
     @classmethod
     def of(cls, estimate: Estimate, alone: float) -> _Range:
+        if not estimate.mean:  # bytes count when a whole shard has come: so far none has
+            return cls.from_(STILL)
         mean, off = estimate.mean / alone, estimate.uncertainty / alone
         return cls(max(mean - off, STILL), max(mean, STILL), min(mean + off, 1.0))
 

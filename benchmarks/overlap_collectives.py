@@ -1,0 +1,300 @@
+"""Matrices and arrays beside collectives of NCCL, one process for each GPU.
+
+Communication is what PyTorch asks NCCL for, at the usual priority or at a high one; compute is confined by
+the interposer, which is preloaded into the processes. The governor is told what was measured of a leg, as
+the largest of all processes, so that all of them choose the same. ``--backend pandas`` rehearses with numpy
+on the host, where the collectives are copies and nothing is confined.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+from exchange import Child, one_of_each
+from overlap_figures import OFF, Round
+from overlap_plan import LEARNING, Plan, rotated
+from overlap_workers import Board
+
+from dask_gpurt.overlap.actuators import ResidencyCaps
+from dask_gpurt.overlap.explain import rows
+from dask_gpurt.overlap.governor import Governor
+from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, with_preload
+from dask_gpurt.overlap.knowledge import PRIORITY, Sample, Setting
+from dask_gpurt.overlap.occupancy import Residency
+
+COLLECTIVES = ("all-to-all", "all-reduce")
+COMPUTE = ("bf16 GEMM", "fp32 GEMM", "elementwise")
+CELLS = tuple(f"{compute} / {collective}" for collective in COLLECTIVES for compute in COMPUTE)
+#: NVLink multicast stays off.
+NCCL = {"NCCL_NVLS_ENABLE": "0"}
+#: Values of the array of the elementwise workload, for each row and column of the matrices.
+ELEMENTS = 4
+#: The length of a leg in tasks, and the rounds for each of the plan's: legs are short here, and many.
+LEG, ROUNDS = 1.5, 3
+#: Seconds after which a collective that a process does not join is given up.
+LOST = 60
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds until all was done, and until compute and communication each were."""
+
+    total: float
+    compute: float
+    communication: float
+
+
+class Side(Protocol):
+    """One process."""
+
+    def choose(self, cell: str) -> None:
+        """What is computed and communicated from now on."""
+
+    def run(self, computes: int, collectives: int, *, first: bool) -> Times:
+        """Start so many of each at a time and wait; the longest times of all processes."""
+
+
+class Torch:
+    """A GPU."""
+
+    def __init__(self, plan: Plan, rank: int, folder: Path):
+        torch: Any = import_module("torch")
+        self.torch, self.dist = torch, import_module("torch.distributed")
+        self.plan, self.device = plan, torch.device("cuda", rank)
+        torch.cuda.set_device(self.device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        self.dist.init_process_group(
+            "nccl",
+            init_method=f"file://{folder / 'rendezvous'}",
+            rank=rank,
+            world_size=plan.workers,
+            timeout=timedelta(seconds=LOST),
+            device_id=self.device,
+        )
+        options = self.dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        self.groups = {
+            False: self.dist.new_group(backend="nccl"),
+            True: self.dist.new_group(backend="nccl", pg_options=options),
+        }
+        self.computing, self.waiting = torch.cuda.Stream(priority=0), torch.cuda.Stream()
+        self.sent = torch.randn(plan.collective // 4, device=self.device)
+        self.received = torch.empty_like(self.sent)
+        self.compute: Callable[[], Any]
+        self.communicate: Callable[[Any], Any]
+
+    def choose(self, cell: str) -> None:
+        compute, collective = cell.split(" / ")
+        self.compute = self._compute(compute)
+        self.communicate = {"all-to-all": self._all_to_all, "all-reduce": self._all_reduce}[collective]
+        for first in (False, True):
+            self.run(1, 2, first=first)
+
+    def _compute(self, name: str) -> Callable[[], Any]:
+        torch, side = self.torch, self.plan.side
+        if name == "elementwise":
+            values = torch.randn(ELEMENTS * side * side, device=self.device)
+            product = torch.empty_like(values)
+            return lambda: torch.mul(values, 1.0001, out=product)
+        kind = {"bf16 GEMM": torch.bfloat16, "fp32 GEMM": torch.float32}[name]
+        matrix = torch.randn(side, side, device=self.device, dtype=kind)
+        product = torch.empty_like(matrix)
+        return lambda: torch.mm(matrix, matrix, out=product)
+
+    def _all_to_all(self, group: Any) -> Any:
+        return self.dist.all_to_all_single(self.received, self.sent, group=group, async_op=True)
+
+    def _all_reduce(self, group: Any) -> Any:
+        # The same sums again and again would not stay finite, but take as long.
+        return self.dist.all_reduce(self.sent, group=group, async_op=True)
+
+    def run(self, computes: int, collectives: int, *, first: bool) -> Times:
+        torch = self.torch
+        self.dist.barrier()
+        torch.cuda.synchronize()
+        begin, computed, communicated = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        began = perf_counter()
+        with torch.cuda.stream(self.computing):
+            begin.record()
+            for _ in range(computes):
+                self.compute()
+            computed.record()
+        work = None
+        for _ in range(collectives):
+            work = self.communicate(self.groups[first])
+        with torch.cuda.stream(self.waiting):
+            self.waiting.wait_event(begin)
+            if work is not None:
+                work.wait()
+            communicated.record()
+        torch.cuda.synchronize()
+        total = perf_counter() - began
+        ends = [begin.elapsed_time(event) / 1e3 for event in (computed, communicated)]
+        longest = torch.tensor([total, *ends], dtype=torch.float64, device=self.device)
+        self.dist.all_reduce(longest, op=self.dist.ReduceOp.MAX)
+        return Times(*longest.tolist())
+
+
+class Rehearsal:
+    """A process without a GPU: both are copies and products of numpy."""
+
+    def __init__(self, plan: Plan, rank: int, folder: Path):
+        self.board = Board(folder / "board", rank, plan.workers)
+        self.sent = np.ones(plan.collective // 4, np.float32)
+        self.matrix = np.ones((plan.side, plan.side), np.float32)
+        self.threads = ThreadPoolExecutor(1)
+
+    def choose(self, cell: str) -> None:
+        self.run(1, 1, first=True)
+
+    def run(self, computes: int, collectives: int, *, first: bool) -> Times:
+        self.board.meet()
+        began = perf_counter()
+        copying = self.threads.submit(self._seconds, self.sent.copy, collectives)
+        compute = self._seconds(lambda: self.matrix @ self.matrix, computes)
+        communication = copying.result()
+        total = perf_counter() - began
+        return Times(*(self.board.most(seconds) for seconds in (total, compute, communication)))
+
+    def _seconds(self, call: Callable[[], Any], count: int) -> float:
+        began = perf_counter()
+        for _ in range(count):
+            call()
+        return perf_counter() - began
+
+
+class Cell:
+    """One process's part in a cell."""
+
+    def __init__(self, plan: Plan, name: str, side: Side, actuator: ResidencyCaps | None):
+        self.plan, self.name, self.side, self.actuator = plan, name, side, actuator
+        side.choose(name)
+        once = min(side.run(4, 0, first=True).total for _ in range(3)) / 4
+        collective = min(side.run(0, 4, first=True).total for _ in range(3)) / 4
+        self.leg = LEG * plan.task
+        self.computes = max(2, round(self.leg / once))
+        self.collectives = max(2, round(self.computes * once / collective))
+        self.work, self.moved = float(self.computes), float(self.collectives * plan.collective)
+        #: What each took alone when it was measured last.
+        self.alone = Times(0.0, self.computes * once, self.collectives * collective)
+
+    def measure_alone(self) -> Times:
+        """Measure each alone; the total is that of one after the other."""
+        compute = self.side.run(self.computes, 0, first=True).total
+        communication = self.side.run(0, self.collectives, first=True).total
+        self.alone = Times(compute + communication, compute, communication)
+        return self.alone
+
+    def together(self, setting: Setting, *, first: bool = True) -> Times:
+        """Measure both together under a setting."""
+        if self.actuator and setting != PRIORITY:
+            self.actuator.apply(setting)
+        try:
+            return self.side.run(self.computes, self.collectives, first=first)
+        finally:
+            if self.actuator:
+                self.actuator.clear()
+
+    def governed(self, governor: Governor) -> Times:
+        """Measure both together as a governor says, and tell it what came of it."""
+        governor.step()
+        setting = governor.choose(self.name).setting
+        times = self.together(setting)
+        governor.learn(beside(self.name, setting, times, self.alone, self.work, self.moved))
+        return times
+
+    def learn(self) -> Governor:
+        """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
+        candidates = self.plan.candidates() if self.actuator else {}
+        governor = Governor(candidates, budget=LEARNING)
+        for turn in range(max(8, round(self.plan.learn / self.leg))):
+            if turn % 8 == 0:
+                alone = self.measure_alone()
+                governor.learn(Sample(alone.compute, self.name, self.work))
+                governor.learn(Sample(alone.communication, moved=self.moved))
+            self.governed(governor)
+        return Governor(candidates, governor.known)
+
+    def rounds(self, governor: Governor) -> Iterator[Round]:
+        """Measure all settings time and again, each alone before."""
+        settings = self.plan.settings(confines=self.actuator is not None)
+        for turn in range(ROUNDS * self.plan.repeat):
+            alone = self.measure_alone()
+            together = {name: self._under(name, settings[name], governor) for name in rotated(settings, turn)}
+            yield Round(alone.compute, alone.communication, {name: together[name] for name in settings})
+
+    def _under(self, name: str, setting: Setting | None, governor: Governor) -> float:
+        if setting is None:
+            return self.governed(governor).total
+        return self.together(setting, first=name != OFF).total
+
+
+def beside(name: str, setting: Setting, times: Times, alone: Times, work: float, moved: float) -> Sample:
+    """What a leg says of the time in which both ran: what was left of either then went on alone.
+
+    Parameters
+    ----------
+    times, alone
+        Of both together, and of each alone.
+    work, moved
+        Of compute, and bytes of communication, in the whole leg.
+    """
+    both = min(times.compute, times.communication)
+    computed = 1 - min(1.0, (times.compute - both) / alone.compute)
+    communicated = 1 - min(1.0, (times.communication - both) / alone.communication)
+    return Sample(both, name, work * computed, setting, moved * communicated)
+
+
+def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> Iterator[Any]:
+    """Measure cells; one of the processes."""
+    kind = Torch if plan.backend == "cudf" else Rehearsal
+    side: Side = kind(plan, rank, folder)
+    try:
+        actuator = ResidencyCaps(Residency(Interposer(), rank if plan.backend == "cudf" else 0))
+        yield None
+    except NotLoadedError as error:
+        actuator = None
+        yield str(error)
+    for name in names:
+        cell = Cell(plan, name, side, actuator)
+        governor = cell.learn()
+        rounds = [asdict(one) for one in cell.rounds(governor)]
+        yield {
+            "rounds": rounds,
+            "computes": cell.computes,
+            "collectives": cell.collectives,
+            "learned": rows(governor.known),
+            "launches": dict(actuator.counters()) if actuator else {},
+        }
+
+
+def collectives_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
+    """Measure cells in a process for each GPU; each that is done is told of at once."""
+    os.environ.update(environment())
+    Board.prepare(folder / "board", plan.workers)
+    ranks = []
+    try:
+        for rank in range(plan.workers):
+            ranks.append(Child(rank_program, plan, names, rank, folder))
+        yield "residency", one_of_each(ranks)
+        for name in names:
+            yield "cell", (name, one_of_each(ranks)[0])
+    finally:
+        for child in ranks:
+            child.end()
+
+
+def environment() -> Mapping[str, str]:
+    """What processes are started with: NCCL as it is measured, and the interposer where there is one."""
+    try:
+        return {**NCCL, "LD_PRELOAD": with_preload(os.environ.get("LD_PRELOAD", ""), library())}
+    except NotLoadedError:
+        return NCCL

@@ -1,0 +1,106 @@
+"""A pipeline of shuffles, each followed by a groupby and a join, under each mode of the runtime."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+from distributed import Client, wait
+from overlap_figures import ADAPTIVE, OFF
+from overlap_plan import FIRST, Plan
+from overlap_workers import LOADED
+
+import dask_gpurt
+from dask_gpurt.cli.demo import local_cluster
+
+Frame = Any
+MODES = (OFF, FIRST, ADAPTIVE)
+STEPS = 10
+#: Bytes of a row: two keys and a payload.
+ROW = 24
+#: Rows of an input that have the same key, about.
+ALIKE = 16
+
+
+def source(number: int, count: int, highest: int, backend: str) -> Frame:
+    """Make an input partition."""
+    arrays = importlib.import_module({"cudf": "cupy", "pandas": "numpy"}[backend])
+    random = arrays.random.RandomState(number)
+    columns = {name: random.randint(0, highest, count, dtype="int64") for name in ("a", "b", "payload")}
+    return importlib.import_module(backend).DataFrame(columns)
+
+
+def group_and_join(part: Frame, key: str) -> Frame:
+    """Add to each payload the largest one of its key: all rows of a key are in one partition."""
+    most = part.groupby(key)["payload"].max().rename("most").reset_index()
+    joined = part.merge(most, on=key)
+    return joined.assign(payload=(joined["payload"] + joined["most"]) // 2)[["a", "b", "payload"]]
+
+
+def pipeline(frame: Frame) -> Frame:
+    """Shuffle, group and join, by one key and the other in turns."""
+    for step in range(STEPS):
+        key = "ab"[step % 2]
+        meta = frame._meta
+        frame = frame.shuffle(key).map_partitions(group_and_join, key, meta=meta)
+    return frame
+
+
+def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
+    """Run the pipeline under each mode in turn, on one cluster; every run is told of at once.
+
+    What is learnt lies in a file of its own, as it does between runs, and first a run each warms up.
+    """
+    count = plan.size // ROW // plan.partitions
+    highest = max(1, count * plan.partitions // ALIKE)
+    with (
+        dask.config.set({**LOADED, "dataframe.shuffle.method": "gpurt"}),
+        local_cluster(plan.backend, plan.workers, plan.protocol, plan.rmm_pool_size) as cluster,
+        Client(cluster) as client,
+    ):
+        meta = source(0, 1, 2, plan.backend).iloc[:0]
+        frame = dd.from_map(source, range(plan.partitions), args=[count, highest, plan.backend], meta=meta)
+        frame = frame.persist()
+        wait(frame)
+        expected = None
+        for turn in range(plan.repeat + 1):
+            for mode in (*MODES[turn % 3 :], *MODES[: turn % 3]):
+                switch(client, mode, folder / "learned.json")
+                seconds, total = timed(frame)
+                expected = total if expected is None else expected
+                if total != expected:
+                    raise ValueError(f"the payloads add up to {total} in the mode {mode!r}, not {expected}")
+                yield "run", {"mode": mode, "turn": turn, "seconds": seconds}
+        workers = dask_gpurt.report(client)["workers"]
+        yield "overlap", {name: reply["overlap"] for name, reply in workers.items()}
+        yield "fallbacks", {name: reply["fallbacks"] for name, reply in workers.items()}
+
+
+def switch(client: Client, mode: str, learned: Path) -> None:
+    """Have the runtime start again in another mode."""
+    dask_gpurt.disable(client)
+    with dask.config.set({"gpurt.overlap.mode": mode, "gpurt.overlap.learned": str(learned)}):
+        dask_gpurt.enable(client)
+
+
+def timed(frame: Frame) -> tuple[float, int]:
+    """The seconds of a pipeline, and what tells whether it was right."""
+    began = time.perf_counter()
+    result = pipeline(frame).persist()
+    wait(result)
+    seconds = time.perf_counter() - began
+    return seconds, int(result["payload"].sum().compute())
+
+
+def seconds_of(runs: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """The seconds of all but the first runs, by mode."""
+    seconds: dict[str, list[float]] = {}
+    for run in runs:
+        if run["turn"] > 0:
+            seconds.setdefault(run["mode"], []).append(run["seconds"])
+    return seconds
