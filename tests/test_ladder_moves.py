@@ -13,6 +13,7 @@ import pytest
 from test_ladder import KIB, array, new_ladder
 
 from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.frames import raw_frames
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.tiers import Limits, Tier
 
@@ -183,6 +184,22 @@ def test_room_is_promised_once(ladder: Ladder) -> None:
     ladder.make_room = and_another  # type: ignore[method-assign]
     ladder.promise("a", 10 * KIB, Tier.DEVICE)
     assert ladder.live_bytes(Tier.DEVICE) + ladder.ledger.cell(Tier.DEVICE, "reservations") <= 20 * KIB
+
+
+@pytest.mark.parametrize(("reserved", "left"), [(0, []), (10, ["x"]), (6, [])])
+def test_what_is_read_takes_room_that_its_reader_has_reserved(
+    ladder: Ladder, reserved: int, left: list[str]
+) -> None:
+    """10 KiB are read next to 10 KiB in ``x``, and nothing is promised twice."""
+    kind, me = "shards", ("task", "me")
+    ladder.store_below("shard", raw_frames([array(2)]), kind, home=Tier.DEVICE)
+    ladder["x"] = array(1)
+    ladder.promise(me, reserved * KIB, Tier.DEVICE)
+    ladder.promise("else", (10 - reserved) * KIB if reserved < 10 else 0, Tier.DEVICE)
+    with ladder.reading([("shard", 0)], me) as found:
+        assert np.array_equal(found["shard", 0][0], array(2))
+        assert [key for key, _ in ladder.largest(1)] == left
+    assert ladder.ledger.cell(Tier.DEVICE, "reservations") == 10 * KIB
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -221,6 +223,23 @@ def test_memory_is_registered_once_and_aligned() -> None:
     pool.free(pieces)
     with pytest.raises(NoRoom):
         pool.allocate(1)
+
+
+def test_memory_that_is_registered_stays_with_its_process() -> None:
+    """A fork would have copies of pages that a device writes to, and which of both those are is not said."""
+    pool = BlockPool(4 * BLOCK, block=BLOCK, register=lambda memory: lambda: None)
+    assert pool.ready.wait(10)
+    (piece,) = pool.allocate(BLOCK)
+    piece[:] = 7
+    child = os.fork()
+    if not child:
+        faulthandler.disable()
+        piece[0] = 8  # not there: the child ends
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGSEGV
+    assert (piece == 7).all()
+    pool.close()
 
 
 def test_an_empty_pool_has_no_room() -> None:

@@ -17,14 +17,12 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.device.failing import Failures
 from dask_gpurt.memory.admission import Admission, Needs, reservation
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.tiers import TRIFLE, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
 
 #: Seconds after which a task that waits looks again, should nobody have told it to.
 LOOK_AGAIN = 0.5
-#: Bytes that nothing is spilled for: a tier may be above its limit by one block of the pinned tier.
-TRIFLE = 2**20
 
 
 class TaskRunner:
@@ -117,7 +115,7 @@ class TaskRunner:
         """Reserve what a task will probably need; waits for others if there is no room."""
         need = min(need, self._ladder.limits.device)
         while True:
-            fits = not need or await self._reserve(reservation(key), need, inputs)
+            fits = need <= TRIFLE or await self._reserve(reservation(key), need, inputs)
             self._let_seceded_go()
             if self._admission.ask(key, fits):
                 return
