@@ -103,7 +103,7 @@ class Governor:
         self, candidates: Mapping[Setting, float], known: Knowledge | None = None, budget: float = BUDGET
     ):
         self.known = known or Knowledge()
-        self._budget = budget
+        self.budget = budget
         self.candidates = {PRIORITY: 1.0, **candidates}
         #: Seconds so far, and those of them that trying has lost.
         self.elapsed = self.lost = 0.0
@@ -179,7 +179,7 @@ class Governor:
     def _affords(self, kernel: Kernel, tried: Course, used: Course) -> bool:
         """Whether a trial that goes as badly as may be keeps within the budget."""
         seconds = kernel.task.mean / kernel.speed() / tried.speeds.compute
-        return self.lost + seconds * _loss(tried, used) <= self._budget * self.elapsed
+        return self.lost + seconds * _loss(tried, used) <= self.budget * self.elapsed
 
     def _account(self, name: str, sample: Sample) -> None:
         """Book what was lost under a setting, also before: by what is known of it now."""

@@ -119,6 +119,11 @@ class WorkerOverlap:
             self._exchange.in_flight = lambda runs, pulls: None
             self._control.close()
 
+    def allow(self, share: float) -> None:
+        """Let trying lose up to this share of the time, for a calibration."""
+        if self._governor is not None:
+            self._governor.budget = share
+
     async def save(self) -> None:
         """Write what was learnt."""
         if self._governor is None:

@@ -1,0 +1,201 @@
+"""``dask gpurt calibrate``: learn for two minutes what confines which compute best, on the GPUs of a host."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+import dask.dataframe as dd
+from dask.utils import parse_bytes
+from distributed import Client, wait
+from distributed.diagnostics import nvml
+from rich.console import Console
+
+import dask_gpurt
+from dask_gpurt.cli.demo import choose_backend, local_cluster
+from dask_gpurt.cli.overlap import of_files, print_part
+from dask_gpurt.overlap.learned import directory
+from dask_gpurt.plugins.overlapping import FALLBACK
+
+Frame = Any
+
+#: What trying may lose here, as a share of the time: all of it.
+BUDGET = 1.0
+#: Bytes of a row, a key and a value, and rows that have the same key, on average.
+ROW, ALIKE = 16, 16
+#: Partitions on a worker.
+PARTITIONS = 16
+#: What is computed beside shuffles: the tasks have the prefixes that they have in any program.
+QUERIES: dict[str, Callable[[Frame, Frame], Frame]] = {
+    "groupby": lambda frame, small: frame.groupby("key").agg({"value": "sum"}),
+    "join": lambda frame, small: frame.merge(small, on="key"),
+    "sort": lambda frame, small: frame.map_partitions(sort_values, meta=frame._meta),
+    "text": lambda frame, small: frame.map_partitions(split_text, meta=("value", "int64")),
+    "elementwise": lambda frame, small: (frame["value"] * 3 + frame["key"]) % 1000,
+}
+
+
+@click.command()
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="To learn for."
+)
+@click.option("--size", default="4GiB", show_default=True, help="Of the data on each GPU.")
+@click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
+@click.option(
+    "--learned", type=click.Path(dir_okay=False, path_type=Path), help="The file. [default: as workers]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def calibrate(seconds: float, size: str, protocol: str | None, learned: Path | None, as_json: bool) -> None:
+    """Learn what pays beside a shuffle, on all GPUs of this host.
+
+    Groupby, join, sort, strings and arithmetic run beside shuffles, under every setting that may pay. What is
+    learnt is added to the file that workers in the mode "adaptive" read.
+    """
+    workers = nvml.device_get_count()
+    if not workers:
+        raise click.ClickException("there is no GPU on this host: what is calibrated is what shares one")
+    backend = choose_backend("cudf")
+    began = time.time()
+    with cluster_of(backend, workers, protocol, learned) as client:
+        ensure_confined(client)
+        steps = learn(client, backend, int(parse_bytes(size)) * workers, seconds)
+    files = [learned] if learned else written_since(began)
+    found = of_files(files)
+    if as_json:
+        click.echo(json.dumps({"steps": steps, "files": found}, indent=2))
+        return
+    for name, part in found.items():
+        print_part(name, part)
+
+
+@contextmanager
+def cluster_of(backend: str, workers: int, protocol: str | None, learned: Path | None) -> Iterator[Client]:
+    """A cluster of this host that learns, and has written what it learnt when it is left."""
+    settings = {
+        "gpurt.enabled": True,
+        "gpurt.overlap.residency": "auto",
+        "gpurt.overlap.mode": "adaptive",
+        "gpurt.overlap.learned": str(learned) if learned else "auto",
+        "dataframe.shuffle.method": "gpurt",
+        # Where pip has put no hooks: nannies load the interposer through them.
+        "distributed.nanny.preload": ["dask_gpurt.preload"],
+    }
+    with (
+        dask.config.set(settings),
+        local_cluster(backend, workers, protocol) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_gpurt.enable(client)
+        try:
+            yield client
+        finally:
+            dask_gpurt.disable(client)
+
+
+def ensure_confined(client: Client) -> None:
+    """Refuse to calibrate where workers can not confine anything.
+
+    Raises
+    ------
+    click.ClickException
+        With the reason of one of them.
+    """
+    for worker, reply in dask_gpurt.report(client)["workers"].items():
+        if known := reply["fallbacks"].get(FALLBACK):
+            raise click.ClickException(f"nothing can be learnt on worker {worker}: {known['reason']}")
+
+
+def learn(client: Client, backend: str, size: int, seconds: float) -> int:
+    """Run each query alone and beside a shuffle, time and again; return how many times.
+
+    Parameters
+    ----------
+    size
+        Bytes of the data, on all workers together.
+    seconds
+        For which it goes on; each query runs at least once.
+    """
+    client.run(_allow, BUDGET)
+    workers = len(client.scheduler_info(n_workers=-1)["workers"])
+    frame, small = tables(backend, size, PARTITIONS * workers)
+    ends = time.monotonic() + seconds
+    steps = 0
+    while steps < len(QUERIES) or time.monotonic() < ends:
+        query = list(QUERIES)[steps % len(QUERIES)]
+        with Console(stderr=True).status(
+            f"{query} beside a shuffle, {max(0.0, ends - time.monotonic()):.0f} s left"
+        ):
+            step(frame, small, QUERIES[query])
+        steps += 1
+    return steps
+
+
+def step(frame: Frame, small: Frame, query: Callable[[Frame, Frame], Frame]) -> None:
+    """Run a shuffle alone, a query alone, and both."""
+    for collections in (
+        (frame.shuffle("key"),),
+        (query(frame, small),),
+        # Each is a graph of its own, so that Dask runs their tasks in turns.
+        (frame.shuffle("key"), query(frame, small)),
+    ):
+        wait([collection.persist() for collection in collections])
+
+
+def tables(backend: str, size: int, partitions: int) -> tuple[Frame, Frame]:
+    """A frame of random keys and values on the workers, and one partition that has each key once."""
+    rows = max(1, size // ROW // partitions)
+    # As many keys as one partition can be joined with.
+    keys = max(1, rows // ALIKE)
+    meta = random_rows(0, 1, 2, backend).iloc[:0]
+    frame = dd.from_map(random_rows, range(partitions), args=[rows, keys, backend], meta=meta)
+    small = dd.from_map(each_key, [keys], args=[backend], meta=each_key(1, backend).iloc[:0])
+    frame, small = frame.persist(), small.persist()
+    wait([frame, small])
+    return frame, small
+
+
+def random_rows(number: int, rows: int, keys: int, backend: str) -> Frame:
+    """Make a partition."""
+    library, arrays = _modules(backend)
+    random = arrays.random.RandomState(number)
+    columns = {
+        name: random.randint(0, most, rows, dtype="int64") for name, most in (("key", keys), ("value", 2**40))
+    }
+    return library.DataFrame(columns)
+
+
+def each_key(keys: int, backend: str) -> Frame:
+    """Make the partition that is joined."""
+    library, arrays = _modules(backend)
+    return library.DataFrame({"key": arrays.arange(keys, dtype="int64"), "weight": arrays.ones(keys)})
+
+
+def sort_values(part: Frame) -> Frame:
+    """Sort a partition; its name is that of the tasks."""
+    return part.sort_values("key")
+
+
+def split_text(part: Frame) -> Frame:
+    """Write numbers as text, cut it at a digit, and count what is left."""
+    return part["value"].astype("str").str.split("7", expand=True)[0].str.len().astype("int64")
+
+
+def written_since(when: float) -> list[Path]:
+    """The files that workers have written since then, where no path is set."""
+    return [path for path in sorted(directory().glob("overlap-*.json")) if path.stat().st_mtime >= when]
+
+
+def _modules(backend: str) -> tuple[Any, Any]:
+    arrays = {"pandas": "numpy", "cudf": "cupy"}[backend]
+    return importlib.import_module(backend), importlib.import_module(arrays)
+
+
+def _allow(share: float, dask_worker: Any) -> None:
+    dask_worker.plugins["gpurt"].overlap.allow(share)
