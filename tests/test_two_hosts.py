@@ -1,0 +1,83 @@
+"""Two hosts with a network between them: paths, lost workers, and what the runtime knows of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from clusters import assert_same_partitions, counters, partitions
+from distributed import Client, Event
+from two_hosts import host_of, on_other_host, two_hosts
+
+import dask_gpurt
+
+PARTS, ROWS = 8, 20_000
+
+
+def make(part: int, waits: str | None = None) -> pd.DataFrame:
+    if waits and part == PARTS - 1:
+        Event(f"{waits}-reached").set()
+        Event(waits).wait(timeout=60)
+    random = np.random.default_rng(part)
+    return pd.DataFrame({"key": random.integers(0, 9999, ROWS), "row": np.arange(ROWS) + part * ROWS})
+
+
+def collection(**options: Any) -> Any:
+    return dd.from_map(make, range(PARTS), meta=make(0).iloc[:0], **options)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def by_tasks(df: Any) -> list[pd.DataFrame]:
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        return partitions(df.shuffle("key", ignore_index=True))
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Two hosts with two workers each, shared by tests that leave them as they are."""
+    with two_hosts(tmp_path_factory.mktemp("workers")) as client:
+        yield client
+
+
+def test_a_shuffle_over_both(hosts: Client) -> None:
+    df = collection()
+    ours = partitions(df.shuffle("key", ignore_index=True))
+    assert_same_partitions(ours, by_tasks(df), in_order=False, index=False)
+    moved = counters(hosts)
+    # Of two workers each, half of all bytes change hosts, and a quarter go to the neighbour.
+    assert moved["exchange.bytes.comms"] == pytest.approx(2 * moved["exchange.bytes.shared-memory"], rel=0.2)
+    for worker, known in dask_gpurt.report(hosts, connect=True)["workers"].items():
+        for peer, path in known["paths"].items():
+            if peer != worker:
+                same = host_of(peer) == host_of(worker)
+                assert path["path"] == ("shared-memory" if same else "comms"), (worker, peer, path)
+
+
+def test_the_topology_has_two_hosts(hosts: Client) -> None:
+    picture = hosts.sync(hosts.scheduler.gpurt_topology)
+    assert set(picture["hosts"]) == {"host-0", "host-1"}
+    for worker, where in picture["workers"].items():
+        assert where["host"] == f"host-{int(host_of(worker)[-1]) - 1}"
+
+
+def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as client:
+        out = collection(waits="go").shuffle("key", ignore_index=True).persist()
+        Event("go-reached", client=client).wait(timeout=60)
+        victim = on_other_host(client)[0]
+        client.run(die, workers=[victim], on_error="return")
+        Event("go", client=client).set()
+        ours = partitions(out)
+        assert_same_partitions(ours, by_tasks(collection()), in_order=False, index=False)
+        assert len(client.scheduler_info(n_workers=-1)["workers"]) == 3
