@@ -234,6 +234,13 @@ def _paths(key: str, value: object) -> frozenset[str]:
     return frozenset(names | {"comms"})
 
 
+def _auto_or_off(key: str, value: object) -> bool:
+    word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
+    if word not in ("auto", "off"):
+        raise _wrong(key, value, "'auto' or 'off'")
+    return word == "auto"
+
+
 def _setting(parse: Callable[[str, object], object]) -> Any:
     return field(metadata={"parse": parse})
 
@@ -254,11 +261,14 @@ class ExchangeSettings:
         The most bytes that one worker pulls at once.
     paths
         The ways that a shard may take; ``"comms"`` is always one.
+    compression
+        Whether shards may be compressed on their way to another host.
     """
 
     pool: Size | None = _setting(_size_or_auto)
     inflight: int = _setting(_bytes)
     paths: frozenset[str] = _setting(_paths)
+    compression: bool = _setting(_auto_or_off)
 
 
 @dataclass(frozen=True)

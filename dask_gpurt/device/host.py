@@ -196,7 +196,8 @@ class HostDevice:
         if ticket["host"] != host_id():
             raise MappingError("on another host")
         try:
-            fd = os.open(f"/proc/{ticket['pid']}/fd/{ticket['fd']}", os.O_RDONLY)
+            # In another process namespace it may be anything: opening a pipe would wait for its writer.
+            fd = os.open(f"/proc/{ticket['pid']}/fd/{ticket['fd']}", os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise MappingError(
                 f"shared memory of process {ticket['pid']} is out of reach: {error.strerror}"

@@ -11,17 +11,17 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from time import perf_counter
 from typing import Any
 
-from distributed.protocol.serialize import to_serialize
 from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.exchange import paths
-from dask_gpurt.exchange.inbox import Parcel, Place
-from dask_gpurt.exchange.landing import Landing, received
+from dask_gpurt.exchange.comms import Comms, PeerError
+from dask_gpurt.exchange.inbox import Parcel
+from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
@@ -35,12 +35,6 @@ IDLE = 10.0
 PRESSED = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
 THREADS = 4
-#: Attempts to reach a peer before a pull gives up, and the seconds between them.
-ATTEMPTS, PAUSE = 30, 1.0
-
-
-class PeerError(RuntimeError):
-    """A peer can not be worked with; the message says what would be right."""
 
 
 class Exchange:
@@ -66,6 +60,10 @@ class Exchange:
         self.pools.ask_for_room = self._ask_for_room
         self.landing = Landing(ladder, pools.main, metrics)
         self.traffic = Traffic()
+        self.links = Links(worker)
+        self.comms = Comms(
+            worker, pools, self.links, self.traffic, metrics, settings.exchange.compression, self.offload
+        )
         self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
         self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
@@ -82,16 +80,12 @@ class Exchange:
         worker.handlers.update(
             {
                 "gpurt_ticket": self.ticket,
-                "gpurt_fetch": self.fetch,
+                "gpurt_fetch": self.comms.serve,
                 "gpurt_release": self.release,
                 "gpurt_drain": self.drain,
                 "gpurt_forget": self.forget,
             }
         )
-
-    @property
-    def _protocol(self) -> str:
-        return str(self.worker.address).partition("://")[0]
 
     # ---- paths -----------------------------------------------------------------------
 
@@ -189,7 +183,7 @@ class Exchange:
         try:
             with self._pulling():
                 if parcel.path.mapping is None:
-                    await self._pull_by_comm(parcel)
+                    await self.offload(self._land_fetched, parcel, await self.comms.fetch(parcel))
                 else:
                     with self.metrics.seconds("exchange.seconds.pulling"):
                         await self.offload(self._pull_mapped, parcel)
@@ -208,23 +202,9 @@ class Exchange:
         self._land(parcel, parcel.sources(), copy)
         self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
-    async def _pull_by_comm(self, parcel: Parcel) -> None:
-        shard = parcel.shard
-        for attempt in range(ATTEMPTS):
-            start = perf_counter()
-            try:
-                reply = await self.worker.rpc(shard.producer).gpurt_fetch(kind=shard.device, shard=shard.id)
-                self.traffic.note(shard.producer, paths.COMMS, shard.nbytes, perf_counter() - start)
-                break
-            except OSError:
-                if attempt == ATTEMPTS - 1 or parcel.place is Place.GONE:
-                    raise
-                await asyncio.sleep(PAUSE)
-        if reply["data"] is None:
-            raise PeerError(f"worker {shard.producer} does not have shard {shard.id} any more")
-        here = parcel.device.on_host or parcel.device.carried_by(self._protocol)
-        bring = list if here else parcel.device.from_host
-        await self.offload(self._land, parcel, [received(data) for data in reply["data"]], bring)
+    def _land_fetched(self, parcel: Parcel, reply: dict[str, Any]) -> None:
+        sources = self.comms.unpacked(parcel.shard, reply)
+        self._land(parcel, sources, self.comms.bring(parcel.device))
 
     def _land(
         self, parcel: Parcel, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]
@@ -276,6 +256,7 @@ class Exchange:
 
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
+        self.comms.forget(run)
         me = self.worker.address
         for outbox, owner in self.pools.owners(run):
             with contextlib.suppress(OSError):  # a dead owner does not read
@@ -293,16 +274,6 @@ class Exchange:
             return {"version": __version__, "ticket": None}
         outbox = await self.offload(self.pools.outbox, kind)
         return {"version": __version__, "ticket": outbox.pool.ticket()}
-
-    async def fetch(self, kind: str, shard: int) -> dict[str, Any]:
-        """Handler: the bytes of a shard by section, for a peer that can not map them."""
-        blocks = self.pools.known(kind).view(shard)
-        if blocks is None:
-            return {"data": None}
-        device = self.pools.device(kind)
-        readable = device.for_comm if device.carried_by(self._protocol) else device.to_host
-        buffers = await self.offload(lambda: [readable(block.buffer) for block in blocks])
-        return {"data": [to_serialize(buffer) for buffer in buffers]}
 
     def release(self, kind: str, shards: list[int]) -> None:
         """Handler: an owner is done with these shards."""
@@ -334,6 +305,7 @@ class Exchange:
         peers = {peer for peer, _ in self._paths} - {self.worker.address}
         # None is the answer of a scheduler on which the runtime has been switched off.
         gone = (await self.worker.scheduler.gpurt_gone(peers=list(peers)) if peers else None) or []
+        self.links.forget(gone)
         left = [self._paths.pop(key) for key in list(self._paths) if key[0] in gone]
         await self.offload(self._give_back, [path for task in left if (path := _result(task))])
 

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from dask.typing import Key
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange.shard import Shard
 from dask_gpurt.memory.admission import reservation
 from dask_gpurt.memory.frames import Raw, raw_frames
@@ -95,10 +93,3 @@ class Landing:
     def discard(self, key: str) -> None:
         """Let a shard go."""
         self._ladder.discard(key)
-
-
-def received(data: Any) -> Buffer | np.ndarray:
-    """What a comm has brought, as bytes."""
-    if hasattr(data, "__cuda_array_interface__"):
-        return data
-    return np.frombuffer(memoryview(data).cast("B"), np.uint8)

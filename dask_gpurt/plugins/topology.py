@@ -50,12 +50,14 @@ class SchedulerTopology:
         self._scheduler.stream_handlers[PLACE] = self.placed
         self._scheduler.stream_handlers[TRAFFIC] = self.traffic
         self._scheduler.handlers["gpurt_topology"] = self.describe
+        self._scheduler.handlers["gpurt_links"] = self.links
 
     def uninstall(self) -> None:
         """Listen to nobody any more."""
         self._scheduler.stream_handlers.pop(PLACE, None)
         self._scheduler.stream_handlers.pop(TRAFFIC, None)
         self._scheduler.handlers.pop("gpurt_topology", None)
+        self._scheduler.handlers.pop("gpurt_links", None)
 
     # ---- where workers are -------------------------------------------------------------
 
@@ -132,6 +134,20 @@ class SchedulerTopology:
                 continue  # one of them has left, or not yet said where it is
             if self.topology.link(peer, worker) in CROSSED.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers)
+
+    def links(self, worker: str, peers: Sequence[str]) -> dict[str, tuple[str, float, float]]:
+        """Handler: the links from some peers to a worker, as class, bandwidth and latency.
+
+        One whose ends have not both said where they are is left out.
+        """
+        if self.topology.place(worker) is None:
+            return {}
+        placed = [peer for peer in peers if self.topology.place(peer) is not None]
+        speeds = {peer: self.topology.speed(peer, worker) for peer in placed}
+        return {
+            peer: (str(self.topology.link(peer, worker)), speed.bandwidth, speed.latency)
+            for peer, speed in speeds.items()
+        }
 
     def describe(self) -> dict[str, Any]:
         """Handler: the whole picture, as a topology file has it."""

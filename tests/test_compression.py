@@ -1,0 +1,200 @@
+"""Compression: where it pays, what it makes of shards, and that nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.exchange import compression
+from dask_gpurt.exchange.compression import (
+    FAST,
+    LEAST,
+    PIECE,
+    PIECES,
+    Compressor,
+    Sample,
+    best,
+    compression_pays,
+    decompress,
+    pieces_of,
+)
+from dask_gpurt.exchange.links import PRIOR, Shown
+from dask_gpurt.observe import Metrics
+from dask_gpurt.topology import Speed
+
+RATES = st.floats(1e6, 1e10)
+RATIOS = st.floats(0.01, 1.5)
+RUN = ("a shuffle", 1)
+
+has_codec = pytest.mark.skipif(not compression.installed(), reason="neither lz4 nor zstandard is installed")
+
+
+# ---- where it pays -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "ratio", "pays"),
+    [
+        (12e6, 0.5, True),  # 100 Mbit/s
+        (120e6, 0.3, True),  # 1 Gbit/s, and data that shrink well
+        (120e6, 0.7, False),  # ... and data that hardly do
+        (1.1e9, 0.3, False),  # 10 Gbit/s is faster than the codec
+        (12e6, 1.0, False),  # noise
+    ],
+)
+def test_a_person_would_say_the_same(bandwidth: float, ratio: float, pays: bool) -> None:
+    assert compression_pays(bandwidth, ratio, compress_rate=400e6, decompress_rate=1e9) == pays
+
+
+@given(RATES, RATIOS, RATES, RATES)
+def test_what_pays_is_sooner_there(bandwidth: float, ratio: float, packing: float, unpacking: float) -> None:
+    if compression_pays(bandwidth, ratio, packing, unpacking):
+        assert 1 / packing + ratio / bandwidth + 1 / unpacking < 1 / bandwidth
+
+
+@given(RATES, RATIOS, RATES, RATES, st.floats(1, 100))
+def test_it_pays_the_more_the_slower_the_link(
+    bandwidth: float, ratio: float, packing: float, unpacking: float, by: float
+) -> None:
+    if compression_pays(bandwidth, ratio, packing, unpacking):
+        assert compression_pays(bandwidth / by, ratio, packing, unpacking)
+        assert compression_pays(bandwidth, ratio / by, packing, unpacking)
+        assert compression_pays(bandwidth, ratio, packing * by, unpacking)
+        assert compression_pays(bandwidth, ratio, packing, unpacking * by)
+
+
+@given(RATES, RATIOS, RATES, RATES, st.integers(-20, 20))
+def test_units_do_not_matter(
+    bandwidth: float, ratio: float, packing: float, unpacking: float, power: int
+) -> None:
+    scaled = (rate * 2.0**power for rate in (bandwidth, packing, unpacking))
+    other, *rates = scaled
+    assert compression_pays(bandwidth, ratio, packing, unpacking) == compression_pays(other, ratio, *rates)
+
+
+@given(st.floats(FAST, 1e12), RATIOS)
+def test_a_fast_link_gains_nothing_from_codecs_as_there_are(bandwidth: float, ratio: float) -> None:
+    assert not compression_pays(bandwidth, ratio, compress_rate=FAST, decompress_rate=10 * FAST)
+
+
+@given(st.lists(st.tuples(RATIOS, RATES, RATES), max_size=4), RATES)
+def test_the_best_codec_is_the_soonest_of_those_that_pay(
+    figures: list[tuple[float, float, float]], bandwidth: float
+) -> None:
+    samples = [Sample(str(at), *known) for at, known in enumerate(figures)]
+    chosen = best(samples, bandwidth)
+    paying = [
+        known
+        for known in samples
+        if compression_pays(bandwidth, known.ratio, known.compress_rate, known.decompress_rate)
+    ]
+    if chosen is None:
+        assert not paying
+    else:
+        assert samples[int(chosen)] in paying
+        assert samples[int(chosen)].pace(bandwidth) == min(known.pace(bandwidth) for known in samples)
+
+
+# ---- what transfers show of a link ---------------------------------------------------
+
+
+@given(st.floats(1e6, 1e9), st.integers(10, 100))
+def test_a_slow_link_is_found_out_after_few_bytes(bandwidth: float, mebibytes: int) -> None:
+    shown = Shown(Speed(1.1e9, 1e-3))
+    for _ in range(mebibytes * 2**20 // PRIOR):
+        shown.observe(PRIOR, 1e-3 + PRIOR / bandwidth)
+    assert bandwidth * 0.99 <= shown.bandwidth <= bandwidth * 2.2
+
+
+def test_a_link_that_recovers_is_found_out_too() -> None:
+    shown = Shown(Speed(1.1e9, 1e-3))
+    for bandwidth in (1e7, 1e9):
+        for _ in range(300):
+            shown.observe(PRIOR, 1e-3 + PRIOR / bandwidth)
+    assert shown.bandwidth > 5e8
+
+
+# ---- shards --------------------------------------------------------------------------
+
+
+def sections(*arrays: Any) -> list[memoryview]:
+    return [memoryview(np.ascontiguousarray(array)).cast("B") for array in arrays]
+
+
+@has_codec
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+def test_sections_come_out_as_they_went_in(sizes: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    given = sections(*(random.integers(0, 4, size, dtype=np.uint8) for size in sizes))
+    codec, data = Compressor(Metrics()).pack(RUN, given, 1e5, compression.CODECS)
+    if codec is None:
+        assert sum(sizes) < LEAST
+        assert data == given
+    else:
+        assert sum(map(len, data)) < sum(sizes)
+        for before, after in zip(given, decompress(codec, data[0], sizes), strict=True):
+            np.testing.assert_array_equal(np.frombuffer(before, np.uint8), after)
+
+
+@has_codec
+def test_noise_goes_as_it_is() -> None:
+    metrics = Metrics()
+    given = sections(np.random.default_rng(0).random(100_000))
+    assert Compressor(metrics).pack(RUN, given, 1e6, compression.CODECS) == (None, given)
+    assert "exchange.compression.bytes.before" not in metrics.snapshot()["counters"]
+
+
+@has_codec
+def test_bytes_are_counted() -> None:
+    metrics = Metrics()
+    given = sections(np.arange(100_000))
+    _, (packed,) = Compressor(metrics).pack(RUN, given, 1e6, compression.CODECS)
+    counted = metrics.snapshot()["counters"]
+    assert counted["exchange.compression.bytes.before"] == 800_000
+    assert counted["exchange.compression.bytes.after"] == len(packed) < 400_000
+
+
+@has_codec
+def test_the_first_shard_of_a_run_is_the_sample_for_it() -> None:
+    noise, zeros = sections(np.random.default_rng(0).random(100_000)), sections(np.zeros(100_000))
+    compressor = Compressor(Metrics())
+    assert compressor.pack(RUN, noise, 1e6, compression.CODECS)[0] is None
+    assert compressor.pack(RUN, zeros, 1e6, compression.CODECS)[0] is None
+    assert compressor.pack(("another", 2), zeros, 1e6, compression.CODECS)[0] is not None
+    compressor.forget(RUN)
+    assert compressor.pack(RUN, zeros, 1e6, compression.CODECS)[0] is not None
+
+
+@has_codec
+@pytest.mark.parametrize("codec", compression.installed())
+def test_only_a_codec_that_the_peer_has(codec: str) -> None:
+    zeros = sections(np.zeros(100_000))
+    assert Compressor(Metrics()).pack(RUN, zeros, 1e5, [codec])[0] == codec
+    assert Compressor(Metrics()).pack(RUN, zeros, 1e5, [])[0] is None
+
+
+def test_without_codecs_shards_go_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "compressions", {})
+    zeros = sections(np.zeros(100_000))
+    assert Compressor(Metrics()).pack(RUN, zeros, 1e5, compression.CODECS) == (None, zeros)
+
+
+@has_codec
+def test_a_shard_that_comes_out_wrong_is_an_error() -> None:
+    codec = compression.installed()[0]
+    with pytest.raises(ValueError, match="a shard of 9 bytes"):
+        decompress(codec, compression.compress(codec, b"12345678"), [4, 5])
+
+
+@given(st.integers(0, 3 * PIECES * PIECE))
+def test_a_sample_is_bounded_and_from_both_ends(nbytes: int) -> None:
+    data = np.zeros(nbytes, np.uint8)
+    data[:1], data[-1:] = 1, 2
+    taken = pieces_of(memoryview(data))
+    assert len(taken) == min(nbytes, PIECES * PIECE)
+    if nbytes > 1:
+        assert (taken[0], taken[-1]) == (1, 2)
