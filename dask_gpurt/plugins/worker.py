@@ -12,6 +12,7 @@ from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
+import dask_gpurt.shuffle.run  # noqa: F401 - so that the first shuffle does not import it on the event loop
 from dask_gpurt import config
 from dask_gpurt._version import __version__
 from dask_gpurt.device import Device
