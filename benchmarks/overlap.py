@@ -180,6 +180,7 @@ def in_bytes(_: Any, __: click.Parameter, text: str) -> int:
 @click.option("--task", default=0.025, show_default=True, help="Seconds of a task.")
 @click.option("--learn", default=4.0, show_default=True, help="Seconds to learn a cell in.")
 @click.option("--caps", default="8,4,2", show_default=True, callback=numbers(int), help="Residency caps.")
+@click.option("--sms", default="116", show_default=True, callback=numbers(int), help="SMs for compute.")
 @click.option("--size", default="16GiB", show_default=True, callback=in_bytes, help="Of a shuffle.")
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--rows", type=click.IntRange(min=16), default=2**26, show_default=True, help="To compute on.")

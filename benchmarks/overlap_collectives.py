@@ -225,7 +225,7 @@ class Cell:
 
     def rounds(self, governor: Governor) -> Iterator[Round]:
         """Measure all settings time and again, each alone before."""
-        settings = self.plan.settings(confines=self.actuator is not None)
+        settings = self.plan.settings(caps=self.actuator is not None)
         for turn in range(ROUNDS * self.plan.repeat):
             alone = self.measure_alone()
             together = {name: self._under(name, settings[name], governor) for name in rotated(settings, turn)}
