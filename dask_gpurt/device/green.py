@@ -20,6 +20,8 @@ from dask_gpurt.device.protocol import SmsError
 
 #: cudaStreamPerThread: what stands for each thread's own default stream, which no green context has.
 PER_THREAD = 2
+#: SMs in a group, since compute capability 9.0 and before, as cuda.h of CUDA 13.0 has it.
+UNIT, UNIT_BEFORE = 8, 2
 #: Numbers that are added up to try one out.
 TRIAL = 1000
 
@@ -43,11 +45,14 @@ class GreenContexts:
             raise SmsError("default streams of threads can not be confined: unset CUDF_PER_THREAD_STREAM")
         self._index = device
         runtime.setDevice(device)
-        self._device = _checked(driver.cuDeviceGet(device))
-        kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-        self._all = _checked(driver.cuDeviceGetDevResource(self._device, kind))
+        try:
+            self._device = _checked(driver.cuDeviceGet(device))
+            kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+            self._all = _checked(driver.cuDeviceGetDevResource(self._device, kind))
+        except (AttributeError, RuntimeError) as error:  # as cuda.bindings says what a driver lacks
+            raise SmsError(f"green contexts need a driver of CUDA 12.4: {error}") from error
         self.total = int(self._all.sm.smCount)
-        self.unit = int(self._all.sm.minSmPartitionSize)
+        self.unit = UNIT if runtime.getDeviceProperties(device)["major"] >= 9 else UNIT_BEFORE
         self._threads = threading.local()
 
     @contextmanager
