@@ -142,7 +142,7 @@ def print_results(results: Results) -> None:
 
 
 def _pipeline_table(spreads: Mapping[str, Mapping[str, float]], ratios: Mapping[str, float | None]) -> Table:
-    table = Table(title="pipeline", caption="Seconds of a warm run", box=SIMPLE_HEAD)
+    table = Table(title="pipeline", caption="Seconds of a run", box=SIMPLE_HEAD)
     for heading in ("mode", "median", "least", "most"):
         table.add_column(heading, justify="left" if heading == "mode" else "right")
     for mode, of in spreads.items():
@@ -177,9 +177,10 @@ def in_bytes(_: Any, __: click.Parameter, text: str) -> int:
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
 @click.option("--repeat", type=click.IntRange(min=1), default=4, show_default=True, help="Rounds.")
 @click.option("--seconds", default=0.25, show_default=True, help="Of compute alone in a leg.")
-@click.option("--task", default=0.025, show_default=True, help="Seconds of a task.")
+@click.option("--task", default=0.05, show_default=True, help="Seconds of a task.")
 @click.option("--learn", default=4.0, show_default=True, help="Seconds to learn a cell in.")
 @click.option("--caps", default="8,4,2", show_default=True, callback=numbers(int), help="Residency caps.")
+@click.option("--sms", default="116", show_default=True, callback=numbers(int), help="SMs for compute.")
 @click.option("--size", default="16GiB", show_default=True, callback=in_bytes, help="Of a shuffle.")
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--rows", type=click.IntRange(min=16), default=2**26, show_default=True, help="To compute on.")

@@ -39,7 +39,7 @@ NCCL = {"NCCL_NVLS_ENABLE": "0"}
 #: Values of the array of the elementwise workload, for each row and column of the matrices.
 ELEMENTS = 4
 #: The length of a leg in tasks, and the rounds for each of the plan's: legs are short here, and many.
-LEG, ROUNDS = 1.5, 3
+LEG, ROUNDS = 0.75, 3
 #: Seconds after which a collective that a process does not join is given up.
 LOST = 60
 
@@ -225,7 +225,7 @@ class Cell:
 
     def rounds(self, governor: Governor) -> Iterator[Round]:
         """Measure all settings time and again, each alone before."""
-        settings = self.plan.settings(confines=self.actuator is not None)
+        settings = self.plan.settings(caps=self.actuator is not None)
         for turn in range(ROUNDS * self.plan.repeat):
             alone = self.measure_alone()
             together = {name: self._under(name, settings[name], governor) for name in rotated(settings, turn)}

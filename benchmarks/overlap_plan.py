@@ -30,8 +30,8 @@ class Plan:
         Seconds of a task: the governor is told of tasks.
     learn
         Seconds for which the governor may try before it is measured.
-    caps
-        Residency caps that are measured, and tried.
+    caps, sms
+        Residency caps that are measured, and tried; SMs for compute that are measured beside shuffles.
     size, partitions
         Bytes of a shuffle of the runtime, on all workers together, and its partitions.
     rows, side
@@ -47,6 +47,7 @@ class Plan:
     task: float
     learn: float
     caps: tuple[int, ...]
+    sms: tuple[int, ...]
     size: int
     partitions: int
     rows: int
@@ -59,16 +60,16 @@ class Plan:
         """What the governor may try, with the share of its speed that compute keeps at worst."""
         return {Setting(residency=cap): min(1.0, cap / USUAL) for cap in self.caps}
 
-    def settings(self, *, confines: bool) -> dict[str, Setting | None]:
+    def settings(self, *, caps: bool, contexts: bool = False) -> dict[str, Setting | None]:
         """The settings that take turns; None leaves it to the governor.
 
         Parameters
         ----------
-        confines
-            Whether anything can be confined; else there are no caps to measure.
+        caps, contexts
+            What can confine; what can not is not measured.
         """
-        capped = {str(setting): setting for setting in self.candidates()} if confines else {}
-        return {OFF: PRIORITY, FIRST: PRIORITY, **capped, ADAPTIVE: None}
+        confined = [*(self.candidates() if caps else ()), *(Setting(sms=n) for n in self.sms if contexts)]
+        return {OFF: PRIORITY, FIRST: PRIORITY, **{str(one): one for one in confined}, ADAPTIVE: None}
 
 
 def rotated(settings: Mapping[str, Setting | None], turn: int) -> list[str]:

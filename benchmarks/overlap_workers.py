@@ -7,10 +7,10 @@ exchange and of compute as it is of tasks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,8 +27,9 @@ from overlap_plan import LEARNING, Plan, rotated
 
 import dask_gpurt
 from dask_gpurt.cli.demo import local_cluster
+from dask_gpurt.device import SmsError
 from dask_gpurt.observe import Decisions
-from dask_gpurt.overlap.actuators import ResidencyCaps
+from dask_gpurt.overlap.actuators import ResidencyCaps, SmShare, Together
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
@@ -91,12 +92,26 @@ class Beside:
         self.device = self.exchange.pools.device(self.exchange.pools.main)
         self.prioritised, self.told = self.device.prioritised, self.exchange.in_flight
         residency = self.plugin.residency.actuator
-        self.actuator = ResidencyCaps(residency) if residency else None
+        self.caps = ResidencyCaps(residency) if residency else None
+        self.share = self._share()
+        self.actuator = Together(self.caps, self.share)
         self.decisions = Decisions()
         self.threads = ThreadPoolExecutor(1, thread_name_prefix="shuffles")
-        self.keys = itertools.count()
+        self.key = 0
         self.work = overlap_workloads.make(name, plan.backend, plan.rows, plan.side)
         self.inner = self.tasks = self.shuffles = 1
+
+    def _share(self) -> SmShare | None:
+        """What confines to SMs, if the plan asks for it and the device can."""
+        note = partial(self.plugin.metrics.fallback, "compute is not confined to SMs")
+        try:
+            contexts = self.device.sm_contexts()
+            for sms in self.plan.sms:
+                contexts.try_out(sms)
+            return SmShare(contexts, note) if self.plan.sms else None
+        except SmsError as error:
+            note(str(error))
+            return None
 
     # ---- a leg -------------------------------------------------------------------------
 
@@ -116,8 +131,7 @@ class Beside:
         self.board.meet()
         began = perf_counter()
         shuffling = self.threads.submit(self._shuffle, shuffles) if shuffles else None
-        for _ in range(tasks):
-            self._task()
+        self._compute(tasks)
         if shuffling:
             shuffling.result()
         seconds = self.board.most(perf_counter() - began)
@@ -130,18 +144,32 @@ class Beside:
             governing, self.actuator, lambda: self.exchange.moved, perf_counter, self.decisions, metrics
         )
 
-    def _task(self) -> None:
-        key = next(self.keys)
-        self._tell(self.control.begins, key, self.name, 1.0)
+    def _compute(self, tasks: int) -> None:
+        """Run tasks one after the other; the worker is told of the end of one with the begin of the next."""
+        for number in range(tasks):
+            self._tell(partial(self._next, ends=number > 0))
+            if self.share:
+                self.share.run(self._work)
+            else:
+                self._work()
+        if tasks:
+            self._tell(partial(self.control.ends, self.key))
+
+    def _next(self, ends: bool) -> None:
+        if ends:
+            self.control.ends(self.key)
+        self.key += 1
+        self.control.begins(self.key, self.name, 1.0)
+
+    def _work(self) -> None:
         for _ in range(self.inner):
             self.work()
-        self._tell(self.control.ends, key)
 
-    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
+    def _tell(self, call: Callable[[], None]) -> None:
         """As a worker does it: on the event loop."""
 
         async def told() -> None:
-            call(*arguments)
+            call()
 
         sync(self.worker.loop, told)
 
@@ -179,7 +207,7 @@ class Beside:
 
     def learn(self) -> Governor:
         """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
-        candidates = self.plan.candidates() if self.actuator else {}
+        candidates = self.plan.candidates() if self.caps else {}
         governor = Governor(candidates, budget=LEARNING)
         turns = max(2, round(self.plan.learn / (2 * MOSTLY * self.plan.seconds)))
         for _ in range(turns):
@@ -190,7 +218,7 @@ class Beside:
 
     def rounds(self, governor: Governor) -> Iterator[Round]:
         """Measure all settings time and again, each alone before."""
-        settings = self.plan.settings(confines=self.actuator is not None)
+        settings = self.plan.settings(caps=self.caps is not None, contexts=self.share is not None)
         for turn in range(self.plan.repeat):
             compute = self.leg(Fixed(PRIORITY), self.tasks, 0)
             communication = self.leg(Fixed(PRIORITY), 0, self.shuffles)
@@ -215,7 +243,7 @@ class Beside:
             "shuffles": self.shuffles,
             "learned": rows(governor.known),
             "decisions": self.decisions.snapshot(),
-            "launches": dict(self.actuator.counters()) if self.actuator else {},
+            "launches": dict(self.actuator.counters()),
         }
 
 

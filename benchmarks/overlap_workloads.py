@@ -49,17 +49,32 @@ def strings(library: Any, rows: int) -> Any:
     return first.str.cat(second, sep="-")
 
 
+class Streams:
+    """A stream for each CUDA context: it belongs to the one that was current as it was made."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def here(self) -> tuple[Any, Any]:
+        """That of the current context, for cupy, and for libcudf."""
+        driver, cupy = (importlib.import_module(module) for module in ("cuda.bindings.driver", "cupy"))
+        _, context = driver.cuCtxGetCurrent()
+        if int(context) not in self._made:
+            own = cupy.cuda.Stream(non_blocking=True)
+            self._made[int(context)] = own, importlib.import_module("rmm.pylibrmm.stream").Stream(own)
+        return self._made[int(context)]
+
+
 def _on_gpu(name: str, rows: int, side: int) -> Work:
-    """On a stream of the least priority, which waits for no other."""
+    """On a stream of the least priority, which waits for no other, in whatever context is current."""
     cudf, cupy, plc = (importlib.import_module(module) for module in ("cudf", "cupy", "pylibcudf"))
-    own = cupy.cuda.Stream(non_blocking=True)
-    stream = importlib.import_module("rmm.pylibrmm.stream").Stream(own)
-    run: Work
+    streams = Streams()
+    run: Callable[[Any, Any], Any]
     if name == "fp32 GEMM":
         matrix = cupy.random.RandomState(1).random_sample((side, side)).astype("float32")
         product = cupy.empty_like(matrix)
 
-        def run() -> None:
+        def run(own: Any, stream: Any) -> None:
             with own:
                 cupy.matmul(matrix, matrix, out=product)
 
@@ -68,31 +83,32 @@ def _on_gpu(name: str, rows: int, side: int) -> Work:
         column = strings(cudf, rows).to_frame("text").to_pylibcudf()[0].columns()[0]
         hyphen = plc.Scalar.from_py("-")
 
-        def run() -> Any:
+        def run(own: Any, stream: Any) -> Any:
             return split(column, hyphen, -1, stream=stream)
 
     else:
         left, right = (frame.to_pylibcudf()[0] for frame in frames(cudf, cupy, rows))
-        run = _relational(plc, name, left, right, stream)
+        run = _relational(plc, name, left, right)
     cupy.cuda.runtime.deviceSynchronize()  # the inputs, once
 
     def whole() -> None:
-        result = run()
+        own, stream = streams.here()
+        result = run(own, stream)
         own.synchronize()
         del result
 
     return whole
 
 
-def _relational(plc: Any, name: str, left: Any, right: Any, stream: Any) -> Work:
+def _relational(plc: Any, name: str, left: Any, right: Any) -> Callable[[Any, Any], Any]:
     key, value = left.columns()
     keys = plc.Table([key])
 
-    def groupby() -> Any:
+    def groupby(own: Any, stream: Any) -> Any:
         request = plc.groupby.GroupByRequest(value, [plc.aggregation.sum()])
         return plc.groupby.GroupBy(keys).aggregate([request], stream=stream)
 
-    def join() -> Any:
+    def join(own: Any, stream: Any) -> Any:
         others, equal = plc.Table([right.columns()[0]]), plc.types.NullEquality.UNEQUAL
         rows, matches = plc.join.inner_join(keys, others, equal, stream=stream)
         unchecked = plc.copying.OutOfBoundsPolicy.DONT_CHECK
@@ -101,7 +117,7 @@ def _relational(plc: Any, name: str, left: Any, right: Any, stream: Any) -> Work
             for table, index in ((left, rows), (right, matches))
         ]
 
-    def sort() -> Any:
+    def sort(own: Any, stream: Any) -> Any:
         order, nulls = plc.types.Order.ASCENDING, plc.types.NullOrder.BEFORE
         return plc.sorting.sort_by_key(left, keys, [order], [nulls], stream=stream)
 

@@ -1,5 +1,14 @@
 """What a worker computes on: memory that is shared with peers, and copies out of it."""
 
-from dask_gpurt.device.protocol import Block, Device, Mapping, MappingError, Pool, PoolFull
+from dask_gpurt.device.protocol import (
+    Block,
+    Device,
+    Mapping,
+    MappingError,
+    Pool,
+    PoolFull,
+    SmContexts,
+    SmsError,
+)
 
-__all__ = ["Block", "Device", "Mapping", "MappingError", "Pool", "PoolFull"]
+__all__ = ["Block", "Device", "Mapping", "MappingError", "Pool", "PoolFull", "SmContexts", "SmsError"]

@@ -22,7 +22,18 @@ from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.protocol import Block, Buffer, Fence, Mapping, MappingError, Pool, PoolFull, Ticket
+from dask_gpurt.device.green import GreenContexts
+from dask_gpurt.device.protocol import (
+    Block,
+    Buffer,
+    Fence,
+    Mapping,
+    MappingError,
+    Pool,
+    PoolFull,
+    SmContexts,
+    Ticket,
+)
 from dask_gpurt.topology.system import host_id
 
 
@@ -167,6 +178,9 @@ class CudaDevice:
             "memory_free": free,
             "allocator": _allocator(rmm.mr.get_per_device_resource(self.index)),
         }
+
+    def sm_contexts(self) -> SmContexts:
+        return GreenContexts(self.index)
 
     def memory(self) -> tuple[int, int]:
         runtime.setDevice(self.index)

@@ -27,6 +27,8 @@ from dask_gpurt.device.protocol import (
     MappingError,
     Pool,
     PoolFull,
+    SmContexts,
+    SmsError,
     Ticket,
     passed,
 )
@@ -180,6 +182,9 @@ class HostDevice:
             "shm": total,
             "shm_free": free,
         }
+
+    def sm_contexts(self) -> SmContexts:
+        raise SmsError("a processor has no SMs")
 
     def memory(self) -> tuple[int, int]:
         try:

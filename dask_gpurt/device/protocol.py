@@ -7,6 +7,7 @@ and maps the pools of others. All methods block; none is called on the event loo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +44,10 @@ class PoolFull(Exception):
 
 class MappingError(Exception):
     """A peer's pool can not be mapped; the message says why."""
+
+
+class SmsError(OSError):
+    """Compute can not be confined to some of the SMs; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,34 @@ class Pool(Mapping, Protocol):
         ...
 
 
+class SmContexts(Protocol):
+    """Contexts of a device that have some of its SMs."""
+
+    #: SMs of the device, and the number in whose multiples they can be taken from compute.
+    total: int
+    unit: int
+
+    def entered(self, sms: int) -> AbstractContextManager[None]:
+        """Confine what this thread launches to so many SMs meanwhile.
+
+        Raises
+        ------
+        SmsError
+            When that is not possible.
+        """
+        ...
+
+    def try_out(self, sms: int) -> None:
+        """Find out whether that works.
+
+        Raises
+        ------
+        SmsError
+            When it does not.
+        """
+        ...
+
+
 class Device(Protocol):
     """What a worker computes on."""
 
@@ -116,6 +149,16 @@ class Device(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Name, memory and whatever else helps a person who reads ``doctor``."""
+        ...
+
+    def sm_contexts(self) -> SmContexts:
+        """Contexts that have some of its SMs.
+
+        Raises
+        ------
+        SmsError
+            When there are none.
+        """
         ...
 
     def memory(self) -> tuple[int, int]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Protocol, TypeVar
 
-from dask_gpurt.overlap.knowledge import Setting
+from dask_gpurt.device import SmContexts, SmsError
+from dask_gpurt.overlap.knowledge import PRIORITY, Setting
 from dask_gpurt.overlap.occupancy import Caps, Residency
 
 #: The caps that are worth trying, in blocks on an SM: those that were measured, and one that is mild.
 CAPS = (8, 6, 4)
 #: The blocks of a kernel that an SM mostly holds at most: 2048 threads in blocks of 128.
 USUAL = 16
+
+
+Result = TypeVar("Result")
 
 
 class UnfitSetting(ValueError):
@@ -62,7 +68,7 @@ class ResidencyCaps:
 
     def apply(self, setting: Setting) -> None:
         if setting.sms is not None:
-            raise UnfitSetting(f"nothing confines compute to SMs here, so {setting} is not possible")
+            raise UnfitSetting(f"caps confine nothing to SMs, so {setting} is not possible")
         self._residency.apply(Caps(setting.residency))
 
     def clear(self) -> None:
@@ -70,3 +76,105 @@ class ResidencyCaps:
 
     def counters(self) -> Mapping[str, int]:
         return self._residency.counters()
+
+
+class SmShare:
+    """Confines compute to some of the SMs, on the threads that it is launched from.
+
+    Parameters
+    ----------
+    contexts
+        Those of the device.
+    failed
+        Called with the reason when a thread could not be confined and went on as it was.
+    """
+
+    def __init__(self, contexts: SmContexts, failed: Callable[[str], None]):
+        self._contexts = contexts
+        self._failed = failed
+        self._sms: int | None = None
+        self._lock = threading.Lock()
+        self._entered = 0
+
+    def settings(self) -> Mapping[Setting, float]:
+        # Never tried unasked: code that makes the usual context current in a confined task, such as UDFs
+        # that numba compiles, fails there or is not ordered.
+        return {}
+
+    def apply(self, setting: Setting) -> None:
+        if setting.residency is not None:
+            raise UnfitSetting(f"contexts cap no residency, so {setting} is not possible")
+        if setting.sms is not None:
+            self._check(setting.sms)
+        self._sms = setting.sms
+
+    def _check(self, sms: int) -> None:
+        total, unit = self._contexts.total, self._contexts.unit
+        if not 0 < sms < total or (total - sms) % unit:
+            nearest = max(total % unit or unit, total - max(1, round((total - sms) / unit)) * unit)
+            raise UnfitSetting(
+                f"compute can not be confined to {sms} of {total} SMs: they are taken from it {unit} at a "
+                f"time; the nearest number is {nearest}"
+            )
+
+    def clear(self) -> None:
+        self._sms = None
+
+    def counters(self) -> Mapping[str, int]:
+        return {"confined to SMs": self._entered}
+
+    def run(self, function: Callable[..., Result], *args: Any, **arguments: Any) -> Result:
+        """Call a function on this thread, confined to what is applied as it begins."""
+        with ExitStack() as stack:
+            if (sms := self._sms) is not None:
+                try:
+                    stack.enter_context(self._contexts.entered(sms))
+                    with self._lock:
+                        self._entered += 1
+                except SmsError as error:
+                    self._failed(str(error))
+            return function(*args, **arguments)
+
+
+class Together:
+    """Several actuators as one, each for its part of a setting.
+
+    Parameters
+    ----------
+    caps, share
+        What confines by residency, and by SMs; None where that is not possible.
+    """
+
+    def __init__(self, caps: Actuator | None, share: Actuator | None):
+        self._caps = caps
+        self._share = share
+
+    def settings(self) -> Mapping[Setting, float]:
+        return {setting: keeps for one in self._all() for setting, keeps in one.settings().items()}
+
+    def apply(self, setting: Setting) -> None:
+        for actuator, part in (
+            (self._caps, Setting(residency=setting.residency)),
+            (self._share, Setting(sms=setting.sms)),
+        ):
+            if actuator is None and part != PRIORITY:
+                raise UnfitSetting(f"nothing confines compute to {part} here")
+            if actuator is not None:
+                _set(actuator, part)
+
+    def clear(self) -> None:
+        for actuator in self._all():
+            actuator.clear()
+
+    def counters(self) -> Mapping[str, int]:
+        return {name: count for one in self._all() for name, count in one.counters().items()}
+
+    def _all(self) -> list[Actuator]:
+        return [actuator for actuator in (self._caps, self._share) if actuator is not None]
+
+
+def _set(actuator: Actuator, setting: Setting) -> None:
+    if setting == PRIORITY:
+        actuator.clear()
+    else:
+        actuator.apply(setting)

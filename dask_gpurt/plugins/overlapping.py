@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,9 +17,10 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import OverlapSettings
+from dask_gpurt.device import SmsError
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Decisions, Metrics
-from dask_gpurt.overlap.actuators import Actuator, ResidencyCaps
+from dask_gpurt.overlap.actuators import Actuator, ResidencyCaps, SmShare, Together, UnfitSetting
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
@@ -63,6 +65,7 @@ class WorkerOverlap:
         self._residency = residency
         self._metrics = metrics
         self.decisions = Decisions()
+        self._share: SmShare | None = None
         self._governor: Governor | None = None
         self._control: Control | None = None
         self._saving = PeriodicCallback(self.save, SAVE * 1000)
@@ -71,14 +74,15 @@ class WorkerOverlap:
         """Find out what can be confined, and read what was learnt. Blocks."""
         if self._settings.mode not in ("adaptive", "fixed"):
             return
-        if self._residency.actuator is None:
-            self._stay(self._residency.reason or "'gpurt.overlap.residency' is 'off'")
-            return
-        actuator = ResidencyCaps(self._residency.actuator)
+        caps = ResidencyCaps(self._residency.actuator) if self._residency.actuator else None
         try:
+            self._share = self._sm_share()
+            if caps is None and self._share is None:
+                raise UnfitSetting(self._residency.reason or "'gpurt.overlap.residency' is 'off'")
+            actuator = Together(caps, self._share)
             governing = self._governing(actuator)
-        except ValueError as error:
-            self._stay(str(error))
+        except (SmsError, ValueError) as error:
+            self._metrics.fallback(FALLBACK, f"{error}. The shuffle has its priority")
             return
         self._control = Control(
             governing,
@@ -89,8 +93,17 @@ class WorkerOverlap:
             self._metrics,
         )
 
-    def _stay(self, reason: str) -> None:
-        self._metrics.fallback(FALLBACK, f"{reason}. The shuffle has its priority")
+    def _sm_share(self) -> SmShare | None:
+        """What confines to SMs, tried out; None if the settings do not ask for it."""
+        sms = self._settings.fixed.sms
+        if self._settings.mode != "fixed" or sms is None:
+            return None
+        contexts = self._exchange.pools.device(self._exchange.pools.main).sm_contexts()
+        share = SmShare(contexts, partial(self._metrics.fallback, "a task is not confined to SMs"))
+        share.apply(Setting(sms=sms))
+        share.clear()
+        contexts.try_out(sms)
+        return share
 
     def _governing(self, actuator: Actuator) -> Governing:
         if self._settings.mode == "fixed":
@@ -109,6 +122,7 @@ class WorkerOverlap:
             self._execute = self._worker.execute
             self._worker.execute = self.execute
             self._exchange.in_flight = self._control.in_flight
+            self._hand_over_threads()
             self._saving.start()
 
     def uninstall(self) -> None:
@@ -116,8 +130,15 @@ class WorkerOverlap:
         if self._control is not None:
             self._saving.stop()
             self._worker.__dict__.pop("execute", None)
+            self._worker.executors["default"].__dict__.pop("submit", None)
             self._exchange.in_flight = lambda runs, pulls: None
             self._control.close()
+
+    def _hand_over_threads(self) -> None:
+        """Let tasks enter contexts on the threads that they run on."""
+        if self._share is not None:
+            executor = self._worker.executors["default"]
+            executor.submit = partial(executor.submit, self._share.run)
 
     def allow(self, share: float) -> None:
         """Let trying lose up to this share of the time, for a calibration."""

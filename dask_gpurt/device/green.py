@@ -1,0 +1,108 @@
+"""Green contexts: contexts of a GPU that have some of its SMs, for what a thread launches meanwhile.
+
+A thread that has one current launches into it whatever names no other stream. Its default stream is
+another than that of the GPU's usual context, so both are joined by events on the way in and out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+from cuda.bindings import driver
+from cupy.cuda import runtime
+from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+from dask_gpurt.device.protocol import SmsError
+
+#: cudaStreamPerThread: what stands for each thread's own default stream, which no green context has.
+PER_THREAD = 2
+#: SMs in a group, since compute capability 9.0 and before, as cuda.h of CUDA 13.0 has it.
+UNIT, UNIT_BEFORE = 8, 2
+#: Numbers that are added up to try one out.
+TRIAL = 1000
+
+
+class GreenContexts:
+    """Contexts of one GPU, made when they are first entered, for each thread its own.
+
+    Parameters
+    ----------
+    device
+        The ordinal of the GPU.
+
+    Raises
+    ------
+    SmsError
+        When the driver has none (before CUDA 12.4), or threads have default streams of their own.
+    """
+
+    def __init__(self, device: int):
+        if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD:
+            raise SmsError("default streams of threads can not be confined: unset CUDF_PER_THREAD_STREAM")
+        self._index = device
+        runtime.setDevice(device)
+        try:
+            self._device = _checked(driver.cuDeviceGet(device))
+            kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+            self._all = _checked(driver.cuDeviceGetDevResource(self._device, kind))
+        except (AttributeError, RuntimeError) as error:  # as cuda.bindings says what a driver lacks
+            raise SmsError(f"green contexts need a driver of CUDA 12.4: {error}") from error
+        self.total = int(self._all.sm.smCount)
+        self.unit = UNIT if runtime.getDeviceProperties(device)["major"] >= 9 else UNIT_BEFORE
+        self._threads = threading.local()
+
+    @contextmanager
+    def entered(self, sms: int) -> Iterator[None]:
+        """Confine what this thread launches on its default stream to so many SMs, until the end."""
+        green, context, event = self._made(sms)
+        # What was launched before comes first, and what is launched inside before what follows.
+        _checked(driver.cuEventRecord(event, 0))
+        _checked(driver.cuGreenCtxWaitEvent(green, event))
+        _checked(driver.cuCtxPushCurrent(context))
+        try:
+            yield
+        finally:
+            _checked(driver.cuCtxPopCurrent())
+            _checked(driver.cuGreenCtxRecordEvent(green, event))
+            _checked(driver.cuStreamWaitEvent(0, event, 0))
+
+    def try_out(self, sms: int) -> None:
+        """Run a kernel of this process confined to so many SMs; SmsError when that does not work."""
+        try:
+            with self.entered(sms):
+                total = int(cupy.arange(TRIAL).sum())
+        except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+            raise SmsError(f"green contexts: {error}") from error
+        if total != TRIAL * (TRIAL - 1) // 2:
+            raise SmsError("green contexts: a kernel gave a wrong result in one")
+
+    def _made(self, sms: int) -> tuple[Any, Any, Any]:
+        """This thread's context of so many SMs, as both kinds of handle, and an event."""
+        runtime.setDevice(self._index)
+        made: dict[int, tuple[Any, Any, Any]] = self._threads.__dict__.setdefault("made", {})
+        if sms not in made:
+            green = self._create(sms)
+            event = _checked(driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+            made[sms] = green, _checked(driver.cuCtxFromGreenCtx(green)), event
+        return made[sms]
+
+    def _create(self, sms: int) -> Any:
+        # Groups come in units; what is left over when one is taken off may be any number.
+        _, _, rest = _checked(driver.cuDevSmResourceSplitByCount(1, self._all, 0, self.total - sms))
+        if rest.sm.smCount != sms:
+            raise SmsError(f"{sms} SMs of {self.total} were asked for, the driver gives {rest.sm.smCount}")
+        described = _checked(driver.cuDevResourceGenerateDesc([rest], 1))
+        flags = int(driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+        return _checked(driver.cuGreenCtxCreate(described, self._device, flags))
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call of the driver has returned; raises what went wrong."""
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise SmsError(f"green contexts: {error.name}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,28 @@
+"""The same on a worker of dask-cuda, whose nanny loads the interposer; one line of JSON."""
+
+from __future__ import annotations
+
+import json
+
+from capped import digests
+from dask_cuda import LocalCUDACluster
+from distributed import Client
+
+import dask_gpurt
+
+
+def main() -> None:
+    plain = digests()
+    with (
+        LocalCUDACluster(n_workers=1, rmm_pool_size=0.3, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        dask_gpurt.enable(client)
+        (found,) = client.run(digests).values()
+        (reply,) = dask_gpurt.report(client)["workers"].values()
+    kept = {name: reply[name] for name in ("residency", "counters")}
+    print(json.dumps({"plain": plain, "worker": found, **kept}))
+
+
+if __name__ == "__main__":
+    main()

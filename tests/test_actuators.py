@@ -1,0 +1,179 @@
+"""What confines compute, and to what: SMs with contexts of the test's own, and two actuators as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_overlap_cluster import Starting, assert_right, shuffled
+from test_overlap_cluster import start as start  # a fixture
+from test_overlap_control import Hand
+
+import dask_gpurt
+from dask_gpurt.device import SmsError
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.overlap.actuators import SmShare, Together, UnfitSetting
+from dask_gpurt.overlap.knowledge import PRIORITY, Setting
+
+
+class Contexts:
+    """Contexts of a device of 132 SMs, which can be taken eight at a time."""
+
+    total, unit = 132, 8
+    entries = 0
+
+    def __init__(self, refuse: bool = False):
+        self.refuse = refuse
+        self.confined = threading.local()
+
+    @contextmanager
+    def entered(self, sms: int) -> Iterator[None]:
+        if self.refuse:
+            raise SmsError("the driver does not want to")
+        type(self).entries += 1
+        self.confined.sms = sms
+        try:
+            yield
+        finally:
+            self.confined.sms = None
+
+    def try_out(self, sms: int) -> None:
+        with self.entered(sms):
+            pass
+
+    def here(self) -> int | None:
+        return getattr(self.confined, "sms", None)
+
+
+def quiet(reason: str) -> None:
+    pytest.fail(reason)
+
+
+def test_what_runs_is_confined_on_its_own_thread_and_only_meanwhile() -> None:
+    contexts = Contexts()
+    share = SmShare(contexts, quiet)
+    share.apply(Setting(sms=116))
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(share.run, contexts.here).result() == 116
+        assert thread.submit(contexts.here).result() is None
+    assert contexts.here() is None
+    share.clear()
+    assert share.run(contexts.here) is None
+    assert share.counters() == {"confined to SMs": 1}
+
+
+def test_arguments_and_errors_pass_through() -> None:
+    share = SmShare(Contexts(), quiet)
+    share.apply(Setting(sms=124))
+    assert share.run(divmod, 7, 3) == (2, 1)
+    assert share.run(sorted, [1, 2], reverse=True) == [2, 1]
+    with pytest.raises(ZeroDivisionError):
+        share.run(divmod, 1, 0)
+
+
+def test_a_thread_that_can_not_be_confined_goes_on_and_says_why() -> None:
+    reasons: list[str] = []
+    share = SmShare(Contexts(refuse=True), reasons.append)
+    share.apply(Setting(sms=116))
+    assert share.run(divmod, 7, 3) == (2, 1)
+    assert reasons == ["the driver does not want to"]
+    assert share.counters() == {"confined to SMs": 0}
+
+
+@given(sms=st.integers(-10, 300), total=st.integers(16, 200), unit=st.sampled_from([2, 8]))
+def test_only_whole_units_are_taken_and_the_nearest_number_would_do(sms: int, total: int, unit: int) -> None:
+    contexts = Contexts()
+    contexts.total, contexts.unit = total, unit
+    share = SmShare(contexts, quiet)
+    try:
+        share.apply(Setting(sms=sms))
+    except UnfitSetting as error:
+        said, _, nearest = str(error).rpartition(" ")
+        assert f"to {sms} of {total} SMs" in said
+        share.apply(Setting(sms=int(nearest)))
+        sms = int(nearest)
+    assert 0 < sms < total
+    assert (total - sms) % unit == 0
+
+
+def test_a_share_caps_no_residency() -> None:
+    with pytest.raises(UnfitSetting, match="contexts cap no residency"):
+        SmShare(Contexts(), quiet).apply(Setting(residency=4))
+
+
+def test_of_two_each_gets_its_part() -> None:
+    contexts, caps = Contexts(), Hand()
+    share = SmShare(contexts, quiet)
+    both = Together(caps, share)
+    assert both.settings() == caps.settings()
+    both.apply(Setting(residency=4, sms=116))
+    assert caps.confined == Setting(residency=4)
+    assert share.run(contexts.here) == 116
+    both.apply(Setting(sms=124))
+    assert caps.confined == PRIORITY
+    assert share.run(contexts.here) == 124
+    both.apply(Setting(residency=8))
+    assert caps.confined == Setting(residency=8)
+    assert share.run(contexts.here) is None
+    both.clear()
+    assert caps.confined == PRIORITY
+    assert {"seen", "confined to SMs"} == set(both.counters())
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [(Setting(residency=4), "to residency 4 here"), (Setting(sms=116), "to 116 SMs here")],
+)
+def test_what_nothing_confines_is_refused(setting: Setting, said: str) -> None:
+    caps, share = Hand(), SmShare(Contexts(), quiet)
+    with pytest.raises(UnfitSetting, match=said):
+        Together(None if setting.residency else caps, None if setting.sms else share).apply(setting)
+
+
+# ---- on real workers ---------------------------------------------------------------------
+
+
+def test_tasks_beside_a_run_are_confined_to_sms(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = Contexts()
+    monkeypatch.setattr(HostDevice, "sm_contexts", lambda self: contexts)
+    # Where a task finds them: they do not travel.
+    monkeypatch.setattr(HostDevice, "here", contexts.here, raising=False)
+    client = start(mode="fixed", fixed={"residency": "none", "sms": 116})
+    before = contexts.entries
+    client.run(lambda dask_worker: dask_worker.plugins["gpurt"].exchange.run_begins(("run of the test", 1)))
+    assert set(client.gather(client.map(lambda _: HostDevice.here(), range(4), key="look"))) == {116}
+    client.run(lambda dask_worker: dask_worker.plugins["gpurt"].exchange.run_ends(("run of the test", 1)))
+    assert set(client.gather(client.map(lambda _: HostDevice.here(), range(4), key="again"))) == {None}
+    assert contexts.entries > before
+    assert_right(shuffled())
+    replies = dask_gpurt.report(client)["workers"].values()
+    assert sum(reply["overlap"]["launches"]["confined to SMs"] for reply in replies) >= 4
+    dask_gpurt.disable(client)
+    left = client.run(lambda dask_worker: "submit" in dask_worker.executors["default"].__dict__)
+    assert set(left.values()) == {False}
+
+
+@pytest.mark.parametrize(
+    ("sms", "refuse", "said"),
+    [
+        (117, False, "the nearest number is 116"),
+        (116, True, "the driver does not want to"),
+        (116, None, "no SMs"),
+    ],
+)
+def test_where_there_are_no_such_contexts_there_is_priority_only(
+    start: Starting, monkeypatch: pytest.MonkeyPatch, sms: int, refuse: bool | None, said: str
+) -> None:
+    if refuse is not None:
+        monkeypatch.setattr(HostDevice, "sm_contexts", lambda self: Contexts(refuse))
+    client = start(mode="fixed", fixed={"residency": 4, "sms": sms})
+    assert_right(shuffled())
+    for reply in dask_gpurt.report(client)["workers"].values():
+        reason = reply["fallbacks"]["compute is not confined"]["reason"]
+        assert said in reason
+        assert reason.endswith("The shuffle has its priority")

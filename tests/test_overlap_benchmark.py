@@ -1,0 +1,136 @@
+"""The benchmark of overlap: its figures, what it tells the governor, and a run on this host."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.overlap.knowledge import PRIORITY
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+SECONDS = st.floats(0.01, 10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def path() -> Iterator[None]:
+    """Benchmarks find each other by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+# ---- figures -----------------------------------------------------------------------------
+
+
+@settings(deadline=None)  # the first example imports the module
+@given(compute=SECONDS, communication=SECONDS)
+def test_f_is_0_one_after_the_other_and_1_for_the_longer_one(compute: float, communication: float) -> None:
+    together = {"after": compute + communication, "hidden": max(compute, communication)}
+    one = module("overlap_figures").Round(compute, communication, together)
+    assert one.hidden("after") == pytest.approx(0, abs=1e-9)
+    assert one.hidden("hidden") == pytest.approx(1)
+    assert one.saved("after") == pytest.approx(0, abs=1e-9)
+    assert one.saved("hidden") == pytest.approx(min(compute, communication) / (compute + communication))
+
+
+def test_the_adaptive_setting_is_held_against_the_best_fixed_one() -> None:
+    figures = module("overlap_figures")
+    seconds = {"off": (1.8, 1.9, 2.0), "priority": (1.6, 1.6, 1.7), "adaptive": (1.7, 1.7, 1.7)}
+    rounds = [
+        figures.Round(1.0, 1.0, {setting: times[turn] for setting, times in seconds.items()})
+        for turn in range(3)
+    ]
+    found = figures.figures(rounds)
+    assert found["settings"]["off"]["f"] == pytest.approx({"median": 0.1, "least": 0.0, "most": 0.2})
+    assert found["settings"]["priority"]["saved"]["median"] == pytest.approx(0.2)
+    assert found["against_off"] == pytest.approx(1.7 / 1.9)
+    assert found["against_best"] == pytest.approx(1.7 / 1.6)
+
+
+def test_without_rounds_there_are_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = module("overlap_figures")
+    found = figures.figures([])
+    assert found["against_off"] is None
+    figures.print_cells("nothing", {"cell": found})
+    assert "nothing" in capsys.readouterr().out
+
+
+def test_each_setting_comes_first_once() -> None:
+    rotated = module("overlap_plan").rotated
+    turns = {"off": PRIORITY, "priority": PRIORITY, "adaptive": None}
+    orders = [rotated(turns, turn) for turn in range(3)]
+    assert sorted(order[0] for order in orders) == sorted(turns)
+    assert all(sorted(order) == sorted(turns) for order in orders)
+
+
+# ---- what the governor is told -----------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(compute=SECONDS, communication=SECONDS, c=st.floats(0.1, 1), m=st.floats(0.1, 1))
+def test_a_leg_tells_the_speeds_of_the_time_in_which_both_ran(
+    compute: float, communication: float, c: float, m: float
+) -> None:
+    """Both run at some speeds until one is done, and the other goes on alone, at its full speed."""
+    collectives = module("overlap_collectives")
+    both = min(compute / c, communication / m)
+    ends = both + compute - both * c, both + communication - both * m
+    times = collectives.Times(max(ends), *ends)
+    alone = collectives.Times(compute + communication, compute, communication)
+    sample = collectives.beside("kernel", PRIORITY, times, alone, 10.0, 100.0)
+    assert sample.seconds == pytest.approx(both)
+    assert sample.work / sample.seconds == pytest.approx(10.0 * c / compute, rel=1e-6)
+    assert sample.moved is not None
+    assert sample.moved / sample.seconds == pytest.approx(100.0 * m / communication, rel=1e-6)
+
+
+# ---- as a user types it ------------------------------------------------------------------
+
+
+def test_a_rehearsal_on_this_host(tmp_path: Path) -> None:
+    output, picture = tmp_path / "results.json", tmp_path / "results.png"
+    chosen = ("--cells", "fp32 GEMM / all-to-all", "--workloads", "join,sort", "--repeat", "1")
+    done = overlap("--json", output, "--plot", picture, *chosen)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(output.read_text())
+    assert not results["errors"]
+    parts = results["parts"]
+    assert list(parts["collectives"]["cells"]) == ["fp32 GEMM / all-to-all"]
+    assert list(parts["workers"]["cells"]) == ["join", "sort"]
+    for cell in parts["workers"]["cells"].values():
+        assert {"off", "priority", "adaptive"} <= set(cell["settings"])
+        assert len(cell["rounds"]) == 1
+    assert set(parts["pipeline"]["figures"]["modes"]) == {"off", "priority", "adaptive"}
+    assert len(parts["pipeline"]["runs"]) == 3
+    assert "adaptive / off, worst cell" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_part_that_takes_too_long_leaves_what_it_has(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    arguments = ("--parts", "collectives", "--timeouts", "15,5,5", "--repeat", "100000")
+    done = overlap("--json", output, "--learn", "0.1", *arguments)
+    assert done.returncode == 1
+    assert "was not done after 10 s" in done.stdout
+    results = json.loads(output.read_text())
+    assert [failed["part"] for failed in results["errors"]] == ["collectives"]
+
+
+def overlap(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/overlap.py", "--backend", "pandas", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
