@@ -22,7 +22,17 @@ from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.protocol import Block, Buffer, Fence, Mapping, MappingError, Pool, PoolFull, Ticket
+from dask_gpurt.device.protocol import (
+    Block,
+    Buffer,
+    DeviceFiles,
+    Fence,
+    Mapping,
+    MappingError,
+    Pool,
+    PoolFull,
+    Ticket,
+)
 from dask_gpurt.topology.system import host_id
 
 
@@ -225,7 +235,7 @@ class CudaDevice:
             for piece in pieces:
                 runtime.memcpyAsync(piece.ctypes.data, at, piece.nbytes, runtime.memcpyDefault, raw.ptr)
                 at += piece.nbytes
-        return _behind(raw)
+        return behind(raw)
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         # The user's stream will read it and free it: it may be reused in that order only.
@@ -235,7 +245,20 @@ class CudaDevice:
         for piece in pieces:
             runtime.memcpyAsync(at, piece.ctypes.data, piece.nbytes, runtime.memcpyDefault, raw.ptr)
             at += piece.nbytes
-        return buffer, _behind(raw)
+        return buffer, behind(raw)
+
+    def empty(self, sizes: Iterable[int]) -> list[Buffer]:
+        """Buffers that anything may fill at once. Blocks."""
+        runtime.setDevice(self.index)
+        # As in `gather`; whatever fills them does not know of the order of the user's stream.
+        buffers = [rmm.DeviceBuffer(size=size, stream=DEFAULT_STREAM) for size in sizes]
+        self.compute_event().synchronize()
+        return buffers
+
+    def files(self, refused: Callable[[str], None]) -> DeviceFiles:
+        from dask_gpurt.device.cuda_files import CudaFiles
+
+        return CudaFiles(self, refused)
 
     def register(self, memory: np.ndarray) -> Callable[[], None]:
         """Pin host memory, so that copies run at the speed of the bus; returns the undo. Blocks."""
@@ -280,7 +303,7 @@ def _allocator(resource: Any) -> str:
     return " over ".join(names)
 
 
-def _behind(stream: Any) -> Fence:
+def behind(stream: Any) -> Fence:
     """Waits until what a stream has been given so far is done, sleeping meanwhile."""
     event = cupy.cuda.Event(block=True, disable_timing=True)
     event.record(stream)

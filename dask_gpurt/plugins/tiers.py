@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -16,7 +17,7 @@ from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
-from dask_gpurt.device.protocol import passed
+from dask_gpurt.device.protocol import DeviceFiles, passed
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.frames import lives_on_device
@@ -48,6 +49,7 @@ class WorkerTiers:
     def __init__(self, worker: Any, settings: Settings, pools: Pools, metrics: Metrics):
         self.worker = worker
         self.settings = settings
+        self._metrics = metrics
         self.pools = pools
         self.device = pools.device(pools.main)
         self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
@@ -66,7 +68,6 @@ class WorkerTiers:
             needed=self._needed,
             changed=self.reporter.changed,
         )
-        self._metrics = metrics
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._spilling = False
@@ -112,8 +113,11 @@ class WorkerTiers:
         return {
             Tier.PINNED: PinnedTier(self.pinned),
             Tier.HOST: HostTier(self.limits.host),
-            Tier.DISK: DiskTier(self.worker.local_directory, self.limits.disk),
+            Tier.DISK: DiskTier(self.worker.local_directory, self.limits.disk, self._device_files()),
         }
+
+    def _device_files(self) -> DeviceFiles | None:
+        return self.device.files(partial(self._metrics.fallback, "files are moved without kvikio"))
 
     def home(self, value: Any) -> Tier:
         """Where an object is live."""
