@@ -8,6 +8,7 @@ thread; a copy from a mapped peer is done by the copy engines and costs no SM.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -267,6 +268,7 @@ class CudaDevice:
         return lambda: runtime.hostUnregister(memory.ctypes.data)
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
+        _start_spilling_of_cudf()
         before = rmm.mr.get_per_device_resource(self.index)
         self._held = rmm.mr.StatisticsResourceAdaptor(before)
         self._since = rmm.mr.StatisticsResourceAdaptor(self._held)
@@ -293,6 +295,14 @@ class CudaDevice:
 
     def close(self) -> None:
         pass
+
+
+def _start_spilling_of_cudf() -> None:
+    """Where cudf is to spill by itself, let it begin: it refuses to on top of another's callback."""
+    if "cudf" in sys.modules or "CUDF_SPILL" in os.environ:
+        from cudf.core.buffer.spill_manager import get_global_manager
+
+        get_global_manager()
 
 
 def _allocator(resource: Any) -> str:
