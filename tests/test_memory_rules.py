@@ -215,10 +215,14 @@ def test_arrow_tables_and_slices() -> None:
     assert table.nbytes <= total(table, table.slice(5, 10)) < 1.01 * table.nbytes + 1000
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.dictionaries(st.integers(0, 5), st.just(7)))))
-def test_the_union_under_changes(steps: list[tuple[str, dict[int, int]]]) -> None:
+roots_of_7 = st.dictionaries(st.integers(0, 5), st.just(7))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), roots_of_7, st.frozensets(st.integers(0, 5)))))
+def test_the_union_under_changes(steps: list[tuple[str, dict[int, int], frozenset[int]]]) -> None:
+    """Keys come and go, and what they own lies somewhere else now and then."""
     known, model, charged = Owned(), dict[str, dict[int, int]](), Counter[str]()
-    for key, roots in steps:
+    for key, roots, elsewhere in steps:
         for heir, nbytes in known.discard(key).items():
             charged[key] -= nbytes
             if heir is not None:
@@ -227,15 +231,18 @@ def test_the_union_under_changes(steps: list[tuple[str, dict[int, int]]]) -> Non
         model.pop(key, None)
         charged[key] += known.add(key, roots)
         model[key] = roots
-        seen: set[int] = set()
+        for one, nbytes in known.set_elsewhere(elsewhere).items():
+            charged[str(one)] += nbytes
+        seen = set(elsewhere)
         for owner, mine in model.items():  # in order: the first is charged
             assert charged[owner] == 7 * len(set(mine) - seen)
             seen |= set(mine)
         union = {address for roots in model.values() for address in roots}
-        assert known.total == 7 * len(union)
+        assert known.total == 7 * len(union - elsewhere)
         for one, mine in model.items():
             others = {address for other, roots in model.items() if other != one for address in roots}
-            assert known.gain(one) == 7 * len(set(mine) - others)
+            assert known.gain(one) == 7 * len(set(mine) - others - elsewhere)
+            assert known.is_here(one) == bool(set(mine) - elsewhere)
 
 
 # ---- ledger --------------------------------------------------------------------------

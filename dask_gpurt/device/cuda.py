@@ -8,6 +8,7 @@ thread; a copy from a mapped peer is done by the copy engines and costs no SM.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from dask_gpurt.device.green import GreenContexts
 from dask_gpurt.device.protocol import (
     Block,
     Buffer,
+    DeviceFiles,
     Fence,
     Mapping,
     MappingError,
@@ -241,7 +243,7 @@ class CudaDevice:
             for piece in pieces:
                 runtime.memcpyAsync(piece.ctypes.data, at, piece.nbytes, runtime.memcpyDefault, raw.ptr)
                 at += piece.nbytes
-        return _behind(raw)
+        return behind(raw)
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         # The user's stream will read it and free it: it may be reused in that order only.
@@ -251,7 +253,20 @@ class CudaDevice:
         for piece in pieces:
             runtime.memcpyAsync(at, piece.ctypes.data, piece.nbytes, runtime.memcpyDefault, raw.ptr)
             at += piece.nbytes
-        return buffer, _behind(raw)
+        return buffer, behind(raw)
+
+    def empty(self, sizes: Iterable[int]) -> list[Buffer]:
+        """Buffers that anything may fill at once. Blocks."""
+        runtime.setDevice(self.index)
+        # As in `gather`; whatever fills them does not know of the order of the user's stream.
+        buffers = [rmm.DeviceBuffer(size=size, stream=DEFAULT_STREAM) for size in sizes]
+        self.compute_event().synchronize()
+        return buffers
+
+    def files(self, refused: Callable[[str], None]) -> DeviceFiles:
+        from dask_gpurt.device.cuda_files import CudaFiles
+
+        return CudaFiles(self, refused)
 
     def register(self, memory: np.ndarray) -> Callable[[], None]:
         """Pin host memory, so that copies run at the speed of the bus; returns the undo. Blocks."""
@@ -260,6 +275,7 @@ class CudaDevice:
         return lambda: runtime.hostUnregister(memory.ctypes.data)
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
+        _start_spilling_of_cudf()
         before = rmm.mr.get_per_device_resource(self.index)
         self._held = rmm.mr.StatisticsResourceAdaptor(before)
         self._since = rmm.mr.StatisticsResourceAdaptor(self._held)
@@ -288,6 +304,14 @@ class CudaDevice:
         pass
 
 
+def _start_spilling_of_cudf() -> None:
+    """Where cudf is to spill by itself, let it begin: it refuses to on top of another's callback."""
+    if "cudf" in sys.modules or "CUDF_SPILL" in os.environ:
+        from cudf.core.buffer.spill_manager import get_global_manager
+
+        get_global_manager()
+
+
 def _allocator(resource: Any) -> str:
     """The names of a memory resource and of what it takes its memory from."""
     names = [type(resource).__name__]
@@ -296,7 +320,7 @@ def _allocator(resource: Any) -> str:
     return " over ".join(names)
 
 
-def _behind(stream: Any) -> Fence:
+def behind(stream: Any) -> Fence:
     """Waits until what a stream has been given so far is done, sleeping meanwhile."""
     event = cupy.cuda.Event(block=True, disable_timing=True)
     event.record(stream)

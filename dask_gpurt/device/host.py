@@ -246,6 +246,9 @@ class HostDevice:
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         return np.concatenate(pieces) if pieces else np.empty(0, np.uint8), passed
 
+    def files(self, refused: Callable[[str], None]) -> None:
+        return None  # what writes host memory is at hand wherever there are files
+
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
         return passed  # Linux promises memory that it does not have, and malloc asks nobody
 

@@ -131,6 +131,48 @@ class SmContexts(Protocol):
         ...
 
 
+class DeviceFiles(Protocol):
+    """Moves buffers of a device to files and back, not by way of ordinary host memory. All methods block."""
+
+    def write(self, fd: int, path: str, parts: Sequence[tuple[Buffer, int]], *, ordered: bool) -> list[int]:
+        """Write buffers, each from a multiple of 4096 on, into a file that is as long as it will be.
+
+        Parameters
+        ----------
+        fd, path
+            The file, open for writing, past the page cache maybe.
+        parts
+            Each buffer, and where it goes. What is behind it in its last 4096 bytes may change.
+        ordered
+            Whether work that was given to the device so far may still write the buffers.
+
+        Returns
+        -------
+        list of int
+            The crc32 of each buffer.
+        """
+        ...
+
+    def read(self, fd: int, path: str, spans: Sequence[tuple[int, int]]) -> list[tuple[Buffer, int]]:
+        """New buffers with what a file holds, each with its crc32.
+
+        Parameters
+        ----------
+        fd, path
+            The file, open for reading.
+        spans
+            From where on, and how many bytes.
+
+        Raises
+        ------
+        EOFError
+            When the file is too short.
+        MemoryError
+            When the device has no room.
+        """
+        ...
+
+
 class Device(Protocol):
     """What a worker computes on."""
 
@@ -228,6 +270,16 @@ class Device(Protocol):
         ------
         MemoryError
             When the device has no room.
+        """
+        ...
+
+    def files(self, refused: Callable[[str], None]) -> DeviceFiles | None:
+        """How its buffers get into files; None where they lie in host memory.
+
+        Parameters
+        ----------
+        refused
+            Told why, when the faster of two ways can not be taken from now on.
         """
         ...
 

@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Fence, passed
-from dask_gpurt.memory.frames import Frames, Scattered
+from dask_gpurt.memory.frames import Frames, Scattered, on_device
 from dask_gpurt.memory.ledger import Label, Ledger
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
@@ -92,17 +90,14 @@ class Below:
         raise NoRoom(_ORDER[-1], frames.nbytes, "; ".join(why) or "there is no lower tier")
 
     def _store(self, mapping: Any, name: str, frames: Frames, ordered: bool) -> Fence:
-        if all(isinstance(piece, np.ndarray) for buffer in frames.buffers for piece in buffer):
+        if not any(map(on_device, frames.buffers)):
             mapping[name] = frames
             return passed
-        sources = [buffer[0] for buffer in frames.buffers]
-        sizes = [source.nbytes for source in sources]
-        if not hasattr(mapping, "adopt"):  # by way of host memory
-            into = Frames(frames.header, tuple([np.empty(size, np.uint8)] for size in sizes))
-            self._device.scatter(sources, into.buffers, ordered=ordered)()
-            mapping[name] = into
+        if not hasattr(mapping, "adopt"):
+            mapping.put(name, frames, ordered=ordered)
             return passed
-        into = mapping.adopt(name, frames.header, sizes)
+        sources = [buffer[0] for buffer in frames.buffers]
+        into = mapping.adopt(name, frames.header, [source.nbytes for source in sources])
         try:
             return self._device.scatter(sources, into.buffers, ordered=ordered)
         except BaseException:
@@ -113,9 +108,16 @@ class Below:
         self._stored[tier, name] = label, nbytes
         self._ledger.add(tier, label, nbytes)
 
-    def get(self, tier: Tier, name: str) -> Frames:
-        """What was put; refers to the tier's memory, so it must not be discarded while it is read."""
-        frames: Frames = self._tiers[tier][name]
+    def get(self, tier: Tier, name: str, *, to_device: bool = False) -> Frames:
+        """What was put; refers to the tier's memory, so it must not be discarded while it is read.
+
+        Parameters
+        ----------
+        to_device
+            Whether what lies in a file but came from the device may go there at once.
+        """
+        mapping = self._tiers[tier]
+        frames: Frames = mapping.to_device(name) if to_device and tier is Tier.DISK else mapping[name]
         return frames
 
     def part_size(self, part: PartOf) -> int:
@@ -123,15 +125,23 @@ class Below:
         tier, name, which = part
         return int(self._tiers[tier].part_size(name, which))
 
-    def parts(self, wanted: Sequence[PartOf]) -> list[Scattered]:
-        """Some buffers, which refer to the tiers' memory too; files are read side by side."""
-        if any(tier is Tier.DISK for tier, _, _ in wanted):
+    def parts(self, wanted: Sequence[tuple[PartOf, bool]]) -> list[Scattered]:
+        """Some buffers, which refer to the tiers' memory too; files are read side by side.
+
+        Parameters
+        ----------
+        wanted
+            Each with whether it may go to the device at once, if it lies in a file.
+        """
+        if any(tier is Tier.DISK for (tier, _, _), _ in wanted):
             return list(self._readers.map(self._part, wanted))
         return [self._part(part) for part in wanted]
 
-    def _part(self, part: PartOf) -> Scattered:
-        tier, name, which = part
-        pieces: Scattered = self._tiers[tier].part(name, which)
+    def _part(self, wanted: tuple[PartOf, bool]) -> Scattered:
+        (tier, name, which), to_device = wanted
+        mapping = self._tiers[tier]
+        read = mapping.part_to_device if to_device and tier is Tier.DISK else mapping.part
+        pieces: Scattered = read(name, which)
         return pieces
 
     def discard(self, tier: Tier, name: str) -> None:

@@ -17,12 +17,22 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dask_gpurt.memory.files import CorruptFile, Span, corrupt, file_size, read, write
-from dask_gpurt.memory.frames import Frames, Scattered
+from dask_gpurt.device.protocol import Buffer, DeviceFiles
+from dask_gpurt.memory.files import (
+    CorruptFile,
+    Span,
+    corrupt,
+    file_size,
+    read,
+    read_to_device,
+    write,
+    write_from_device,
+)
+from dask_gpurt.memory.frames import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 __all__ = ["CorruptFile", "DiskTier"]
@@ -37,6 +47,28 @@ class _File(NamedTuple):
     size: int
     #: The header, then the buffers.
     spans: list[Span]
+    #: Those of them that a device has written.
+    from_device: frozenset[int]
+
+
+class _Layout:
+    """Where the buffers of an object go in its file: those of the host first, then those of a device."""
+
+    def __init__(self, frames: Frames):
+        self.host: list[Scattered] = [[np.frombuffer(frames.header, np.uint8)]]
+        self.device: list[tuple[Buffer, int]] = []
+        self.from_device = frozenset(n for n, buffer in enumerate(frames.buffers, 1) if on_device(buffer))
+        self.host += [buffer for buffer in frames.buffers if not on_device(buffer)]
+        self.size = file_size(sum(piece.nbytes for pieces in self.host for piece in pieces))
+        for number in sorted(self.from_device):
+            [source] = frames.buffers[number - 1]
+            self.device.append((source, self.size))
+            self.size += file_size(source.nbytes)
+
+    def in_order(self, spans: list[Span]) -> list[Span]:
+        """The spans of the header and the buffers, given those of the host and of the device."""
+        host, device = iter(spans[: len(self.host)]), iter(spans[len(self.host) :])
+        return [next(device if number in self.from_device else host) for number in range(len(spans))]
 
 
 class DiskTier(MutableMapping[str, Frames]):
@@ -51,9 +83,11 @@ class DiskTier(MutableMapping[str, Frames]):
         Where that directory is made.
     capacity
         Bytes of files, None for as many as the file system takes.
+    device_files
+        What moves buffers that lie on a device.
     """
 
-    def __init__(self, directory: str, capacity: int | None = None):
+    def __init__(self, directory: str, capacity: int | None = None, device_files: DeviceFiles | None = None):
         try:
             os.makedirs(directory, exist_ok=True)
             self.path = tempfile.mkdtemp(prefix="gpurt-tier-", dir=directory)
@@ -62,6 +96,7 @@ class DiskTier(MutableMapping[str, Frames]):
             raise OSError(error.errno, why, directory) from error
         self.capacity = capacity
         self.used = 0
+        self._device_files = device_files
         #: Whether the file system has not refused direct I/O so far.
         self.direct = True
         self._files: dict[str, _File] = {}
@@ -71,15 +106,19 @@ class DiskTier(MutableMapping[str, Frames]):
         self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
 
     def __setitem__(self, key: str, frames: Frames) -> None:
-        buffers: list[Scattered] = [[np.frombuffer(frames.header, np.uint8)], *frames.buffers]
-        size = file_size(sum(piece.nbytes for pieces in buffers for piece in pieces))
+        self.put(key, frames)
+
+    def put(self, key: str, frames: Frames, *, ordered: bool = True) -> None:
+        """Write a file; ``ordered``: whether work that the device was given so far may write the buffers."""
+        layout = _Layout(frames)
+        size = layout.size
         with self._lock:
             if self.capacity is not None and self.used + size > self.capacity:
                 raise self._no_room(size, f"{self.used} of {self.capacity} bytes are used")
             self.used += size
             path = os.path.join(self.path, str(next(self._names)))
         try:
-            spans = self._write(path, buffers)
+            spans = self._write(path, layout, ordered)
         except BaseException as error:
             self._give_back(size)
             with suppress(OSError):  # the first error is the one that says why
@@ -89,20 +128,27 @@ class DiskTier(MutableMapping[str, Frames]):
             raise
         with self._lock:
             before = self._files.get(key)
-            self._files[key] = _File(path, size, spans)
+            self._files[key] = _File(path, size, layout.in_order(spans), layout.from_device)
         if before is not None:
             self._unlink(before)
             self._give_back(before.size)
 
-    def _write(self, path: str, buffers: list[Scattered]) -> list[Span]:
+    def _write(self, path: str, layout: _Layout, ordered: bool) -> list[Span]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+        def action(fd: int) -> list[Span]:
+            spans = write(fd, layout.host)
+            if self._device_files is not None:
+                spans += write_from_device(self._device_files, fd, path, layout.device, ordered=ordered)
+            return spans
+
         try:
-            return self._on_file(path, flags, lambda fd: write(fd, buffers))
+            return self._on_file(path, flags, action)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
         self.settle()  # what has gone may still be on the disk
-        return self._on_file(path, flags, lambda fd: write(fd, buffers))
+        return self._on_file(path, flags, action)
 
     def _no_room(self, size: int, why: str) -> NoRoom:
         what = "free some, set 'gpurt.memory.disk' to what there is, or 'local_directory' to another place"
@@ -113,18 +159,42 @@ class DiskTier(MutableMapping[str, Frames]):
         header, *buffers = self._read(file, file.spans)
         return Frames(header.tobytes(), tuple([buffer] for buffer in buffers))
 
+    def to_device(self, key: str) -> Frames:
+        """As ``self[key]``, but what a device has written is in new memory of the device."""
+        file = self._files[key]
+        numbers = range(len(file.spans))
+        there = [number for number in numbers if number in file.from_device]
+        here = [number for number in numbers if number not in file.from_device]
+        found: dict[int, Any] = dict(zip(here, self._read(file, [file.spans[n] for n in here]), strict=True))
+        found |= zip(there, self._read_to_device(file, [file.spans[n] for n in there]), strict=True)
+        return Frames(found[0].tobytes(), tuple([found[number]] for number in numbers[1:]))
+
     def part(self, key: str, which: int) -> Scattered:
         """One buffer of an object, without reading the others."""
         file = self._files[key]
         return self._read(file, [file.spans[1 + which]])
+
+    def part_to_device(self, key: str, which: int) -> Scattered:
+        """The same in new memory of the device."""
+        file = self._files[key]
+        return self._read_to_device(file, [file.spans[1 + which]])
 
     def part_size(self, key: str, which: int) -> int:
         """Bytes of one buffer of an object."""
         return self._files[key].spans[1 + which].nbytes
 
     def _read(self, file: _File, spans: list[Span]) -> list[np.ndarray]:
+        return self._reading(file, lambda fd: read(fd, file.path, spans))
+
+    def _read_to_device(self, file: _File, spans: list[Span]) -> list[Buffer]:
+        files = self._device_files
+        if files is None or not spans:
+            return self._read(file, spans)
+        return self._reading(file, lambda fd: read_to_device(files, fd, file.path, spans))
+
+    def _reading(self, file: _File, action: Callable[[int], _T]) -> _T:
         try:
-            return self._on_file(file.path, os.O_RDONLY, lambda fd: read(fd, file.path, spans))
+            return self._on_file(file.path, os.O_RDONLY, action)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EIO) and not isinstance(error, CorruptFile):
                 raise corrupt(file.path, error.strerror) from error

@@ -15,7 +15,7 @@ from dask.utils import key_split
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer, Fence
 from dask_gpurt.memory.below import Below
-from dask_gpurt.memory.frames import Scattered, joined, put_together
+from dask_gpurt.memory.frames import Scattered, joined, on_device, put_together
 from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger
 from dask_gpurt.memory.live import Live
 from dask_gpurt.memory.tiers import Limits, Tier
@@ -163,7 +163,7 @@ class Entries:
         _, tier, name = copy
         gathering = self._gathering(copy)
         stack.callback(gathering.wait)
-        return put_together(self._below.get(tier, name), gathering)
+        return put_together(self._below.get(tier, name, to_device=not self._on_host(copy)), gathering)
 
     def _on_host(self, copy: Copy) -> bool:
         """Whether what lies in host memory can be read as it is."""
@@ -241,6 +241,8 @@ class Gathering:
         self._fence: Fence | None = None
 
     def __call__(self, pieces: Scattered) -> Buffer:
+        if on_device(pieces):
+            return pieces[0]
         if self._device is None:
             return joined(pieces)
         buffer, self._fence = self._device.gather(pieces)

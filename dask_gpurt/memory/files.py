@@ -1,7 +1,9 @@
 """The file of one object: its buffers one behind the other, each with a checksum.
 
-Direct I/O wants addresses, offsets and lengths that are multiples of a page, so bytes are
-written through an aligned buffer, and read into aligned memory. What says where a buffer
+Direct I/O wants addresses, offsets and lengths that are multiples of a page, so bytes of the
+host are written through an aligned buffer, and read into aligned memory. Buffers of a device
+begin at a page each, behind those of the host; the device moves them and works their checksums
+out. What says where a buffer
 lies stays in memory: a file is read by the process that wrote it, or by nobody.
 """
 
@@ -17,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dask_gpurt.device.protocol import Buffer, DeviceFiles
 from dask_gpurt.memory.frames import Scattered
 
 _PAGE = 4096
@@ -79,8 +82,28 @@ def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
     return spans
 
 
+def write_from_device(
+    files: DeviceFiles, fd: int, path: str, parts: Sequence[tuple[Buffer, int]], *, ordered: bool
+) -> list[Span]:
+    """Write buffers of a device behind what the file holds, each where a page begins.
+
+    Parameters
+    ----------
+    parts
+        Each buffer, and where it goes.
+    ordered
+        Whether work that the device was given so far may still write the buffers.
+    """
+    if not parts:
+        return []
+    last, at = parts[-1]
+    os.posix_fallocate(fd, 0, at + file_size(last.nbytes))  # a device's error of a full disk has no number
+    checksums = files.write(fd, path, parts, ordered=ordered)
+    return [Span(at, source.nbytes, crc) for (source, at), crc in zip(parts, checksums, strict=True)]
+
+
 def read(fd: int, path: str, spans: Sequence[Span]) -> list[np.ndarray]:
-    """Read neighbouring buffers; they share new memory of their own.
+    """Read neighbouring buffers into host memory; they share new memory of their own.
 
     Raises
     ------
@@ -89,13 +112,29 @@ def read(fd: int, path: str, spans: Sequence[Span]) -> list[np.ndarray]:
     """
     if not spans:
         return []
-    first = spans[0].offset // _PAGE * _PAGE
-    memory = _read(fd, path, first, file_size(spans[-1].offset + spans[-1].nbytes) - first)
+    first = min(span.offset for span in spans) // _PAGE * _PAGE
+    end = max(span.offset + span.nbytes for span in spans)
+    memory = _read(fd, path, first, file_size(end - first))
     found = [memory[span.offset - first :][: span.nbytes] for span in spans]
     for buffer, span in zip(found, spans, strict=True):
-        if zlib.crc32(buffer.data) != span.checksum:
-            raise corrupt(path, f"the checksum of its bytes from {span.offset} on is wrong")
+        _check(path, span, zlib.crc32(buffer.data))
     return found
+
+
+def read_to_device(files: DeviceFiles, fd: int, path: str, spans: Sequence[Span]) -> list[Buffer]:
+    """Read buffers into new memory of a device; raises as :func:`read` does."""
+    try:
+        found = files.read(fd, path, [(span.offset, span.nbytes) for span in spans])
+    except EOFError:
+        raise corrupt(path, "it ends too early") from None
+    for (_, checksum), span in zip(found, spans, strict=True):
+        _check(path, span, checksum)
+    return [buffer for buffer, _ in found]
+
+
+def _check(path: str, span: Span, checksum: int) -> None:
+    if checksum != span.checksum:
+        raise corrupt(path, f"the checksum of its bytes from {span.offset} on is wrong")
 
 
 def _read(fd: int, path: str, start: int, size: int) -> np.ndarray:

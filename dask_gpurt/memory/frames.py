@@ -69,6 +69,11 @@ class Raw:
         self.memos = [{} for _ in self.buffers]
 
 
+def on_device(buffer: Scattered) -> bool:
+    """Whether a buffer lies on a device."""
+    return not all(isinstance(piece, np.ndarray) for piece in buffer)
+
+
 def lives_on_device(value: Any) -> bool:
     """Whether an object is of a library whose objects lie on a GPU."""
     return any(kind.__module__.partition(".")[0] in _DEVICE_LIBRARIES for kind in type(value).__mro__)
@@ -118,12 +123,12 @@ def _host_frames(value: Any) -> Frames:
 
 def _device_frames(value: Any) -> Frames:
     header, frames = serialize(value, serializers=("cuda", "dask", "pickle"), on_error="raise")
-    on_device = [hasattr(frame, "__cuda_array_interface__") for frame in frames]
+    flags = [hasattr(frame, "__cuda_array_interface__") for frame in frames]
     buffers = tuple(
         [frame if there else np.frombuffer(memoryview(frame).cast("B"), np.uint8)]
-        for frame, there in zip(frames, on_device, strict=True)
+        for frame, there in zip(frames, flags, strict=True)
     )
-    return Frames(pickle.dumps(("device", header, on_device)), buffers)
+    return Frames(pickle.dumps(("device", header, flags)), buffers)
 
 
 def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:

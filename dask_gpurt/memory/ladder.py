@@ -20,7 +20,7 @@ from dask.typing import Key
 from dask_gpurt.device.protocol import Buffer, passed
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Copy, Entry, Need, label_of
-from dask_gpurt.memory.frames import Frames
+from dask_gpurt.memory.frames import Frames, on_device
 from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.room import Room
 from dask_gpurt.memory.sizes import owned
@@ -234,8 +234,10 @@ class Ladder(Room, MutableMapping[Key, Any]):
             sizes = zip(pinned.values(), map(self._below.part_size, parts), strict=True)
             self._promise_reading(sizes, reserved, stack)
             complete = passed
-            for (at, copy), pieces in zip(pinned.items(), self._below.parts(parts), strict=True):
-                if self._on_host(copy) and len(pieces) == 1:
+            ways = [not self._on_host(copy) for copy in pinned.values()]
+            found_below = self._below.parts(list(zip(parts, ways, strict=True)))
+            for (at, copy), pieces in zip(pinned.items(), found_below, strict=True):
+                if (len(pieces) == 1 and self._on_host(copy)) or on_device(pieces):
                     found[at] = pieces[0], {}
                     continue
                 gathering = self._gathering(copy)

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from dask_gpurt.memory.tiers import Tier
 
 #: What bytes in a tier are: keys' data, shards that were pulled, room promised. Next to the tier's
-#: capacity: shards in the exchange pool, and all else in the process or on the device.
+#: capacity: shards in the exchange pool, what cudf has spilled by itself, and all else in the process or
+#: on the device.
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
-KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", "unmanaged")
+KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", "cudf", "unmanaged")
 #: The most task prefixes that a worker tells apart, and the name of the others together.
 MOST_PREFIXES, OTHERS = 50, "(others)"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
@@ -62,6 +62,15 @@ class Live:
     def gain(self, key: Hashable, tier: Tier) -> int:
         """Bytes that would be free if this key went alone."""
         return self._owned[tier].gain(key)
+
+    def is_here(self, key: Hashable, tier: Tier) -> bool:
+        """Whether a key has bytes in a tier, and not only somewhere else for now."""
+        return self._owned[tier].is_here(key)
+
+    def set_elsewhere(self, tier: Tier, roots: Iterable[int]) -> None:
+        """Which allocations of a tier lie somewhere else now, though what owns them is live."""
+        for key, nbytes in self._owned[tier].set_elsewhere(roots).items():
+            self._ledger.add(tier, self._of[key][1], nbytes)
 
     def promise(self, key: Hashable, tier: Tier, nbytes: int) -> None:
         """Keep room for a key; a later promise to it replaces the one before."""

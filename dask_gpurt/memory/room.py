@@ -8,7 +8,7 @@ device that is busy is waited for once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -106,6 +106,12 @@ class Room(Entries):
         """Bytes by which live objects exceed the device tier."""
         return max(self.live_bytes(Tier.DEVICE) - self.limits.device, 0)
 
+    def set_elsewhere(self, roots: Iterable[int]) -> None:
+        """Which allocations of live objects somebody else has moved off the device; all others are there."""
+        with self._lock:
+            self._live.set_elsewhere(Tier.DEVICE, roots)
+            self._account(Tier.DEVICE)
+
     # ---- made ------------------------------------------------------------------------
 
     def make_room(self, nbytes: int, tier: Tier = Tier.DEVICE) -> int:
@@ -141,7 +147,7 @@ class Room(Entries):
             free = [
                 (key, entry, self._live.gain(key, tier))
                 for key, entry in live
-                if entry.nbytes and not (entry.holders or entry.moving or entry.fixed)
+                if self._live.is_here(key, tier) and not (entry.holders or entry.moving or entry.fixed)
             ]
         return [
             Candidate(key, gain, entry.needed or self._needed(key), entry.used) for key, entry, gain in free

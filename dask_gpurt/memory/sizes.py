@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow as pa
 from dask.sizeof import sizeof
 
+from dask_gpurt.memory import cudf_spill
 from dask_gpurt.memory.frames import Raw
 
 #: Bytes by the address of each root allocation.
@@ -94,9 +95,13 @@ def _walk_extension(array: Any) -> Iterator[tuple[int, int]]:
 
 
 def _walk_cudf(value: Any) -> Iterator[tuple[int, int]]:
-    for frame in value.device_serialize()[1]:
+    frames, spilling = value.device_serialize()[1], cudf_spill.manager()
+    spillable = cudf_spill.owners(frames, spilling) if spilling is not None else [None] * len(frames)
+    for frame, its_owner in zip(frames, spillable, strict=True):
         owner: Any = getattr(frame, "owner", None)
-        if hasattr(owner, "ptr") and hasattr(owner, "size"):
+        if its_owner is not None:
+            yield id(its_owner), its_owner.size
+        elif hasattr(owner, "ptr") and hasattr(owner, "size"):
             yield owner.ptr, owner.size
         else:
             yield id(frame), frame.nbytes
@@ -131,6 +136,8 @@ class Owned:
         self._sharers: defaultdict[int, dict[Hashable, None]] = defaultdict(dict)
         #: As first seen: an allocation has one size, whatever two objects know of it.
         self._sizes: Roots = {}
+        #: Allocations that lie somewhere else for now, and count nothing.
+        self._elsewhere: frozenset[int] = frozenset()
         self.total = 0
 
     def add(self, key: Hashable, roots: Roots) -> int:
@@ -139,7 +146,7 @@ class Owned:
         for address, nbytes in roots.items():
             if address not in self._sizes:
                 self._sizes[address] = nbytes
-                self.total += nbytes
+                self.total += self._here(address)
             self._sharers[address][key] = None
         return self.total - before
 
@@ -156,15 +163,33 @@ class Owned:
             del sharers[key]
             if not sharers:
                 del self._sharers[address]
-                heirs[None] += self._sizes.pop(address)
+                heirs[None] += self._here(address)
+                del self._sizes[address]
             elif charged:
-                heirs[next(iter(sharers))] += self._sizes[address]
+                heirs[next(iter(sharers))] += self._here(address)
         self.total -= heirs[None]
         return heirs
 
     def gain(self, key: Hashable) -> int:
         """Bytes that would be free if this key went alone."""
-        return sum(self._sizes[a] for a in self._roots.get(key, {}) if len(self._sharers[a]) == 1)
+        return sum(self._here(a) for a in self._roots.get(key, {}) if len(self._sharers[a]) == 1)
+
+    def is_here(self, key: Hashable) -> bool:
+        """Whether a key owns bytes that do not lie somewhere else."""
+        return any(map(self._here, self._roots.get(key, {})))
+
+    def _here(self, address: int) -> int:
+        return 0 if address in self._elsewhere else self._sizes[address]
+
+    def set_elsewhere(self, addresses: Iterable[int]) -> dict[Hashable, int]:
+        """Which allocations lie somewhere else now; the bytes more, or less, that keys are charged with."""
+        addresses, changes = frozenset(addresses), defaultdict[Hashable, int](int)
+        for address in (addresses ^ self._elsewhere) & self._sizes.keys():
+            nbytes = -self._sizes[address] if address in addresses else self._sizes[address]
+            changes[next(iter(self._sharers[address]))] += nbytes
+        self._elsewhere = addresses
+        self.total += sum(changes.values())
+        return changes
 
     def clear(self) -> None:
         """Count nothing any more."""

@@ -111,7 +111,8 @@ def memory(client: Client | None = None, *, by: str = "tier") -> Any:
     pandas.DataFrame
         Bytes. By tier: the tier's ``capacity``; in it ``partitions``, ``shards`` that were pulled
         and ``reservations``, which leave its ``headroom``; next to it ``published``, the shards in
-        the exchange pools, and ``unmanaged``, what the process has besides.
+        the exchange pools, ``cudf``, what cudf has spilled by itself, and ``unmanaged``, what the process
+        has besides.
 
         By prefix: the ``bytes`` of the ``partitions`` that tasks with a ``prefix`` have made. The
         ``kind`` may also be ``shards`` or ``reservations``, which is their prefix too. Memory that

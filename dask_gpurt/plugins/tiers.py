@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -16,8 +17,9 @@ from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
-from dask_gpurt.device.protocol import passed
+from dask_gpurt.device.protocol import DeviceFiles, passed
 from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.memory import cudf_spill
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.frames import lives_on_device
 from dask_gpurt.memory.ladder import Ladder
@@ -48,6 +50,7 @@ class WorkerTiers:
     def __init__(self, worker: Any, settings: Settings, pools: Pools, metrics: Metrics):
         self.worker = worker
         self.settings = settings
+        self._metrics = metrics
         self.pools = pools
         self.device = pools.device(pools.main)
         self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
@@ -66,7 +69,6 @@ class WorkerTiers:
             needed=self._needed,
             changed=self.reporter.changed,
         )
-        self._metrics = metrics
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._spilling = False
@@ -112,8 +114,11 @@ class WorkerTiers:
         return {
             Tier.PINNED: PinnedTier(self.pinned),
             Tier.HOST: HostTier(self.limits.host),
-            Tier.DISK: DiskTier(self.worker.local_directory, self.limits.disk),
+            Tier.DISK: DiskTier(self.worker.local_directory, self.limits.disk, self._device_files()),
         }
+
+    def _device_files(self) -> DeviceFiles | None:
+        return self.device.files(partial(self._metrics.fallback, "files are moved without kvikio"))
 
     def home(self, value: Any) -> Tier:
         """Where an object is live."""
@@ -142,6 +147,8 @@ class WorkerTiers:
     def _look(self) -> None:
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
+        if (manager := cudf_spill.manager()) is not None:
+            self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
         if not self.device.on_host:
@@ -153,9 +160,15 @@ class WorkerTiers:
             self._spilling = True
             self.in_background(self._relieve, too_much)
 
+    def _look_at_cudf(self, manager: Any) -> None:
+        spilled = cudf_spill.spilled(manager)
+        self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
+        self.ladder.set_elsewhere(spilled)
+
     def _managed_on_host(self) -> int:
         device = self.ledger.used(Tier.DEVICE) if self.device.on_host else 0
-        return device + self.ledger.cell(Tier.HOST, PARTITIONS) + self.ledger.used(Tier.PINNED)
+        cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, "cudf"))
+        return device + cells + self.ledger.used(Tier.PINNED)
 
     def _pressure(self, process: int) -> int:
         """Bytes to spill because the process exceeds Dask's own thresholds."""

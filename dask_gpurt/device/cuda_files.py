@@ -1,0 +1,207 @@
+"""Memory of a GPU to files and back: by kvikio, or through pinned memory.
+
+kvikio moves it without the host where GPU-direct storage is set up, and else by its own threads
+through pinned memory. It is not on every host and does not take every file system, so there is
+a plainer way: two pinned buffers for each thread, one being copied while the other is on its
+way to the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+import rmm
+from cupy.cuda import runtime
+
+from dask_gpurt.device.checksum import KERNEL, PART, THREADS
+from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, address, behind
+from dask_gpurt.device.protocol import Buffer, Fence, passed
+
+_PAGE = 4096
+#: Bytes of a pinned buffer: as much as keeps a disk busy.
+BOUNCE = 4 << 20
+#: Threads of kvikio, as libcudf takes them; kvikio's own default is one.
+KVIKIO_THREADS = 4
+
+#: A buffer, and where it is in a file.
+At = tuple[Buffer, int]
+
+
+class CudaFiles:
+    """Buffers of a GPU in files. Thread-safe; see :class:`~dask_gpurt.device.protocol.DeviceFiles`.
+
+    Parameters
+    ----------
+    refused
+        Called with the reason, once kvikio can not be used.
+    """
+
+    def __init__(self, device: CudaDevice, refused: Callable[[str], None]):
+        self._device = device
+        self._refused = refused
+        self._bounce = Bounce(device)
+        self._with_kvikio = True
+
+    def write(self, fd: int, path: str, parts: Sequence[At], *, ordered: bool) -> list[int]:
+        found = self.checksums([buffer for buffer, _ in parts], ordered=ordered)
+        # Whoever has seen the checksums has waited for the work before.
+        if not self._by_kvikio(path, "r+", "pwrite", parts):
+            self._bounce.write(fd, parts)
+        return found
+
+    def read(self, fd: int, path: str, spans: Sequence[tuple[int, int]]) -> list[tuple[Buffer, int]]:
+        if max((offset + nbytes for offset, nbytes in spans), default=0) > os.fstat(fd).st_size:
+            raise EOFError
+        buffers = self._device.empty([nbytes for _, nbytes in spans])
+        parts = [(buffer, offset) for buffer, (offset, _) in zip(buffers, spans, strict=True)]
+        if not self._by_kvikio(path, "r", "pread", parts):
+            self._bounce.read(fd, parts)
+        return list(zip(buffers, self.checksums(buffers, ordered=False), strict=True))
+
+    def _by_kvikio(self, path: str, flags: str, what: str, parts: Sequence[At]) -> bool:
+        """Move buffers by kvikio; whether that was possible."""
+        if self._with_kvikio:
+            try:
+                with _kvikio().CuFile(path, flags) as file:
+                    _move(getattr(file, what), parts)
+            except (ImportError, OSError, RuntimeError, ValueError) as error:
+                self._with_kvikio = False
+                self._refused(str(error))
+        return self._with_kvikio
+
+    def checksums(self, buffers: Sequence[Buffer], *, ordered: bool) -> list[int]:
+        """The crc32 of each buffer, as zlib has it. Blocks."""
+        stream, raw = self._device.after_compute() if ordered else self._device.stream()
+        found = rmm.DeviceBuffer(size=4 * len(buffers), stream=stream)
+        runtime.memsetAsync(found.ptr, 0, found.size, raw.ptr)
+        for number, buffer in enumerate(buffers):
+            blocks = -(-buffer.nbytes // (PART * THREADS))
+            if blocks:
+                pointers = (
+                    np.uint64(address(buffer)),
+                    np.uint64(buffer.nbytes),
+                    np.uint64(found.ptr + 4 * number),
+                )
+                _crc32()((blocks,), (THREADS,), pointers, stream=raw)
+        on_host = np.empty(len(buffers), np.uint32)
+        runtime.memcpyAsync(on_host.ctypes.data, found.ptr, found.size, runtime.memcpyDefault, raw.ptr)
+        raw.synchronize()
+        return [int(crc) for crc in on_host]
+
+
+def _move(begin: Callable[..., Any], parts: Sequence[At]) -> None:
+    """Move all buffers at once; they are left alone on return, whatever fails."""
+    done: list[int] = []
+
+    def wait(move: Any) -> None:
+        done.append(move.get())
+
+    with ExitStack() as waiting:
+        for buffer, at in parts:
+            if buffer.nbytes:
+                waiting.callback(wait, begin(view(buffer), file_offset=at))
+    if sum(done) != sum(buffer.nbytes for buffer, _ in parts):
+        raise OSError(f"{sum(done)} bytes were moved instead of those of all buffers")
+
+
+def view(buffer: Buffer) -> DeviceSpan:
+    """A buffer as kvikio takes it, whichever library it is of."""
+    return DeviceSpan(address(buffer), buffer.nbytes, buffer)
+
+
+@cache
+def _crc32() -> Any:
+    return cupy.RawKernel(KERNEL, "crc32")
+
+
+@cache
+def _kvikio() -> Any:
+    """The module, set to what suits a disk unless the environment says otherwise."""
+    import kvikio
+    import kvikio.defaults
+
+    if not {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys():
+        kvikio.defaults.set("num_threads", max(KVIKIO_THREADS, kvikio.defaults.get("num_threads")))
+    if "KVIKIO_AUTO_DIRECT_IO_READ" not in os.environ:
+        kvikio.defaults.set("auto_direct_io_read", True)  # what is read once has no use for a page cache
+    return kvikio
+
+
+class Bounce:
+    """Files through two pinned buffers for each thread, so that a copy and the disk go side by side."""
+
+    def __init__(self, device: CudaDevice):
+        self._device = device
+        self._threads = threading.local()
+
+    def _buffers(self) -> list[np.ndarray]:
+        if not hasattr(self._threads, "pair"):
+            self._device.stream()  # of this thread, and so its device
+            pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * BOUNCE + _PAGE), 0)
+            memory = np.frombuffer(pinned, np.uint8)[-pinned.ptr % _PAGE :]
+            self._threads.pair = [memory[:BOUNCE], memory[BOUNCE : 2 * BOUNCE]]
+        pair: list[np.ndarray] = self._threads.pair
+        return pair
+
+    def write(self, fd: int, parts: Sequence[At]) -> None:
+        """Write buffers, whole pages of them."""
+        copied: tuple[Fence, memoryview, int] | None = None
+        for number, (source, nbytes, at) in enumerate(_chunks(parts)):
+            memory = self._buffers()[number % 2][: -(-nbytes // _PAGE) * _PAGE]
+            fence = self._device.scatter(
+                [DeviceSpan(source, nbytes, None)], [[memory[:nbytes]]], ordered=False
+            )
+            memory[nbytes:] = 0
+            if copied is not None:
+                _write(fd, *copied)
+            copied = fence, memory.data, at
+        if copied is not None:
+            _write(fd, *copied)
+
+    def read(self, fd: int, parts: Sequence[At]) -> None:
+        """Fill buffers, from any place in a file."""
+        _, raw = self._device.stream()
+        fences: list[Fence] = [passed, passed]
+        try:
+            for number, (target, nbytes, at) in enumerate(_chunks(parts)):
+                memory, skipped = self._buffers()[number % 2], at % _PAGE
+                fences[number % 2]()  # what was read into it before has been copied
+                _read(fd, memory, at - skipped, skipped + nbytes)
+                source = memory.ctypes.data + skipped
+                runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, raw.ptr)
+                fences[number % 2] = behind(raw)
+        finally:
+            raw.synchronize()
+
+
+def _chunks(parts: Sequence[At]) -> Iterator[tuple[int, int, int]]:
+    """Pieces that fit into a bounce buffer: where on the device, how many bytes, and where in the file."""
+    for buffer, at in parts:
+        where, left = address(buffer) if buffer.nbytes else 0, buffer.nbytes
+        while left:
+            nbytes = min(left, BOUNCE - at % _PAGE)
+            yield where, nbytes, at
+            where, at, left = where + nbytes, at + nbytes, left - nbytes
+
+
+def _write(fd: int, fence: Fence, data: memoryview, at: int) -> None:
+    fence()
+    while data:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done
+
+
+def _read(fd: int, memory: np.ndarray, at: int, least: int) -> None:
+    filled = 0
+    while filled < least:
+        nbytes = os.preadv(fd, [memory[filled : -(-least // _PAGE) * _PAGE].data], at + filled)
+        if not nbytes:
+            raise EOFError
+        filled += nbytes

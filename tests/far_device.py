@@ -1,0 +1,74 @@
+"""A device whose memory is not the host's, on a host: its buffers are no arrays."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.device.protocol import Fence, passed
+
+
+class Far:
+    """A buffer that only its device reads."""
+
+    def __init__(self, memory: np.ndarray):
+        self.memory = memory
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def __sizeof__(self) -> int:
+        return self.memory.nbytes
+
+
+class FarFiles:
+    """Counts bytes, which never are in host memory."""
+
+    def __init__(self) -> None:
+        self.moved: Counter[str] = Counter()
+
+    def write(self, fd: int, path: str, parts: Sequence[tuple[Far, int]], *, ordered: bool) -> list[int]:
+        with open(path, "r+b") as file:
+            assert os.fstat(fd).st_size >= max(at + far.nbytes for far, at in parts)
+            for far, at in parts:
+                assert at % 4096 == 0
+                self.moved["written"] += os.pwrite(file.fileno(), far.memory, at)
+        return [zlib.crc32(far.memory) for far, _ in parts]
+
+    def read(self, fd: int, path: str, spans: Sequence[tuple[int, int]]) -> list[tuple[Far, int]]:
+        found = []
+        with open(path, "rb") as file:
+            for at, nbytes in spans:
+                data = np.frombuffer(os.pread(file.fileno(), nbytes, at), np.uint8)
+                if data.nbytes < nbytes:
+                    raise EOFError
+                self.moved["read"] += nbytes
+                found.append((Far(data), zlib.crc32(data)))
+        return found
+
+
+class FarDevice(HostDevice):
+    """As a GPU to the tiers: what is live lies where the host can not read."""
+
+    on_host = False
+
+    def __init__(self) -> None:
+        super().__init__(1 << 30)
+        self.moved = FarFiles()
+
+    def files(self, refused: Callable[[str], None]) -> FarFiles:  # type: ignore[override]
+        return self.moved
+
+    def scatter(self, sources: Sequence[Any], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
+        return super().scatter([getattr(far, "memory", far) for far in sources], into)
+
+    def gather(self, pieces: list[Any]) -> tuple[Far, Fence]:
+        self.moved.moved["gathered"] += sum(piece.nbytes for piece in pieces)
+        return Far(np.concatenate(pieces)), passed
