@@ -18,6 +18,7 @@ from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.residency import WorkerResidency
@@ -62,6 +63,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.topology.start()
             await self.exchange.offload(self.overlap.prepare)
             self.overlap.install()
+            self.gathering.install()
             if settings.memory.tiers:
                 await self.exchange.offload(self.tiers.guard)
                 self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
@@ -83,6 +85,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
+        self.gathering = Gathering(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
 
@@ -94,6 +97,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.data is not None and worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
+        self.gathering.uninstall()
         self.overlap.uninstall()
         await self.overlap.save()
         self.residency.close()
