@@ -116,13 +116,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handler: what this worker has, did and fell back from."""
         if connect:
-            await self.exchange.connect_all()
+            await self.exchange.peers.connect_all()
         known = self.metrics.snapshot()
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
-            "paths": self.exchange.describe_paths(self.exchange.pools.main),
-            "host_paths": self.exchange.describe_paths("host"),
+            "paths": self.exchange.peers.describe(self.exchange.pools.main),
+            "host_paths": self.exchange.peers.describe("host"),
             "pools": self.exchange.pools.describe(),
             "overlap": self.overlap.report(),
             "residency": self.residency.describe(),
