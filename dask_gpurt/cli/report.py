@@ -24,6 +24,7 @@ METHOD_COLOURS = {"gpurt": "var(--gpurt)", "tasks": "var(--tasks)", "p2p": "var(
 PATH_COLOURS = {
     "shared-memory": "#7c5cfc",
     "cuda-ipc": "#22a06b",
+    "through-host": "#d4a72c",
     "local": "#8fa3bf",
     "comms": "#e2803a",
     "disk": "#c9475f",

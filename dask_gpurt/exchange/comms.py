@@ -14,7 +14,7 @@ import numpy as np
 from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
-from dask_gpurt.device import Device
+from dask_gpurt.device import Block, Device, PoolFull
 from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange import compression
 from dask_gpurt.exchange.compression import Compressor
@@ -22,16 +22,12 @@ from dask_gpurt.exchange.inbox import Parcel, Place
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.exchange.shard import RunKey, Shard
+from dask_gpurt.exchange.shard import PeerError, RunKey
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Metrics
 
 #: Attempts to reach a peer before a pull gives up, and the seconds between them.
 ATTEMPTS, PAUSE = 30, 1.0
-
-
-class PeerError(RuntimeError):
-    """A peer can not be worked with; the message says what would be right."""
 
 
 class Comms:
@@ -88,12 +84,15 @@ class Comms:
             When the producer can not be reached.
         """
         shard = parcel.shard
-        packing = await self._packing(shard.producer)
+        wanted = {
+            "packing": await self._packing(shard.producer),
+            "staged_for": None if parcel.path.staging is None else self._worker.address,
+        }
         for attempt in range(ATTEMPTS):
             start = perf_counter()
             try:
                 reply: dict[str, Any] = await self._worker.rpc(shard.producer).gpurt_fetch(
-                    kind=shard.device, shard=shard.id, run=list(parcel.run), packing=packing
+                    kind=shard.device, shard=shard.id, run=list(parcel.run), **wanted
                 )
                 break
             except OSError:
@@ -102,19 +101,19 @@ class Comms:
                 await asyncio.sleep(PAUSE)
         if reply["data"] is None:
             raise PeerError(f"worker {shard.producer} does not have shard {shard.id} any more")
-        self._note(shard.producer, reply["data"], perf_counter() - start - reply["seconds"])
+        if not reply["staged"]:
+            self._note(shard.producer, reply["data"], perf_counter() - start - reply["seconds"])
         return reply
 
     async def _packing(self, peer: str) -> dict[str, Any] | None:
         """What a peer needs to know to decide on compression; None where shards come as they are."""
-        if not self._compress or await self._links.learn(peer) is None:
+        if self._compress:
+            await self._links.learn(peer)
+        bandwidth, codecs = self._links.bandwidth_between_hosts(peer), compression.installed()
+        if not self._compress or bandwidth is None:
             return None
-        bandwidth = self._links.bandwidth_between_hosts(peer)
-        if bandwidth is None:
-            return None
-        codecs = compression.installed()
         if not codecs:
-            self._compress = False
+            self._compress = False  # so that it is counted once
             self._metrics.fallback(
                 "shards go to other hosts as they are",
                 "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]",
@@ -128,44 +127,88 @@ class Comms:
         self._traffic.note(peer, COMMS, nbytes, seconds)
         self._links.observe(peer, nbytes, seconds)
 
-    def unpacked(self, shard: Shard, reply: dict[str, Any]) -> list[Any]:
-        """The sections of a shard that was fetched. Blocks."""
+    def unpacked(self, parcel: Parcel, reply: dict[str, Any]) -> list[Any]:
+        """The sections of a shard that was fetched; where staged, they stay until it is released. Blocks."""
+        sizes = [section.nbytes for section in parcel.shard.sections]
+        if reply["staged"]:
+            assert parcel.path.staging is not None
+            return list(map(parcel.path.staging.view, reply["staged"]["offsets"], sizes))
         if reply["codec"] is None:
             return [received(data) for data in reply["data"]]
         with self._metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = reply["data"]
-            return compression.decompress(reply["codec"], packed, [one.nbytes for one in shard.sections])
+            return compression.decompress(reply["codec"], packed, sizes)
 
-    def bring(self, device: Device) -> Callable[[Sequence[Any]], list[Buffer]]:
+    def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
         """What makes buffers of a device out of fetched sections."""
-        return list if device.on_host or self._carries(device) else device.from_host
+        as_they_are = device.on_host or (self._carries(device) and not reply["staged"])
+        return list if as_they_are else device.from_host
 
     # ---- serving -----------------------------------------------------------------------
 
     async def serve(
-        self, kind: str, shard: int, run: list[Any], packing: dict[str, Any] | None
+        self,
+        kind: str,
+        shard: int,
+        run: list[Any],
+        packing: dict[str, Any] | None,
+        staged_for: str | None,
     ) -> dict[str, Any]:
-        """Handler: the bytes of a shard by section, or compressed as one, and the seconds that it took."""
+        """Handler: the bytes of a shard, and the seconds that it took.
+
+        Parameters
+        ----------
+        packing
+            Whether they may be compressed: the bandwidth of the link, and the codecs of the peer.
+        staged_for
+            The peer, where it maps this worker's pool in host memory.
+
+        Returns
+        -------
+        dict
+            Under "staged" where the sections lie in that pool; else the sections, or all compressed as one.
+        """
         start = perf_counter()
         blocks = self._pools.known(kind).view(shard)
         if blocks is None:
             return {"data": None}
         device, key = self._pools.device(kind), (run[0], run[1])
-        buffers = [block.buffer for block in blocks]
-        codec, data = await self._offload(self._prepared, device, buffers, key, packing)
+        staged = await self._offload(self._staged, device, blocks, key, staged_for) if staged_for else None
+        codec, data = None, []
+        if staged is None:
+            codec, data = await self._offload(self._prepared, device, blocks, key, packing)
         return {
             "data": [to_serialize(one) for one in data],
+            "staged": staged,
             "codec": codec,
             "seconds": perf_counter() - start,
         }
 
+    def _staged(
+        self, device: Device, blocks: Sequence[Block], run: RunKey, peer: str
+    ) -> dict[str, Any] | None:
+        """Copy a shard into the pool in host memory; None where that has no room."""
+        outbox = self._pools.outbox("host")
+        copies: list[Block] = []
+        try:
+            for block in blocks:
+                copies.append(outbox.allocate(block.nbytes))
+            into = [[copy.buffer] for copy in copies]
+            device.scatter([block.buffer for block in blocks], into, ordered=False)()
+        except (PoolFull, MemoryError) as error:
+            for copy in copies:
+                outbox.give_back(copy)
+            self._metrics.fallback("bytes take Dask's comms", f"the pool in host memory has no room: {error}")
+            return None
+        return {"shard": outbox.publish(run, peer, copies), "offsets": [copy.offset for copy in copies]}
+
     def _prepared(
-        self, device: Device, buffers: list[Buffer], run: RunKey, packing: dict[str, Any] | None
+        self, device: Device, blocks: Sequence[Block], run: RunKey, packing: dict[str, Any] | None
     ) -> tuple[str | None, list[Any]]:
         if self._carries(device):
             # Compression would take a codec that works on the device; they have none yet.
-            return None, [device.for_comm(buffer) for buffer in buffers]
-        sections = [memoryview(device.to_host(buffer)) for buffer in buffers]
+            return None, [device.for_comm(block.buffer) for block in blocks]
+        sections = [memoryview(device.to_host(block.buffer)) for block in blocks]
         if packing is None:
             return None, list(sections)
         return self._compressor.pack(run, sections, packing["bandwidth"], packing["codecs"])

@@ -17,12 +17,12 @@ from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
-from dask_gpurt.exchange import paths
-from dask_gpurt.exchange.comms import Comms, PeerError
+from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.inbox import Parcel
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.paths import Path
+from dask_gpurt.exchange.peers import Peers, close
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 from dask_gpurt.exchange.traffic import Traffic
@@ -61,12 +61,12 @@ class Exchange:
         self.landing = Landing(ladder, pools.main, metrics)
         self.traffic = Traffic()
         self.links = Links(worker)
+        self.peers = Peers(worker, pools, self.links, settings.exchange.paths, metrics, self.offload)
         self.comms = Comms(
             worker, pools, self.links, self.traffic, metrics, settings.exchange.compression, self.offload
         )
         self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
-        self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
         self._parcels: defaultdict[str, set[Parcel]] = defaultdict(set)
         self._released: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         self._asked: dict[str, float] = {}
@@ -86,45 +86,6 @@ class Exchange:
                 "gpurt_forget": self.forget,
             }
         )
-
-    # ---- paths -----------------------------------------------------------------------
-
-    async def path(self, peer: str, kind: str) -> Path:
-        """The path from a peer's pool; found out once."""
-        task = self._paths.get((peer, kind))
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = self._paths[peer, kind] = asyncio.create_task(self._connect(peer, kind))
-        return await asyncio.shield(task)
-
-    async def _connect(self, peer: str, kind: str) -> Path:
-        if peer == self.worker.address:
-            outbox = await self.offload(self.pools.outbox, kind)
-            return Path(paths.LOCAL, outbox.pool, True)
-        reply = await self.worker.rpc(peer).gpurt_ticket(kind=kind)
-        if reply is None:  # Dask's answer to an operation that it does not know
-            raise PeerError(f"the runtime is not on at worker {peer}: call dask_gpurt.enable(client) again")
-        if reply["version"] != __version__:
-            raise PeerError(
-                f"worker {peer} runs dask_gpurt {reply['version']}, worker {self.worker.address} runs "
-                f"{__version__}: install the same version everywhere"
-            )
-        device = self.pools.devices.get(kind)
-        path = await self.offload(paths.choose, device, reply["ticket"], self.settings.exchange.paths)
-        return paths.fallback_noted(path, self.metrics.fallback)
-
-    async def connect_all(self) -> None:
-        """Find out the paths to all workers of the cluster."""
-        identity = await self.worker.scheduler.identity(n_workers=-1)
-        ways = [(peer, kind) for peer in identity["workers"] for kind in self.pools.devices]
-        await asyncio.gather(*(self.path(*way) for way in ways), return_exceptions=True)
-
-    def describe_paths(self, kind: str) -> dict[str, dict[str, Any]]:
-        """The paths found out so far from pools of a kind, by peer."""
-        return {
-            peer: {"device": kind, **path.describe()}
-            for (peer, of), task in self._paths.items()
-            if of == kind and (path := _result(task))
-        }
 
     # ---- what is in flight -----------------------------------------------------------
 
@@ -159,7 +120,7 @@ class Exchange:
         on_error
             Called when the pull has failed for good.
         """
-        path = await self.path(shard.producer, shard.device)
+        path = await self.peers.path(shard.producer, shard.device, shard.nbytes)
         device = self.pools.device(shard.device)
         parcel = Parcel(run, shard, path, device, self.landing, self._release_soon)
         self._parcels[shard.producer].add(parcel)
@@ -203,8 +164,10 @@ class Exchange:
         self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
     def _land_fetched(self, parcel: Parcel, reply: dict[str, Any]) -> None:
-        sources = self.comms.unpacked(parcel.shard, reply)
-        self._land(parcel, sources, self.comms.bring(parcel.device))
+        sources = self.comms.unpacked(parcel, reply)
+        self._land(parcel, sources, self.comms.bring(parcel.device, reply))
+        if staged := reply["staged"]:
+            self.worker.loop.add_callback(self._note_release, parcel.shard.producer, "host", staged["shard"])
 
     def _land(
         self, parcel: Parcel, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]
@@ -215,11 +178,11 @@ class Exchange:
 
     def _release_soon(self, shard: Shard) -> None:
         """Tell the producer, with others, that a block is free. From any thread."""
-        self.worker.loop.add_callback(self._note_release, shard)
+        self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id)
 
-    async def _note_release(self, shard: Shard) -> None:
-        to = (shard.producer, shard.device)
-        self._released[to].append(shard.id)
+    async def _note_release(self, producer: str, kind: str, shard: int) -> None:
+        to = (producer, kind)
+        self._released[to].append(shard)
         if len(self._released[to]) == 1:
             await asyncio.sleep(0)  # what else is released in this turn goes along
             await self._send_release(*to, self._released.pop(to))
@@ -302,17 +265,15 @@ class Exchange:
 
     async def keep_house(self) -> None:
         """Now and then: give idle memory back, here and of workers that have left."""
-        peers = {peer for peer, _ in self._paths} - {self.worker.address}
+        peers = list(self.peers)
         # None is the answer of a scheduler on which the runtime has been switched off.
-        gone = (await self.worker.scheduler.gpurt_gone(peers=list(peers)) if peers else None) or []
+        gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []
         self.links.forget(gone)
-        left = [self._paths.pop(key) for key in list(self._paths) if key[0] in gone]
-        await self.offload(self._give_back, [path for task in left if (path := _result(task))])
+        await self.links.refresh()
+        await self.offload(self._give_back, self.peers.forget(gone))
 
     def _give_back(self, unused: list[Path]) -> None:
-        for path in unused:
-            if path.mapping is not None:
-                path.mapping.close()
+        close(unused)
         self.pools.trim()
 
     def close(self) -> None:
@@ -322,16 +283,9 @@ class Exchange:
         for name in ("ticket", "fetch", "release", "drain", "forget"):
             self.worker.handlers.pop(f"gpurt_{name}", None)
         self.executor.shutdown(cancel_futures=True)
-        for task in self._paths.values():
-            if (path := _result(task)) and path.mapping is not None:
-                path.mapping.close()
+        self.peers.close()
         self.pools.close()
 
 
 def _nobody_asks(runs: int, pulls: int) -> None:
     """What is in flight matters to nobody."""
-
-
-def _result(task: asyncio.Task[Path]) -> Path | None:
-    """The path that was found, if one was."""
-    return task.result() if task.done() and not task.cancelled() and not task.exception() else None

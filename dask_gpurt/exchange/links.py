@@ -6,12 +6,13 @@ that are in use, not with those that there are.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from dask_gpurt.topology import Link, Speed
-from dask_gpurt.topology.links import BETWEEN_HOSTS
+from dask_gpurt.topology import SHIPPED, Link, Speed
+from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 
 #: Seconds until the scheduler is asked again about a peer of which it knew nothing.
 ASK_AGAIN = 10.0
@@ -66,33 +67,57 @@ class Links:
     def __init__(self, worker: Any):
         self._worker = worker
         self._known: dict[str, Known] = {}
+        #: By class, where bytes come another way than over the link that is between two workers.
+        self._classes: dict[Link, Speed] = dict(SHIPPED)
         self._asked: dict[str, float] = {}
+        self._missing: set[str] = set()
+        self._asking: asyncio.Task[None] | None = None
         self._shown: dict[str, Shown] = {}
 
-    def known(self, peers: Iterable[str]) -> dict[str, Known]:
+    def known(self, peers: Collection[str]) -> dict[str, Known]:
         """The links of those peers that are known; the scheduler is asked for others."""
-        found = {peer: self._known.get(peer) for peer in peers}
-        if missing := self._to_ask(peer for peer, known in found.items() if known is None):
-            self._worker._ongoing_background_tasks.call_soon(self._ask, missing)
-        return {peer: known for peer, known in found.items() if known is not None}
+        self._ask_soon(peers)
+        return {peer: self._known[peer] for peer in peers if peer in self._known}
 
     async def learn(self, peer: str) -> Known | None:
         """The link of a peer, None where the scheduler does not know it."""
-        if peer not in self._known and (missing := self._to_ask([peer])):
-            await self._ask(missing)
+        self._ask_soon([peer])
+        if peer not in self._known and self._asking is not None:
+            await asyncio.shield(self._asking)
         return self._known.get(peer)
 
-    def _to_ask(self, peers: Iterable[str]) -> list[str]:
+    def _ask_soon(self, peers: Iterable[str]) -> None:
         now = self._worker.loop.time()
-        missing = [peer for peer in peers if now - self._asked.get(peer, -ASK_AGAIN) >= ASK_AGAIN]
-        self._asked.update(dict.fromkeys(missing, now))
-        return missing
+        for peer in peers:
+            if peer not in self._known and now - self._asked.get(peer, -ASK_AGAIN) >= ASK_AGAIN:
+                self._asked[peer] = now
+                self._missing.add(peer)
+        if self._missing and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask_missing())
+
+    async def _ask_missing(self) -> None:
+        while self._missing:
+            await asyncio.sleep(0)  # who else is asked about in this turn goes along
+            peers, self._missing = list(self._missing), set()
+            await self._ask(peers)
 
     async def _ask(self, peers: list[str]) -> None:
         with contextlib.suppress(OSError):  # then there are more urgent worries
             answer = await self._worker.scheduler.gpurt_links(worker=self._worker.address, peers=peers)
-            for peer, (link, bandwidth, latency) in (answer or {}).items():
-                self._known[peer] = Known(Link(link), Speed(bandwidth, latency))
+            if answer is not None:  # which is what one says on which the runtime has been switched off
+                for peer, (link, *figures) in answer["links"].items():
+                    self._known[peer] = Known(Link(link), Speed(*figures))
+                self._classes.update({Link(link): Speed(*known) for link, known in answer["classes"].items()})
+
+    async def refresh(self) -> None:
+        """Ask again about peers on this host: where there are several paths, it is from there."""
+        if near := [peer for peer, known in self._known.items() if known.link in WITHIN_HOST]:
+            await self._ask(near)
+
+    def speed_from(self, peer: str) -> Callable[[Link], Speed]:
+        """How fast classes of link are on the way from a peer."""
+        known = self._known.get(peer)
+        return lambda link: known.speed if known and known.link is link else self._classes[link]
 
     def forget(self, peers: Collection[str]) -> None:
         """These have left."""

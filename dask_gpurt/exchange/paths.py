@@ -1,13 +1,26 @@
-"""Which way the bytes take between two workers."""
+"""The ways that the bytes of a shard can take between two workers, and which takes least."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from dask_gpurt.device import Device, Mapping, MappingError
 from dask_gpurt.device.protocol import Ticket
+from dask_gpurt.topology import SHIPPED, Link, Speed
+from dask_gpurt.topology.links import BETWEEN_HOSTS
+
+COMMS = "comms"
+LOCAL = "local"
+THROUGH_HOST = "through-host"
+#: Seconds until a producer that is asked for something begins: a message on Dask's event loops.
+MESSAGE = SHIPPED[Link.SHARED_MEMORY].latency
+#: Links over which a device reads the memory of another one.
+_BETWEEN_DEVICES = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE)
+
+#: How fast each class of link is here.
+SpeedOf = Callable[[Link], Speed]
 
 
 @dataclass(frozen=True)
@@ -17,30 +30,65 @@ class Path:
     Attributes
     ----------
     name
-        "local", "shared-memory", "cuda-ipc" or "comms".
+        "local", "shared-memory", "cuda-ipc", "through-host" or "comms".
     mapping
-        The peer's pool; None where bytes come through a comm.
+        The peer's pool; None where its bytes come through a comm, or through host memory.
     in_place
         Whether a shard may stay where it is until it is read.
     reason
         Why a better path was not taken.
+    steps
+        The links that bytes cross, one after another.
+    message
+        Seconds before anything moves.
+    staging
+        The peer's pool in host memory, into which it copies shards that are asked for.
     """
 
     name: str
     mapping: Mapping | None
     in_place: bool
     reason: str | None = None
+    steps: tuple[Link, ...] = ()
+    message: float = 0.0
+    staging: Mapping | None = None
+
+    def seconds(self, nbytes: int, speed: SpeedOf) -> float:
+        """The time until so many bytes can be read here."""
+        return self.message + sum(speed(link).seconds(nbytes) for link in self.steps)
 
     def describe(self) -> dict[str, Any]:
         return {"path": self.name, "reason": self.reason}
 
 
-COMMS = "comms"
-LOCAL = "local"
+def least(paths: Iterable[Path], nbytes: int, speed: SpeedOf) -> Path:
+    """The path that takes least; the first of those that take as long."""
+    return min(paths, key=lambda path: path.seconds(nbytes, speed))
 
 
-def choose(device: Device | None, ticket: Ticket | None, allowed: frozenset[str]) -> Path:
-    """Map the peer's pool where that is possible and allowed; it may take a while.
+@dataclass(frozen=True)
+class Between:
+    """What is known of two workers.
+
+    Attributes
+    ----------
+    link
+        The class of link between them, None where nobody knows.
+    staging
+        The peer's pool in host memory, where this worker maps it.
+    carried
+        Whether Dask's comms between them take buffers of the device as they are.
+    """
+
+    link: Link | None = None
+    staging: Mapping | None = None
+    carried: bool = False
+
+
+def possible(
+    device: Device | None, ticket: Ticket | None, allowed: frozenset[str], between: Between
+) -> tuple[Path, ...]:
+    """The paths from a peer's pool, those without a copy first; mapping it may take a while.
 
     Parameters
     ----------
@@ -52,17 +100,31 @@ def choose(device: Device | None, ticket: Ticket | None, allowed: frozenset[str]
         The setting ``gpurt.exchange.paths``.
     """
     if device is None or ticket is None:
-        return Path(COMMS, None, False, "one of the two workers has no such device")
-    if device.shared_path not in allowed:
-        return Path(COMMS, None, False, f"gpurt.exchange.paths leaves {device.shared_path} out")
+        return (Path(COMMS, None, False, "one of the two workers has no such device"),)
+    mapped, reason = _mapped(device, ticket, allowed, between.link)
+    copies = () if device.on_host else (Link.PAGEABLE,)
+    found = [mapped] if mapped is not None else []
+    if between.staging is not None and not device.on_host:
+        found.append(
+            Path(THROUGH_HOST, None, False, reason, 2 * copies, message=MESSAGE, staging=between.staging)
+        )
+    network = between.link if between.link in BETWEEN_HOSTS else Link.TCP
+    steps = (network,) if between.carried else (*copies, network, *copies)
+    return *found, Path(COMMS, None, False, reason, steps)
+
+
+def _mapped(
+    device: Device, ticket: Ticket, allowed: frozenset[str], link: Link | None
+) -> tuple[Path | None, str | None]:
+    """The path to the mapped pool, or why there is none."""
+    name = device.shared_path
+    if name not in allowed:
+        return None, f"gpurt.exchange.paths leaves {name} out"
     try:
-        return Path(device.shared_path, device.map(ticket), device.reads_in_place)
+        mapping = device.map(ticket)
     except MappingError as error:
-        return Path(COMMS, None, False, str(error))
-
-
-def fallback_noted(path: Path, note: Callable[[str, str], None]) -> Path:
-    """Pass ``path`` through; tell ``note`` where it is not the best one."""
-    if path.reason is not None:
-        note("bytes take Dask's comms", path.reason)
-    return path
+        return None, str(error)
+    if device.reads_in_place or link is Link.SAME_DEVICE:
+        return Path(name, mapping, True), None
+    crossed = link if link in _BETWEEN_DEVICES else Link.PCIE
+    return Path(name, mapping, False, steps=(crossed,)), None

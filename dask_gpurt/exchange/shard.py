@@ -13,6 +13,10 @@ class ExchangeClosed(Exception):
     """The run that a caller waited for is over; the message says why."""
 
 
+class PeerError(RuntimeError):
+    """A peer can not be worked with; the message says what would be right."""
+
+
 @dataclass(frozen=True)
 class Section:
     """Rows that were packed into one block.

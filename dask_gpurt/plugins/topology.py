@@ -9,7 +9,7 @@ from typing import Any
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
-from dask_gpurt.topology import HostLinks, Link, Place, Topology
+from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.hosts import Host
 
@@ -135,18 +135,22 @@ class SchedulerTopology:
             if self.topology.link(peer, worker) in CROSSED.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers)
 
-    def links(self, worker: str, peers: Sequence[str]) -> dict[str, tuple[str, float, float]]:
-        """Handler: the links from some peers to a worker, as class, bandwidth and latency.
+    def links(self, worker: str, peers: Sequence[str]) -> dict[str, Any]:
+        """Handler: the links from some peers to a worker, and how fast classes of link are on its host.
 
-        One whose ends have not both said where they are is left out.
+        Returns
+        -------
+        dict
+            Under "links" by peer its class, bandwidth and latency, where both have said where they are; under
+            "classes" by class the two figures.
         """
-        if self.topology.place(worker) is None:
-            return {}
-        placed = [peer for peer in peers if self.topology.place(peer) is not None]
-        speeds = {peer: self.topology.speed(peer, worker) for peer in placed}
+        placed = [peer for peer in peers if self.topology.place(peer) and self.topology.place(worker)]
         return {
-            peer: (str(self.topology.link(peer, worker)), speed.bandwidth, speed.latency)
-            for peer, speed in speeds.items()
+            "links": {
+                peer: (str(self.topology.link(peer, worker)), *_figures(self.topology.speed(peer, worker)))
+                for peer in placed
+            },
+            "classes": {str(link): _figures(self.topology.tier_speed(link, worker)) for link in Link},
         }
 
     def describe(self) -> dict[str, Any]:
@@ -165,3 +169,7 @@ class SchedulerTopology:
         """What hosts are called, by their ids; where two have one name, by these."""
         count = Counter(host.name for host in self._hosts.values())
         return {id: host.name if count[host.name] == 1 else id for id, host in self._hosts.items()}
+
+
+def _figures(speed: Speed) -> tuple[float, float]:
+    return speed.bandwidth, speed.latency

@@ -21,6 +21,7 @@ from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.residency import WorkerResidency
@@ -65,6 +66,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.topology.start()
             await self.exchange.offload(self.overlap.prepare)
             self.overlap.install()
+            self.gathering.install()
             if settings.memory.tiers:
                 await self.exchange.offload(self.tiers.guard)
                 self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
@@ -86,6 +88,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
+        self.gathering = Gathering(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
 
@@ -98,6 +101,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.data is not None and worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
+        self.gathering.uninstall()
         self.overlap.uninstall()
         await self.overlap.save()
         self.residency.close()
@@ -116,13 +120,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handler: what this worker has, did and fell back from."""
         if connect:
-            await self.exchange.connect_all()
+            await self.exchange.peers.connect_all()
         known = self.metrics.snapshot()
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
-            "paths": self.exchange.describe_paths(self.exchange.pools.main),
-            "host_paths": self.exchange.describe_paths("host"),
+            "paths": self.exchange.peers.describe(self.exchange.pools.main),
+            "host_paths": self.exchange.peers.describe("host"),
             "pools": self.exchange.pools.describe(),
             "overlap": self.overlap.report(),
             "residency": self.residency.describe(),

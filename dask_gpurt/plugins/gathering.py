@@ -1,0 +1,121 @@
+"""Fetches of ordinary dependencies: of several replicas, the one over the cheapest link."""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from distributed.comm.addressing import get_address_host
+
+from dask_gpurt.exchange.links import Links
+from dask_gpurt.observe import Metrics
+from dask_gpurt.topology import SHIPPED, Link
+
+#: What falls back, for counting.
+WHAT = "dependencies are fetched from where Dask chooses"
+
+
+def farness(seconds: Mapping[str, float]) -> dict[str, int]:
+    """How far workers are: how often the time that a fetch takes from the nearest has to be doubled.
+
+    Differences below that are noise, and would send everybody to one of many that are equally far.
+
+    Parameters
+    ----------
+    seconds
+        The time that a fetch takes, by worker, above 0.
+    """
+    nearest = min(seconds.values(), default=0.0)
+    return {worker: int(math.log2(time / nearest)) for worker, time in seconds.items()}
+
+
+class Gathering:
+    """Orders the workers that a worker fetches from. On the event loop.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker.
+    links
+        From its peers.
+    """
+
+    def __init__(self, worker: Any, links: Links, metrics: Metrics):
+        self._state = worker.state
+        self._links = links
+        self._metrics = metrics
+        self._dasks: type | None = None
+
+    def install(self) -> None:
+        """Put our order in the place of Dask's, unless that is not as it is known."""
+        kind = type(self._state)
+        known = getattr(kind, "_select_workers_for_gather", None)
+        if known is None or list(inspect.signature(known).parameters) != ["self"]:
+            self._metrics.fallback(WHAT, "WorkerState._select_workers_for_gather is another one")
+            return
+        # The state has slots, and no room for a method of its own: this one object gets a class of its own.
+        ours = {"__slots__": (), "_select_workers_for_gather": self._override(known)}
+        self._state.__class__ = type(kind.__name__, (kind,), ours)
+        self._dasks = kind
+
+    def uninstall(self) -> None:
+        """Give Dask's order back."""
+        if self._dasks is not None:
+            self._state.__class__ = self._dasks
+            self._dasks = None
+
+    def _override(self, dasks: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+        def select(state: Any) -> Iterator[Any]:
+            try:
+                queue = self._queue(state)
+            # Whatever goes wrong here: the worker has to fetch what it needs.
+            except Exception as error:
+                self._metrics.fallback(WHAT, repr(error))
+                return dasks(state)
+            return _served(state, queue)
+
+        return select
+
+    def _queue(self, state: Any) -> list[tuple[Any, ...]]:
+        """As Dask's own: by priority, by distance, by the number of tasks, at random."""
+        for worker in [worker for worker, tasks in state.data_needed.items() if not tasks]:
+            del state.data_needed[worker]
+        ready = {
+            worker: tasks
+            for worker, tasks in state.data_needed.items()
+            if worker not in state.in_flight_workers and worker not in state.busy_workers
+        }
+        sizes = {worker: tasks.peek().get_nbytes() for worker, tasks in ready.items()}
+        far = farness(self._seconds(state.address, sizes))
+        return [
+            (tasks.peek().priority, far[worker], -len(tasks), state.rng.random(), worker, tasks)
+            for worker, tasks in ready.items()
+        ]
+
+    def _seconds(self, here: str, sizes: Mapping[str, int]) -> dict[str, float]:
+        known, host = self._links.known(sizes), get_address_host(here)
+        seconds = {}
+        for worker, nbytes in sizes.items():
+            if link := known.get(worker):
+                speed = link.speed
+            else:  # by what Dask goes by
+                speed = SHIPPED[Link.SHARED_MEMORY if get_address_host(worker) == host else Link.TCP]
+            seconds[worker] = speed.seconds(nbytes)
+        return seconds
+
+
+def _served(state: Any, queue: list[tuple[Any, ...]]) -> Iterator[tuple[str, Any]]:
+    """The queue in order. Between two of them Dask takes tasks, which may have been in several."""
+    heapq.heapify(queue)
+    while queue:
+        _, far, waiting, chance, worker, tasks = heapq.heappop(queue)
+        if tasks and -waiting != len(tasks):
+            heapq.heappush(queue, (tasks.peek().priority, far, -len(tasks), chance, worker, tasks))
+            continue
+        if tasks:
+            yield worker, tasks
+        if not tasks:
+            del state.data_needed[worker]
