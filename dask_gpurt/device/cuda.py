@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import cupy
@@ -22,7 +23,8 @@ from cupy.cuda import runtime
 from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
-from dask_gpurt.device.arena import Arena
+from dask_gpurt.device.arena import ALIGNMENT, Arena
+from dask_gpurt.device.copies import runs
 from dask_gpurt.device.green import GreenContexts
 from dask_gpurt.device.protocol import (
     Block,
@@ -213,18 +215,16 @@ class CudaDevice:
         return cupy.ndarray(source.size, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
-        return self._copied((source.ptr, source.size) for source in sources)
+        return self._copied([(source.ptr, source.size) for source in sources])
 
-    def _copied(self, sources: Iterable[tuple[int, int]]) -> list[Buffer]:
-        """New buffers with what lies at some addresses, so many bytes of it."""
+    def _copied(self, sources: Sequence[tuple[int, int]]) -> list[Buffer]:
+        """New buffers, in one allocation, with what lies at some addresses, so many bytes of it."""
         stream, raw = self.stream()
-        buffers = []
-        for ptr, size in sources:
-            buffer = rmm.DeviceBuffer(size=size, stream=stream)
+        buffers = _cut([size for _, size in sources], stream)
+        for (ptr, size), buffer in zip(sources, buffers, strict=True):
             runtime.memcpyAsync(buffer.ptr, ptr, size, runtime.memcpyDefault, raw.ptr)
-            buffers.append(buffer)
         raw.synchronize()
-        return buffers
+        return list(buffers)
 
     def to_host(self, source: Buffer) -> memoryview:
         _, raw = self.stream()
@@ -234,26 +234,31 @@ class CudaDevice:
         return host.data
 
     def from_host(self, sources: Sequence[np.ndarray]) -> list[Buffer]:
-        return self._copied((source.ctypes.data, source.nbytes) for source in sources)
+        return self._copied([(source.ctypes.data, source.nbytes) for source in sources])
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         _, raw = self.after_compute() if ordered else self.stream()
-        for source, pieces in zip(sources, into, strict=True):
-            at = address(source)
-            for piece in pieces:
-                runtime.memcpyAsync(piece.ctypes.data, at, piece.nbytes, runtime.memcpyDefault, raw.ptr)
-                at += piece.nbytes
+        for to, at, nbytes in runs(sources, into):
+            runtime.memcpyAsync(to, at, nbytes, runtime.memcpyDefault, raw.ptr)
         return behind(raw)
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         # The user's stream will read it and free it: it may be reused in that order only.
         buffer = rmm.DeviceBuffer(size=sum(piece.nbytes for piece in pieces), stream=DEFAULT_STREAM)
+        return buffer, self._filled([buffer], [pieces])
+
+    def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
+        buffers = _cut([sum(piece.nbytes for piece in pieces) for pieces in scattered], DEFAULT_STREAM)
+        return list(buffers), self._filled(buffers, scattered)
+
+    def _filled(self, buffers: Sequence[Any], scattered: Sequence[list[Any]]) -> Fence:
         _, raw = self.after_compute()
-        at = buffer.ptr
-        for piece in pieces:
-            runtime.memcpyAsync(at, piece.ctypes.data, piece.nbytes, runtime.memcpyDefault, raw.ptr)
-            at += piece.nbytes
-        return buffer, behind(raw)
+        for buffer, pieces in zip(buffers, scattered, strict=True):
+            at = buffer.ptr
+            for piece in pieces:
+                runtime.memcpyAsync(at, piece.ctypes.data, piece.nbytes, runtime.memcpyDefault, raw.ptr)
+                at += piece.nbytes
+        return behind(raw)
 
     def empty(self, sizes: Iterable[int]) -> list[Buffer]:
         """Buffers that anything may fill at once. Blocks."""
@@ -328,8 +333,8 @@ def behind(stream: Any) -> Fence:
     return wait
 
 
-def address(source: Any) -> int:
-    """Where a buffer begins, on the device or in host memory."""
-    if isinstance(source, np.ndarray):
-        return int(source.ctypes.data)
-    return int(source.__cuda_array_interface__["data"][0])
+def _cut(sizes: Sequence[int], stream: Stream) -> list[DeviceSpan]:
+    """New buffers in one allocation: of many small ones each would take its time."""
+    starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    whole = rmm.DeviceBuffer(size=starts[-1], stream=stream)
+    return [DeviceSpan(whole.ptr + start, size, whole) for start, size in zip(starts, sizes, strict=False)]

@@ -21,7 +21,8 @@ import rmm
 from cupy.cuda import runtime
 
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
-from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, address, behind
+from dask_gpurt.device.copies import address
+from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, behind
 from dask_gpurt.device.protocol import Buffer, Fence, passed
 
 _PAGE = 4096

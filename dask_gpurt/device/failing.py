@@ -10,7 +10,7 @@ from typing import Any
 from dask_gpurt.device.protocol import Device
 
 #: Methods of a device that allocate memory of it and may raise MemoryError.
-ALLOCATING = ("land", "from_host", "gather")
+ALLOCATING = ("land", "from_host", "gather", "gather_all")
 
 
 class Failures:

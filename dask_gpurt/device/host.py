@@ -246,6 +246,9 @@ class HostDevice:
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         return np.concatenate(pieces) if pieces else np.empty(0, np.uint8), passed
 
+    def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
+        return [self.gather(pieces)[0] for pieces in scattered], passed
+
     def files(self, refused: Callable[[str], None]) -> None:
         return None  # what writes host memory is at hand wherever there are files
 

@@ -283,6 +283,10 @@ class Device(Protocol):
         """
         ...
 
+    def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
+        """As :meth:`gather`, for buffers that come and go together."""
+        ...
+
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
         """Have the allocator of user code ask for room before it fails; returns the undo.
 

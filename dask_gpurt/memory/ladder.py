@@ -17,10 +17,10 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.device.protocol import Buffer, passed
+from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Copy, Entry, Need, label_of
-from dask_gpurt.memory.frames import Frames, on_device
+from dask_gpurt.memory.frames import Frames, Scattered, joined, on_device
 from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.room import Room
 from dask_gpurt.memory.sizes import owned
@@ -233,18 +233,21 @@ class Ladder(Room, MutableMapping[Key, Any]):
             parts = [(tier, name, which) for (_, which), (_, tier, name) in pinned.items()]
             sizes = zip(pinned.values(), map(self._below.part_size, parts), strict=True)
             self._promise_reading(sizes, reserved, stack)
-            complete = passed
             ways = [not self._on_host(copy) for copy in pinned.values()]
+            scattered: dict[tuple[Key, int], Scattered] = {}
             found_below = self._below.parts(list(zip(parts, ways, strict=True)))
             for (at, copy), pieces in zip(pinned.items(), found_below, strict=True):
-                if (len(pieces) == 1 and self._on_host(copy)) or on_device(pieces):
+                if on_device(pieces):
                     found[at] = pieces[0], {}
-                    continue
-                gathering = self._gathering(copy)
-                stack.callback(gathering.wait)  # before the pin is undone, should anything fail
-                found[at] = gathering(pieces), {}
-                complete = gathering.wait  # the last one is behind the others
-            complete()
+                elif self._on_host(copy):
+                    found[at] = (pieces[0] if len(pieces) == 1 else joined(pieces)), {}
+                else:
+                    scattered[at] = pieces
+            if scattered:
+                buffers, complete = self._device.gather_all(list(scattered.values()))
+                stack.callback(complete)  # before the pins are undone, should anything fail
+                found.update((at, (buffer, {})) for at, buffer in zip(scattered, buffers, strict=True))
+                complete()
             yield found
 
     def _promise_reading(

@@ -72,6 +72,8 @@ def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
             yield from _walk(buffer)
     elif library == "rmm" and hasattr(value, "ptr"):
         yield value.ptr, value.size
+    elif library == "dask_gpurt" and hasattr(value, "owner"):  # a part of another buffer
+        yield from _walk(value.owner)
     elif library == "cupy" and hasattr(value, "data"):
         yield value.data.mem.ptr, value.data.mem.size
     elif library == "cudf" and hasattr(value, "device_serialize"):

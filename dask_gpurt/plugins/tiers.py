@@ -84,8 +84,14 @@ class WorkerTiers:
 
     def _short(self, nbytes: int) -> bool:
         """An allocation of this thread has failed: whether memory has become free since its last one."""
+        if getattr(self._seen, "spilling", False):
+            return False  # what takes an object apart may need memory itself
         self._metrics.add("memory.short")
-        self.ladder.spill(nbytes)
+        self._seen.spilling = True
+        try:
+            self.ladder.spill(nbytes)
+        finally:
+            self._seen.spilling = False
         before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.left
         return bool(self._seen.left != before)
 

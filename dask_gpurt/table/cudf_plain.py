@@ -17,7 +17,8 @@ from cupy.cuda import runtime
 from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.device.cuda import DeviceSpan, address
+from dask_gpurt.device.copies import address
+from dask_gpurt.device.cuda import DeviceSpan
 from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.table.protocol import Part
 

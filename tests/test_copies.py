@@ -1,0 +1,65 @@
+"""Copies that are made as one, and what they may touch."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.copies import runs
+
+
+def aligned(size: int) -> np.ndarray:
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]
+
+
+def ends(sizes: list[int], skips: list[int]) -> list[int]:
+    """Where buffers begin that are aligned one behind the other, some blocks apart."""
+    at, found = 0, []
+    for size, skip in zip(sizes, skips, strict=True):
+        at += skip * ALIGNMENT
+        found.append(at)
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return [*found, at]
+
+
+SIZES = st.lists(st.integers(1, 900), min_size=1, max_size=12)
+
+
+@given(sizes=SIZES, data=st.data())
+def test_every_byte_arrives_and_only_padding_goes_along(sizes: list[int], data: st.DataObject) -> None:
+    skips = st.lists(st.integers(0, 1), min_size=len(sizes), max_size=len(sizes))
+    from_, to = ends(sizes, data.draw(skips)), ends(sizes, data.draw(skips))
+    source, target = aligned(from_[-1] or 1), aligned(to[-1] or 1)
+    source[:] = np.random.default_rng(0).integers(1, 255, source.size)
+    sources = [source[at : at + n] for at, n in zip(from_, sizes, strict=False)]
+    pieces = [target[at : at + n] for at, n in zip(to, sizes, strict=False)]
+    cut = data.draw(st.integers(0, 900))
+    into = [[piece[:cut], piece[cut:]] if 0 < cut < piece.size else [piece] for piece in pieces]
+    copies = runs(sources, into)
+    for copy in copies:
+        ctypes.memmove(copy.to, copy.at, copy.nbytes)
+    assert all(np.array_equal(one, other) for one, other in zip(sources, pieces, strict=True))
+    theirs = np.ones(target.size, bool)
+    for at, n in zip(to, sizes, strict=False):
+        theirs[at : at + -(-n // ALIGNMENT) * ALIGNMENT] = False
+    assert not target[theirs].any(), "what lies between, and is no padding, is somebody else's"
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    source, target = aligned(1024), aligned(1024)
+    sources = [source[at : at + 200] for at in (0, 256, 512)]
+    (copy,) = runs(sources, [[target[at : at + 200]] for at in (0, 256, 512)])
+    assert copy == (target.ctypes.data, source.ctypes.data, 712)
+
+
+def test_arrays_of_their_own_are_copied_alone_wherever_they_lie() -> None:
+    source = aligned(1024)
+    sources = [source[at : at + 200] for at in (0, 256)]
+    into = [[np.empty(200, np.uint8)], [np.empty(200, np.uint8)]]
+    assert [copy.nbytes for copy in runs(sources, into)] == [200, 200]
