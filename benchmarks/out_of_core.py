@@ -51,8 +51,8 @@ CONTENDERS = ("gpurt", "tasks", "p2p")
 MIB = 2**20
 #: The share of the data that is run first with ``--warm``: one of so many.
 WARM = 16
-#: Rows whose products are summed at once.
-PIECE = 1 << 22
+#: Rows whose products are summed at once: as many as a cache holds.
+PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
