@@ -39,7 +39,7 @@ NCCL = {"NCCL_NVLS_ENABLE": "0"}
 #: Values of the array of the elementwise workload, for each row and column of the matrices.
 ELEMENTS = 4
 #: The length of a leg in tasks, and the rounds for each of the plan's: legs are short here, and many.
-LEG, ROUNDS = 0.75, 3
+LEG, ROUNDS = 1.5, 3
 #: Seconds after which a collective that a process does not join is given up.
 LOST = 60
 
@@ -215,7 +215,7 @@ class Cell:
         """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
         candidates = self.plan.candidates() if self.actuator else {}
         governor = Governor(candidates, budget=LEARNING)
-        for turn in range(max(8, round(self.plan.learn / self.leg))):
+        for turn in range(max(8, round(self.plan.learn / (2 * self.leg)))):
             if turn % 8 == 0:
                 alone = self.measure_alone()
                 governor.learn(Sample(alone.compute, self.name, self.work))

@@ -86,6 +86,21 @@ def test_a_thread_of_its_own_has_a_context_of_its_own(contexts: Any) -> None:
     assert sums == 3 * [(1 << 19) * ((1 << 20) - 1)]
 
 
+def test_streams_of_a_confined_thread_are_not_confined(contexts: Any) -> None:
+    import cupy
+
+    from dask_gpurt.device.cuda import CudaDevice
+
+    kernel, device = cupy.RawKernel(WHERE, "where"), CudaDevice()
+    with contexts.entered(contexts.total - TAKEN):
+        device.memory()
+        _, stream = device.stream()
+        assert sms_seen(kernel) <= contexts.total - TAKEN + LENT
+    with stream:
+        assert sms_seen(kernel) == contexts.total
+        stream.synchronize()
+
+
 def test_libcudf_gives_the_same_results(contexts: Any) -> None:
     import cudf
     import cupy

@@ -25,7 +25,7 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import ALIGNMENT, Arena
 from dask_gpurt.device.copies import runs
-from dask_gpurt.device.green import GreenContexts
+from dask_gpurt.device.green import GreenContexts, usual_context
 from dask_gpurt.device.protocol import (
     Block,
     Buffer,
@@ -149,10 +149,10 @@ class CudaDevice:
         # One for each priority: what the attribute says may change while shuffles run.
         name = "first" if self.prioritised else "equal"
         if not hasattr(self._streams, name):
-            runtime.setDevice(self.index)
-            _, least, greatest = cudaDeviceGetStreamPriorityRange()
-            priority = greatest if self.prioritised else least
-            stream = cupy.cuda.Stream(non_blocking=True, priority=priority)
+            with usual_context(self.index):  # a confined task may be the first to ask
+                _, least, greatest = cudaDeviceGetStreamPriorityRange()
+                priority = greatest if self.prioritised else least
+                stream = cupy.cuda.Stream(non_blocking=True, priority=priority)
             setattr(self._streams, name, (Stream(stream), stream))
         pair: tuple[Stream, Any] = getattr(self._streams, name)
         return pair
@@ -187,8 +187,8 @@ class CudaDevice:
         return GreenContexts(self.index)
 
     def memory(self) -> tuple[int, int]:
-        runtime.setDevice(self.index)
-        free, total = runtime.memGetInfo()
+        with usual_context(self.index):
+            free, total = runtime.memGetInfo()
         return int(free), int(total)
 
     def create_pool(self, nbytes: int) -> Pool:

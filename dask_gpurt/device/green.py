@@ -26,6 +26,18 @@ UNIT, UNIT_BEFORE = 8, 2
 TRIAL = 1000
 
 
+@contextmanager
+def usual_context(device: int) -> Iterator[None]:
+    """Have the context that all threads share current meanwhile, whatever this thread has."""
+    _, before = driver.cuCtxGetCurrent()
+    runtime.setDevice(device)
+    try:
+        yield
+    finally:
+        if int(before):
+            _checked(driver.cuCtxSetCurrent(before))
+
+
 class GreenContexts:
     """Contexts of one GPU, made when they are first entered, for each thread its own.
 
