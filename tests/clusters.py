@@ -81,11 +81,11 @@ def partitions(collection: Any) -> list[pd.DataFrame]:
     """The partitions of a collection, as pandas frames."""
     done = collection.persist()
     wait(done)
-    frames = dask.compute(*(dask.delayed(_to_pandas)(part) for part in done.to_delayed()))
+    frames = dask.compute(*(dask.delayed(to_pandas)(part) for part in done.to_delayed()))
     return list(frames)
 
 
-def _to_pandas(frame: Any) -> Any:
+def to_pandas(frame: Any) -> Any:
     return frame.to_pandas() if hasattr(frame, "to_pandas") else frame
 
 

@@ -12,7 +12,7 @@ import dask
 import numpy as np
 import pandas as pd
 import pytest
-from clusters import Library, assert_same_partitions, cluster, counters, partitions
+from clusters import Library, assert_same_partitions, cluster, counters, partitions, to_pandas
 from distributed import Client, wait
 
 import dask_gpurt
@@ -98,6 +98,31 @@ def test_peers_read_what_is_spilled_without_making_it_live(small: Client, librar
     assert small.submit(np.sum, made, workers=[there]).result() == MIB * (MIB - 1) // 2
     where = small.run(lambda dask_worker: str(dask_worker.data.tier(made_key)), workers=[here])[here]
     assert where != "device"
+
+
+@pytest.mark.parametrize("tier", ["pinned", "host", "disk"])
+def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None:
+    """Neither on the device nor anywhere else on the worker where it lies."""
+    first = {f"memory__{name}": 32 * MIB if name == tier else 0 for name in ("pinned", "host")}
+    frame = pd.DataFrame({"key": np.arange(MIB) % 7, "text": [str(i) for i in range(MIB)]})
+
+    def puts_nothing_together(dask_worker: Any) -> str:
+        from dask_gpurt.memory import entries
+
+        entries.put_together = None
+        dask_worker.data.spill(1 << 40)
+        return str(dask_worker.data.tier(key))
+
+    with cluster(library.name, memory__tiers=True, memory__device=64 * MIB, **first) as client:
+        here, there = client.scheduler_info(n_workers=-1)["workers"]
+        made = client.submit(library.frame, frame, workers=[here], pure=False)
+        wait(made)
+        key = made.key
+        assert client.run(puts_nothing_together, workers=[here])[here] == tier
+        read = client.submit(to_pandas, made, workers=[there])
+        pd.testing.assert_frame_equal(read.result(), frame)
+        pd.testing.assert_frame_equal(to_pandas(made.result()), frame)
+        assert client.run(lambda dask_worker: str(dask_worker.data.tier(key)), workers=[here])[here] == tier
 
 
 def test_the_picture_agrees_with_the_workers(small: Client, library: Library) -> None:

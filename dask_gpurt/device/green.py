@@ -29,12 +29,12 @@ TRIAL = 1000
 @contextmanager
 def usual_context(device: int) -> Iterator[None]:
     """Have the context that all threads share current meanwhile, whatever this thread has."""
-    _, before = driver.cuCtxGetCurrent()
+    _, before = driver.cuCtxGetCurrent()  # None before anything else was asked of the driver
     runtime.setDevice(device)
     try:
         yield
     finally:
-        if int(before):
+        if before is not None and int(before):
             _checked(driver.cuCtxSetCurrent(before))
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from dask.utils import typename
 from distributed.protocol import pickle as dask_pickle
-from distributed.protocol.serialize import deserialize, serialize
+from distributed.protocol.serialize import Serialized, deserialize, serialize
 
 #: One buffer, in one or several pieces: arrays of bytes, or one object on a device.
 Scattered = list[Any]
@@ -20,6 +21,8 @@ _RAW = b"raw"
 _SMALL = 4096
 #: Libraries whose objects lie in the memory of a GPU.
 _DEVICE_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
+#: Those that register serializers with Dask for the device and for the host.
+_SAME_ON_HOST = frozenset({"cudf", "cupy", "rmm"})
 
 #: Whether Dask's error about what it can not pickle is an answer here, and nothing to log.
 _asking: ContextVar[bool] = ContextVar("asking", default=False)
@@ -76,7 +79,11 @@ def on_device(buffer: Scattered) -> bool:
 
 def lives_on_device(value: Any) -> bool:
     """Whether an object is of a library whose objects lie on a GPU."""
-    return any(kind.__module__.partition(".")[0] in _DEVICE_LIBRARIES for kind in type(value).__mro__)
+    return _is_of(type(value), _DEVICE_LIBRARIES)
+
+
+def _is_of(type_: type, libraries: frozenset[str]) -> bool:
+    return any(kind.__module__.partition(".")[0] in libraries for kind in type_.__mro__)
 
 
 def take_apart(value: Any) -> Frames:
@@ -154,6 +161,37 @@ def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
         for pieces, there in zip(frames.buffers, flags, strict=True)
     ]
     return deserialize(body, buffers)
+
+
+def message(frames: Frames) -> Serialized | None:
+    """What Dask sends of an object, out of frames in host memory; None where that takes the object.
+
+    Whoever gets it puts the object together as always, on his device where it was on one.
+    """
+    if frames.header == _RAW:
+        return None
+    kind, body, flags = pickle.loads(frames.header)
+    buffers = [(pieces[0] if len(pieces) == 1 else joined(pieces)).data for pieces in frames.buffers]
+    if kind == "host":
+        header = {"serializer": "pickle", "writeable": tuple(flags)}
+        return Serialized(header, buffers if body is None else [body, *buffers])
+    on_host = _from_host(body)
+    return None if on_host is None else Serialized(on_host, buffers)
+
+
+def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
+    """Dask's header for the same frames in host memory; None if it can not be said of an object's type."""
+    header = {name: value for name, value in header.items() if name != "compression"}
+    if "sub-headers" in header:
+        below = [_from_host(one) for one in header["sub-headers"]]
+        return None if None in below else {**header, "sub-headers": below}
+    if header["serializer"] != "cuda":
+        return header
+    type_ = pickle.loads(header["type-serialized"])
+    if not _is_of(type_, _SAME_ON_HOST):
+        return None
+    # Their serializers for the host make the same frames and headers as those for the device.
+    return {**header, "serializer": "dask", "type": typename(type_)}
 
 
 def joined(pieces: Scattered) -> np.ndarray:

@@ -16,11 +16,12 @@ from time import perf_counter
 from typing import Any
 
 from dask.typing import Key
+from distributed.protocol.serialize import Serialized
 
 from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Copy, Entry, Need, label_of
-from dask_gpurt.memory.frames import Frames, Scattered, joined, on_device
+from dask_gpurt.memory.frames import Frames, Scattered, joined, message, on_device
 from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.room import Room
 from dask_gpurt.memory.sizes import owned
@@ -281,6 +282,19 @@ class Ladder(Room, MutableMapping[Key, Any]):
             found |= {key: self._read(copy, stack) for key, copy in pinned.items()}
         # What the mapping before us holds it gives out once, so that is kept here.
         return found | {key: self[key] for key in before}
+
+    def messages(self, keys: Iterable[Key], stack: ExitStack) -> dict[Key, Serialized]:
+        """What Dask sends of objects below the live tiers; refers to those until ``stack`` is left. Blocks.
+
+        Nothing is put together, and nothing goes to the device. Keys of which that can not be sent are
+        left out.
+        """
+        with self._lock:
+            known = {key: self._entries[key] for key in keys if key in self._entries}
+            below = {key: entry for key, entry in known.items() if not entry.live and entry.before is None}
+            pinned = {key: self._pin(entry, stack) for key, entry in below.items()}
+        found = {key: message(self._below.get(tier, name)) for key, (_, tier, name) in pinned.items()}
+        return {key: sent for key, sent in found.items() if sent is not None}
 
     def unreadable(self, keys: Iterable[Key]) -> list[Key]:
         """Those of ``keys`` that can not be read any more. Blocks."""

@@ -6,7 +6,8 @@ room for results is made, on threads of the tiers, before Dask's own code goes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,9 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.following import Following
 from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.tiers import WorkerTiers
+
+#: Dask's families of serializers, where nobody says which.
+_ALWAYS = ("dask", "pickle")
 
 #: The stream operation that tells the scheduler which keys are gone.
 LOST = "gpurt-lost"
@@ -90,11 +94,13 @@ class WorkerData:
 
     async def _copies(self, keys: list[Key]) -> dict[Key, Any]:
         """Copies of keys; those that can not be read are lost."""
+        return await self._read(keys, self._ladder.copies)
+
+    async def _read(self, keys: list[Key], how: Callable[[list[Key]], dict[Key, Any]]) -> dict[Key, Any]:
         found: dict[Key, Any] = {}
         for key in keys:
             try:
-                copying = partial(self.tiers.offload, self._ladder.copies, [key])
-                found |= await self._runner.with_retries(copying)
+                found |= await self._runner.with_retries(partial(self.tiers.offload, how, [key]))
             except CorruptFile as error:
                 self._lose([key], error)
         return found
@@ -142,12 +148,20 @@ class WorkerData:
         """Serve a peer; what has been spilled from where it lies, without making it live."""
         keys = list(keys)
         held, lower = self._ladder.hold_where_live(keys)
-        try:
-            serving.set(await self._copies(lower) if lower else {})
+        with ExitStack() as sending:
+            sending.callback(self._ladder.release, held.values())
+            sending.callback(serving.set, None)
+            found: dict[Key, Any] = {}
+            if lower and _takes_frames(comm, serializers):
+                found = await self._read(lower, partial(self._ladder.messages, stack=sending))
+            serving.set(found | await self._copies([key for key in lower if key not in found]))
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
-        finally:
-            serving.set(None)
-            self._ladder.release(held.values())
+
+
+def _takes_frames(comm: Any, serializers: Any) -> bool:
+    """Whether a peer gets bytes of his own, and reads whatever family of Dask's they are of."""
+    # Within a process it would get the tier's memory.
+    return not comm.peer_address.startswith("inproc") and {"dask", "pickle"} <= set(serializers or _ALWAYS)
 
 
 def _forget(mapping: Any, key: Key) -> None:
