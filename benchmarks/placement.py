@@ -22,9 +22,10 @@ from distributed.core import Status
 from distributed.scheduler import SchedulerState, WorkerState
 from sortedcontainers import SortedDict
 
+from dask_gpurt.memory.ledger import Ledger, Picture
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement import Placement, Room
+from dask_gpurt.placement import LedgerHeadroom, Placement, Room
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST = 8
@@ -139,6 +140,14 @@ class _Spec:
     annotations = None
 
 
+def headroom_of(state: SchedulerState) -> LedgerHeadroom:
+    """Room for everything, as the ledgers of all workers have told."""
+    picture, capacity = Picture(), {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0}
+    for address in state.workers:
+        picture.apply(address, Ledger(capacity).snapshot())
+    return LedgerHeadroom(picture, state.workers)
+
+
 class Roomy:
     """Room for everything, and all data in its live tier."""
 
@@ -201,7 +210,7 @@ def measure(graph: Callable[[int], Any], workers: int, tasks: int, ours: bool, t
     """Microseconds a task: of everything, or if ``timed`` of the choices."""
     state = BareState(workers)
     if ours:
-        Placement(state, topology_of(state), Roomy(), Metrics()).bind()
+        Placement(state, topology_of(state), headroom_of(state), Metrics()).bind()
     watch = Timed(state) if timed else None
     began = time.process_time()
     state.submit(graph(tasks))

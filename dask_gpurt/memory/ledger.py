@@ -28,6 +28,24 @@ class Label(NamedTuple):
     prefix: str = ""
 
 
+class Room(NamedTuple):
+    """The room on a worker.
+
+    Parameters
+    ----------
+    free
+        Bytes that its live tier takes as it is.
+    below
+        Bytes that its lower tiers take.
+    tier
+        The first of those with room; None when there is none.
+    """
+
+    free: float
+    below: float = 0
+    tier: Tier | None = None
+
+
 class Ledger:
     """The account of one worker: bytes by tier and kind, of partitions also by task prefix. Thread-safe.
 
@@ -140,7 +158,8 @@ class Picture:
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
         #: Worked out when somebody asks, until the worker reports again.
-        self._headrooms: dict[str, dict[Tier, int]] = {}
+        self._rooms: dict[str, Room] = {}
+        self._fullest: dict[str, dict[str, Tier | None]] = {}
 
     def apply(self, worker: str, message: Message) -> None:
         """Take a message; one that is older than what is known counts for nothing."""
@@ -150,7 +169,8 @@ class Picture:
         if message["began"] > known[0]:
             self.forget(worker)
         self._seq[worker] = seq
-        self._headrooms.pop(worker, None)
+        self._rooms.pop(worker, None)
+        self._fullest.pop(worker, None)
         self._capacity[worker] = message["capacity"]
         cells = self._cells.setdefault(worker, {})
         for tier, kind, nbytes in message["cells"]:
@@ -166,24 +186,27 @@ class Picture:
 
     def forget(self, worker: str) -> None:
         """A worker has left."""
-        for known in (self._seq, self._capacity, self._cells, self._prefixes, self._headrooms):
+        everything: tuple[dict[str, Any], ...] = (self._seq, self._capacity, self._cells, self._prefixes)
+        for known in (*everything, self._rooms, self._fullest):
             known.pop(worker, None)
 
-    def headrooms(self, worker: str) -> Mapping[Tier, int] | None:
-        """The headroom of each tier of a worker; None when it has not reported."""
-        if worker not in self._headrooms:
-            if worker not in self._capacity:
-                return None
-            capacity = self._capacity[worker]
-            self._headrooms[worker] = {
-                tier: self._row(worker, str(tier), capacity[str(tier)])["headroom"] for tier in Tier
-            }
-        return self._headrooms[worker]
+    def room(self, worker: str) -> Room | None:
+        """The room on a worker; None when it has not reported."""
+        room = self._rooms.get(worker)
+        if room is None and (capacity := self._capacity.get(worker)):
+            live, *lower = [(tier, self._row(worker, str(tier), capacity[tier])["headroom"]) for tier in Tier]
+            below = {tier: left for tier, left in lower if left > 0}
+            room = self._rooms[worker] = Room(live[1], sum(below.values()), next(iter(below), None))
+        return room
 
-    def tiers(self, worker: str, prefix: str) -> dict[Tier, int]:
-        """Bytes of partitions of a task prefix on a worker, in each tier that has some."""
-        sizes = self._prefixes.get(worker, {})
-        return {tier: nbytes for tier in Tier if (nbytes := sizes.get((tier, prefix), 0))}
+    def fullest(self, worker: str, prefix: str) -> Tier | None:
+        """The tier with most of the bytes that tasks of a prefix have left on a worker; None without any."""
+        known = self._fullest.setdefault(worker, {})
+        if prefix not in known:
+            sizes = self._prefixes.get(worker, {})
+            found = {tier: nbytes for tier in Tier if (nbytes := sizes.get((tier, prefix), 0))}
+            known[prefix] = max(found, key=found.__getitem__, default=None)
+        return known[prefix]
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each worker and tier: capacity, headroom, and the bytes of each kind."""

@@ -84,8 +84,9 @@ class Placement:
         self._gate = Gate(state, self._chooser)
         self._families = Families(state)
         self._history = History(history)
-        #: The root task that Dask is about to ask a worker for; it does not say which.
+        #: The root task that Dask is about to ask a worker for; it does not say which. And who has a slot.
         self._root: Any = None
+        self._slot: Any = None
         self._originals: dict[str, Callable[..., Any]] = {}
         self._bound: list[tuple[Any, str]] = []
 
@@ -202,24 +203,25 @@ class Placement:
         return ws
 
     def _get_comm_cost(self, ts: Any, ws: Any) -> float:
-        return self._chooser.estimates.inputs(ts, ws)[1]
+        estimates = self._chooser.estimates
+        return estimates.inputs(estimates.needs(ts), ws)[1]
 
     # ---- root tasks --------------------------------------------------------------------
 
     def _is_rootish(self, ts: Any) -> bool:
         rootish: bool = self._originals["is_rootish"](ts)
-        self._root = ts if rootish else None
+        self._root, self._slot = ts if rootish else None, None
         return rootish
 
     def _decide_worker_rootish_queuing_enabled(self) -> Any:
-        ts, self._root = self._root, None
+        ts, slot, self._root, self._slot = self._root, self._slot, None, None
         idle = self._state.idle_task_count
         if ts is None:
             return self._originals["decide_worker_rootish_queuing_enabled"]()
         if not idle:
             self._families.queued(ts)
             return None
-        candidates = self._chooser.root_candidates(ts, idle)
+        candidates = self._chooser.root_candidates(ts, idle, slot)
         if not candidates:
             return self._originals["decide_worker_rootish_queuing_enabled"]()
         ws = self._take(ts, candidates, idle)
@@ -256,7 +258,7 @@ class Placement:
 
     def _next_root(self) -> Any:
         idle = self._state.idle_task_count
-        slot = self._chooser.least_loaded_of(idle)
+        self._slot = slot = self._chooser.least_loaded_of(idle)
         self._root = (
             self._families.next(self._chooser.home(slot)) if slot is not None else self._state.queued.peek()
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from heapq import nlargest, nsmallest
 from itertools import islice
 from typing import Any
@@ -50,13 +51,12 @@ class Chooser:
 
     def look_at(self, ws: Any) -> bool:
         """Take notice of what a running worker has to do; tell whether it has room."""
-        address = ws.address
+        address, load = ws.address, len(ws.processing) // ws.nthreads
         if not self.estimates.has_room(ws):
             self._loads.discard(address)
             return False
-        if not self._loads.change(address, len(ws.processing) // ws.nthreads):
-            names = neighbourhoods(self._topology, address, ws.host)
-            self._loads.put(address, len(ws.processing) // ws.nthreads, names)
+        if not self._loads.change(address, load):
+            self._loads.put(address, load, neighbourhoods(self._topology, address, ws.host))
         return True
 
     def look_anew(self, ws: Any) -> None:
@@ -89,10 +89,12 @@ class Chooser:
                 self._loads.discard(address)
 
     def least_loaded_of(self, workers: Collection[Any]) -> Any | None:
-        """Of some workers one with little to do; None if many others have less, or these no room."""
-        if len(workers) == 1:
-            return next(iter(workers))
-        return next((ws for ws in self.least_loaded(EVERYWHERE, FAR) if ws in workers), None)
+        """Of some workers one with little to do; None if many others have less, or these no room.
+
+        The only one of a set is looked up here too: to iterate over a set that has had many takes long.
+        """
+        found = next((ws for ws in self.least_loaded(EVERYWHERE, FAR) if ws in workers), None)
+        return next(iter(workers)) if found is None and len(workers) == 1 else found
 
     def has_room(self, ws: Any) -> bool:
         """Whether a worker had room when it was last looked at."""
@@ -116,7 +118,7 @@ class Chooser:
             The running workers that it may run on; None for all that run.
         """
         allowed = self._state.running if valid is None else valid
-        estimate = self.estimates.cost
+        estimate = partial(self.estimates.cost, needs=self.estimates.needs(ts))
         holders = [ws for ws in _holders(ts.dependencies) if ws in allowed]
         found = {ws.address: estimate(ts, ws) for ws in holders}
         if found:
@@ -154,20 +156,25 @@ class Chooser:
 
     # ---- root tasks ----------------------------------------------------------------------
 
-    def root_candidates(self, ts: Any, open_to: Collection[Any]) -> list[Candidate]:
+    def root_candidates(self, ts: Any, open_to: Collection[Any], slot: Any | None = None) -> list[Candidate]:
         """The costs of a root task: its result is to be near those that will be needed together with it.
 
         Parameters
         ----------
         open_to
             The workers that take root tasks now.
+        slot
+            The one of these with the least to do, where it is known already.
         """
+        slot = slot or self.least_loaded_of(open_to)
+        if len(open_to) == 1:
+            return [self.estimates.cost(ts, slot)]
         anchor = next((ws for sibling in siblings(ts) if (ws := whereabouts(sibling))), None)
-        found = open_to if len(open_to) == 1 else self._open(anchor, open_to)
         nbytes = int(size(ts.prefix)) or UNKNOWN_SIZE
+        found = self._open(anchor, open_to, slot)
         return [self._gathered(self.estimates.cost(ts, ws), anchor, nbytes) for ws in found]
 
-    def _open(self, anchor: Any | None, open_to: Collection[Any]) -> Collection[Any]:
+    def _open(self, anchor: Any | None, open_to: Collection[Any], slot: Any | None) -> Collection[Any]:
         """Of the open workers an anchor, the least loaded around it, and the least loaded of all."""
         found: dict[Any, None] = {}
         if anchor is not None:
@@ -176,8 +183,8 @@ class Chooser:
             names = self.neighbourhoods(anchor)
             near = ([ws for ws in self.least_loaded(name, NEAR) if ws in open_to] for name in names)
             found.update(dict.fromkeys(next(filter(None, near), ())))
-        if (idlest := self.least_loaded_of(open_to)) is not None:
-            found[idlest] = None
+        if slot is not None:
+            found[slot] = None
         return found
 
     def _gathered(self, candidate: Candidate, anchor: Any | None, nbytes: int) -> Candidate:

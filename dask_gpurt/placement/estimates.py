@@ -16,6 +16,10 @@ from dask_gpurt.topology import Topology
 MOST_REPLICAS = 4
 #: What the pace of a worker changes with each task that it has done, and what it stays within.
 PACE_WEIGHT, FASTEST, SLOWEST = 0.1, 0.1, 10.0
+#: An input, its bytes, and some workers that have it with the tiers that it is in there.
+Need = tuple[Any, int, list[tuple[str, Tier]]]
+#: Of a task without inputs: none is missing, in no time, and none is coming.
+NOTHING = 0, 0.0, False
 
 
 class Estimates:
@@ -39,48 +43,58 @@ class Estimates:
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
         self._inbound: dict[str, float] = {}
 
-    def cost(self, ts: Any, ws: Any) -> Candidate:
-        """What a task costs on a worker."""
-        missing, moving, coming = self.inputs(ts, ws)
+    def cost(self, ts: Any, ws: Any, needs: list[Need] | None = None) -> Candidate:
+        """What a task costs on a worker.
+
+        Parameters
+        ----------
+        needs
+            The inputs, where they are known already.
+        """
+        if needs is None:
+            needs = self.needs(ts)
+        missing, moving, coming = self.inputs(needs, ws) if needs else NOTHING
         if missing or coming:
             moving += self._seconds_inbound(ws)
-        work, promised = self._work(ts, ws)
-        address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
+        address, tasks, threads, prefix = ws.address, len(ws.processing), ws.nthreads, ts.prefix
+        work, promised = self._work(ts, ws) if tasks else (0.0, ws._network_occ)
         pace = self._paces.get(address, 1.0)
-        room, fits = self._room(address, missing + size(ts.prefix), promised)
-        terms = Terms(
-            cost.waiting(work, tasks, threads, pace),
-            self._state._get_prefix_duration(ts.prefix) * pace,
-            moving,
-            room,
-            fits,
-        )
+        room, fits = self._room(address, missing + size(prefix), promised)
+        running = self._state._get_prefix_duration(prefix) * pace
+        terms = Terms(cost.waiting(work, tasks, threads, pace), running, moving, room, fits)
         return Candidate(address, terms, tasks / threads, ws.nbytes, missing)
 
-    def inputs(self, ts: Any, ws: Any) -> tuple[int, float, bool]:
+    def needs(self, ts: Any) -> list[Need]:
+        """The inputs of a task: looked up once for all workers that are compared."""
+        tier = self._headroom.tier
+        return [
+            (
+                dts,
+                dts.get_nbytes(),
+                [(ws.address, tier(ws.address, dts.key)) for ws in islice(dts.who_has, MOST_REPLICAS)],
+            )
+            for dts in ts.dependencies
+        ]
+
+    def inputs(self, needs: list[Need], ws: Any) -> tuple[int, float, bool]:
         """Bytes of inputs that a worker lacks, the seconds to get all, and whether some are on their way.
 
         What is on its way counts for the task that it was sent for.
         """
         missing, seconds, coming = 0, 0.0, False
         address, here, on_their_way = ws.address, ws.has_what, ws.needs_what
-        for dts in ts.dependencies:
-            if dts in on_their_way:
+        between = self.routes.between
+        for dts, nbytes, replicas in needs:
+            if on_their_way and dts in on_their_way:
                 coming = True
             elif dts in here:
                 tier = self._headroom.tier(address, dts.key)
                 if tier is not Tier.DEVICE:
-                    seconds += cost.moving(dts.get_nbytes(), [self.routes.out_of(tier, address)])
+                    seconds += cost.moving(nbytes, [self.routes.out_of(tier, address)])
             else:
-                nbytes = dts.get_nbytes()
                 missing += nbytes
-                seconds += self._fetch(dts, nbytes, address)
+                seconds += cost.moving(nbytes, [between(source, tier, address) for source, tier in replicas])
         return missing, seconds, coming
-
-    def _fetch(self, dts: Any, nbytes: int, target: str) -> float:
-        key, tier, between = dts.key, self._headroom.tier, self.routes.between
-        sources = [holder.address for holder in islice(dts.who_has, MOST_REPLICAS)]
-        return cost.moving(nbytes, [between(source, tier(source, key), target) for source in sources])
 
     def _work(self, ts: Any, ws: Any) -> tuple[float, float]:
         """Seconds of the work on a worker that comes before a task, and bytes that are promised there.
@@ -89,12 +103,13 @@ class Estimates:
         goes through graphs depth first. What is promised is what comes in, and the results of the tasks
         that run next; later ones find inputs gone.
         """
-        state, work, results, threads = self._state, 0.0, 0.0, ws.nthreads
+        prefixes, duration = self._state.task_prefixes, self._state._get_prefix_duration
+        work, results, threads = 0.0, 0.0, ws.nthreads
         sources = {dts.prefix.name for dts in ts.dependencies}
         for name, count in ws.task_prefix_count.items():
-            prefix = state.task_prefixes[name]
-            before = min(count, threads) if name in sources else count
-            work += state._get_prefix_duration(prefix) * before
+            prefix = prefixes[name]
+            before = threads if count > threads and name in sources else count
+            work += duration(prefix) * before
             results += size(prefix) * count
         tasks = len(ws.processing)
         if tasks > threads:

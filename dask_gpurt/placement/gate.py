@@ -36,8 +36,8 @@ class Gate:
     def check(self, ws: Any) -> None:
         """Dask has just judged a worker by its tasks: judge it by its room."""
         address = ws.address
-        self._waiting.pop(address, None)
-        self._let_in.pop(address, None)
+        if self._waiting or self._let_in:
+            self.forget(address)
         if ws not in self._state.running:
             return
         if self._chooser.look_at(ws):
@@ -51,6 +51,8 @@ class Gate:
 
     def look_again(self) -> list[Any]:
         """Some of the workers that were left out, for another check."""
+        if not self._waiting:
+            return []
         return [ws for ws in islice(self._waiting.values(), LOOKED_AT) if ws in self._state.running]
 
     def let_in(self) -> None:
@@ -69,6 +71,6 @@ class Gate:
         self._let_in.clear()
 
     def forget(self, worker: str) -> None:
-        """Dask has removed a worker."""
+        """Leave a worker out of account: Dask has removed it, or it is judged anew."""
         self._waiting.pop(worker, None)
         self._let_in.pop(worker, None)

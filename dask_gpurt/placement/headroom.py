@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from dask.typing import Key
 from dask.utils import key_split
 
-from dask_gpurt.memory.ledger import Picture
+from dask_gpurt.memory.ledger import Picture, Room
 from dask_gpurt.memory.tiers import Tier
-
-
-class Room(NamedTuple):
-    """The room on a worker.
-
-    Parameters
-    ----------
-    free
-        Bytes that its live tier takes as it is.
-    below
-        Bytes that its lower tiers take.
-    tier
-        The first of those with room; None when there is none.
-    """
-
-    free: float
-    below: float = 0
-    tier: Tier | None = None
 
 
 class Headroom(Protocol):
@@ -58,12 +40,7 @@ class LedgerHeadroom:
 
     def room(self, worker: str) -> Room:
         """The room on a worker; without end on one that is gone, or has no memory limit."""
-        known = self._picture.headrooms(worker)
-        if known is None:
-            return Room(self._left_by_dask(worker))
-        tier = next((tier for tier in Tier if tier is not Tier.DEVICE and known[tier] > 0), None)
-        below = sum(max(0, known[tier]) for tier in Tier if tier is not Tier.DEVICE)
-        return Room(known[Tier.DEVICE], below, tier)
+        return self._picture.room(worker) or Room(self._left_by_dask(worker))
 
     def _left_by_dask(self, worker: str) -> float:
         state = self._workers.get(worker)
@@ -71,5 +48,4 @@ class LedgerHeadroom:
 
     def tier(self, worker: str, key: Key) -> Tier:
         """The tier with most of the bytes that tasks of the same prefix have left on a worker."""
-        nbytes = self._picture.tiers(worker, key_split(key))
-        return max(nbytes, key=nbytes.__getitem__) if nbytes else Tier.DEVICE
+        return self._picture.fullest(worker, key_split(key)) or Tier.DEVICE

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.placement.cost import Candidate, rank
+from dask_gpurt.placement.cost import Candidate, Terms, rank
 
 #: Keys whose last decision is remembered: some tens of MB at most.
 MOST_KEYS = 20_000
+#: The figures of a candidate in a record.
+FIGURES = len(Candidate._fields) - 1 + len(Terms._fields)
 
 
 class History:
@@ -25,15 +27,19 @@ class History:
 
     def __init__(self, most: int = MOST_KEYS):
         self._most = most
-        self._decisions: OrderedDict[Key, tuple[str, Sequence[Candidate]]] = OrderedDict()
+        # A flat tuple of numbers and strings each: the garbage collector does not go through those.
+        self._decisions: OrderedDict[Key, tuple[Any, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._decisions)
 
     def add(self, key: Key, worker: str, candidates: Sequence[Candidate]) -> None:
         """Remember a decision."""
-        self._decisions[key] = worker, candidates
-        self._decisions.move_to_end(key)
+        record: list[Any] = [worker]
+        for name, terms, load, held, missing in candidates:
+            record += name, load, held, missing, *terms
+        self._decisions.pop(key, None)
+        self._decisions[key] = tuple(record)
         if len(self._decisions) > self._most:
             self._decisions.popitem(last=False)
 
@@ -42,7 +48,7 @@ class History:
 
         None if it is not known, or no more.
         """
-        worker, candidates = self._decisions.get(key, ("", ()))
+        worker, *figures = self._decisions.get(key, ("",))
         return [
             {
                 "worker": candidate.worker,
@@ -51,5 +57,12 @@ class History:
                 "missing": candidate.missing,
                 **candidate.terms._asdict(),
             }
-            for candidate in sorted(candidates, key=rank)
+            for candidate in sorted(_candidates(figures), key=rank)
         ]
+
+
+def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:
+    """The candidates of a record."""
+    for start in range(0, len(figures), FIGURES):
+        name, load, held, missing, *terms = figures[start : start + FIGURES]
+        yield Candidate(name, Terms(*terms), load, held, missing)

@@ -10,6 +10,8 @@ Worker = TypeVar("Worker", bound=Hashable)
 
 #: A device, an NVLink domain, a host, or everything.
 Neighbourhood = tuple[str, ...]
+#: The workers of a neighbourhood by load, in dictionaries without values: sets in the order of arrival.
+Buckets = dict[int, dict[Worker, None]]
 
 
 class Loads(Generic[Worker]):
@@ -20,9 +22,9 @@ class Loads(Generic[Worker]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[Worker, tuple[int, Sequence[Neighbourhood]]] = {}
-        # Dictionaries without values: sets in the order of arrival.
-        self._buckets: dict[Neighbourhood, dict[int, dict[Worker, None]]] = {}
+        self._buckets: dict[Neighbourhood, Buckets[Worker]] = {}
+        # The load of a worker, what it belongs to, and the buckets of that.
+        self._known: dict[Worker, tuple[int, Sequence[Neighbourhood], list[Buckets[Worker]]]] = {}
 
     def __contains__(self, worker: Worker) -> bool:
         return worker in self._known
@@ -37,13 +39,13 @@ class Loads(Generic[Worker]):
 
     def put(self, worker: Worker, load: int, neighbourhoods: Sequence[Neighbourhood]) -> None:
         """Say how much a worker has to do, and to what it belongs."""
-        known = self._known.get(worker)
-        if known == (load, neighbourhoods):
+        if self.neighbourhoods(worker) == neighbourhoods and self.load(worker) == load:
             return
         self.discard(worker)
-        self._known[worker] = load, neighbourhoods
-        for name in neighbourhoods:
-            self._buckets.setdefault(name, {}).setdefault(load, {})[worker] = None
+        buckets = [self._buckets.setdefault(name, {}) for name in neighbourhoods]
+        self._known[worker] = load, neighbourhoods, buckets
+        for each in buckets:
+            each.setdefault(load, {})[worker] = None
 
     def neighbourhoods(self, worker: Worker) -> Sequence[Neighbourhood]:
         """What a worker belongs to; nothing for one that is not here."""
@@ -55,32 +57,30 @@ class Loads(Generic[Worker]):
         known = self._known.get(worker)
         if known is None:
             return False
-        before, neighbourhoods = known
+        before, neighbourhoods, buckets = known
         if before == load:
             return True
-        self._known[worker] = load, neighbourhoods
-        for name in neighbourhoods:
-            buckets = self._buckets[name]
-            bucket = buckets[before]
+        self._known[worker] = load, neighbourhoods, buckets
+        for each in buckets:
+            bucket = each[before]
             if len(bucket) > 1:
                 del bucket[worker]
             else:
-                del buckets[before]
-            if load in buckets:
-                buckets[load][worker] = None
+                del each[before]
+            if load in each:
+                each[load][worker] = None
             else:
-                buckets[load] = {worker: None}
+                each[load] = {worker: None}
         return True
 
     def discard(self, worker: Worker) -> None:
         """Forget a worker."""
-        load, neighbourhoods = self._known.pop(worker, (0, ()))
-        for name in neighbourhoods:
-            buckets = self._buckets[name]
-            del buckets[load][worker]
-            if not buckets[load]:
-                del buckets[load]
-            if not buckets:
+        load, neighbourhoods, buckets = self._known.pop(worker, (0, (), []))
+        for name, each in zip(neighbourhoods, buckets, strict=True):
+            del each[load][worker]
+            if not each[load]:
+                del each[load]
+            if not each:
                 del self._buckets[name]
 
     def lowest(self, neighbourhood: Neighbourhood) -> int | None:

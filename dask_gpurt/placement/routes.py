@@ -53,8 +53,8 @@ class Routes:
     def _learn(self, source: str, target: str) -> Route:
         if len(self._known) >= MOST_PAIRS:
             self.clear()
-        link = self._topology.link(source, target)
-        route = Route.over(self._topology.speed(source, target))
+        link, speed = self._topology.way(source, target)
+        route = Route.over(speed)
         if link in BETWEEN_HOSTS:
             route = Route(route.latency, route.pace * self._neighbours(source))
         if link in THROUGH_HOST:

@@ -172,13 +172,18 @@ class Topology:
 
     def speed(self, source: str, target: str) -> Speed:
         """How fast the link between two workers is: of this pair, else in this host, else of its class."""
-        link = self.link(source, target)
+        return self.way(source, target)[1]
+
+    def way(self, source: str, target: str) -> tuple[Link, Speed]:
+        """The link between two workers with its speed."""
         here, there = self._places.get(source), self._places.get(target)
         if here is None or there is None:
-            return self._classes[link].speed
+            link = Link.SAME_DEVICE if source == target else Link.TCP
+            return link, self._classes[link].speed
+        link = Link.SAME_DEVICE if source == target else self._link(here, there)
         if self._departures and (own := self._departures.speed(_pair(link, here, there))):
-            return own
-        return self._usual(link, here, there).speed
+            return link, own
+        return link, self._usual(link, here, there).speed
 
     def _usual(self, link: Link, here: Place, there: Place) -> Average:
         """The average that transfers count for: of the host where it departs, else of the class."""
