@@ -170,6 +170,17 @@ def test_an_adopted_key_leaves_the_mapping_before_us(ladder: Ladder, read: bool)
     assert not before
 
 
+def test_trifles_may_go_above_the_limit_until_they_are_more_than_one(tmp_path: Path) -> None:
+    ladder = new_ladder(str(tmp_path), Limits(640 * KIB, 0, 0, None))  # of which a trifle is 10 KiB
+    ladder["x"] = array(1, 640)
+    assert not ladder.promise_at_once("large", 11 * KIB, Tier.DEVICE)
+    taken = [ladder.promise_at_once(str(i), 3 * KIB, Tier.DEVICE) for i in range(5)]
+    assert taken == [True, True, True, False, False]
+    assert not ladder.over(), "and nobody spills for them"
+    ladder["y"] = array(2, 11)
+    assert ladder.over() == 11 * KIB
+
+
 def test_room_is_promised_once(ladder: Ladder) -> None:
     """Another promise comes between the look at the room and our own promise."""
     ladder["x"] = array(1)

@@ -21,7 +21,7 @@ from dask_gpurt.memory.entries import Entries, Entry, Need
 from dask_gpurt.memory.frames import NotMovable, take_apart
 from dask_gpurt.memory.policy import Candidate, choose, order
 from dask_gpurt.memory.sizes import owned
-from dask_gpurt.memory.tiers import NoRoom, Tier
+from dask_gpurt.memory.tiers import TRIFLE, TRIFLING, NoRoom, Tier
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,21 @@ class Room(Entries):
     # ---- promised --------------------------------------------------------------------
 
     def promise_at_once(self, key: Key, nbytes: int, tier: Tier) -> bool:
-        """Promise room to a key that will be stored, if there is some; does not block."""
+        """Promise room to a key that will be stored, if there is some; does not block.
+
+        A trifle may go above the limit, as long as all that is above it is one.
+        """
+        trifle = self._trifle(tier)
         with self._lock:
-            if self._excess(nbytes, tier) > 0:
+            if self._excess(nbytes, tier) > (trifle if nbytes <= trifle else 0):
                 return False
             self._live.promise(key, tier, nbytes)
             self._account()
             return True
+
+    def _trifle(self, tier: Tier) -> int:
+        limit = self.limits.device if tier is Tier.DEVICE else self.limits.host
+        return int(min(TRIFLE, TRIFLING * limit))
 
     def promise(self, key: Key, nbytes: int, tier: Tier) -> None:
         """Promise room to a key that will be stored, and spill for it. Blocks.
@@ -103,8 +111,9 @@ class Room(Entries):
         return self._excess(nbytes, tier) <= 0
 
     def over(self) -> int:
-        """Bytes by which live objects exceed the device tier."""
-        return max(self.live_bytes(Tier.DEVICE) - self.limits.device, 0)
+        """Bytes by which live objects exceed the device tier, 0 for a trifle."""
+        beyond = self.live_bytes(Tier.DEVICE) - self.limits.device
+        return beyond if beyond > self._trifle(Tier.DEVICE) else 0
 
     def set_elsewhere(self, roots: Iterable[int]) -> None:
         """Which allocations of live objects somebody else has moved off the device; all others are there."""

@@ -14,9 +14,8 @@ DEVICE_SHARE = 0.8
 #: Pinned memory is taken from everybody on the host, and a few GiB keep the bus busy.
 PINNED_SHARE, PINNED_MOST = 0.1, 8 * 2**30
 
-#: Bytes that nobody waits for and nothing is spilled for: a live tier may be above its limit by a block of
-#: the pinned one.
-TRIFLE = 2**20
+#: What nothing is spilled for: a block of the pinned tier, and no more than this share of a tier.
+TRIFLE, TRIFLING = 2**20, 1 / 64
 
 
 class Tier(StrEnum):

@@ -17,7 +17,7 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.device.failing import Failures
 from dask_gpurt.memory.admission import Admission, Needs, reservation
-from dask_gpurt.memory.tiers import TRIFLE, Tier
+from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
 
@@ -104,7 +104,7 @@ class TaskRunner:
         for key, value in values.items():
             home = self._tiers.home(value)
             nbytes = self._ladder.added_by(value, home)
-            if not self._ladder.promise_at_once(key, nbytes, home) and nbytes > TRIFLE:
+            if not self._ladder.promise_at_once(key, nbytes, home):
                 await self._tiers.offload(self._ladder.promise, key, nbytes, home)
             # A task that was cancelled meanwhile stores nothing.
             asyncio.get_running_loop().call_later(1, self._ladder.forget_promise, key)
@@ -115,7 +115,7 @@ class TaskRunner:
         """Reserve what a task will probably need; waits for others if there is no room."""
         need = min(need, self._ladder.limits.device)
         while True:
-            fits = need <= TRIFLE or await self._reserve(reservation(key), need, inputs)
+            fits = not need or await self._reserve(reservation(key), need, inputs)
             self._let_seceded_go()
             if self._admission.ask(key, fits):
                 return

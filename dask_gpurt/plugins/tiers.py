@@ -26,7 +26,7 @@ from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.pageable import HostTier
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
-from dask_gpurt.memory.tiers import TRIFLE, Limits, Tier, limits
+from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
 
@@ -162,7 +162,7 @@ class WorkerTiers:
             self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
         too_much = max(self.ladder.over(), self._pressure(process))
-        if too_much > TRIFLE and not self._spilling:
+        if too_much and not self._spilling:
             self._spilling = True
             self.in_background(self._relieve, too_much)
 
