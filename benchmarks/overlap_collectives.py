@@ -36,6 +36,8 @@ COMPUTE = ("bf16 GEMM", "fp32 GEMM", "elementwise")
 CELLS = tuple(f"{compute} / {collective}" for collective in COLLECTIVES for compute in COMPUTE)
 #: NVLink multicast stays off.
 NCCL = {"NCCL_NVLS_ENABLE": "0"}
+#: A rehearsal has a thread for each of the two.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 #: Values of the array of the elementwise workload, for each row and column of the matrices.
 ELEMENTS = 4
 #: The length of a leg in tasks, and the rounds for each of the plan's: legs are short here, and many.
@@ -278,7 +280,7 @@ def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> I
 
 def collectives_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
     """Measure cells in a process for each GPU; each that is done is told of at once."""
-    os.environ.update(environment())
+    os.environ.update(environment(plan.backend))
     Board.prepare(folder / "board", plan.workers)
     ranks = []
     try:
@@ -292,9 +294,10 @@ def collectives_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator
             child.end()
 
 
-def environment() -> Mapping[str, str]:
-    """What processes are started with: NCCL as it is measured, and the interposer where there is one."""
+def environment(backend: str) -> Mapping[str, str]:
+    """What processes are started with: the interposer too, where there is one."""
+    found = NCCL if backend == "cudf" else ONE_THREAD
     try:
-        return {**NCCL, "LD_PRELOAD": with_preload(os.environ.get("LD_PRELOAD", ""), library())}
+        return {**found, "LD_PRELOAD": with_preload(os.environ.get("LD_PRELOAD", ""), library())}
     except NotLoadedError:
-        return NCCL
+        return found
