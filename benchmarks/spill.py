@@ -1,6 +1,6 @@
-"""How fast objects go from the device into the pinned tier and back, while the device computes.
+"""How fast objects go from the device into the lower tiers and back, while the device computes.
 
-    python benchmarks/spill.py --size 4GiB --object 256MiB
+    python benchmarks/spill.py --size 4GiB --object 256MiB --disk /tmp
 
 A ladder as a worker has it, without a worker: frames are put on the device, spilled, and made live again, in
 turns with the plain copies that show what the bus does. On a host without a GPU it measures copies in memory.
@@ -39,8 +39,8 @@ from dask_gpurt.observe import Metrics
 GB = 1e9
 
 
-def new_ladder(device: Any, directory: str, pinned: int, host: int) -> Ladder:
-    """A ladder with two tiers of which one has size 0, so that it is clear where things go."""
+def new_ladder(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> Ladder:
+    """A ladder of whose memory tiers at most one has a size, so that it is clear where things go."""
     pool = BlockPool(pinned, register=getattr(device, "register", None))
     pool.ready.wait()
     return Ladder(
@@ -48,7 +48,7 @@ def new_ladder(device: Any, directory: str, pinned: int, host: int) -> Ladder:
         {
             Tier.PINNED: PinnedTier(pool),
             Tier.HOST: HostTier(host),
-            Tier.DISK: DiskTier(directory),
+            Tier.DISK: DiskTier(directory, None, files or device.files(click.echo)),
         },
         home=lambda value: Tier.DEVICE,
         device=device,
@@ -57,6 +57,17 @@ def new_ladder(device: Any, directory: str, pinned: int, host: int) -> Ladder:
         needed=lambda key: None,
         changed=lambda: None,
     )
+
+
+def disk_ladders(device: Any, directory: Path) -> dict[str, Ladder]:
+    """Ladders without memory tiers, one for each way into files."""
+    ladders = {"disk tier": new_ladder(device, str(directory), 0, 0)}
+    if not device.on_host:
+        from dask_gpurt.device.cuda_files import CudaFiles
+
+        files = CudaFiles(device, click.echo, with_kvikio=False)
+        ladders["disk tier without kvikio"] = new_ladder(device, str(directory), 0, 0, files)
+    return ladders
 
 
 def frames(on_host: bool, size: int, each: int) -> list[Any]:
@@ -139,8 +150,9 @@ def plain(device: Any, nbytes: int, pinned: bool) -> dict[str, float]:
 @click.option("--size", default="1GiB", show_default=True, help="All objects together.")
 @click.option("--object", "each", default="64MiB", show_default=True, help="One object.")
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--disk", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Files go here.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
-def main(size: str, each: str, repeat: int, output: Path | None) -> None:
+def main(size: str, each: str, repeat: int, disk: Path | None, output: Path | None) -> None:
     nbytes, one = parse_bytes(size), parse_bytes(each)
     devices = discover(nbytes * 4)
     device = devices.get("cuda", devices["host"])
@@ -154,6 +166,7 @@ def main(size: str, each: str, repeat: int, output: Path | None) -> None:
         ladders = {
             "pinned tier": new_ladder(device, directory, 2 * nbytes, 0),
             "host tier": new_ladder(device, directory, 0, 2 * nbytes),
+            **(disk_ladders(device, disk) if disk else {}),
         }
         for _ in range(repeat + 1):
             for load in (False, True):

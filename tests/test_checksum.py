@@ -82,5 +82,5 @@ def test_the_gpu_gives_what_zlib_gives(nbytes: int) -> None:
 
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes + 3, np.uint8)
     on_device = cupy.asarray(data)[3:]
-    files = CudaFiles(CudaDevice(), refused=pytest.fail)
+    files = CudaFiles(CudaDevice(), pytest.fail)
     assert files.checksums([on_device], ordered=True) == [zlib.crc32(data[3:].data)]

@@ -96,6 +96,14 @@ def test_a_full_disk_is_noticed_before_the_device_writes(disk: DiskTier, monkeyp
     assert len(list(Path(disk.path).iterdir())) == 1
 
 
+def test_a_tier_without_a_device_says_so(tmp_path: Path) -> None:
+    disk = DiskTier(str(tmp_path))
+    with pytest.raises(TypeError, match="device_files"):
+        disk["a"] = mixed([(10, True)])
+    assert not disk.used
+    disk.close()
+
+
 @pytest.fixture
 def device() -> FarDevice:
     return FarDevice()
@@ -156,9 +164,9 @@ def test_a_gpu_writes_and_reads_files(tmp_path: Path, way: str, sizes: list[int]
     import cupy
 
     from dask_gpurt.device.cuda import CudaDevice
+    from dask_gpurt.device.cuda_files import CudaFiles
 
-    files = CudaDevice().files(pytest.fail)
-    files._with_kvikio = way == "kvikio"  # type: ignore[attr-defined]
+    files = CudaFiles(CudaDevice(), pytest.fail, with_kvikio=way == "kvikio")
     disk = DiskTier(str(tmp_path), None, files)
     arrays = [data(nbytes, seed) for seed, nbytes in enumerate(sizes)]
     expected = [array.tobytes() for array in arrays]

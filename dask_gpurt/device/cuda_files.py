@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import cupy
@@ -42,62 +42,61 @@ class CudaFiles:
     ----------
     refused
         Called with the reason, once kvikio can not be used.
+    with_kvikio
+        Whether to try.
     """
 
-    def __init__(self, device: CudaDevice, refused: Callable[[str], None]):
+    def __init__(self, device: CudaDevice, refused: Callable[[str], None], *, with_kvikio: bool = True):
         self._device = device
         self._refused = refused
         self._bounce = Bounce(device)
-        self._with_kvikio = True
+        self._with_kvikio = with_kvikio
 
     def write(self, fd: int, path: str, parts: Sequence[At], *, ordered: bool) -> list[int]:
         found = self.checksums([buffer for buffer, _ in parts], ordered=ordered)
         # Whoever has seen the checksums has waited for the work before.
-        if not self._by_kvikio(path, "r+", "pwrite", parts):
-            self._bounce.write(fd, parts)
+        self._move(path, "r+", "pwrite", parts, partial(self._bounce.write, fd))
         return found
 
     def read(self, fd: int, path: str, spans: Sequence[tuple[int, int]]) -> list[tuple[Buffer, int]]:
-        if max((offset + nbytes for offset, nbytes in spans), default=0) > os.fstat(fd).st_size:
+        if max(offset + nbytes for offset, nbytes in spans) > os.fstat(fd).st_size:
             raise EOFError
         buffers = self._device.empty([nbytes for _, nbytes in spans])
         parts = [(buffer, offset) for buffer, (offset, _) in zip(buffers, spans, strict=True)]
-        if not self._by_kvikio(path, "r", "pread", parts):
-            self._bounce.read(fd, parts)
+        self._move(path, "r", "pread", parts, partial(self._bounce.read, fd))
         return list(zip(buffers, self.checksums(buffers, ordered=False), strict=True))
 
-    def _by_kvikio(self, path: str, flags: str, what: str, parts: Sequence[At]) -> bool:
-        """Move buffers by kvikio; whether that was possible."""
-        if self._with_kvikio:
-            try:
-                with _kvikio().CuFile(path, flags) as file:
-                    _move(getattr(file, what), parts)
-            except (ImportError, OSError, RuntimeError, ValueError) as error:
-                self._with_kvikio = False
-                self._refused(str(error))
-        return self._with_kvikio
+    def _move(
+        self, path: str, flags: str, what: str, parts: Sequence[At], otherwise: Callable[[Sequence[At]], None]
+    ) -> None:
+        if not self._with_kvikio:
+            otherwise(parts)
+            return
+        try:
+            with _kvikio().CuFile(path, flags) as file:
+                _all_at_once(getattr(file, what), parts)
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            otherwise(parts)  # where this fails too, it is not because of kvikio
+            self._with_kvikio = False
+            self._refused(str(error))
 
     def checksums(self, buffers: Sequence[Buffer], *, ordered: bool) -> list[int]:
         """The crc32 of each buffer, as zlib has it. Blocks."""
         stream, raw = self._device.after_compute() if ordered else self._device.stream()
         found = rmm.DeviceBuffer(size=4 * len(buffers), stream=stream)
         runtime.memsetAsync(found.ptr, 0, found.size, raw.ptr)
-        for number, buffer in enumerate(buffers):
-            blocks = -(-buffer.nbytes // (PART * THREADS))
-            if blocks:
-                pointers = (
-                    np.uint64(address(buffer)),
-                    np.uint64(buffer.nbytes),
-                    np.uint64(found.ptr + 4 * number),
-                )
-                _crc32()((blocks,), (THREADS,), pointers, stream=raw)
+        with raw:
+            for number, buffer in enumerate(buffers):
+                given = address(buffer), buffer.nbytes, found.ptr + 4 * number
+                if blocks := -(-buffer.nbytes // (PART * THREADS)):
+                    _crc32()((blocks,), (THREADS,), tuple(map(np.uint64, given)))
         on_host = np.empty(len(buffers), np.uint32)
         runtime.memcpyAsync(on_host.ctypes.data, found.ptr, found.size, runtime.memcpyDefault, raw.ptr)
         raw.synchronize()
         return [int(crc) for crc in on_host]
 
 
-def _move(begin: Callable[..., Any], parts: Sequence[At]) -> None:
+def _all_at_once(begin: Callable[..., Any], parts: Sequence[At]) -> None:
     """Move all buffers at once; they are left alone on return, whatever fails."""
     done: list[int] = []
 
@@ -128,8 +127,9 @@ def _kvikio() -> Any:
     import kvikio
     import kvikio.defaults
 
-    if not {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys():
-        kvikio.defaults.set("num_threads", max(KVIKIO_THREADS, kvikio.defaults.get("num_threads")))
+    threads_given = {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys()
+    if not threads_given and kvikio.defaults.get("num_threads") < KVIKIO_THREADS:
+        kvikio.defaults.set("num_threads", KVIKIO_THREADS)
     if "KVIKIO_AUTO_DIRECT_IO_READ" not in os.environ:
         kvikio.defaults.set("auto_direct_io_read", True)  # what is read once has no use for a page cache
     return kvikio
@@ -156,9 +156,8 @@ class Bounce:
         copied: tuple[Fence, memoryview, int] | None = None
         for number, (source, nbytes, at) in enumerate(_chunks(parts)):
             memory = self._buffers()[number % 2][: -(-nbytes // _PAGE) * _PAGE]
-            fence = self._device.scatter(
-                [DeviceSpan(source, nbytes, None)], [[memory[:nbytes]]], ordered=False
-            )
+            piece = DeviceSpan(source, nbytes, None)
+            fence = self._device.scatter([piece], [[memory[:nbytes]]], ordered=False)
             memory[nbytes:] = 0
             if copied is not None:
                 _write(fd, *copied)

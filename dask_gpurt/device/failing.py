@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from dask_gpurt.device.protocol import Device
 
-#: Methods of a device that allocate memory of it and may raise MemoryError.
-ALLOCATING = ("land", "from_host", "gather", "gather_all")
+#: Methods of a device that allocate memory of it and may raise MemoryError, where it has them.
+ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")
 
 
 class Failures:
@@ -32,7 +32,7 @@ class Failures:
     def inject(self, device: Device) -> None:
         """Have the allocations of a device fail too."""
         if self._one_in:
-            for name in ALLOCATING:
+            for name in filter(partial(hasattr, device), ALLOCATING):
                 setattr(device, name, self._before(getattr(device, name)))
 
     def _before(self, allocate: Callable[..., Any]) -> Callable[..., Any]:

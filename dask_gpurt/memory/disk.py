@@ -112,6 +112,10 @@ class DiskTier(MutableMapping[str, Frames]):
         """Write a file; ``ordered``: whether work that the device was given so far may write the buffers."""
         layout = _Layout(frames)
         size = layout.size
+        if layout.device and self._device_files is None:
+            raise TypeError(
+                f"{self.path}: buffers of a device go into files by 'device_files', which is None"
+            )
         with self._lock:
             if self.capacity is not None and self.used + size > self.capacity:
                 raise self._no_room(size, f"{self.used} of {self.capacity} bytes are used")
