@@ -99,22 +99,46 @@ def test_the_best_codec_is_the_soonest_of_those_that_pay(
         assert samples[int(chosen)].pace(bandwidth) == min(known.pace(bandwidth) for known in samples)
 
 
+@given(RATIOS, RATES, RATES, RATIOS, RATES)
+def test_a_sample_is_corrected_by_what_shards_show(
+    ratio: float, packing: float, unpacking: float, seen: float, rate: float
+) -> None:
+    before = Sample("lz4", ratio, packing, unpacking)
+    after = before
+    for _ in range(60):
+        after = after.corrected(seen, rate)
+    assert after.ratio == pytest.approx(seen)
+    assert after.compress_rate == pytest.approx(rate)
+    assert after.decompress_rate / unpacking == pytest.approx(rate / packing)
+
+
 # ---- what transfers show of a link ---------------------------------------------------
 
 
-@given(st.floats(1e6, 1e9), st.integers(10, 100))
-def test_a_slow_link_is_found_out_after_few_bytes(bandwidth: float, mebibytes: int) -> None:
-    shown = Shown(Speed(1.1e9, 1e-3))
-    for _ in range(mebibytes * 2**20 // PRIOR):
-        shown.observe(PRIOR, 1e-3 + PRIOR / bandwidth)
-    assert bandwidth * 0.99 <= shown.bandwidth <= bandwidth * 2.2
+LATENCY = 1e-3
+
+
+def after(shown: Shown, bandwidth: float, transfers: int, *, at_once: int = 1, start: float = 0.0) -> float:
+    """Let transfers of 1 MiB cross a link, so many next to each other; returns when they are over."""
+    now = start
+    for _ in range(transfers // at_once):
+        begin, now = now, now + LATENCY + at_once * PRIOR / bandwidth
+        for _ in range(at_once):
+            shown.observe(PRIOR, begin, now)
+    return now
+
+
+@given(st.floats(1e6, 1e9), st.integers(10, 100), st.integers(1, 4))
+def test_a_slow_link_is_found_out_after_few_bytes(bandwidth: float, transfers: int, at_once: int) -> None:
+    shown = Shown(Speed(1.1e9, LATENCY))
+    after(shown, bandwidth, transfers, at_once=at_once)
+    assert bandwidth * 0.99 <= shown.bandwidth <= bandwidth * 1.3
 
 
 def test_a_link_that_recovers_is_found_out_too() -> None:
-    shown = Shown(Speed(1.1e9, 1e-3))
-    for bandwidth in (1e7, 1e9):
-        for _ in range(300):
-            shown.observe(PRIOR, 1e-3 + PRIOR / bandwidth)
+    shown = Shown(Speed(1.1e9, LATENCY))
+    now = after(shown, 1e7, 300)
+    after(shown, 1e9, 300, start=now)
     assert shown.bandwidth > 5e8
 
 

@@ -101,8 +101,9 @@ def test_over_a_slow_link_shards_are_compressed(tmp_path: Path) -> None:
         df = collection(rows=2 * ROWS)
         assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
         found = {name: amount - known.get(name, 0) for name, amount in counters(client).items()}
-        assert found["exchange.compression.bytes.before"] > 0.9 * found["exchange.bytes.comms"]
-        assert found["exchange.compression.bytes.after"] < 0.5 * found["exchange.bytes.comms"]
+        before, after = (found[f"exchange.compression.bytes.{when}"] for when in ("before", "after"))
+        assert before > found["exchange.bytes.comms"] / 2
+        assert after < before / 2
 
 
 def test_switched_off_shards_go_as_they_are(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class Comms:
         self._compress = compress
         self._offload = offload
         self._compressor = Compressor(metrics)
+        self._first = asyncio.Lock()
 
     def _carries(self, device: Device) -> bool:
         """Whether the comms of this worker take buffers of a device as they are."""
@@ -83,16 +84,28 @@ class Comms:
         OSError
             When the producer can not be reached.
         """
+        peer = parcel.shard.producer
+        packing = await self._packing(peer)
+        if packing is not None and not self._links.shown(peer):
+            # The first shard comes alone: it shows how fast the link is before the others are sent.
+            async with self._first:
+                if not self._links.shown(peer):
+                    return await self._ask(parcel, packing)
+            packing = await self._packing(peer)
+        return await self._ask(parcel, packing)
+
+    async def _ask(self, parcel: Parcel, packing: dict[str, Any] | None) -> dict[str, Any]:
         shard = parcel.shard
-        wanted = {
-            "packing": await self._packing(shard.producer),
-            "staged_for": None if parcel.path.staging is None else self._worker.address,
-        }
+        staged_for = None if parcel.path.staging is None else self._worker.address
         for attempt in range(ATTEMPTS):
             start = perf_counter()
             try:
                 reply: dict[str, Any] = await self._worker.rpc(shard.producer).gpurt_fetch(
-                    kind=shard.device, shard=shard.id, run=list(parcel.run), **wanted
+                    kind=shard.device,
+                    shard=shard.id,
+                    run=list(parcel.run),
+                    packing=packing,
+                    staged_for=staged_for,
                 )
                 break
             except OSError:
@@ -123,9 +136,9 @@ class Comms:
 
     def _note(self, peer: str, data: list[Any], seconds: float) -> None:
         """Learn what the link did, apart from what the peer took to copy and compress."""
-        nbytes = sum(map(size_of, data))
+        nbytes, now = sum(map(size_of, data)), perf_counter()
         self._traffic.note(peer, COMMS, nbytes, seconds)
-        self._links.observe(peer, nbytes, seconds)
+        self._links.observe(peer, nbytes, now - seconds, now)
 
     def unpacked(self, parcel: Parcel, reply: dict[str, Any]) -> list[Any]:
         """The sections of a shard that was fetched; where staged, they stay until it is released. Blocks."""

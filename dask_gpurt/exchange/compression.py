@@ -53,6 +53,15 @@ class Sample:
         """Seconds that a byte takes to be compressed, sent and decompressed."""
         return 1 / self.compress_rate + self.ratio / bandwidth + 1 / self.decompress_rate
 
+    def corrected(self, ratio: float, compress_rate: float) -> Sample:
+        """What is to be expected after a shard: half of what was, half of what it has shown.
+
+        Restoring is done elsewhere. It counts as slower by as much as compressing is: both compete with tasks.
+        """
+        pace = (1 / self.compress_rate + 1 / compress_rate) / 2
+        slower = pace * self.compress_rate
+        return Sample(self.codec, (self.ratio + ratio) / 2, 1 / pace, self.decompress_rate / slower)
+
 
 def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decompress_rate: float) -> bool:
     """Whether bytes arrive clearly sooner when they are compressed on one side and restored on the other.
@@ -138,7 +147,7 @@ class Compressor:
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._samples: dict[RunKey, tuple[Sample, ...]] = {}
+        self._samples: dict[RunKey, dict[str, Sample]] = {}
 
     def pack(
         self, run: RunKey, sections: Sequence[memoryview], bandwidth: float, codecs: Collection[str]
@@ -148,7 +157,7 @@ class Compressor:
         Parameters
         ----------
         run
-            Of the shard; the first of a run is the sample for it.
+            Of the shard; the first of a run is the sample for it, and those that are compressed correct that.
         bandwidth
             Bytes per second of the link that it will cross.
         codecs
@@ -158,21 +167,25 @@ class Compressor:
         if not LEAST <= nbytes <= MOST or bandwidth >= FAST:
             return None, list(sections)
         whole = sections[0] if len(sections) == 1 else memoryview(b"".join(sections))
-        codec = best((one for one in self._of(run, whole) if one.codec in codecs), bandwidth)
+        samples = self._of(run, whole)
+        codec = best((one for name, one in samples.items() if name in codecs), bandwidth)
         if codec is None:
             return None, list(sections)
-        with self._metrics.seconds("exchange.seconds.compressing"):
-            packed = compress(codec, whole)
+        start = perf_counter()
+        packed = compress(codec, whole)
+        seconds = perf_counter() - start
+        samples[codec] = samples[codec].corrected(len(packed) / nbytes, nbytes / seconds)
+        self._metrics.add("exchange.seconds.compressing", seconds)
         self._metrics.add("exchange.compression.bytes.before", nbytes)
         self._metrics.add("exchange.compression.bytes.after", len(packed))
         return codec, [packed]
 
-    def _of(self, run: RunKey, data: memoryview) -> tuple[Sample, ...]:
+    def _of(self, run: RunKey, data: memoryview) -> dict[str, Sample]:
         with self._lock:
             if run not in self._samples:
                 with self._metrics.seconds("exchange.seconds.compressing"):
                     piece = pieces_of(data)
-                    self._samples[run] = tuple(sample(codec, piece) for codec in installed())
+                    self._samples[run] = {codec: sample(codec, piece) for codec in installed()}
             return self._samples[run]
 
     def forget(self, run: RunKey) -> None:

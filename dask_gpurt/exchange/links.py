@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -28,10 +29,11 @@ class Known(NamedTuple):
 
 
 class Shown:
-    """The bandwidth of a link as transfers over it show, each next to others.
+    """The bandwidth that transfers show, all those together that are under way at a time.
 
     Unlike an average of the topology it is one of few bytes: a run that begins on a slow link is not to be
-    over before that is known.
+    over before that is known. And it is that of a worker, which has about one processor to compress with,
+    not what a transfer gets next to others.
 
     Parameters
     ----------
@@ -42,12 +44,16 @@ class Shown:
     def __init__(self, usual: Speed):
         self._latency = usual.latency
         self._bytes, self._seconds = float(PRIOR), PRIOR / usual.bandwidth
+        self._until = -math.inf
 
-    def observe(self, nbytes: int, seconds: float) -> None:
-        """Take a transfer."""
+    def observe(self, nbytes: int, begin: float, end: float) -> None:
+        """Take a transfer that is over, later than those before; seconds by any clock."""
+        seconds = end - max(begin, self._until)
+        if begin >= self._until:
+            seconds = max(seconds - self._latency, seconds / 2)
+        self._until = end
         scale = WINDOW / max(WINDOW, self._bytes + nbytes)
-        self._bytes = scale * (self._bytes + nbytes)
-        self._seconds = scale * (self._seconds + max(seconds - self._latency, seconds / 2))
+        self._bytes, self._seconds = scale * (self._bytes + nbytes), scale * (self._seconds + seconds)
 
     @property
     def bandwidth(self) -> float:
@@ -72,7 +78,7 @@ class Links:
         self._asked: dict[str, float] = {}
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
-        self._shown: dict[str, Shown] = {}
+        self._shown: dict[Link, Shown] = {}
 
     def known(self, peers: Collection[str]) -> dict[str, Known]:
         """The links of those peers that are known; the scheduler is asked for others."""
@@ -122,21 +128,24 @@ class Links:
     def forget(self, peers: Collection[str]) -> None:
         """These have left."""
         for peer in peers:
-            for kept in (self._known, self._asked, self._shown):
-                kept.pop(peer, None)
+            self._known.pop(peer, None)
+            self._asked.pop(peer, None)
 
     # ---- what transfers show -----------------------------------------------------------
 
-    def observe(self, peer: str, nbytes: int, seconds: float) -> None:
-        """A transfer from a peer over the network is over."""
-        known = self._known.get(peer)
-        if known is not None and nbytes > 0 and seconds > 0:
-            self._shown.setdefault(peer, Shown(known.speed)).observe(nbytes, seconds)
+    def observe(self, peer: str, nbytes: int, begin: float, end: float) -> None:
+        """A transfer from a peer is over, the last so far; from when to when, by any clock."""
+        if (known := self._known.get(peer)) is not None:
+            self._shown.setdefault(known.link, Shown(known.speed)).observe(nbytes, begin, end)
+
+    def shown(self, peer: str) -> bool:
+        """Whether there has been a transfer over such a link as joins a peer."""
+        return peer in self._known and self._known[peer].link in self._shown
 
     def bandwidth_between_hosts(self, peer: str) -> float | None:
-        """Bytes per second from a peer on another host as far as is known by now, None of any other."""
+        """Bytes per second from other hosts as far as is known by now, None where a peer is on none."""
         known = self._known.get(peer)
         if known is None or known.link not in BETWEEN_HOSTS:
             return None
-        shown = self._shown.get(peer)
+        shown = self._shown.get(known.link)
         return shown.bandwidth if shown else known.speed.bandwidth
