@@ -172,11 +172,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, str]]:
     return found
 
 
-def fill_up(client: Client, worker: str) -> None:
-    """Have the scheduler believe for good that a worker has no room."""
-    local: Any = client.cluster
+def believed_full(scheduler: Any, worker: str) -> None:
+    """Have a scheduler believe for good that a worker has no room."""
     message = Ledger(dict.fromkeys(Tier, 0)).snapshot()
-    local.scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})
+    scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})
+
+
+def fill_up(client: Client, worker: str) -> None:
+    local: Any = client.cluster
+    believed_full(local.scheduler, worker)
 
 
 def merged(client: Client) -> Any:

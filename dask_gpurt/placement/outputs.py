@@ -16,7 +16,7 @@ from dask_gpurt.placement.owners import Site
 #: Seconds that a thread is about to work on a byte of an output: pandas joins and groups some 1 GB/s.
 WORK = 1e-9
 #: The most holders of inputs whose links are looked at, those with the most bytes; others count as anywhere.
-MOST_HOLDERS = 32
+MOST_HOLDERS = 16
 
 
 class Inputs:
