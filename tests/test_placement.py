@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from clusters import cluster, counters
-from distributed import Client, wait
+from distributed import Client, SchedulerPlugin, as_completed, wait
 
 import dask_gpurt
 
@@ -60,6 +61,69 @@ def test_workers_come_and_go_under_load(client: Client) -> None:
     local.scale(2)
     client.wait_for_workers(2, timeout=60)
     assert not _fallbacks(client)
+
+
+def test_a_restart_in_the_middle_of_work(client: Client) -> None:
+    import time
+
+    def slow(i: int) -> int:
+        time.sleep(0.02)
+        return i
+
+    first = client.map(slow, range(200), pure=False)
+    total = client.submit(sum, first)
+    next(iter(as_completed(first)))
+    client.restart()
+    assert total.cancelled()
+    before = counters(client)["placement.decisions"]
+    again = client.map(slow, range(20), pure=False)
+    assert client.submit(sum, again).result(timeout=120) == sum(range(20))
+    assert counters(client)["placement.decisions"] > before
+    assert not _fallbacks(client)
+
+
+def test_a_cluster_adapts_to_its_load_and_back() -> None:
+    import time
+
+    def slow(i: int) -> int:
+        time.sleep(0.05)
+        return i
+
+    def halves(i: int, j: int) -> int:
+        time.sleep(0.05)
+        return i + j
+
+    with cluster(workers=1, placement__enabled=True) as client:
+        local: Any = client.cluster
+        seen: list[int] = []
+        plugin = Arrivals(seen)
+        local.scheduler.add_plugin(plugin)
+        local.adapt(minimum=1, maximum=3, interval="100ms", target_duration="500ms", wait_count=3)
+        numbers = client.map(slow, range(300))
+        pairs = client.map(halves, numbers[::2], numbers[1::2])
+        client.wait_for_workers(3, timeout=60)
+        assert client.submit(sum, pairs).result(timeout=120) == sum(range(300))
+        assert plugin.alone.wait(60)  # the results stay, on the worker that is left
+        assert max(seen) == 3
+        assert client.submit(sum, numbers).result(timeout=60) == sum(range(300))
+        assert not _fallbacks(client)
+
+
+class Arrivals(SchedulerPlugin):
+    """How many workers there were, and when only one is left."""
+
+    name = "arrivals"
+
+    def __init__(self, seen: list[int]):
+        self.seen = seen
+        self.alone = threading.Event()
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        self.seen.append(len(scheduler.workers))
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        if len(scheduler.workers) == 1:
+            self.alone.set()
 
 
 def test_a_shuffle_runs_under_our_choices(client: Client) -> None:

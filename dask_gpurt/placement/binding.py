@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from functools import wraps
 from math import floor
@@ -18,6 +19,8 @@ from dask_gpurt.placement.families import Families
 from dask_gpurt.placement.gate import Gate
 from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.history import MOST_KEYS, History
+from dask_gpurt.placement.outputs import Inputs, sites
+from dask_gpurt.placement.owners import assign
 from dask_gpurt.topology import Topology
 
 #: The methods of Dask's scheduler that are replaced, with the parameters that they are known with.
@@ -79,6 +82,7 @@ class Placement:
         history: int = MOST_KEYS,
     ):
         self._state = state
+        self._headroom = headroom
         self._metrics = metrics
         self._chooser = Chooser(state, topology, headroom)
         self._gate = Gate(state, self._chooser)
@@ -205,6 +209,33 @@ class Placement:
     def _get_comm_cost(self, ts: Any, ws: Any) -> float:
         estimates = self._chooser.estimates
         return estimates.inputs(estimates.needs(ts), ws)[1]
+
+    # ---- shuffles ----------------------------------------------------------------------
+
+    def owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+        """The owner of each output of a shuffle, see :mod:`dask_gpurt.placement.owners`.
+
+        Parameters
+        ----------
+        barrier
+            The task that waits for all its transfers.
+        chosen
+            What Dask has chosen. Ours begin where these do, so that small shuffles take turns.
+        """
+        guarded = self._guarded("owners", self._owners, lambda _, chosen: chosen)
+        found: dict[int, str] = guarded(barrier, chosen)
+        return found
+
+    def _owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+        valid = self._state.valid_workers(barrier)
+        workers = sorted(self._state.running if valid is None else valid, key=lambda ws: ws.address)
+        if not workers or not chosen:
+            return chosen
+        first = bisect_left([ws.address for ws in workers], chosen[min(chosen)])
+        inputs = Inputs(barrier)
+        found = sites(inputs, workers[first:] + workers[:first], self._chooser.estimates, self._headroom)
+        self._metrics.add("placement.shuffles")
+        return assign(chosen, found, inputs.nbytes)
 
     # ---- root tasks --------------------------------------------------------------------
 

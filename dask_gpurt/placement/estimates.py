@@ -58,7 +58,7 @@ class Estimates:
             moving += self._seconds_inbound(ws)
         address, tasks, threads, prefix = ws.address, len(ws.processing), ws.nthreads, ts.prefix
         work, promised = self._work(ts, ws) if tasks else (0.0, ws._network_occ)
-        pace = self._paces.get(address, 1.0)
+        pace = self.pace(address)
         room, fits = self._room(address, missing + size(prefix), promised)
         running = self._state._get_prefix_duration(prefix) * pace
         terms = Terms(cost.waiting(work, tasks, threads, pace), running, moving, room, fits)
@@ -145,6 +145,10 @@ class Estimates:
         if not ws._network_occ:
             return 0.0
         return float(ws._network_occ * self._inbound.get(ws.address, 1 / self._state.bandwidth))
+
+    def pace(self, worker: str) -> float:
+        """How many times as long as others a worker takes for its work."""
+        return self._paces.get(worker, 1.0)
 
     def observe_pace(self, worker: str, seconds: float, usual: float) -> None:
         """A task has taken so many seconds of work, where others like it usually take ``usual``."""

@@ -58,6 +58,10 @@ class SchedulerPlacement:
         """A worker has left."""
         self._placement.left(worker)
 
+    def owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+        """The owner of each output of a shuffle, where Dask has chosen these."""
+        return self._placement.owners(barrier, chosen)
+
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """The last decision about a key."""
         return self._placement.explain(key)

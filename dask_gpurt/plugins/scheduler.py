@@ -1,12 +1,12 @@
 """The runtime on the scheduler.
 
-Dask's p2p extension on the scheduler creates runs, chooses owners and restarts. Two of
+Dask's p2p extension on the scheduler creates runs, chooses owners and restarts. Three of
 its methods are replaced on that one instance; each replacement ends in the original.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dask.typing import Key
@@ -15,7 +15,7 @@ from distributed.core import clean_exception
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
-from distributed.shuffle._core import barrier_key
+from distributed.shuffle._core import barrier_key, id_from_key
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
@@ -31,7 +31,7 @@ from dask_gpurt.plugins.worker_data import LOST
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
 from dask_gpurt.table import library
 
-_REPLACED = ("_retrieve_spec", "_create")
+_REPLACED = ("_retrieve_spec", "_create", "_calculate_worker_for")
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
@@ -107,6 +107,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def _replace(self, extension: Any) -> None:
         retrieve_spec, create = extension._retrieve_spec, extension._create
+        calculate_worker_for = extension._calculate_worker_for
 
         def _retrieve_spec(shuffle_id: Any) -> Any:
             spec = retrieve_spec(shuffle_id)
@@ -122,7 +123,19 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 self._send_outputs_to_owners(extension, shuffle_id, run.worker_for)
             return run
 
+        def _calculate_worker_for(spec: Any) -> dict[Any, str]:
+            chosen: dict[Any, str] = calculate_worker_for(spec)
+            barrier = self.scheduler.tasks[barrier_key(spec.id)]
+            if (
+                self.placement is None
+                or not isinstance(spec, ShuffleSpec)
+                or _has_partner(barrier, extension.active_shuffles)
+            ):
+                return chosen
+            return self.placement.owners(barrier, chosen)
+
         extension._retrieve_spec, extension._create = _retrieve_spec, _create
+        extension._calculate_worker_for = _calculate_worker_for
 
     def _refuse_after_retries(self, extension: Any, shuffle_id: Any) -> None:
         runs = len(extension._shuffles.get(shuffle_id, ()))
@@ -217,6 +230,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "fallbacks": own["fallbacks"],
             "workers": workers,
         }
+
+
+def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
+    """Whether a shuffle with a barrier shares outputs with an active one, whose owners Dask has taken."""
+    others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
+    return any(id_from_key(key) in active for key in others)
 
 
 def _exception_of(reply: Mapping[str, Any]) -> BaseException:

@@ -70,7 +70,10 @@ class ShuffleSpec(DaskShuffleSpec[int]):
         yield from self.parts_out
 
     def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
-        """Neighbouring partitions share an owner, so that a shard is one run of sorted rows."""
+        """Neighbouring partitions share an owner, so that a shard is one run of sorted rows.
+
+        With placement on, the scheduler has other owners; then too neighbours share them.
+        """
         return str(_get_worker_for_range_sharding(self.npartitions, partition, workers))
 
     # Dask wants a run of its own class, and calls no more of it than ours has.
