@@ -56,7 +56,7 @@ class Sample:
     def corrected(self, ratio: float, compress_rate: float) -> Sample:
         """What is to be expected after a shard: half of what was, half of what it has shown.
 
-        Restoring is done elsewhere. It counts as slower by as much as compressing is: both compete with tasks.
+        Restoring is done elsewhere, and counts as slower by as much as compressing is: it competes too.
         """
         pace = (1 / self.compress_rate + 1 / compress_rate) / 2
         slower = pace * self.compress_rate

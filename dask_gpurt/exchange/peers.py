@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from dask_gpurt._version import __version__
@@ -128,7 +128,7 @@ class Peers:
         close(path for task in self._found.values() for path in _result(task))
 
 
-def close(unused: Any) -> None:
+def close(unused: Iterable[Path]) -> None:
     """Close the mappings of paths that nobody takes any more. Blocks."""
     for path in unused:
         if path.mapping is not None:
