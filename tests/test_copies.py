@@ -63,3 +63,20 @@ def test_arrays_of_their_own_are_copied_alone_wherever_they_lie() -> None:
     sources = [source[at : at + 200] for at in (0, 256)]
     into = [[np.empty(200, np.uint8)], [np.empty(200, np.uint8)]]
     assert [copy.nbytes for copy in runs(sources, into)] == [200, 200]
+
+
+class Allocated:
+    """A buffer of a device that only says where it is, and what it is a part of."""
+
+    def __init__(self, ptr: int, nbytes: int, owner: object = None):
+        self.nbytes, self.owner = nbytes, owner
+        self.__cuda_array_interface__ = {"data": (ptr, False)}
+
+
+def test_no_copy_crosses_from_one_allocation_to_another_wherever_they_lie() -> None:
+    target = aligned(1024)
+    into = [[target[:256]], [target[256:512]]]
+    owner, other = object(), object()
+    for owners, copies in (((owner, owner), 1), ((owner, other), 2), ((None, None), 2)):
+        sources = [Allocated(4096 + 256 * i, 256, whose) for i, whose in enumerate(owners)]
+        assert len(runs(sources, into)) == copies

@@ -28,28 +28,37 @@ def address(source: Any) -> int:
 def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]:
     """Copies of buffers into pieces of host memory.
 
-    What lies side by side on both sides is one copy, with the padding between: each call of CUDA lets
-    other threads have Python's lock, and has to wait for it then.
+    What lies side by side in one allocation on both sides is one copy, with the padding between: each call
+    of CUDA lets other threads have Python's lock, and has to wait for it then. Two allocations may adjoin
+    too, but no copy may cross from one to the other.
 
     Parameters
     ----------
     sources
-        Buffers. Between two of them that are less than 256 bytes apart there is nobody else's.
+        Buffers. Those with the same ``owner`` are parts of one allocation.
     into
-        The pieces of each. The same is true of those that are views of one array.
+        The pieces of each. Views of one array are parts of one allocation. Between parts that are less than
+        256 bytes apart there is nobody else's.
     """
     found: list[Copy] = []
-    memory: Any = None
+    before: tuple[Any, Any] = None, None
     for source, pieces in zip(sources, into, strict=True):
         at = address(source)
         for piece in pieces:
-            copy = Copy(int(piece.ctypes.data), at, piece.nbytes)
-            if memory is not None and piece.base is memory and _adjoin(found[-1], copy):
+            copy, of = Copy(int(piece.ctypes.data), at, piece.nbytes), (_allocation(source), piece.base)
+            if all(mine is not None and mine is theirs for mine, theirs in zip(of, before, strict=True)) and (
+                _adjoin(found[-1], copy)
+            ):
                 first = found.pop()
                 copy = Copy(first.to, first.at, copy.at + copy.nbytes - first.at)
             found.append(copy)
-            memory, at = piece.base, at + piece.nbytes
+            before, at = of, at + piece.nbytes
     return found
+
+
+def _allocation(source: Any) -> Any:
+    """What a buffer is a part of, as far as it says."""
+    return source.base if isinstance(source, np.ndarray) else getattr(source, "owner", None)
 
 
 def _adjoin(one: Copy, other: Copy) -> bool:
