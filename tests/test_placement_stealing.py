@@ -95,10 +95,12 @@ def test_the_nvlink_domain_comes_first(tmp_path: Path) -> None:
     @on_cluster(workers=3, file=file, **PLACEMENT)
     async def run(client: Any, scheduler: Any, victim: Any, near: Any, far: Any) -> None:
         await all_placed(scheduler)
+        kept = await client.scatter(bytes(10**6), workers=[near.address])  # Dask goes to who holds less
         moves = moves_of(scheduler)
         futures = load(client, victim.address, 3)
-        await until(lambda: bool(near.state.tasks))
+        await until(lambda: bool(moves))
         assert moves[0] == (victim.address, near.address)
+        assert kept.status == "finished"
         GO.set()
         assert await client.gather(futures) == list(range(3))
         assert not fallbacks(scheduler)

@@ -81,9 +81,10 @@ class Chooser:
 
     def least_loaded(self, neighbourhood: Neighbourhood, number: int) -> Iterator[Any]:
         """Running workers with room, the least loaded of a neighbourhood first."""
+        workers, running = self._state.workers, self._state.running
         for address in list(self._loads.least(neighbourhood, number)):
-            ws = self._state.workers.get(address)
-            if ws is not None and ws in self._state.running:
+            ws = workers.get(address)
+            if ws is not None and ws in running:
                 yield ws
             else:  # it has stopped since it was looked at
                 self._loads.discard(address)
@@ -93,8 +94,10 @@ class Chooser:
 
         The only one of a set is looked up here too: to iterate over a set that has had many takes long.
         """
-        found = next((ws for ws in self.least_loaded(EVERYWHERE, FAR) if ws in workers), None)
-        return next(iter(workers)) if found is None and len(workers) == 1 else found
+        for ws in self.least_loaded(EVERYWHERE, FAR):
+            if ws in workers:
+                return ws
+        return next(iter(workers)) if len(workers) == 1 else None
 
     def has_room(self, ws: Any) -> bool:
         """Whether a worker had room when it was last looked at."""

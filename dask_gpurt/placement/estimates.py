@@ -105,7 +105,7 @@ class Estimates:
         """
         prefixes, duration = self._state.task_prefixes, self._state._get_prefix_duration
         work, results, threads = 0.0, 0.0, ws.nthreads
-        sources = {dts.prefix.name for dts in ts.dependencies}
+        sources = {dts.prefix.name for dts in ts.dependencies} if ts.dependencies else ()
         for name, count in ws.task_prefix_count.items():
             prefix = prefixes[name]
             before = threads if count > threads and name in sources else count
