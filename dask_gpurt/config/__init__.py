@@ -1,0 +1,37 @@
+"""The settings of the runtime: their defaults, their meaning, and what is wrong with them.
+
+A key is listed in :mod:`dask_gpurt.config.settings`, with the parser that judges it; its default is in
+``gpurt.yaml`` and its description in ``gpurt-schema.yaml``. Preload hooks import this package, so it imports
+little.
+"""
+
+from dask_gpurt.config.loading import KEYS, load, load_over, problems, set_here
+from dask_gpurt.config.settings import (
+    ExchangeSettings,
+    MemorySettings,
+    OverlapSettings,
+    PlacementSettings,
+    Settings,
+    ShuffleSettings,
+    TopologySettings,
+)
+from dask_gpurt.config.values import MODES, PATHS, ConfigError, Size
+
+__all__ = [
+    "KEYS",
+    "MODES",
+    "PATHS",
+    "ConfigError",
+    "ExchangeSettings",
+    "MemorySettings",
+    "OverlapSettings",
+    "PlacementSettings",
+    "Settings",
+    "ShuffleSettings",
+    "Size",
+    "TopologySettings",
+    "load",
+    "load_over",
+    "problems",
+    "set_here",
+]

@@ -1,0 +1,147 @@
+"""The settings of this process, read from Dask's configuration, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import dask.config
+import yaml
+
+from dask_gpurt.config.settings import Settings
+from dask_gpurt.config.values import ConfigError, wrong
+
+with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpurt.yaml")) as _file:
+    # The loader in C takes a tenth of the time.
+    _DEFAULTS: dict[str, Any] = yaml.load(_file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+dask.config.update_defaults(_DEFAULTS)
+
+
+def _keys(settings: type, prefix: str) -> Iterator[str]:
+    for item in fields(settings):
+        key = f"{prefix}.{item.name.replace('_', '-')}"
+        if section := item.metadata.get("section"):
+            yield from _keys(section, key)
+        else:
+            yield key
+
+
+#: Every key, in full.
+KEYS = tuple(_keys(Settings, "gpurt"))
+
+
+def _unknown(key: str, siblings: Iterable[str]) -> str:
+    import difflib
+
+    prefix, _, name = key.rpartition(".")
+    # A sibling that is spelt alike is the likeliest, then the same name in another section.
+    candidates = {sibling: f"{prefix}.{sibling}" for sibling in siblings}
+    elsewhere = {known.rpartition(".")[2]: known for known in KEYS}
+    for names in (candidates, elsewhere):
+        if close := difflib.get_close_matches(name, names, n=1):
+            return f"unknown key {key!r}: did you mean {names[close[0]]!r}? Known keys: {', '.join(KEYS)}"
+    return f"unknown key {key!r}. Known keys: {', '.join(KEYS)}"
+
+
+def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str, found: list[str]) -> Any:
+    """Make the dataclass ``settings`` of what is given, or append to ``found`` why that cannot be."""
+    items = {item.name.replace("_", "-"): item for item in fields(settings)}
+    if given is None:  # a yaml section with nothing in it
+        given = {}
+    if not isinstance(given, Mapping):
+        found.append(str(wrong(prefix, given, f"a section with the keys {', '.join(items)}")))
+        return None
+    values = {str(name).replace("_", "-"): value for name, value in given.items()}
+    found.extend(_unknown(f"{prefix}.{name}", items) for name in values if name not in items)
+    read = {}
+    for name, item in items.items():
+        key, value = f"{prefix}.{name}", values.get(name, default[name])
+        try:
+            if section := item.metadata.get("section"):
+                read[item.name] = _read(section, value, default[name], key, found)
+            else:
+                read[item.name] = item.metadata["parse"](key, value)
+        except ConfigError as error:
+            found.append(str(error))
+    return None if found else settings(**read)
+
+
+def _judge(config: Mapping[str, Any] | None) -> tuple[Settings | None, list[str]]:
+    if config is None:
+        config = dask.config.config
+    found = []
+    for name in map(str, config):
+        if name.startswith("gpurt."):
+            nested = ": ".join(name.split("."))
+            found.append(
+                f"{name!r} is one key with dots in it, which Dask does not read: nest it, {nested}: ..."
+            )
+        elif name != "gpurt" and _looks_like_gpurt(name):
+            found.append(f"unknown key {name!r}: did you mean 'gpurt'? Known keys: {', '.join(KEYS)}")
+    return _read(Settings, config.get("gpurt"), _DEFAULTS["gpurt"], "gpurt", found), found
+
+
+def _looks_like_gpurt(name: str) -> bool:
+    # Other packages' sections are none of our business, so only a slip of the finger counts.
+    letters = name.lower().replace("-", "").replace("_", "")
+    return letters == "gpurt" or (len(letters) == 5 and sorted(letters) == sorted("gpurt"))
+
+
+def load(config: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings.
+
+    Parameters
+    ----------
+    config
+        A Dask configuration, nested as in a yaml file; ``dask.config`` if not given. What it does not mention
+        has its default.
+
+    Raises
+    ------
+    ConfigError
+        For the first of the :func:`problems`.
+    """
+    settings, found = _judge(config)
+    if settings is None:
+        raise ConfigError(found[0])
+    return settings
+
+
+def load_over(base: Mapping[str, Any]) -> Settings:
+    """Return the settings of this process, and ``base`` for what it has left at the defaults.
+
+    Parameters
+    ----------
+    base
+        The section ``gpurt`` of another process's configuration.
+
+    Raises
+    ------
+    ConfigError
+        As :func:`load`.
+    """
+
+    return load({"gpurt": dask.config.merge(base, set_here())})
+
+
+def set_here() -> dict[str, Any]:
+    """Return what of the section ``gpurt`` this process has not left at the defaults."""
+
+    def changed(own: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, value in own.items():
+            if isinstance(value, Mapping) and isinstance(default.get(name), Mapping):
+                found[name] = changed(value, default[name])
+            elif name not in default or value != default[name]:
+                found[name] = value
+        return found
+
+    return changed(dask.config.get("gpurt", None) or {}, _DEFAULTS["gpurt"])
+
+
+def problems(config: Mapping[str, Any] | None = None) -> list[str]:
+    """Return all that is wrong with the settings, one line each; see :func:`load`."""
+    return _judge(config)[1]

@@ -1,0 +1,194 @@
+"""The settings: a dataclass for each section, with the parser that judges each key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dask_gpurt.config import values
+from dask_gpurt.config.values import Size, wrong
+
+
+def _setting(parse: Callable[[str, object], object]) -> Any:
+    return field(metadata={"parse": parse})
+
+
+def _section(settings: type) -> Any:
+    return field(metadata={"section": settings})
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How bytes get from worker to worker.
+
+    Parameters
+    ----------
+    pool
+        The most memory for shards that wait for their owners; None leaves the choice to the worker.
+    inflight
+        The most bytes that one worker pulls at once.
+    paths
+        The ways that a shard may take; ``"comms"`` is always one.
+    compression
+        Whether shards may be compressed on their way to another host.
+    """
+
+    pool: Size | None = _setting(values.size_or_auto)
+    inflight: int = _setting(values.nbytes)
+    paths: frozenset[str] = _setting(values.paths)
+    compression: bool = _setting(values.auto_or_off)
+
+
+@dataclass(frozen=True)
+class ShuffleSettings:
+    """How a shuffle runs.
+
+    Parameters
+    ----------
+    retries
+        Runs after the first, before the shuffle fails.
+    """
+
+    retries: int = _setting(values.count)
+
+
+@dataclass(frozen=True)
+class TopologySettings:
+    """What joins the workers.
+
+    Parameters
+    ----------
+    file
+        The file that describes it, read by the scheduler; None to find it out.
+    """
+
+    file: str | None = _setting(values.file_name)
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Where a worker keeps its data. None leaves a size to the worker.
+
+    Parameters
+    ----------
+    tiers
+        Whether the runtime keeps it, in tiers; otherwise Dask does.
+    device
+        The most bytes of live objects on the device.
+    pinned
+        Bytes of pinned host memory for what is spilled first.
+    host
+        The most bytes in ordinary host memory, on a worker with a GPU also of its host objects.
+    disk
+        The most bytes of files.
+    retries
+        How often a task that ran out of memory is run again.
+    failures
+        One allocation of so many fails, for tests; 0 for none.
+    """
+
+    tiers: bool = _setting(values.boolean)
+    device: Size | None = _setting(values.size_or_auto)
+    pinned: Size | int | None = _setting(values.size_or_none)
+    host: Size | int | None = _setting(values.size_or_none)
+    disk: Size | None = _setting(values.size_or_auto)
+    retries: int = _setting(values.count)
+    failures: int = _setting(values.count)
+
+
+@dataclass(frozen=True)
+class FixedSettings:
+    """What confines compute in the mode ``fixed``. None does not.
+
+    Parameters
+    ----------
+    residency
+        The most blocks of a kernel on an SM.
+    sms
+        The SMs that compute may use.
+    """
+
+    residency: int | None = _setting(values.limit)
+    sms: int | None = _setting(values.limit)
+
+
+@dataclass(frozen=True)
+class OverlapSettings:
+    """What runs beside what on one GPU.
+
+    Parameters
+    ----------
+    residency
+        Whether caps are possible: ``"off"``, ``"auto"``, or a cap that counts always, for every kernel.
+    mode
+        One of :data:`MODES`.
+    fixed
+        What confines compute in the mode ``fixed``.
+    learned
+        The file for what is learnt in the mode ``adaptive``; None leaves it to the worker.
+
+    Raises
+    ------
+    ConfigError
+        When the mode is ``fixed``, and nothing is; when a cap counts always in a mode that sets caps.
+    """
+
+    residency: int | str = _setting(values.residency)
+    mode: str = _setting(values.mode)
+    fixed: FixedSettings = _section(FixedSettings)
+    learned: str | None = _setting(values.path_or_auto)
+
+    def __post_init__(self) -> None:
+        if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
+            keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
+            raise wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")
+        if self.mode in ("adaptive", "fixed") and isinstance(self.residency, int):
+            raise wrong("gpurt.overlap.residency", self.residency, f"'auto' in the mode {self.mode!r}")
+
+
+@dataclass(frozen=True)
+class PlacementSettings:
+    """Which worker runs which task.
+
+    Parameters
+    ----------
+    enabled
+        Whether the runtime chooses; otherwise Dask does.
+    """
+
+    enabled: bool = _setting(values.boolean)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of the runtime, judged and with their units resolved.
+
+    Parameters
+    ----------
+    enabled
+        Whether the runtime is on.
+    takeover
+        Whether it serves ``p2p`` shuffles of clients that do not know it.
+    exchange
+        How bytes get from worker to worker.
+    shuffle
+        How a shuffle runs.
+    memory
+        Where a worker keeps its data.
+    topology
+        What joins the workers.
+    overlap
+        What runs beside what on one GPU.
+    placement
+        Which worker runs which task.
+    """
+
+    enabled: bool = _setting(values.boolean)
+    takeover: bool = _setting(values.boolean)
+    exchange: ExchangeSettings = _section(ExchangeSettings)
+    shuffle: ShuffleSettings = _section(ShuffleSettings)
+    memory: MemorySettings = _section(MemorySettings)
+    topology: TopologySettings = _section(TopologySettings)
+    overlap: OverlapSettings = _section(OverlapSettings)
+    placement: PlacementSettings = _section(PlacementSettings)

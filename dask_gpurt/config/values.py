@@ -1,0 +1,217 @@
+"""What a setting may be: parsers that judge a value, or say what would be right."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dask.utils import parse_bytes
+
+#: The ways that a shard may take from worker to worker.
+PATHS = ("shared-memory", "cuda-ipc", "comms")
+
+#: What confines compute while a shuffle runs beside it.
+MODES = ("off", "priority", "adaptive", "fixed")
+
+
+class ConfigError(ValueError):
+    """A setting that the runtime cannot use; the message names the key and what would be right."""
+
+
+def wrong(key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{key!r} is {value!r}: expected {expected}")
+
+
+_A_SIZE = "a size such as '2 GiB' or a share such as '30%'"
+_BYTES = "a size such as '256 MiB', of at least one byte"
+_QUANTITY = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)"
+
+
+@dataclass(frozen=True)
+class Size:
+    """An amount of memory: so many bytes, or a share of a total that is known later.
+
+    Parameters
+    ----------
+    bytes
+        The absolute size, at least 1.
+    fraction
+        The share of the total, above 0 and at most 1.
+    """
+
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.bytes is None) == (self.fraction is None):
+            raise ValueError("a Size has either bytes or a fraction")
+        if self.bytes is not None and self.bytes < 1:
+            raise ValueError(f"a Size has at least one byte, not {self.bytes}")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise ValueError(f"a Size is a share above 0 and at most 1, not {self.fraction}")
+
+    @classmethod
+    def parse(cls, value: object, *, key: str = "size", expected: str = _A_SIZE) -> Size:
+        """Read a size as a user writes it.
+
+        Parameters
+        ----------
+        value
+            A number of bytes, or a string such as ``"2 GiB"`` or ``"30%"``.
+        key
+            The setting to name in an error.
+        expected
+            What that error says would be right.
+
+        Raises
+        ------
+        ConfigError
+            If the value is no size, or no bytes at all, or more than the whole.
+        """
+        try:
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return cls(bytes=int(value))
+            if isinstance(value, str) and (match := re.fullmatch(_QUANTITY, value.strip())):
+                number, unit = match.groups()
+                if unit == "%":
+                    return cls(fraction=float(number) / 100)
+                # An integer stays exact where parse_bytes would go through a float.
+                return cls(
+                    bytes=int(number) * parse_bytes(f"1{unit}")
+                    if number.isdigit()
+                    else parse_bytes(number + unit)
+                )
+        except (ValueError, OverflowError):
+            pass
+        raise wrong(key, value, expected)
+
+    def of(self, total: int) -> int:
+        """Return the size in bytes, where a share is one of ``total``."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.fraction is not None
+        return round(total * self.fraction)
+
+    def __str__(self) -> str:
+        if self.fraction is not None:
+            return f"{self.fraction * 100:.15g}%"
+        assert self.bytes is not None
+        for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "kiB")):
+            if self.bytes % 2**exponent == 0:
+                return f"{self.bytes >> exponent} {unit}"
+        return f"{self.bytes} B"
+
+
+def size_or_auto(key: str, value: object) -> Size | None:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    return Size.parse(value, key=key, expected=f"'auto', {_A_SIZE}")
+
+
+def size_or_none(key: str, value: object) -> Size | int | None:
+    """As :func:`size_or_auto`, and nothing at all is an amount too."""
+    if str(value).strip() in ("0", "0%"):
+        return 0
+    return size_or_auto(key, value)
+
+
+def nbytes(key: str, value: object) -> int:
+    size = Size.parse(value, key=key, expected=_BYTES)
+    if size.bytes is None:
+        raise wrong(key, value, _BYTES)
+    return size.bytes
+
+
+_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def boolean(key: str, value: object) -> bool:
+    # What comes from the environment is a string or a number more often than a bool.
+    if isinstance(value, (bool, int, str)) and (word := str(value).strip().lower()) in _WORDS:
+        return _WORDS[word]
+    raise wrong(key, value, "true or false")
+
+
+def count(key: str, value: object) -> int:
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and str(value).strip().isdecimal():
+        return int(value)
+    raise wrong(key, value, "a whole number of at least 0")
+
+
+def file_name(key: str, value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    raise wrong(key, value, "the name of a file, or nothing")
+
+
+def mode(key: str, value: object) -> str:
+    word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
+    if word not in MODES:
+        raise wrong(key, value, f"one of {', '.join(MODES)}")
+    return word
+
+
+def limit(key: str, value: object) -> int | None:
+    word = str(value).strip().lower()
+    if word == "none":
+        return None
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal() and int(word):
+        return int(word)
+    raise wrong(key, value, "'none' or a whole number of at least 1")
+
+
+def path_or_auto(key: str, value: object) -> str | None:
+    if not isinstance(value, str) or not value.strip():
+        raise wrong(key, value, "'auto' or the path of a file")
+    return None if value.strip().lower() == "auto" else os.path.expanduser(value.strip())
+
+
+def residency(key: str, value: object) -> int | str:
+    word = str(value).strip().lower()
+    if word in ("off", "auto") or value is False:  # which is how yaml reads off
+        return "auto" if word == "auto" else "off"
+    if not isinstance(value, (bool, float)) and word.isdecimal() and int(word) >= 1:
+        return int(word)
+    raise wrong(key, value, "'off', 'auto', or a whole number of blocks of at least 1")
+
+
+def paths(key: str, value: object) -> frozenset[str]:
+    if isinstance(value, str):
+        # In an environment variable a list is a string: "shared-memory,comms".
+        value = [name for name in (part.strip(" []'\"") for part in value.split(",")) if name]
+        if value == ["auto"]:
+            return frozenset(PATHS)
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise wrong(key, value, f"'auto' or a list out of {', '.join(PATHS)}")
+    names = {str(name).replace("_", "-") for name in value}
+    for name in sorted(names.difference(PATHS)):
+        raise ConfigError(
+            f"unknown path {name!r} in {key!r}{_hint(name, PATHS)} Known paths: {', '.join(PATHS)}"
+        )
+    return frozenset(names | {"comms"})
+
+
+def auto_or_off(key: str, value: object) -> bool:
+    word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
+    if word not in ("auto", "off"):
+        raise wrong(key, value, "'auto' or 'off'")
+    return word == "auto"
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """End a complaint about ``word`` with the word that was probably meant, if there is one."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {close[0]!r}?" if close else "."
