@@ -91,7 +91,7 @@ def switch(client: Client, mode: str, learned: Path) -> None:
 
 
 async def _connect(dask_worker: Any) -> None:
-    await dask_worker.plugins["gpurt"].exchange.connect_all()
+    await dask_worker.plugins["gpurt"].exchange.peers.connect_all()
 
 
 def _allow(dask_worker: Any) -> None:

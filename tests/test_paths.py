@@ -178,7 +178,7 @@ async def bytes_of(exchange: Any, shard: Shard) -> np.ndarray:
     parcel = await exchange.accept(RUN, shard, errors.append)
 
     def read() -> np.ndarray:
-        with reading([(parcel, 0), (parcel, 1)], exchange.landing, lambda: None) as found:
+        with reading([(parcel, 0), (parcel, 1)], exchange.landing, lambda: None, "task") as found:
             return np.concatenate([buffer for buffer, _ in found])
 
     data = await exchange.offload(read)
