@@ -100,6 +100,7 @@ def test_a_cap_that_counts_always_leaves_nothing_to_choose() -> None:
 
 
 def test_defaults_are_in_dask_config() -> None:
+    dask.config.refresh()  # ``gen_cluster`` puts back what there was before the package was imported
     for key in KEYS:
         assert dask.config.get(key, default=dask.config) is not dask.config
 
