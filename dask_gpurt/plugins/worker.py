@@ -93,7 +93,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
 
     async def teardown(self, worker: Any) -> None:
-        gc.unfreeze()
         self._housekeeping.stop()
         self.topology.close()
         prometheus.unregister(worker.address)
@@ -106,6 +105,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await self.overlap.save()
         self.residency.close()
         await asyncio.to_thread(self.exchange.close)
+        gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
         await self.tiers.close()
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
