@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -185,3 +186,12 @@ def test_files_go_with_the_cluster(library: Library, tmp_path: Path) -> None:
         wait(kept)
         assert [*tmp_path.rglob("gpurt-tier-*/*")]
     assert not [*tmp_path.rglob("gpurt-tier-*")]
+
+
+def test_what_is_loaded_is_no_garbage_until_the_runtime_goes() -> None:
+    with cluster("pandas", workers=1) as client:
+        deadline = time.monotonic() + 20
+        while not all(on_workers(client, gc.get_freeze_count)):
+            assert time.monotonic() < deadline
+        dask_gpurt.disable(client)
+        assert on_workers(client, gc.get_freeze_count) == [0]
