@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,36 +30,43 @@ class Spillable:
     def __init__(self, nbytes: int):
         self.size = nbytes
         self.is_spilled = False
-        self.memory = np.zeros(nbytes, np.uint8)
-
-    def memory_info(self) -> tuple[int, int, str]:
-        assert self.is_spilled
-        return self.memory.ctypes.data, self.size, "cpu"
 
     @property
     def ptr(self) -> int:
         raise AssertionError("this would bring it back, for ever")
 
-    def frame(self, start: int, end: int) -> Any:
-        """A slice, as it is serialised."""
-        if self.is_spilled:
-            return self.memory.data[start:end]
-        wrapper = SimpleNamespace(_buf=SimpleNamespace(owner=self))
-        return SimpleNamespace(
-            owner=SimpleNamespace(owner=wrapper, ptr=start, size=end - start), nbytes=end - start
-        )
+
+class Column:
+    """As pylibcudf's, and cudf's around it."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, data: Spillable | None, children: Sequence[Column] = ()):
+        self.plc_column = self
+        self._data = data
+        self._children = list(children)
+
+    def data(self) -> Any:
+        return self._data and SimpleNamespace(owner=self._data)
+
+    def null_mask(self) -> None:
+        return None
+
+    def children(self) -> list[Column]:
+        return self._children
 
 
 class Frame:
-    """As a frame of cudf's: slices of buffers."""
+    """As a frame of cudf's."""
 
     __module__ = "cudf.of.this.test"
 
-    def __init__(self, *buffers: tuple[Spillable, int, int]):
-        self.buffers = buffers
+    def __init__(self, *buffers: Spillable):
+        self._buffers = buffers
 
-    def device_serialize(self) -> tuple[dict[str, Any], list[Any]]:
-        return {}, [owner.frame(start, end) for owner, start, end in self.buffers]
+    @property
+    def _columns(self) -> tuple[Column, ...]:
+        return tuple(Column(None, [Column(buffer)]) for buffer in self._buffers)
 
 
 class Manager:
@@ -94,11 +101,10 @@ def test_without_cudf_there_is_no_manager() -> None:
 @pytest.mark.parametrize("spilled", [[], [0], [0, 1]])
 def test_memory_is_the_same_wherever_it_lies(buffers: list[Spillable], spilled: list[int]) -> None:
     a, b, _ = buffers
-    frame = Frame((a, 0, 100), (a, 50, 200), (b, 0, b.size))
-    expected = owned(frame)
+    frame = Frame(a, a, b)
     for number in spilled:
         buffers[number].is_spilled = True
-    assert owned(frame) == expected == {id(a): a.size, id(b): b.size}
+    assert owned(frame) == {id(a): a.size, id(b): b.size}
     assert cudf_spill.spilled(cudf_spill.manager()) == {id(buffers[n]): 10 * KIB for n in spilled}
 
 
@@ -108,7 +114,7 @@ def look(ladder: Ladder) -> None:
 
 def test_what_cudf_spills_leaves_the_account_of_the_device(buffers: list[Spillable], ladder: Ladder) -> None:
     a, b, c = buffers
-    ladder["x"], ladder["y"] = Frame((a, 0, 10), (b, 0, 10)), Frame((b, 0, 10), (c, 0, 10))
+    ladder["x"], ladder["y"] = Frame(a, b), Frame(b, c)
     assert ladder.live_bytes(Tier.DEVICE) == 30 * KIB
     b.is_spilled = True
     look(ladder)
@@ -124,7 +130,7 @@ def test_what_cudf_spills_leaves_the_account_of_the_device(buffers: list[Spillab
 
 
 def test_what_is_not_on_the_device_is_not_spilled(buffers: list[Spillable], ladder: Ladder) -> None:
-    frame = Frame((buffers[0], 0, 10))
+    frame = Frame(buffers[0])
     ladder["x"], ladder["other"] = frame, array(1)
     buffers[0].is_spilled = True
     look(ladder)
@@ -144,21 +150,21 @@ def test_the_account_agrees_with_cudf() -> None:
 
         return int(get_global_manager().spill_device_memory(16 * MIB))
 
-    def partitions(client: Client) -> int:
-        return int(dask_gpurt.memory(client).set_index("tier").loc["device", "partitions"])
+    def told(client: Client, tier: str, kind: str, nbytes: int) -> None:
+        deadline = time.monotonic() + 10
+        while (said := dask_gpurt.memory(client).set_index("tier").loc[tier, kind]) != nbytes:
+            assert time.monotonic() < deadline, f"{said} bytes of {kind} in the {tier} tier, truly {nbytes}"
+            time.sleep(0.1)
 
     with cluster("cudf", workers=1, memory__tiers=True, **sizes) as client:
         client.run(enable_cudf_spill)
         made = client.map(make_frame, range(4), pure=False)
         wait(made)
-        before = partitions(client)
+        told(client, "device", "partitions", 4 * 8 * MIB)
         [moved] = client.run(spill_half).values()
         assert moved >= 16 * MIB
-        deadline = time.monotonic() + 10
-        while dask_gpurt.memory(client).set_index("tier").loc["host", "cudf"] != moved:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert partitions(client) == before - moved
+        told(client, "host", "cudf", moved)
+        told(client, "device", "partitions", 4 * 8 * MIB - moved)
         client.run(lambda dask_worker: dask_worker.data.spill(1 << 40))
         assert client.gather(client.map(check_frame, made, range(4), pure=False)) == [True] * 4
 

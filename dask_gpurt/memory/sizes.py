@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 from dask.sizeof import sizeof
 
-from dask_gpurt.memory import cudf_spill
+from dask_gpurt.memory import cudf_owners
 from dask_gpurt.memory.frames import Raw
 
 #: Bytes by the address of each root allocation.
@@ -76,8 +76,8 @@ def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
         yield from _walk(value.owner)
     elif library == "cupy" and hasattr(value, "data"):
         yield value.data.mem.ptr, value.data.mem.size
-    elif library == "cudf" and hasattr(value, "device_serialize"):
-        yield from _walk_cudf(value)
+    elif library == "cudf" and hasattr(type(value), "_columns"):
+        yield from cudf_owners.owners(value)
     else:
         yield id(value), sizeof(value)
 
@@ -94,19 +94,6 @@ def _walk_extension(array: Any) -> Iterator[tuple[int, int]]:
         yield id(array), sizeof(pd.Series(array, copy=False))
     for part in known:
         yield from _walk(part)
-
-
-def _walk_cudf(value: Any) -> Iterator[tuple[int, int]]:
-    frames, spilling = value.device_serialize()[1], cudf_spill.manager()
-    spillable = cudf_spill.owners(frames, spilling) if spilling is not None else [None] * len(frames)
-    for frame, its_owner in zip(frames, spillable, strict=True):
-        owner: Any = getattr(frame, "owner", None)
-        if its_owner is not None:
-            yield id(its_owner), its_owner.size
-        elif hasattr(owner, "ptr") and hasattr(owner, "size"):
-            yield owner.ptr, owner.size
-        else:
-            yield id(frame), frame.nbytes
 
 
 def _root(array: np.ndarray) -> tuple[int, int]:
