@@ -164,6 +164,35 @@ def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_
             client.submit(hopeless).result()
 
 
+@pytest.mark.gpu
+def test_an_allocation_that_finds_no_memory_spills_and_goes_on(tmp_path: Path) -> None:
+    """The task that asked does not fail, though what lies in the way is within its tier's limit."""
+
+    def limit(nbytes: int) -> None:
+        import rmm
+
+        below = rmm.mr.get_current_device_resource()
+        rmm.mr.set_current_device_resource(rmm.mr.LimitingResourceAdaptor(below, nbytes))
+
+    def frame(i: int, nbytes: int) -> Any:
+        import cudf
+        import cupy
+
+        return cudf.DataFrame({"a": cupy.full(nbytes // 8, i, dtype="i8")})
+
+    with cluster("cudf", workers=1, memory__device=1 << 30, memory__failures=0) as client:
+        dask_gpurt.disable(client)
+        client.run(limit, 128 * MIB)
+        dask_gpurt.enable(client)
+        kept = client.map(frame, range(5), [16 * MIB] * 5, pure=False)
+        wait(kept)
+        large = client.submit(frame, 9, 56 * MIB)
+        assert client.submit(lambda frame: int(frame.a.min()), large).result() == 9
+        assert counters(client)["memory.short"] >= 1
+        assert "memory.retries" not in counters(client)
+        assert client.gather(client.map(lambda frame: int(frame.a.max()), kept)) == list(range(5))
+
+
 def test_switched_on_and_off_no_key_is_lost(library: Library) -> None:
     with cluster(library.name, **SMALL) as client:
         dask_gpurt.disable(client)

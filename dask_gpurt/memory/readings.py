@@ -29,6 +29,7 @@ class Readings(Room):
             for entry in held:
                 entry.holders -= 1
                 entry.used = next(self._clock)
+                self._revise(entry)
 
     @contextmanager
     def reading(
