@@ -176,9 +176,8 @@ def test_an_allocation_that_finds_no_memory_spills_and_goes_on(tmp_path: Path) -
 
     def frame(i: int, nbytes: int) -> Any:
         import cudf
-        import cupy
 
-        return cudf.DataFrame({"a": cupy.full(nbytes // 8, i, dtype="i8")})
+        return cudf.DataFrame({"a": np.full(nbytes // 8, i)})
 
     with cluster("cudf", workers=1, memory__device=1 << 30, memory__failures=0) as client:
         dask_gpurt.disable(client)
