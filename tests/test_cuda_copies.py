@@ -89,6 +89,7 @@ def test_what_cuda_refuses_is_an_error() -> None:
 
     from dask_gpurt.device.cuda_copies import begin
 
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with pytest.raises(RuntimeError, match="2 copies in one call: cuda"):
-        begin([Copy(1, 1, 10), Copy(2, 2, 10)], stream.ptr)
+    here, there = cupy.arange(2), cupy.arange(2)
+    default = cupy.cuda.Stream.null
+    with pytest.raises(RuntimeError, match="2 copies in one call: cudaErrorInvalidValue"):
+        begin([Copy(there.data.ptr + at, here.data.ptr + at, 8) for at in (0, 8)], default.ptr)

@@ -180,6 +180,16 @@ def test_views_share_what_they_see(ladder: Ladder) -> None:
     assert ladder.live_bytes(Tier.DEVICE) == whole.nbytes
 
 
+def test_what_becomes_live_is_counted_even_if_it_goes_again(ladder: Ladder) -> None:
+    assert ladder.came(Tier.DEVICE) == 0
+    put(ladder, "a", array(1))
+    ladder["view"] = ladder["a"][:10]
+    assert ladder.came(Tier.DEVICE) == 10 * KIB
+    ladder.spill(1 << 30)
+    ladder.release(ladder.hold(["a"]))
+    assert ladder.came(Tier.DEVICE) == 20 * KIB
+
+
 def test_what_has_left_the_live_tiers_is_counted(ladder: Ladder) -> None:
     """By this an allocation that has failed knows that it is worth another try."""
     put(ladder, "a", array(1))

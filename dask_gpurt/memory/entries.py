@@ -191,6 +191,10 @@ class Entries:
         """Bytes of live objects in a tier, views and shared memory once."""
         return self._live.total(tier)
 
+    def came(self, tier: Tier) -> int:
+        """Bytes that have become live in a tier so far, whether they still are or not."""
+        return self._live.came[tier]
+
     @property
     def left(self) -> int:
         """How many objects have ceased to be live so far, spilled or gone."""

@@ -31,13 +31,16 @@ class Live:
         self._of: dict[Hashable, tuple[Tier, Label]] = {}
         self._promises: dict[Hashable, tuple[Tier, int]] = {}
         self._promised: Counter[Tier] = Counter()
-        #: How many objects have ceased to be live so far.
+        #: Bytes that have become live so far, and how many objects have ceased to be.
+        self.came: Counter[Tier] = Counter()
         self.left = 0
 
     def add(self, key: Hashable, tier: Tier, label: Label, roots: Roots) -> None:
         """A key is live now."""
         self._of[key] = tier, label
-        self._ledger.add(tier, label, self._owned[tier].add(key, roots))
+        added = self._owned[tier].add(key, roots)
+        self.came[tier] += added
+        self._ledger.add(tier, label, added)
 
     def discard(self, key: Hashable) -> None:
         """A key is live no more."""
