@@ -56,10 +56,11 @@ class Gate:
     def slot(self) -> Any | None:
         """Of the workers that take root tasks one with little to do; None if many others have less.
 
-        To iterate over a set that has had many takes long, so the only one in it is remembered.
+        To iterate over a set that has had many takes long, so the only one in it is remembered. While some
+        workers are paused the chooser is asked all the same: it leaves those out from then on.
         """
-        idle = self._state.idle_task_count
-        if len(idle) == 1 and self._opened in idle:
+        state, idle = self._state, self._state.idle_task_count
+        if len(idle) == 1 and len(state.running) == len(state.workers) and self._opened in idle:
             return self._opened
         return self._chooser.least_loaded_of(idle)
 
