@@ -23,7 +23,10 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.ahead import ReadAhead
 
 PARCEL = SimpleNamespace(key="shard")
-SECTIONS: Any = [(PARCEL, 0), (PARCEL, 1)]
+
+
+def sections() -> Any:
+    return [(PARCEL, 0), (PARCEL, 1)]
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def goes_on() -> None:
 
 def test_what_was_read_is_taken_once(ladder: Ladder, exchange: Any) -> None:
     ahead = ReadAhead(exchange)
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     settled(exchange)
     assert promised(ladder) == 40 * KIB
     with ahead.taken(7, goes_on) as found:
@@ -71,10 +74,24 @@ def test_what_was_read_is_taken_once(ladder: Ladder, exchange: Any) -> None:
         assert not found
 
 
+def test_another_output_takes_the_place_of_the_one_before(ladder: Ladder, exchange: Any) -> None:
+    """What was expected did not come, and nothing piles up."""
+    ahead = ReadAhead(exchange)
+    for output in (7, 8, 8, 9):
+        ahead.begin(output, sections)
+    settled(exchange)
+    assert promised(ladder) == 40 * KIB
+    assert exchange.metrics.snapshot()["counters"]["shuffle.sections.ahead"] == 6
+    for output, count in ((7, 0), (8, 0), (9, 2)):
+        with ahead.taken(output, goes_on) as found:
+            assert len(found) == count
+    assert promised(ladder) == 0
+
+
 def test_what_is_on_its_way_is_waited_for(exchange: Any) -> None:
     ahead, blocked = ReadAhead(exchange), threading.Event()
     exchange.executor.submit(blocked.wait)
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     threading.Timer(0.05, blocked.set).start()
     with ahead.taken(7, goes_on) as found:
         assert len(found) == 2
@@ -87,7 +104,7 @@ def test_a_run_that_is_over_is_not_waited_for(ladder: Ladder, exchange: Any) -> 
 
     ahead, blocked = ReadAhead(exchange), threading.Event()
     exchange.executor.submit(blocked.wait)
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     with pytest.raises(ExchangeClosed), ahead.taken(7, over):
         pytest.fail("nothing was taken")
     settled(exchange)
@@ -101,7 +118,7 @@ def test_room_is_made_but_not_taken_from_what_runs(
     ladder.promise("task", taken * KIB, Tier.DEVICE)
     ladder["x"] = array(1, live)
     ahead = ReadAhead(exchange)
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     settled(exchange)
     assert promised(ladder) == (taken + 40 * fits) * KIB
     assert ladder.live_bytes(Tier.DEVICE) + promised(ladder) <= 160 * KIB
@@ -114,8 +131,8 @@ def test_what_is_large_for_the_tier_is_not_read_ahead(ladder: Ladder, exchange: 
     """Else what it is made into would push it down again."""
     ladder.store_below("large", raw_frames([array(1, 41)]), "shards", home=Tier.DEVICE)
     ahead = ReadAhead(exchange)
-    sections: Any = [(SimpleNamespace(key="large"), 0)]
-    ahead.begin(7, sections)
+    large: Any = SimpleNamespace(key="large")
+    ahead.begin(7, lambda: [(large, 0)])
     with ahead.taken(7, goes_on) as found:
         assert not found
 
@@ -123,9 +140,9 @@ def test_what_is_large_for_the_tier_is_not_read_ahead(ladder: Ladder, exchange: 
 def test_what_is_live_or_gone_is_left_to_the_task(ladder: Ladder, exchange: Any) -> None:
     ahead = ReadAhead(exchange)
     ladder.release(ladder.hold(["shard"]))
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     ladder.discard("shard")
-    ahead.begin(8, SECTIONS)
+    ahead.begin(8, sections)
     for output in (7, 8):
         with ahead.taken(output, goes_on) as found:
             assert not found
@@ -139,7 +156,7 @@ def test_what_can_not_be_read_is_left_to_the_task_and_counted(exchange: Any, mon
 
     monkeypatch.setattr(exchange.landing, "reading_ahead", damaged)
     ahead = ReadAhead(exchange)
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     with ahead.taken(7, goes_on) as found:
         assert not found
     known = exchange.metrics.snapshot()["fallbacks"]["sections are not read ahead"]
@@ -150,7 +167,7 @@ def test_what_can_not_be_read_is_left_to_the_task_and_counted(exchange: Any, mon
 def test_what_nobody_takes_is_let_go(ladder: Ladder, exchange: Any, in_flight: bool) -> None:
     ahead, blocked = ReadAhead(exchange), threading.Event()
     exchange.executor.submit(blocked.wait)
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     if not in_flight:
         blocked.set()
         settled(exchange)
@@ -159,7 +176,7 @@ def test_what_nobody_takes_is_let_go(ladder: Ladder, exchange: Any, in_flight: b
     blocked.set()
     settled(exchange)
     assert promised(ladder) == 0
-    ahead.begin(8, SECTIONS)
+    ahead.begin(8, sections)
     settled(exchange)
     assert promised(ladder) == 0
 
@@ -167,14 +184,14 @@ def test_what_nobody_takes_is_let_go(ladder: Ladder, exchange: Any, in_flight: b
 def test_an_exchange_that_has_closed_reads_nothing(exchange: Any) -> None:
     exchange.executor.shutdown()
     ahead = ReadAhead(exchange)
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     with ahead.taken(7, goes_on) as found:
         assert not found
 
 
 def test_a_section_stays_readable_though_its_shard_is_let_go(ladder: Ladder, exchange: Any) -> None:
     ahead = ReadAhead(exchange)
-    ahead.begin(7, SECTIONS)
+    ahead.begin(7, sections)
     settled(exchange)
     ladder.discard("shard")
     with ahead.taken(7, goes_on) as found:

@@ -86,7 +86,8 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
     assert not counters(small).get("memory.unspill.unheld", 0)  # which would have been on the event loop
 
 
-def test_what_the_next_output_is_made_of_is_read_ahead(library: Library) -> None:
+@pytest.mark.parametrize("operation", ["shuffle", "merge"])
+def test_what_the_next_output_is_made_of_is_read_ahead(library: Library, operation: str) -> None:
     sizes = {"memory__device": 16 * MIB, "memory__pinned": 8 * MIB, "exchange__pool": 8 * MIB}
     with cluster(library.name, memory__tiers=True, **sizes) as client:
         rows = MIB // 8
@@ -96,7 +97,11 @@ def test_what_the_next_output_is_made_of_is_read_ahead(library: Library) -> None
             return library.frame(pd.DataFrame({"key": keys, "value": keys * 2}))
 
         made = dd.from_map(part, range(32), meta=part(0).iloc[:0])
-        sums = made.shuffle("key", ignore_index=True).map_partitions(lambda frame: frame.value.sum())
+        if operation == "shuffle":
+            brought = made.shuffle("key", ignore_index=True)
+        else:
+            brought = made[["key"]].merge(made, on="key", shuffle_method="gpurt", broadcast=False)
+        sums = brought.map_partitions(lambda frame: frame.value.sum())
         assert sums.sum().compute() == 32 * rows * (32 * rows - 1)
         assert counters(client)["shuffle.sections.ahead"] > 0
 

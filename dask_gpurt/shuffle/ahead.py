@@ -20,24 +20,38 @@ _Read = tuple[Found, ExitStack]
 
 
 class ReadAhead:
-    """What is read ahead of the outputs of one run. Thread-safe."""
+    """What is read ahead of an output of one run, of one at a time. Thread-safe."""
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
         self._lock = threading.Lock()
-        self._reads: dict[int, Future[_Read]] = {}
+        self._output: int | None = None
+        self._reading: Future[_Read] | None = None
         self._closed = False
 
-    def begin(self, output: int, sections: Sequence[tuple[Parcel, int]]) -> None:
-        """Begin to read sections of an output, those that have landed and lie below the live tiers."""
-        lower = self._exchange.landing.lower({parcel.key for parcel, _ in sections})
-        wanted = [(parcel.key, which) for parcel, which in sections if parcel.key in lower]
-        with self._lock:
-            if wanted and output not in self._reads and not self._closed:
-                with suppress(RuntimeError):  # the exchange closes at this moment
-                    self._reads[output] = self._exchange.executor.submit(self._read, wanted)
+    def begin(self, output: int, sections: Callable[[], Sequence[tuple[Parcel, int]]]) -> None:
+        """Begin to read an output in the place of the one before. Does not block.
 
-    def _read(self, wanted: Sequence[tuple[str, int]]) -> _Read:
+        Parameters
+        ----------
+        sections
+            Its sections, of which those that have landed below the live tiers are read. Called on a thread.
+        """
+        with self._lock:
+            if self._closed or output == self._output:
+                return
+            before, self._output, self._reading = self._reading, output, None
+            with suppress(RuntimeError):  # the exchange closes at this moment
+                self._reading = self._exchange.executor.submit(self._read, sections, before)
+
+    def _read(
+        self, sections: Callable[[], Sequence[tuple[Parcel, int]]], before: Future[_Read] | None
+    ) -> _Read:
+        if before is not None:
+            before.add_done_callback(_let_go)
+        read = sections()
+        lower = self._exchange.landing.lower({parcel.key for parcel, _ in read})
+        wanted = [(parcel.key, which) for parcel, which in read if parcel.key in lower]
         with ExitStack() as stack:
             found = stack.enter_context(self._exchange.landing.reading_ahead(wanted))
             self._exchange.metrics.add("shuffle.sections.ahead", len(found))
@@ -50,8 +64,10 @@ class ReadAhead:
 
         Nothing where it was not begun, or did not come to an end: whoever takes it reads the rest himself.
         """
+        read = None
         with self._lock:
-            read = self._reads.pop(output, None)
+            if output == self._output:
+                read, self._reading = self._reading, None
         with ExitStack() as stack:
             found, mine = self._result(read, check) if read is not None else ({}, stack)
             with mine:
@@ -75,12 +91,11 @@ class ReadAhead:
                 return {}, ExitStack()
 
     def close(self) -> None:
-        """Let go of everything that nobody has taken."""
+        """Let go of what nobody has taken."""
         with self._lock:
             self._closed = True
-            reads = list(self._reads.values())
-            self._reads.clear()
-        for read in reads:
+            read, self._reading = self._reading, None
+        if read is not None:
             read.add_done_callback(_let_go)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -32,23 +31,13 @@ class Consumer:
 
     Parameters
     ----------
-    outputs
-        The output partitions of this worker, in order.
     check
         Raises when the run is over.
     """
 
-    def __init__(
-        self,
-        spec: ShuffleSpec,
-        run: RunKey,
-        outputs: Sequence[int],
-        exchange: Exchange,
-        check: Callable[[], None],
-    ):
+    def __init__(self, spec: ShuffleSpec, run: RunKey, exchange: Exchange, check: Callable[[], None]):
         self.spec = spec
         self.run = run
-        self.outputs = outputs
         self.exchange = exchange
         self._check = check
         self._lock = threading.Lock()
@@ -96,7 +85,7 @@ class Consumer:
             if partition in self._consumed:
                 raise Consumed(partition)
             self._readers.setdefault(key, set()).add(partition)
-            wanted, following = self._sections(partition), self._following(partition)
+        wanted = self._sections(partition)
         table = backend_for(self._meta, self.exchange.pools.device)
         metrics = self.exchange.metrics
         landing = self.exchange.landing
@@ -106,8 +95,6 @@ class Consumer:
             reading(sections, landing, self._check, key, ahead) as found,
             metrics.seconds("shuffle.seconds.assembling"),
         ):
-            if following is not None:
-                self._ahead.begin(*following)
             parts = [
                 _part(parcel.shard.sections[which], at, *bytes_)
                 for (parcel, which, at), bytes_ in zip(wanted, found, strict=True)
@@ -119,18 +106,15 @@ class Consumer:
         return frame
 
     def _sections(self, partition: int) -> list[tuple[Parcel, int, int]]:
-        """The sections with rows of an output, in order, and where it stands in them. Under the lock."""
-        parcels = [parcel for parcel, unread in self._unread.items() if partition in unread]
-        parcels.sort(key=lambda parcel: (parcel.shard.source, parcel.shard.part))
-        return [(parcel, which, at) for parcel in parcels for which, at in self._unread[parcel][partition]]
+        """The sections with rows of an output, in order, and where it stands in them."""
+        with self._lock:
+            places = [(p, unread[partition]) for p, unread in self._unread.items() if partition in unread]
+        places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
+        return [(parcel, which, at) for parcel, mine in places for which, at in mine]
 
-    def _following(self, partition: int) -> tuple[int, list[tuple[Parcel, int]]] | None:
-        """The output that will be asked for next, as Dask orders them, and its sections. Under the lock."""
-        asked = self._consumed.union(*self._readers.values())
-        for output in self.outputs[bisect_right(self.outputs, partition) :]:
-            if output not in asked:
-                return output, [(parcel, which) for parcel, which, _ in self._sections(output)]
-        return None
+    def read_ahead(self, partition: int) -> None:
+        """Bring up what an output will be made of, which is asked for next. On the event loop."""
+        self._ahead.begin(partition, lambda: [(parcel, at) for parcel, at, _ in self._sections(partition)])
 
     @cached_property
     def _meta(self) -> Any:

@@ -65,8 +65,7 @@ class ShuffleRun:
         self._worker_for = worker_for
         self._key = (spec.id, run_id)
         self._producer = Producer(spec, self._key, worker_for, exchange, self._offer, self.raise_if_closed)
-        outputs = sorted(output for output, owner in worker_for.items() if owner == worker.address)
-        self._consumer = Consumer(spec, self._key, outputs, exchange, self.raise_if_closed)
+        self._consumer = Consumer(spec, self._key, exchange, self.raise_if_closed)
         #: Offers on their way, by owner: one message at a time, with all that has come up.
         self._outgoing: defaultdict[str, list[Shard]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
@@ -192,6 +191,11 @@ class ShuffleRun:
             # The producer raises it where its task can see it.
             return error_message(error)
         return {"status": "OK"}
+
+    def read_ahead(self, partition: int) -> None:
+        """Bring up what an output is made of, before its task begins. On the event loop."""
+        if self.transferred and not self.closed:
+            self._consumer.read_ahead(partition)
 
     def get_output_partition(self, partition_id: int, key: Key, **_: Any) -> Any:
         """Put an output partition together. On the thread of an unpack task."""
