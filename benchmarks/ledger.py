@@ -15,7 +15,6 @@ import asyncio
 import gc
 import importlib
 import itertools
-import json
 import logging
 import statistics
 import time
@@ -32,6 +31,7 @@ from typing import Any
 import click
 import dask
 import psutil
+from commandline import write
 from distributed import Client, Scheduler, Worker
 from distributed.protocol.core import dumps, loads
 
@@ -369,9 +369,7 @@ def main(output: Path | None, **parameters: Any) -> None:
         "figures": summarise(legs, plan),
         "legs": legs,
     }
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, output)
     print_summary(results)
 
 
