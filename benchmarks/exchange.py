@@ -34,8 +34,8 @@ from exchange_legs import LEGS
 from exchange_sides import Plan
 from processes import GRACE, Child, say
 
-from dask_gpurt.cli.demo import choose_backend
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.cluster import choose_backend
+from dask_gpurt.cli.environment import environment
 
 
 def measure(plan: Plan, sides: Sequence[str], deadline: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from processes import Barrier, Child, one_of_each
 from rows import WRAP, fingerprint, totals
 
 import dask_gpurt
-from dask_gpurt.cli.demo import local_cluster
+from dask_gpurt.cli.cluster import local_cluster
 
 PHASES = ("produce", "settle", "consume", "wait")
 #: How UCX served RapidsMPF best between the GPUs of one host; what the user has set comes first.

@@ -23,7 +23,7 @@ from typing import Any
 import click
 from commandline import write
 
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.environment import environment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from interposers import build_launcher

@@ -36,7 +36,7 @@ from distributed import Client, Scheduler, Worker
 from distributed.protocol.core import dumps, loads
 
 import dask_gpurt
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import KINDS, PARTITIONS, Label, Ledger, Picture
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.plugins import tiers

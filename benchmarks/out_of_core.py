@@ -38,8 +38,8 @@ from samples import Samples, take_samples, take_tasks
 from stalls import LoopStalls, take_stacks, take_stalls
 
 import dask_gpurt
-from dask_gpurt.cli.demo import choose_backend
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.cluster import choose_backend
+from dask_gpurt.cli.environment import environment
 
 CONTENDERS = ("gpurt", "tasks", "p2p")
 #: The share of the data that is run first with ``--warm``: one of so many.

@@ -42,8 +42,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt.cli.demo import choose_backend
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.cluster import choose_backend
+from dask_gpurt.cli.environment import environment
 
 PARTS = ("collectives", "workers", "pipeline")
 #: Part by part: the most seconds, without ``--timeouts``.

@@ -27,7 +27,7 @@ from overlap_plan import LEARNING, Plan, rotated
 from processes import Barrier
 
 import dask_gpurt
-from dask_gpurt.cli.demo import local_cluster
+from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.device import SmsError
 from dask_gpurt.observe import Decisions
 from dask_gpurt.overlap.actuators import ResidencyCaps, SmShare, Together

@@ -28,7 +28,7 @@ from dask._task_spec import Task, TaskRef
 from dask.typing import Key
 from distributed.scheduler import Scheduler
 
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import Ledger, Picture
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics

@@ -43,8 +43,10 @@ from rows import (
 from shuffle_figures import Run, print_summary, summarise, warm_seconds
 
 import dask_gpurt
-from dask_gpurt.cli.demo import METHODS, choose_backend, exchange_bytes, local_cluster
-from dask_gpurt.cli.report import environment, speedups
+from dask_gpurt.cli.cluster import choose_backend, local_cluster
+from dask_gpurt.cli.demo import METHODS, exchange_bytes
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.cli.report import speedups
 
 
 @dataclass

@@ -27,7 +27,7 @@ from commandline import write
 from dask._task_spec import Task, TaskRef
 from distributed import Client, LocalCluster, wait
 
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.environment import environment
 from dask_gpurt.simulate import WORKLOADS, Capacity, Cluster, Machine, Overheads, Simulation, Work, Workload
 from dask_gpurt.simulate.workloads import Scale
 from dask_gpurt.topology import Link, Place, Speed

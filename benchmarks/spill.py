@@ -26,7 +26,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.ladder import Ladder

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt import config
-from dask_gpurt.cli.report import installed_versions
+from dask_gpurt.cli.environment import installed_versions
 from dask_gpurt.device.discover import cuda_missing, discover
 from dask_gpurt.device.host import SHM
 from dask_gpurt.overlap import NotLoadedError
