@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,7 +89,6 @@ def check(parts: Sequence[Fingerprint], expected: tuple[int | None, ...], sorts:
     """Raise unless the partitions of a result hold the expected rows, in order where it has to be sorted."""
     if totals(parts) != expected:
         raise ValueError(f"rows and checksums are {totals(parts)}, not {expected}")
-    filled = [part for part in parts if part.rows]
-    disorder = [before for before, after in itertools.pairwise(filled) if before.highest > after.lowest]  # type: ignore[operator]
-    if sorts and (disorder or not all(part.ascends for part in filled)):
+    ends = [end for part in parts for end in (part.lowest, part.highest) if end is not None]
+    if sorts and not (ends == sorted(ends) and all(part.ascends for part in parts if part.rows)):
         raise ValueError("the result is not in the order of its key")

@@ -84,8 +84,10 @@ def prepare_two(size: int, partitions: int, backend: str) -> Inputs:
     assert math.gcd(STRIDE, total) == 1, "not a permutation"
     left = _persisted(make_random, partitions, rows, total, backend)
     right = _persisted(make_unique, partitions, rows, total, backend)
-    *sums, _ = totals(fingerprints(left))
-    return Inputs(size, [left, right], expected=(*sums, sums[1] * WEIGHT % WRAP))  # type: ignore[operator]
+    parts = fingerprints(left)
+    *sums, _ = totals(parts)
+    weights = sum(part.key for part in parts) * WEIGHT % WRAP
+    return Inputs(size, [left, right], expected=(*sums, weights))
 
 
 def _persisted(make: Callable[..., Any], partitions: int, rows: int, highest: int, backend: str) -> Any:
