@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from commandline import write
 
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.environment import environment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from interposers import build_launcher
@@ -95,9 +96,7 @@ def main(threads: int, launches: int, repeats: int, output: Path | None) -> None
         line = "{ns:6.1f} ns ({least:.1f} to {most:.1f}), {added:+.1f}: "
         click.echo(line.format(**summary[case]) + meaning)
     click.echo(results["verdict"])
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, output)
 
 
 if __name__ == "__main__":

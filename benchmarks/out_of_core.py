@@ -15,44 +15,36 @@ but what the operation itself keeps. Contenders take turns, each run on a cluste
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 import dask
-import dask.dataframe as dd
+from commandline import in_bytes, split_list, write
 from dask.delayed import delayed
-from dask.utils import format_bytes, parse_bytes
 from distributed import Client, LocalCluster, wait
 from distributed.diagnostics import nvml
+from out_of_core_figures import Run, print_summary, summarise
+from out_of_core_work import OPERATIONS, expected
 from peaks import PeakMemory, take_peaks
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rows import check, fingerprint
 from samples import Samples, take_samples, take_tasks
-from shuffle import GIB, ROW_BYTES, STRIDE, WEIGHT, WRAP, check, fingerprint, split_list
 from stalls import LoopStalls, take_stacks, take_stalls
 
 import dask_gpurt
-from dask_gpurt.cli.demo import choose_backend
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.cluster import choose_backend
+from dask_gpurt.cli.environment import environment
 
 CONTENDERS = ("gpurt", "tasks", "p2p")
-MIB = 2**20
 #: The share of the data that is run first with ``--warm``: one of so many.
 WARM = 16
 #: Rows whose products are summed at once: as many as a cache holds.
-PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -66,94 +58,38 @@ class Budget:
     rmm: int | None
 
 
-@dataclass
-class Run:
-    """One timed run; ``error`` says why there are no figures."""
+@dataclass(frozen=True)
+class Plan:
+    """How much is moved, by how many, and what is looked at meanwhile."""
 
-    operation: str
-    contender: str
-    turn: int
-    seconds: float | None = None
-    error: str | None = None
-    peak_bytes: Mapping[str, int] | None = None
-    stalls: Mapping[str, float] | None = None
-    counters: Mapping[str, float] | None = None
-    #: Where the threads were, when that was asked for.
-    samples: Mapping[str, Any] | None = None
-    #: Of a run that took too long: what the tiers held, and where each thread was.
-    held: Sequence[Any] | None = None
-    stacks: Mapping[str, Mapping[str, str]] | None = None
+    size: int
+    partitions: int
+    workers: int
+    backend: str
+    protocol: str
+    repeat: int
+    samples: bool
+    warm: bool
+    budget: Budget
 
-
-def make(part: int, rows: int, total: int, backend: str) -> Any:
-    """Make a partition of a permutation of the keys below ``total``."""
-    arrays = importlib.import_module({"pandas": "numpy", "cudf": "cupy"}[backend])
-    position = arrays.arange(part * rows, (part + 1) * rows, dtype="int64")
-    key = position * STRIDE % total
-    return importlib.import_module(backend).DataFrame({"key": key, "payload": position})
+    def build(self, operation: str, part: int = 1) -> Any:
+        """Describe an operation, on one of so many parts of the data."""
+        return OPERATIONS[operation](self.size // part, max(1, self.partitions // part), self.backend)
 
 
-def collection(size: int, partitions: int, backend: str) -> Any:
-    """Describe a frame of ``size`` bytes; its rows are made when they are needed."""
-    rows = size // ROW_BYTES // partitions
-    meta = make(0, 1, 1, backend).iloc[:0]
-    return dd.from_map(make, range(partitions), args=[rows, rows * partitions, backend], meta=meta)
-
-
-def shuffled(size: int, partitions: int, backend: str) -> Any:
-    """Shuffle by key, the index too, which is half as much again."""
-    return collection(size, partitions, backend).shuffle("key")
-
-
-def shuffled_without_index(size: int, partitions: int, backend: str) -> Any:
-    """Shuffle by key, and number the rows anew where the method does that."""
-    return collection(size, partitions, backend).shuffle("key", ignore_index=True)
-
-
-def merged(size: int, partitions: int, backend: str) -> Any:
-    """Merge two frames of half the size whose keys are the same."""
-    left = collection(size // 2, partitions, backend)
-    right = left.assign(weight=left.key * WEIGHT)[["key", "weight"]]
-    return left.merge(right, on="key", broadcast=False)
-
-
-def by_key(size: int, partitions: int, backend: str) -> Any:
-    """Sort by key."""
-    return collection(size, partitions, backend).set_index("key", npartitions=partitions)
-
-
-OPERATIONS: dict[str, Callable[[int, int, str], Any]] = {
-    "shuffle": shuffled,
-    "shuffle-columns": shuffled_without_index,
-    "merge": merged,
-    "sort": by_key,
-}
-
-
-def expected(operation: str, size: int, partitions: int) -> tuple[int | None, ...]:
-    """What the fingerprints have to add up to, by arithmetic: keys and payloads are permutations."""
-    part = size // 2 if operation == "merge" else size
-    rows = part // ROW_BYTES // partitions * partitions
-    whole = rows * (rows - 1) // 2 % WRAP
-    products = sum_of_products(rows)
-    return rows, whole, whole, products, whole * WEIGHT % WRAP if operation == "merge" else None
-
-
-def sum_of_products(rows: int) -> int:
-    """The sum of key times payload, with numpy in pieces: what the workers are compared with."""
-    import numpy as np
-
-    def of_piece(start: int) -> int:
-        position = np.arange(start, min(start + PIECE, rows), dtype="int64")
-        return int((position * STRIDE % rows * position).astype("u8").sum(dtype="u8"))
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # 128 GiB would take one core longer than the shuffle
-        return sum(threads.map(of_piece, range(0, rows, PIECE))) % WRAP
+def turns(operations: Sequence[str], contenders: Sequence[str], repeat: int) -> Iterator[Run]:
+    """List the runs, each turn of which another contender begins."""
+    for operation in operations:
+        for turn in range(repeat):
+            first = turn % len(contenders)
+            for contender in [*contenders[first:], *contenders[:first]]:
+                yield Run(operation, contender, turn)
 
 
 @contextmanager
-def cluster(contender: str, workers: int, backend: str, budget: Budget, protocol: str) -> Iterator[Client]:
+def cluster(contender: str, plan: Plan) -> Iterator[Client]:
     """A cluster in which a contender has its budget."""
+    budget = plan.budget
     settings = {
         "dataframe.shuffle.method": contender,
         "gpurt.memory.device": budget.device,
@@ -164,11 +100,11 @@ def cluster(contender: str, workers: int, backend: str, budget: Budget, protocol
         "distributed.worker.memory.terminate": False,
         "distributed.worker.memory.spill": False,
     }
-    if contender != "gpurt" and backend == "pandas":
+    if contender != "gpurt" and plan.backend == "pandas":
         settings["distributed.worker.memory.target"] = 0.5
     with (
         dask.config.set(settings),
-        _local(contender, workers, backend, budget, protocol) as local,
+        _local(contender, plan) as local,
         Client(local) as client,
     ):
         if contender == "gpurt":
@@ -185,16 +121,17 @@ async def _pinned(dask_worker: Any) -> None:
     await tiers.offload(tiers.pinned.ready.wait)
 
 
-def _local(contender: str, workers: int, backend: str, budget: Budget, protocol: str) -> Any:
-    options: dict[str, Any] = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": ":0"}
-    if backend == "pandas":
+def _local(contender: str, plan: Plan) -> Any:
+    budget = plan.budget
+    options: dict[str, Any] = {"n_workers": plan.workers, "threads_per_worker": 1, "dashboard_address": ":0"}
+    if plan.backend == "pandas":
         own = 2 * (budget.device + budget.pinned + budget.host)  # of which half is the target
         return LocalCluster(**options, memory_limit=None if contender == "gpurt" else own)
     from dask_cuda import LocalCUDACluster
 
     return LocalCUDACluster(
         **options,
-        protocol=protocol,
+        protocol=plan.protocol,
         device_memory_limit=budget.device,
         memory_limit=2 * (budget.pinned + budget.host),
         rmm_async=True,  # a pool in one piece could have room, but none that is large enough
@@ -202,32 +139,33 @@ def _local(contender: str, workers: int, backend: str, budget: Budget, protocol:
     )
 
 
-def timed_run(
-    client: Client, run: Run, build: Callable[[], Any], sums: Any, timeout: float, sample: bool
-) -> None:
+def timed_run(client: Client, run: Run, plan: Plan, sums: tuple[int | None, ...], timeout: float) -> None:
     """Time an operation and check its result; what goes wrong is noted in the run."""
-    if sample:
+    if plan.samples:
         client.register_plugin(Samples())
         client.get_task_stream()  # from here on
     take_peaks(client)
     take_stalls(client)
     start, began = time.perf_counter(), time.time()
+    found = None
     try:
-        parts = client.compute([delayed(fingerprint)(part) for part in build().to_delayed()])
+        parts = client.compute(
+            [delayed(fingerprint)(part) for part in plan.build(run.operation).to_delayed()]
+        )
         found = [part.result(max(1.0, start + timeout - time.perf_counter())) for part in parts]
     except Exception as error:
         run.error = f"{type(error).__name__}: {str(error)[:300]}"
-        run.samples = take_samples(client) | {"tasks": take_tasks(client, began)} if sample else None
-        if run.contender == "gpurt":
-            run.stacks, run.counters = take_stacks(client), _counters(client)
-            run.held = dask_gpurt.memory(client).to_dict("records")
-        return
-    run.seconds = time.perf_counter() - start
-    run.samples = take_samples(client) | {"tasks": take_tasks(client, began)} if sample else None
-    check(found, sums, run.operation == "sort")
-    run.peak_bytes, run.stalls = take_peaks(client), take_stalls(client)
+    else:
+        run.seconds = time.perf_counter() - start
+    if plan.samples:
+        run.samples = take_samples(client) | {"tasks": take_tasks(client, began)}
     if run.contender == "gpurt":
         run.counters = _counters(client)
+    if found is not None:
+        check(found, sums, run.operation == "sort")
+        run.peak_bytes, run.stalls = take_peaks(client), take_stalls(client)
+    elif run.contender == "gpurt":
+        run.stacks, run.held = take_stacks(client), dask_gpurt.memory(client).to_dict("records")
 
 
 def _counters(client: Client) -> dict[str, float]:
@@ -240,95 +178,21 @@ def _counters(client: Client) -> dict[str, float]:
     return totals_
 
 
-def summarise(runs: Sequence[Run], size: int) -> list[dict[str, Any]]:
-    """Derive the figures of each operation and contender from its runs."""
-    figures = []
-    for operation, contender in dict.fromkeys((run.operation, run.contender) for run in runs):
-        mine = [run for run in runs if (run.operation, run.contender) == (operation, contender)]
-        seconds = [run.seconds for run in mine if run.seconds is not None]
-        figure: dict[str, Any] = {"operation": operation, "contender": contender, "runs": len(mine)}
-        figure["errors"] = [run.error for run in mine if run.error]
-        if seconds:
-            done = [run for run in mine if run.seconds is not None]
-            figure |= {
-                "median_seconds": statistics.median(seconds),
-                "gib_per_second": size / GIB / statistics.median(seconds),
-                "longest_stall": max(run.stalls["max"] for run in done if run.stalls),
-                "median_stall": statistics.median(run.stalls["median"] for run in done if run.stalls),
-                "peak_bytes": {
-                    tier: max(run.peak_bytes[tier] for run in done if run.peak_bytes)
-                    for tier in done[0].peak_bytes or ()
-                },
-            }
-        figures.append(figure)
-    return figures
-
-
-def collected(parameters: Mapping[str, Any], runs: Sequence[Run], output: Path | None) -> dict[str, Any]:
+def collected(plan: Plan, runs: Sequence[Run], output: Path | None) -> dict[str, Any]:
     """What there is so far, written down as well."""
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "parameters": parameters,
+        "parameters": asdict(plan),
         **environment(),
-        "figures": summarise(runs, parameters["size"]),
+        "figures": summarise(runs, plan.size),
         "runs": [asdict(run) for run in runs],
     }
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, output)
     return results
 
 
-def print_summary(results: Mapping[str, Any]) -> None:
-    """Print a line for each operation and contender, and what moved between the tiers."""
-    console = Console()
-    console.print({name: value for name, value in results["parameters"].items() if name != "budget"})
-    console.print({name: format_bytes(n) for name, n in results["parameters"]["budget"].items() if n})
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("operation", "contender", "seconds", "GiB/s", "longest stall", "host peak", "errors"):
-        table.add_column(heading)
-    for figure in results["figures"]:
-        table.add_row(
-            figure["operation"],
-            figure["contender"],
-            f"{figure.get('median_seconds', float('nan')):.2f}",
-            f"{figure.get('gib_per_second', float('nan')):.2f}",
-            f"{figure.get('longest_stall', float('nan')) * 1e3:.0f} ms",
-            f"{figure.get('peak_bytes', {}).get('host', 0) / GIB:.2f}",
-            "; ".join(figure["errors"])[:60] or "-",
-        )
-    console.print(table)
-    for run in results["runs"]:
-        if run["counters"] and run["turn"] == 0:
-            console.print(run["operation"], {name: _readable(name, v) for name, v in run["counters"].items()})
-        if run["samples"]:
-            print_samples(console, run["samples"])
-
-
-def print_samples(console: Console, samples: Mapping[str, Any]) -> None:
-    """Print when which steps were made, and where the threads were."""
-    for step in samples["tasks"]:
-        span = f"{step['first']:7.3f} to {step['last']:7.3f}"
-        console.print(
-            f"{step['step']:36.36} {step['count']:5} x, {step['seconds']:8.3f} s, {span}", soft_wrap=True
-        )
-    for place in samples["places"][:25]:
-        console.print(f"{place['share']:6.2f} {place['thread']:14.14} {place['place']}", soft_wrap=True)
-    for gap in samples["gaps"]:
-        where = "; ".join(f"{thread}: {place}" for thread, place in gap["places"])
-        console.print(f"{gap['seconds'] * 1e3:.0f} ms without a sample, then {where}", soft_wrap=True)
-
-
-def _readable(name: str, value: float) -> str:
-    return format_bytes(int(value)) if "bytes" in name or "peak" in name else f"{value:.4g}"
-
-
-def _bytes(_: Any, __: Any, text: str | None) -> int | None:
-    return None if text is None else parse_bytes(text)
-
-
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--size", default="2GiB", show_default=True, callback=_bytes)
+@click.option("--size", default="2GiB", show_default=True, callback=in_bytes)
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--contenders", default=",".join(CONTENDERS), callback=split_list(CONTENDERS))
@@ -336,64 +200,37 @@ def _bytes(_: Any, __: Any, text: str | None) -> int | None:
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", default="tcp", show_default=True)
-@click.option("--device", default="64MiB", show_default=True, callback=_bytes, help="Device tier.")
-@click.option("--pinned", default="64MiB", show_default=True, callback=_bytes, help="Pinned tier.")
-@click.option("--host", default="0", show_default=True, callback=_bytes, help="Host tier.")
-@click.option("--pool", default="64MiB", show_default=True, callback=_bytes, help="Exchange pool.")
-@click.option("--rmm", callback=_bytes, help="All that rmm may take of a GPU.")
+@click.option("--device", default="64MiB", show_default=True, callback=in_bytes, help="Device tier.")
+@click.option("--pinned", default="64MiB", show_default=True, callback=in_bytes, help="Pinned tier.")
+@click.option("--host", default="0", show_default=True, callback=in_bytes, help="Host tier.")
+@click.option("--pool", default="64MiB", show_default=True, callback=in_bytes, help="Exchange pool.")
+@click.option("--rmm", callback=in_bytes, help="All that rmm may take of a GPU.")
 @click.option("--samples", is_flag=True, help="Look where the threads are; costs some time.")
 @click.option("--warm", is_flag=True, help="Run a small part first in each cluster, unmeasured.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds after which a run has failed.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
-    size: int,
-    partitions: int,
-    workers: int,
     contenders: list[str],
     operation: list[str],
-    repeat: int,
     backend: str,
-    protocol: str,
-    device: int,
-    pinned: int,
-    host: int,
-    pool: int,
-    rmm: int | None,
-    samples: bool,
-    warm: bool,
     timeout: float,
     output: Path | None,
+    **parameters: Any,
 ) -> None:
-    backend = choose_backend(backend)
-    budget = Budget(device, pinned, host, pool, rmm)
-    parameters = {
-        "size": size,
-        "partitions": partitions,
-        "workers": workers,
-        "backend": backend,
-        "protocol": protocol,
-        "repeat": repeat,
-        "samples": samples,
-        "warm": warm,
-        "budget": asdict(budget),
-    }
+    budget = Budget(**{tier.name: parameters.pop(tier.name) for tier in fields(Budget)})
+    plan = Plan(backend=choose_backend(backend), budget=budget, **parameters)
+    sums = {name: expected(name, plan.size, plan.partitions) for name in operation}
     runs: list[Run] = []
-    for name in operation:
-        sums = expected(name, size, partitions)
-        for turn in range(repeat):
-            first = turn % len(contenders)
-            for contender in [*contenders[first:], *contenders[:first]]:
-                run = Run(name, contender, turn)
-                runs.append(run)
-                with cluster(contender, workers, backend, budget, protocol) as client:
-                    build = lambda name=name: OPERATIONS[name](size, partitions, backend)  # noqa: E731
-                    if warm:  # modules, kernels, connections and mappings, which the first shuffle waits for
-                        wait(OPERATIONS[name](size // WARM, max(1, partitions // WARM), backend).persist())
-                    timed_run(client, run, build, sums, timeout, samples)
-                    # What does not come to an end may not let its cluster close either.
-                    results = collected(parameters, runs, output)
-                said = f"{run.seconds:.2f} s" if run.seconds else run.error
-                Console(stderr=True).print(f"{name}, {contender}, run {turn}: {said}", style="dim")
+    for run in turns(operation, contenders, plan.repeat):
+        runs.append(run)
+        with cluster(run.contender, plan) as client:
+            if plan.warm:  # modules, kernels, connections and mappings, which the first shuffle waits for
+                wait(plan.build(run.operation, WARM).persist())
+            timed_run(client, run, plan, sums[run.operation], timeout)
+            # What does not come to an end may not let its cluster close either.
+            results = collected(plan, runs, output)
+        said = f"{run.seconds:.2f} s" if run.seconds else run.error
+        Console(stderr=True).print(f"{run.operation}, {run.contender}, run {run.turn}: {said}", style="dim")
     print_summary(results)
 
 

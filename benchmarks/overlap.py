@@ -29,22 +29,21 @@ from pathlib import Path
 from typing import Any
 
 import click
-from dask.utils import parse_bytes
+from commandline import in_bytes, split_list, write
 from distributed.diagnostics import nvml
-from exchange import GRACE, Child, say
 from overlap_collectives import CELLS, collectives_part
 from overlap_figures import Round, against, figures, plot, print_cells, spread
 from overlap_pipeline import pipeline_part, seconds_of
 from overlap_plan import Plan
 from overlap_workers import workers_part
 from overlap_workloads import NAMES
+from processes import GRACE, Child, say
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from shuffle import split_list
 
-from dask_gpurt.cli.demo import choose_backend
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.cluster import choose_backend
+from dask_gpurt.cli.environment import environment
 
 PARTS = ("collectives", "workers", "pipeline")
 #: Part by part: the most seconds, without ``--timeouts``.
@@ -99,9 +98,7 @@ class Results:
 
     def write(self) -> None:
         """Write everything that is known so far."""
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+        write(self.found, self.path)
 
     def cells(self) -> dict[str, dict[str, Any]]:
         """The cells of each part that has any."""
@@ -163,10 +160,6 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
             raise click.BadParameter(f"{text!r} is not a list of numbers") from error
 
     return split
-
-
-def in_bytes(_: Any, __: click.Parameter, text: str) -> int:
-    return int(parse_bytes(text))
 
 
 @click.command(help=__doc__.partition("\n")[0])

@@ -19,10 +19,10 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
-from exchange import Child, one_of_each
 from overlap_figures import OFF, Round
 from overlap_plan import LEARNING, Plan, rotated
 from overlap_workers import Board
+from processes import Child, one_of_each
 
 from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.explain import rows

@@ -16,7 +16,7 @@ from overlap_plan import FIRST, LEARNING, Plan
 from overlap_workers import LOADED
 
 import dask_gpurt
-from dask_gpurt.cli.demo import local_cluster
+from dask_gpurt.cli.cluster import local_cluster
 
 Frame = Any
 MODES = (OFF, FIRST, ADAPTIVE)

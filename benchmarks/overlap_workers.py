@@ -16,17 +16,18 @@ from time import perf_counter
 from typing import Any
 
 import dask
-import exchange
+import exchange_sides
 import numpy as np
 import overlap_workloads
 from distributed import Client, as_completed, get_worker, wait
 from distributed.utils import sync
-from exchange import Barrier, Gpurt, wait_for_gpu
+from exchange_sides import Gpurt, wait_for_gpu
 from overlap_figures import OFF, Round
 from overlap_plan import LEARNING, Plan, rotated
+from processes import Barrier
 
 import dask_gpurt
-from dask_gpurt.cli.demo import local_cluster
+from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.device import SmsError
 from dask_gpurt.observe import Decisions
 from dask_gpurt.overlap.actuators import ResidencyCaps, SmShare, Together
@@ -294,9 +295,9 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
         yield "fallbacks", {name: reply["fallbacks"] for name, reply in report.items()}
 
 
-def shuffles_of(plan: Plan) -> exchange.Plan:
+def shuffles_of(plan: Plan) -> exchange_sides.Plan:
     """The shuffles, as the benchmark of the exchange has them."""
-    return exchange.Plan(
+    return exchange_sides.Plan(
         size=plan.size,
         partitions=plan.partitions,
         workers=plan.workers,

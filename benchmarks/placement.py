@@ -9,103 +9,55 @@ a task for all that the scheduler does between its arrival and its end, and how 
 
 from __future__ import annotations
 
-import argparse
-import json
+import logging
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from distributed.collections import HeapSet
-from distributed.core import Status
-from distributed.scheduler import SchedulerState, WorkerState
-from sortedcontainers import SortedDict
+import click
+import dask
+from commandline import write
+from dask._task_spec import Task, TaskRef
+from dask.typing import Key
+from distributed.scheduler import Scheduler
 
+from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import Ledger, Picture
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import LedgerHeadroom, Placement, Room
+from dask_gpurt.simulate.clock import Clock
+from dask_gpurt.simulate.scheduler import VirtualScheduler
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST = 8
 NBYTES = 64 << 20
+LINE = (
+    "{graph:8}{workers:8}{stock_us:9.1f}{ours_us:9.1f}{ratio:7.2f}{stock_choice_us:17.1f}{our_choice_us:8.1f}"
+)
 
 
-class BareState(SchedulerState):
-    """The state of Dask's scheduler with workers that are only said to be there."""
+class BareState(VirtualScheduler):
+    """Dask's scheduler with workers that are only said to be there: what is sent to them is kept."""
 
     def __init__(self, workers: int, threads: int = 1):
-        super().__init__(
-            aliases={},
-            clients={},
-            workers=SortedDict(),
-            host_info={},
-            resources={},
-            tasks={},
-            unrunnable={},
-            queued=HeapSet(key=lambda ts: ts.priority),
-            validate=False,
-        )
+        with dask.config.set({"distributed.scheduler.work-stealing": False}):
+            super().__init__(Clock(), 0.0, _nobody_listens)
         self.sent: deque[tuple[str, Any]] = deque()
         for number in range(workers):
-            self.join(
-                f"tcp://10.{number // PER_HOST // 250}.{number // PER_HOST % 250}.1:{number % PER_HOST + 1}",
-                threads,
-            )
+            host, device = divmod(number, PER_HOST)
+            address = f"tcp://10.{host // 250}.{host % 250}.1:{device + 1}"
+            self.join(address, threads, 80 << 30, partial(self._keep, address))
 
-    def log_event(self, topic: Any, msg: Any) -> None:
-        pass
-
-    def join(self, address: str, threads: int) -> WorkerState:
-        ws = WorkerState(
-            address=address,
-            status=Status.running,
-            pid=0,
-            name=address,
-            nthreads=threads,
-            memory_limit=80 << 30,
-            local_directory="",
-            nanny=None,
-            server_id=address,
-            scheduler=self,
-        )
-        self.workers[address] = ws
-        self.running.add(ws)
-        self.total_nthreads += threads
-        self.check_idle_saturated(ws)
-        return ws
-
-    def transitions(self, recommendations: Any, stimulus_id: str) -> None:
-        messages: dict[str, Any] = {}
-        self._transitions(recommendations, {}, messages, stimulus_id)
-        self.keep(messages)
-
-    def keep(self, messages: dict[str, Any]) -> None:
-        for address, several in messages.items():
-            self.sent.extend((address, m["key"]) for m in several if m["op"] == "compute-task")
-
-    def stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None:
-        while self.queued and self.idle_task_count:
-            self.transitions({self.queued.peek().key: "processing"}, stimulus_id)
-
-    def submit(self, graph: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Take tasks, inputs before those that need them."""
-        made = []
-        for number, (key, inputs) in enumerate(graph):
-            ts = self.new_task(key, lambda: None, "released")
-            ts.run_spec = _Spec()
-            ts.priority = (0, 0, number)
-            for name in inputs:
-                ts.add_dependency(self.tasks[name])
-            made.append(ts)
-        wanted = self.clients["fire-and-forget"]
-        for ts in made:
-            for dts in ts.dependencies:
-                ts.group.dependencies.add(dts.group)
-            if not ts.dependents:
-                ts.who_wants = {wanted}
-        self.transitions({ts.key: "waiting" for ts in reversed(made)}, "submit")
+    def _keep(self, address: str, *messages: dict[str, Any]) -> None:
+        self.sent.extend((address, m["key"]) for m in messages if m["op"] == "compute-task")
 
     def run(self) -> list[tuple[Any, str]]:
         """Finish what was sent, in that order; return which worker each task went to."""
@@ -117,30 +69,28 @@ class BareState(SchedulerState):
         return done
 
     def finish(self, key: Any, address: str, nbytes: int = NBYTES) -> None:
+        """A worker has fetched what a task needs, and run it."""
         ts, ws = self.tasks[key], self.workers[address]
-        for dts in ts.dependencies:  # the worker has fetched them
+        for dts in ts.dependencies:
             self.add_replica(dts, ws)
-        recommendations, _, messages = self._transition(
-            key,
-            "memory",
-            "finish",
+        self.handle_task_finished(
+            key=key,
+            worker=address,
+            stimulus_id="finish",
+            run_id=ts.run_id,
+            metadata={},
             nbytes=nbytes,
             type=b"",
             typename="int",
-            worker=address,
             startstops=[{"action": "compute", "start": 0.0, "stop": 0.1}],
         )
-        self.keep(messages)
-        self.transitions(recommendations, "finish")
-        self.stimulus_queue_slots_maybe_opened(stimulus_id="finish")
 
 
-class _Spec:
-    data_producer = False
-    annotations = None
+def _nobody_listens(*messages: Any) -> None:
+    """Reports to the client go nowhere."""
 
 
-def headroom_of(state: SchedulerState) -> LedgerHeadroom:
+def headroom_of(state: Scheduler) -> LedgerHeadroom:
     """Room for everything, as the ledgers of all workers have told."""
     picture, capacity = Picture(), {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0}
     for address in state.workers:
@@ -158,25 +108,30 @@ class Roomy:
         return Tier.DEVICE
 
 
-def pairs(tasks: int) -> Iterable[tuple[Any, tuple[Any, ...]]]:
+def graph_of(inputs: Mapping[Key, Sequence[Key]]) -> tuple[dict[Key, Task], set[Key]]:
+    """Tasks that take results of others, and those whose results nobody takes: a client wants them."""
+    graph = {key: Task(key, tuple, *map(TaskRef, names)) for key, names in inputs.items()}
+    return graph, set(graph) - {name for names in inputs.values() for name in names}
+
+
+def pairs(tasks: int) -> dict[Key, list[Key]]:
     half = tasks // 2
-    yield from ((("load", i), ()) for i in range(half))
-    yield from ((("add", i), (("load", i), ("load", (i + 1) % half))) for i in range(half))
+    load: dict[Key, list[Key]] = {("load", i): [] for i in range(half)}
+    return load | {("add", i): [("load", i), ("load", (i + 1) % half)] for i in range(half)}
 
 
-def tree(tasks: int) -> Iterable[tuple[Any, tuple[Any, ...]]]:
+def tree(tasks: int) -> dict[Key, list[Key]]:
     level, width = 0, tasks * 7 // 8
-    yield from (((f"sum{level}", i), ()) for i in range(width))
+    found: dict[Key, list[Key]] = {("sum0", i): [] for i in range(width)}
     while width > 1:
         level, before, width = level + 1, width, -(-width // 8)
         for i in range(width):
-            yield (
-                (f"sum{level}", i),
-                tuple((f"sum{level - 1}", j) for j in range(8 * i, min(8 * i + 8, before))),
-            )
+            inputs = range(8 * i, min(8 * i + 8, before))
+            found[f"sum{level}", i] = [(f"sum{level - 1}", j) for j in inputs]
+    return found
 
 
-def topology_of(state: SchedulerState) -> Topology:
+def topology_of(state: Scheduler) -> Topology:
     topology = Topology()
     for address in state.workers:
         host, _, device = address.rpartition(":")
@@ -212,56 +167,51 @@ def measure(graph: Callable[[int], Any], workers: int, tasks: int, ours: bool, t
     if ours:
         Placement(state, topology_of(state), headroom_of(state), Metrics()).bind()
     watch = Timed(state) if timed else None
+    submitted = graph_of(graph(tasks))
     began = time.process_time()
-    state.submit(graph(tasks))
+    state.submit(*submitted)
     done = state.run()
     seconds = time.process_time() - began
     assert len(done) == len(state.tasks), f"{len(done)} of {len(state.tasks)} tasks ran"
     return 1e6 * (watch.seconds if watch else seconds) / len(done)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workers", default="64,256,1024,2048")
-    parser.add_argument("--tasks", type=int, default=40_000)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
-    given = parser.parse_args()
+def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int) -> dict[str, Any]:
+    """The figures of one graph on so many workers."""
+
+    def microseconds(ours: bool, timed: bool) -> float:
+        return median(measure(graph, workers, tasks, ours, timed) for _ in range(repeat))
+
+    return {
+        "graph": graph.__name__,
+        "workers": workers,
+        "stock_us": microseconds(ours=False, timed=False),
+        "ours_us": microseconds(ours=True, timed=False),
+        "stock_choice_us": microseconds(ours=False, timed=True),
+        "our_choice_us": microseconds(ours=True, timed=True),
+    }
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--workers", default="64,256,1024,2048", show_default=True, help="Numbers of workers.")
+@click.option("--tasks", type=click.IntRange(min=100), default=40_000, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(workers: str, tasks: int, repeat: int, output: Path | None) -> None:
+    logging.getLogger("distributed.scheduler").setLevel(logging.WARNING)
     rows = []
-    print(
-        f"{'graph':8}{'workers':>8}{'stock':>9}{'ours':>9}{'ratio':>7}"
-        f"{'chosen by stock':>17}{'by us':>8}   (µs a task)"
-    )
-    for graph in (pairs, tree):
-        for workers in map(int, given.workers.split(",")):
-            found = {
-                (ours, timed): median(
-                    measure(graph, workers, given.tasks, ours, timed) for _ in range(given.repeat)
-                )
-                for ours in (False, True)
-                for timed in (False, True)
-            }
-            stock, own = found[False, False], found[True, False]
-            print(
-                f"{graph.__name__:8}{workers:8}{stock:9.1f}{own:9.1f}{own / stock:7.2f}"
-                f"{found[False, True]:17.1f}{found[True, True]:8.1f}",
-                flush=True,
-            )
-            rows.append(
-                {
-                    "graph": graph.__name__,
-                    "workers": workers,
-                    "stock_us": stock,
-                    "ours_us": own,
-                    "stock_choice_us": found[False, True],
-                    "our_choice_us": found[True, True],
-                }
-            )
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump({"tasks": given.tasks, "rows": rows}, file, indent=2)
+    click.echo("graph    workers    stock     ours  ratio  chosen by stock   by us   (µs a task)")
+    for graph, number in product((pairs, tree), map(int, workers.split(","))):
+        rows.append(row := compared(graph, number, tasks, repeat))
+        click.echo(LINE.format(ratio=row["ours_us"] / row["stock_us"], **row))
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": {"tasks": tasks, "repeat": repeat},
+        "load": os.getloadavg()[0],
+        **environment(),
+        "rows": rows,
+    }
+    write(results, output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import random
 import statistics
@@ -24,10 +23,11 @@ import click
 import dask
 import distributed
 import numpy as np
+from commandline import write
 from dask._task_spec import Task, TaskRef
 from distributed import Client, LocalCluster, wait
 
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.environment import environment
 from dask_gpurt.simulate import WORKLOADS, Capacity, Cluster, Machine, Overheads, Simulation, Work, Workload
 from dask_gpurt.simulate.workloads import Scale
 from dask_gpurt.topology import Link, Place, Speed
@@ -183,9 +183,8 @@ def main(workers: int, partitions: int, memory: int, repeat: int, path: Path | N
             rows.append({"workload": name, "measured": real, "simulated": virtual, "ratio": ratio})
             said = f"{statistics.median(real):.2f} s measured, {virtual:.2f} s simulated"
             click.echo(f"{name}: {said}, {ratio:.2f}")
-    if path:
-        parameters = {"workers": workers, "partitions": partitions, "memory": memory, "repeat": repeat}
-        path.write_text(json.dumps(results(parameters, speed, overheads, rows), indent=1) + "\n")
+    parameters = {"workers": workers, "partitions": partitions, "memory": memory, "repeat": repeat}
+    write(results(parameters, speed, overheads, rows), path)
 
 
 def results(

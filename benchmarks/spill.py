@@ -9,7 +9,6 @@ turns with the plain copies that show what the bus does. On a host without a GPU
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import tempfile
 import threading
@@ -21,12 +20,13 @@ from typing import Any
 
 import click
 import numpy as np
+from commandline import write
 from dask.utils import parse_bytes
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt.cli.report import environment
+from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.ladder import Ladder
@@ -192,9 +192,7 @@ def main(size: str, each: str, repeat: int, disk: Path | None, output: Path | No
         "bytes_per_second": figures,
         "turns": found,
     }
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, output)
     table = Table(box=SIMPLE_HEAD)
     for heading in ("what", "down GB/s", "up GB/s"):
         table.add_column(heading)

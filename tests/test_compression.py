@@ -15,6 +15,7 @@ from dask_gpurt.exchange.compression import (
     LEAST,
     PIECE,
     PIECES,
+    RUNS,
     Compressor,
     Sample,
     best,
@@ -190,6 +191,17 @@ def test_the_first_shard_of_a_run_is_the_sample_for_it() -> None:
     assert compressor.pack(RUN, zeros, 1e6, compression.CODECS)[0] is None
     assert compressor.pack(("another", 2), zeros, 1e6, compression.CODECS)[0] is not None
     compressor.forget(RUN)
+    assert compressor.pack(RUN, zeros, 1e6, compression.CODECS)[0] is not None
+
+
+@has_codec
+def test_the_sample_of_a_run_that_nobody_forgets_is_not_kept_for_ever() -> None:
+    """As of a shard that is compressed while its run ends."""
+    noise, zeros = sections(np.random.default_rng(0).random(100_000)), sections(np.zeros(LEAST, np.uint8))
+    compressor = Compressor(Metrics())
+    assert compressor.pack(RUN, noise, 1e6, compression.CODECS)[0] is None
+    for number in range(RUNS):
+        assert compressor.pack(("another", number), zeros, 1e6, compression.CODECS)[0] is not None
     assert compressor.pack(RUN, zeros, 1e6, compression.CODECS)[0] is not None
 
 

@@ -13,15 +13,8 @@ from xml.dom import minidom
 import pandas as pd
 import pytest
 
-from dask_gpurt.cli.demo import (
-    OPERATIONS,
-    Outcome,
-    all_passed,
-    canonical,
-    check,
-    choose_methods,
-    print_results,
-)
+from dask_gpurt.cli.demo import Outcome, all_passed, choose_methods, print_results
+from dask_gpurt.cli.flights import OPERATIONS, canonical, check
 from dask_gpurt.cli.report import render_report, speedups
 from dask_gpurt.cli.tier_view import TierSampler
 

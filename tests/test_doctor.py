@@ -16,9 +16,10 @@ from commands import DASK, HOOKS, run
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.cli import doctor as module
+from dask_gpurt.cli import examine as module
 from dask_gpurt.cli import main
-from dask_gpurt.cli.doctor import HOOK, HOOKED, examine, shuffles_go
+from dask_gpurt.cli.examine import examine, shuffles_go
+from dask_gpurt.cli.verdicts import HOOK, HOOKED
 
 ALL_HOOKS = {f"distributed.{where}.preload": [HOOK] for where in HOOKED}
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any
 
 import pytest
+from exchange_figures import compare
+from exchange_legs import combine
+from processes import Barrier, Child
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def exchange() -> Iterator[Any]:
-    """The benchmark as a module, found by the processes that it starts too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield importlib.import_module("exchange")
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -63,8 +56,8 @@ def test_it_ends_in_time_and_prints_what_it_has(tmp_path: Path) -> None:
     assert [failed["side"] for failed in results["errors"]] == ["gpurt"]
 
 
-def test_a_child_that_does_not_end_is_ended(exchange: Any) -> None:
-    child = exchange.Child(itertools.repeat, "value")
+def test_a_child_that_does_not_end_is_ended() -> None:
+    child = Child(itertools.repeat, "value")
     try:
         assert child.receive() == "value"
         with pytest.raises(TimeoutError):
@@ -74,12 +67,12 @@ def test_a_child_that_does_not_end_is_ended(exchange: Any) -> None:
     assert not child.process.is_alive()
 
 
-def test_a_barrier_holds_until_all_have_come(exchange: Any, tmp_path: Path) -> None:
-    file = exchange.Barrier.prepare(tmp_path / "barrier", 3)
+def test_a_barrier_holds_until_all_have_come(tmp_path: Path) -> None:
+    file = Barrier.prepare(tmp_path / "barrier", 3)
     counts = [0, 0, 0]
 
     def count(rank: int) -> list[list[int]]:
-        barrier = exchange.Barrier(file, rank, 3)
+        barrier = Barrier(file, rank, 3)
         seen = []
         for _ in range(20):
             counts[rank] += 1
@@ -93,26 +86,26 @@ def test_a_barrier_holds_until_all_have_come(exchange: Any, tmp_path: Path) -> N
             assert seen == [[n, n, n] for n in range(1, 21)]
 
 
-def test_who_waits_for_one_that_failed_is_told_why(exchange: Any, tmp_path: Path) -> None:
-    file = exchange.Barrier.prepare(tmp_path / "barrier", 2)
-    with pytest.raises(KeyError), exchange.Barrier(file, 1, 2):
+def test_who_waits_for_one_that_failed_is_told_why(tmp_path: Path) -> None:
+    file = Barrier.prepare(tmp_path / "barrier", 2)
+    with pytest.raises(KeyError), Barrier(file, 1, 2):
         raise KeyError("the cause")
-    with pytest.raises(BrokenBarrierError, match="the cause"), exchange.Barrier(file, 0, 2) as barrier:
+    with pytest.raises(BrokenBarrierError, match="the cause"), Barrier(file, 0, 2) as barrier:
         barrier.meet()
 
 
-def test_lost_rows_are_an_error(exchange: Any) -> None:
+def test_lost_rows_are_an_error() -> None:
     part = {"stamps": [0, 1, 2, 3, 4], "counters": {"a": 1}, "given": [2, 5, 6, 7]}
-    whole = exchange.combine([{**part, "received": [1, 2, 3, 4]}, {**part, "received": [3, 8, 9, 10]}])
+    whole = combine([{**part, "received": [1, 2, 3, 4]}, {**part, "received": [3, 8, 9, 10]}])
     assert (whole["rows"], whole["seconds"], whole["counters"]) == (4, 4, {"a": 2})
     with pytest.raises(ValueError, match="rows and checksums"):
-        exchange.combine([{**part, "received": [1, 5, 6, 7]}])
+        combine([{**part, "received": [1, 5, 6, 7]}])
 
 
-def test_sides_are_compared_by_their_warm_turns(exchange: Any) -> None:
+def test_sides_are_compared_by_their_warm_turns() -> None:
     def turns(side: str, leg: int, *seconds: float) -> list[dict[str, Any]]:
         return [{"side": side, "leg": leg, "turn": i, "seconds": s} for i, s in enumerate(seconds)]
 
     ours = [*turns("gpurt", 0, 9, 1, 2), *turns("gpurt", 2, 9, 2, 2)]
-    assert exchange.compare([*ours, *turns("rapidsmpf", 1, 9, 3, 5)]) == {"rapidsmpf": pytest.approx(2)}
-    assert exchange.compare(ours) == {}
+    assert compare([*ours, *turns("rapidsmpf", 1, 9, 3, 5)]) == {"rapidsmpf": pytest.approx(2)}
+    assert compare(ours) == {}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import overlap_collectives as collectives
+import overlap_figures as figures
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from overlap_plan import rotated
 
 from dask_gpurt.overlap.knowledge import PRIORITY
 
@@ -22,26 +22,13 @@ ROOT = Path(__file__).parent.parent
 SECONDS = st.floats(0.01, 10)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def path() -> Iterator[None]:
-    """Benchmarks find each other by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(name)
-
-
 # ---- figures -----------------------------------------------------------------------------
 
 
-@settings(deadline=None)  # the first example imports the module
 @given(compute=SECONDS, communication=SECONDS)
 def test_f_is_0_one_after_the_other_and_1_for_the_longer_one(compute: float, communication: float) -> None:
     together = {"after": compute + communication, "hidden": max(compute, communication)}
-    one = module("overlap_figures").Round(compute, communication, together)
+    one = figures.Round(compute, communication, together)
     assert one.hidden("after") == pytest.approx(0, abs=1e-9)
     assert one.hidden("hidden") == pytest.approx(1)
     assert one.saved("after") == pytest.approx(0, abs=1e-9)
@@ -49,7 +36,6 @@ def test_f_is_0_one_after_the_other_and_1_for_the_longer_one(compute: float, com
 
 
 def test_the_adaptive_setting_is_held_against_the_best_fixed_one() -> None:
-    figures = module("overlap_figures")
     seconds = {"off": (1.8, 1.9, 2.0), "priority": (1.6, 1.6, 1.7), "adaptive": (1.7, 1.7, 1.7)}
     rounds = [
         figures.Round(1.0, 1.0, {setting: times[turn] for setting, times in seconds.items()})
@@ -63,7 +49,6 @@ def test_the_adaptive_setting_is_held_against_the_best_fixed_one() -> None:
 
 
 def test_without_rounds_there_are_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = module("overlap_figures")
     found = figures.figures([])
     assert found["against_off"] is None
     figures.print_cells("nothing", {"cell": found})
@@ -71,7 +56,6 @@ def test_without_rounds_there_are_no_figures(capsys: pytest.CaptureFixture[str])
 
 
 def test_each_setting_comes_first_once() -> None:
-    rotated = module("overlap_plan").rotated
     turns = {"off": PRIORITY, "priority": PRIORITY, "adaptive": None}
     orders = [rotated(turns, turn) for turn in range(3)]
     assert sorted(order[0] for order in orders) == sorted(turns)
@@ -81,13 +65,11 @@ def test_each_setting_comes_first_once() -> None:
 # ---- what the governor is told -----------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(compute=SECONDS, communication=SECONDS, c=st.floats(0.1, 1), m=st.floats(0.1, 1))
 def test_a_leg_tells_the_speeds_of_the_time_in_which_both_ran(
     compute: float, communication: float, c: float, m: float
 ) -> None:
     """Both run at some speeds until one is done, and the other goes on alone, at its full speed."""
-    collectives = module("overlap_collectives")
     both = min(compute / c, communication / m)
     ends = both + compute - both * c, both + communication - both * m
     times = collectives.Times(max(ends), *ends)

@@ -18,7 +18,7 @@ pytestmark = needs_compiler
 SCRIPT = """\
 import json, os, sys
 import dask_gpurt
-from dask_gpurt.cli.doctor import examine
+from dask_gpurt.cli.examine import examine
 from distributed import Client, LocalCluster
 
 def look(dask_worker):

@@ -19,7 +19,7 @@ from distributed.diagnostics import nvml
 from rich.console import Console
 
 import dask_gpurt
-from dask_gpurt.cli.demo import choose_backend, local_cluster
+from dask_gpurt.cli.cluster import choose_backend, local_cluster
 from dask_gpurt.cli.overlap import of_files, print_part
 from dask_gpurt.overlap.learned import directory
 from dask_gpurt.plugins.overlapping import FALLBACK

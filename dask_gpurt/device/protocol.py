@@ -18,6 +18,8 @@ import numpy as np
 Buffer = Any
 #: What a peer needs to map a pool; only values that msgpack carries.
 Ticket = dict[str, Any]
+#: Bytes that buffers in files are aligned to: what direct I/O asks of memory and of places in a file.
+PAGE = 4096
 
 
 #: Waits, when called, until something that was begun is complete.
@@ -135,14 +137,14 @@ class DeviceFiles(Protocol):
     """Moves buffers of a device to files and back, not by way of ordinary host memory. All methods block."""
 
     def write(self, fd: int, path: str, parts: Sequence[tuple[Buffer, int]], *, ordered: bool) -> list[int]:
-        """Write buffers, each from a multiple of 4096 on, into a file that is as long as it will be.
+        """Write buffers, each from a multiple of PAGE on, into a file that is as long as it will be.
 
         Parameters
         ----------
         fd, path
             The file, open for writing, past the page cache maybe.
         parts
-            Each buffer, and where it goes. What is behind it in its last 4096 bytes may change.
+            Each buffer, and where it goes. What is behind it in its last page may change.
         ordered
             Whether work that was given to the device so far may still write the buffers.
 

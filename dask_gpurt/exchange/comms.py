@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from time import perf_counter
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from distributed.protocol.serialize import to_serialize
@@ -61,7 +62,8 @@ class Comms:
         self._compress = compress
         self._offload = offload
         self._compressor = Compressor(metrics)
-        self._first = asyncio.Lock()
+        #: By peer, for as long as somebody waits for its first shard.
+        self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def _carries(self, device: Device) -> bool:
         """Whether the comms of this worker take buffers of a device as they are."""
@@ -87,8 +89,8 @@ class Comms:
         peer = parcel.shard.producer
         packing = await self._packing(peer)
         if packing is not None and not self._links.shown(peer):
-            # The first shard comes alone: it shows how fast the link is before the others are sent.
-            async with self._first:
+            # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
+            async with self._first.setdefault(peer, asyncio.Lock()):
                 if not self._links.shown(peer):
                     return await self._ask(parcel, packing)
             packing = await self._packing(peer)

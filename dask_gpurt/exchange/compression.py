@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from distributed.protocol.compression import compressions
+from zict import LRU
 
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
@@ -28,6 +29,8 @@ FAST = 2e9
 LEAST, MOST = 2**16, 2**30
 #: A sample is so many pieces of so many bytes, from all over the shard: its columns differ.
 PIECES, PIECE = 16, 2**16
+#: Samples are kept of so many runs, those used last: one may be taken as its run ends, and nobody forgets it.
+RUNS = 256
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class Compressor:
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._samples: dict[RunKey, dict[str, Sample]] = {}
+        self._samples: LRU[RunKey, dict[str, Sample]] = LRU(RUNS, {})
 
     def pack(
         self, run: RunKey, sections: Sequence[memoryview], bandwidth: float, codecs: Collection[str]

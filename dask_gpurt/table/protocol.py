@@ -7,6 +7,7 @@ reads pieces back out of such buffers and puts an output partition together.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -231,12 +232,11 @@ def import_backends(devices: Mapping[str, Device]) -> None:
     Dask's and cudf's modules import each other in circles: a first import on two threads at
     the same time fails now and then, so it is done before there is a second one.
     """
-    import dask_gpurt.table.pandas
-
+    importlib.import_module("dask_gpurt.table.pandas")
     if "cuda" in devices:
         with contextlib.suppress(ImportError):
-            import dask_cudf  # noqa: F401
-        import dask_gpurt.table.cudf  # noqa: F401
+            importlib.import_module("dask_cudf")
+        importlib.import_module("dask_gpurt.table.cudf")
 
 
 def warm_up(devices: Mapping[str, Device]) -> None:

@@ -1,0 +1,68 @@
+"""A cluster on this machine, for what is shown, learnt or timed there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+import dask
+from distributed import LocalCluster
+from distributed.deploy.cluster import Cluster
+from distributed.diagnostics import nvml
+
+
+def choose_backend(backend: str) -> str:
+    """Resolve ``auto``: cudf where there are GPUs and the packages for them, else pandas."""
+    missing = [name for name in ("dask_cudf", "dask_cuda") if importlib.util.find_spec(name) is None]
+    if backend == "auto":
+        return "pandas" if missing or not nvml.device_get_count() else "cudf"
+    if backend == "cudf" and missing:
+        raise click.UsageError(
+            f"--backend cudf needs {' and '.join(missing)}: pip install 'dask-gpurt[cuda13]' (or [cuda12])"
+        )
+    return backend
+
+
+@contextmanager
+def local_cluster(
+    backend: str, workers: int, protocol: str | None = None, rmm_pool_size: str | float | None = 0.5
+) -> Iterator[Cluster]:
+    """Start a cluster on this machine on which ``p2p`` stays as Dask ships it.
+
+    Parameters
+    ----------
+    backend
+        ``pandas`` for processes of one thread, ``cudf`` for one process per GPU.
+    workers
+        How many worker processes.
+    protocol
+        Protocol of the cluster; Dask's default when not given.
+    rmm_pool_size
+        Size of the RMM pool of each GPU worker, in bytes, as text, or as a share of the device.
+
+    Yields
+    ------
+    Cluster
+        The running cluster.
+    """
+    # Otherwise the runtime would take p2p shuffles over, and a comparison would time it against itself.
+    with dask.config.set({"gpurt.takeover": False, "dataframe.backend": backend}):
+        common = {
+            "n_workers": workers,
+            "threads_per_worker": 1,
+            "protocol": protocol,
+            "dashboard_address": None,
+            # Any free port will do for the scheduler's HTTP server; its default may be taken.
+            "scheduler_kwargs": {"dashboard_address": ":0"},
+        }
+        if backend == "cudf":
+            cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
+            cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
+        else:
+            cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
+        with cluster:
+            yield cluster

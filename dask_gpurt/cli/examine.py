@@ -1,0 +1,194 @@
+"""What there is to know of this machine, of its configuration and of a cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import dask
+from distributed import Client
+from distributed.system import MEMORY_LIMIT
+
+import dask_gpurt
+from dask_gpurt import config
+from dask_gpurt.cli.environment import installed_versions
+from dask_gpurt.cli.verdicts import HOOK, HOOKED, ignored, notes, preloads, problems
+from dask_gpurt.device.discover import cuda_missing, discover
+from dask_gpurt.overlap import NotLoadedError
+from dask_gpurt.overlap.interposer import library
+
+PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "cudf", "rmm", "dask-cuda", "distributed-ucxx")
+
+
+def examine(client: Client | None = None) -> dict[str, Any]:
+    """Gather what there is to know of this machine, of its configuration and of a cluster.
+
+    Parameters
+    ----------
+    client
+        Of the cluster, not asynchronous; without one the machine is examined alone.
+
+    Returns
+    -------
+    dict
+        Values that JSON holds: ``ok``, ``settings``, ``versions``, ``machine``, ``cluster`` (None without a
+        client), and lists of sentences: ``problems``, settings that are wrong; ``ignored``, settings without
+        effect; ``notes``.
+    """
+    cluster = None if client is None else _examine_cluster(client)
+    settings, machine, versions = _examine_settings(client), _examine_machine(), _installed()
+    runs = cluster["enabled"] if cluster else settings["enabled"]
+    takeover = cluster["takeover"] if cluster and runs else settings["takeover"]
+    settings["shuffles"] = shuffles_go(settings["method"], runs, settings["enabled"], takeover)
+    wrong = list(problems(settings, machine, cluster))
+    return {
+        "ok": not wrong,
+        "problems": wrong,
+        "ignored": list(ignored(settings, cluster)),
+        "notes": list(notes(versions, cluster)),
+        "settings": settings,
+        "versions": versions,
+        "machine": machine,
+        "cluster": cluster,
+    }
+
+
+def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool) -> str:
+    """Say which way a shuffle takes that a client with this configuration asks for.
+
+    Parameters
+    ----------
+    method
+        The setting ``dataframe.shuffle.method``.
+    runs
+        Whether the cluster has the runtime.
+    enabled
+        Whether the client has it.
+    takeover
+        Whether the cluster serves Dask's own ``p2p`` shuffles too.
+    """
+    if runs and enabled and method in (None, "gpurt"):
+        return "through the runtime"
+    if runs and takeover and method in (None, "gpurt", "p2p"):
+        return "by p2p, which the runtime takes over"
+    return f"by Dask's own {'default' if method in (None, 'gpurt') else method}"
+
+
+# ---- this machine --------------------------------------------------------------------
+
+
+def _examine_settings(client: Client | None) -> dict[str, Any]:
+    try:
+        settings = config.load()
+        configured, takeover = settings.enabled, settings.takeover
+    except config.ConfigError:
+        configured = takeover = False
+    return {
+        "configured": configured,
+        "enabled": configured or dask_gpurt.is_enabled(client) or dask_gpurt.is_enabled(),
+        "takeover": takeover,
+        "method": dask.config.get("dataframe.shuffle.method", None),
+        "changed": dict(_flat(config.set_here(), "gpurt")),
+        "hooks": {where: HOOK in preloads(where) for where in HOOKED},
+    }
+
+
+def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        key = f"{prefix}.{name}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, key)
+        else:
+            yield key, value
+
+
+def _examine_machine() -> dict[str, Any]:
+    devices = discover(MEMORY_LIMIT)
+    missing = cuda_missing()
+    allowed: Iterable[str] = config.PATHS
+    if not config.problems():
+        allowed = config.load().exchange.paths
+    free, total = devices["host"].memory()
+    return {
+        "devices": {kind: device.describe() for kind, device in devices.items()},
+        "memory": {kind: device.memory() for kind, device in devices.items()},
+        "tables": ["pandas"] if missing else ["pandas", "cudf"],
+        "missing": {"cuda": missing} if missing else {},
+        "paths": sorted(
+            {*(device.shared_path for device in devices.values()), "comms"}.intersection(allowed)
+        ),
+        "shm": {"free": free, "total": total},
+        "interposer": _examine_interposer(),
+    }
+
+
+def _examine_interposer() -> dict[str, str | None]:
+    try:
+        return {"path": str(library()), "reason": None}
+    except NotLoadedError as error:
+        return {"path": None, "reason": str(error)}
+
+
+def _installed() -> dict[str, str]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"python": python, "dask_gpurt": dask_gpurt.__version__, **installed_versions(PACKAGES)}
+
+
+# ---- a cluster -----------------------------------------------------------------------
+
+
+def _examine_cluster(client: Client) -> dict[str, Any]:
+    scheduler: Any = client.scheduler
+    found = dask_gpurt.report(client, connect=True)
+    workers: dict[str, Any] = found["workers"]
+    return {
+        "address": scheduler.address,
+        "enabled": found["enabled"],
+        "takeover": found.get("takeover", False),
+        "workers": len(client.nthreads()),
+        "versions": _cluster_versions(client),
+        "devices": dict(Counter(kind for reply in workers.values() for kind in reply.get("devices", {}))),
+        "paths": _count_paths(workers.values()),
+        "residency": _count_residency(workers.values()),
+        "pools": {address: reply["pools"] for address, reply in workers.items() if "pools" in reply},
+        "fallbacks": _count_fallbacks([found, *workers.values()]),
+        "counters": found["counters"],
+        "problems": {
+            address: reply["problems"] for address, reply in workers.items() if reply.get("problems")
+        },
+        "errors": {address: reply["error"] for address, reply in workers.items() if "error" in reply},
+    }
+
+
+def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
+    """The versions of Dask and of this package: of the scheduler, of each worker."""
+    found: Any = client.get_versions(packages=["dask_gpurt"])
+    nodes = {"scheduler": found["scheduler"], **found["workers"]}
+    packages = ("dask", "dask_gpurt")
+    return {node: {name: reply["packages"].get(name) for name in packages} for node, reply in nodes.items()}
+
+
+def _count_paths(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How many pairs of workers take which path, and why it is not a better one."""
+    links = [link for reply in replies for link in reply.get("paths", {}).values()]
+    counts = Counter((link["path"], link.get("reason")) for link in links)
+    return [{"path": path, "reason": reason, "count": n} for (path, reason), n in counts.most_common()]
+
+
+def _count_residency(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How many workers have which residency caps, or why they have none."""
+    counts = Counter(tuple(reply["residency"].values()) for reply in replies if "residency" in reply)
+    return [
+        {"setting": setting, "ready": ready, "reason": reason, "count": n}
+        for (setting, ready, reason), n in counts.most_common()
+    ]
+
+
+def _count_fallbacks(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for reply in replies:
+        for what, known in reply.get("fallbacks", {}).items():
+            counts[what, known["reason"]] += known["count"]
+    return [{"what": what, "reason": reason, "count": n} for (what, reason), n in counts.most_common()]

