@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dask_gpurt.device.protocol import Buffer, DeviceFiles
+from dask_gpurt.device.protocol import PAGE, Buffer, DeviceFiles
 from dask_gpurt.memory.frames import Scattered
 
-_PAGE = 4096
 _BOUNCE = 4 << 20
 #: A buffer for each thread that writes: to touch a new one would take longer than to fill it.
 _threads = threading.local()
@@ -50,7 +49,7 @@ def file_size(nbytes: int) -> int:
 
     To cut a file off after direct I/O takes longer than to write a small one.
     """
-    return -(-nbytes // _PAGE) * _PAGE
+    return -(-nbytes // PAGE) * PAGE
 
 
 def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
@@ -112,7 +111,7 @@ def read(fd: int, path: str, spans: Sequence[Span]) -> list[np.ndarray]:
     """
     if not spans:
         return []
-    first = min(span.offset for span in spans) // _PAGE * _PAGE
+    first = min(span.offset for span in spans) // PAGE * PAGE
     end = max(span.offset + span.nbytes for span in spans)
     memory = _read(fd, path, first, file_size(end - first))
     found = [memory[span.offset - first :][: span.nbytes] for span in spans]
@@ -138,8 +137,8 @@ def _check(path: str, span: Span, checksum: int) -> None:
 
 
 def _read(fd: int, path: str, start: int, size: int) -> np.ndarray:
-    memory = np.empty(size + _PAGE, np.uint8)
-    aligned = memory[-memory.ctypes.data % _PAGE :][:size]
+    memory = np.empty(size + PAGE, np.uint8)
+    aligned = memory[-memory.ctypes.data % PAGE :][:size]
     filled = 0
     while filled < size:
         nbytes = os.preadv(fd, [aligned[filled : filled + _BOUNCE].data], start + filled)
