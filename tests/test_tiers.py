@@ -89,7 +89,7 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
 @pytest.mark.parametrize("operation", ["shuffle", "merge"])
 def test_what_the_next_output_is_made_of_is_read_ahead(library: Library, operation: str) -> None:
     sizes = {"memory__device": 16 * MIB, "memory__pinned": 8 * MIB, "exchange__pool": 8 * MIB}
-    with cluster(library.name, memory__tiers=True, **sizes) as client:
+    with cluster(library.name, memory__tiers=True, memory__ahead=True, **sizes) as client:
         rows = MIB // 8
 
         def part(number: int) -> Any:

@@ -190,7 +190,8 @@ class TaskRunner:
     def _prefetch(self) -> None:
         """Bring up what the next task will need while this one computes, if there is room."""
         for task in self._worker.state.ready.peekn(1):
-            read_ahead(self._worker, task)
+            if self._settings.ahead:
+                read_ahead(self._worker, task)
             keys = self._ladder.lower(dependency.key for dependency in task.dependencies)
             if keys:
                 self._tiers.in_background(self._ladder.bring, keys)
