@@ -7,6 +7,8 @@ but what the operation itself keeps. Contenders take turns, each run on a cluste
 
 ``gpurt``
     this runtime with its tiers;
+``ahead``
+    the same, which also brings up what the next output is made of;
 ``tasks``
     Dask's task-based shuffle with the worker's own spilling: of dask-cuda on GPUs, else of Dask;
 ``p2p``
@@ -41,10 +43,11 @@ import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend
 from dask_gpurt.cli.environment import environment
 
-CONTENDERS = ("gpurt", "tasks", "p2p")
+CONTENDERS = ("gpurt", "ahead", "tasks", "p2p")
+#: Those that are this runtime.
+OURS = ("gpurt", "ahead")
 #: The share of the data that is run first with ``--warm``: one of so many.
 WARM = 16
-#: Rows whose products are summed at once: as many as a cache holds.
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def cluster(contender: str, plan: Plan) -> Iterator[Client]:
     """A cluster in which a contender has its budget."""
     budget = plan.budget
     settings = {
-        "dataframe.shuffle.method": contender,
+        "dataframe.shuffle.method": "gpurt" if contender in OURS else contender,
+        "gpurt.memory.ahead": contender == "ahead",
         "gpurt.memory.device": budget.device,
         "gpurt.memory.pinned": budget.pinned,
         "gpurt.memory.host": budget.host,
@@ -100,14 +104,14 @@ def cluster(contender: str, plan: Plan) -> Iterator[Client]:
         "distributed.worker.memory.terminate": False,
         "distributed.worker.memory.spill": False,
     }
-    if contender != "gpurt" and plan.backend == "pandas":
+    if contender not in OURS and plan.backend == "pandas":
         settings["distributed.worker.memory.target"] = 0.5
     with (
         dask.config.set(settings),
         _local(contender, plan) as local,
         Client(local) as client,
     ):
-        if contender == "gpurt":
+        if contender in OURS:
             dask_gpurt.enable(client)
             client.run(_pinned)
         client.register_plugin(LoopStalls())
@@ -126,7 +130,7 @@ def _local(contender: str, plan: Plan) -> Any:
     options: dict[str, Any] = {"n_workers": plan.workers, "threads_per_worker": 1, "dashboard_address": ":0"}
     if plan.backend == "pandas":
         own = 2 * (budget.device + budget.pinned + budget.host)  # of which half is the target
-        return LocalCluster(**options, memory_limit=None if contender == "gpurt" else own)
+        return LocalCluster(**options, memory_limit=None if contender in OURS else own)
     from dask_cuda import LocalCUDACluster
 
     return LocalCUDACluster(
@@ -159,12 +163,12 @@ def timed_run(client: Client, run: Run, plan: Plan, sums: tuple[int | None, ...]
         run.seconds = time.perf_counter() - start
     if plan.samples:
         run.samples = take_samples(client) | {"tasks": take_tasks(client, began)}
-    if run.contender == "gpurt":
+    if run.contender in OURS:
         run.counters = _counters(client)
     if found is not None:
         check(found, sums, run.operation == "sort")
         run.peak_bytes, run.stalls = take_peaks(client), take_stalls(client)
-    elif run.contender == "gpurt":
+    elif run.contender in OURS:
         run.stacks, run.held = take_stacks(client), dask_gpurt.memory(client).to_dict("records")
 
 
@@ -195,7 +199,7 @@ def collected(plan: Plan, runs: Sequence[Run], output: Path | None) -> dict[str,
 @click.option("--size", default="2GiB", show_default=True, callback=in_bytes)
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--contenders", default=",".join(CONTENDERS), callback=split_list(CONTENDERS))
+@click.option("--contenders", default="gpurt,tasks,p2p", show_default=True, callback=split_list(CONTENDERS))
 @click.option("--operation", default="shuffle,merge,sort", callback=split_list(list(OPERATIONS)))
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
