@@ -108,8 +108,10 @@ class ShuffleRun:
         for sender in self._senders.values():
             sender.cancel()
         with contextlib.suppress(ExchangeClosed):  # then all is released already
-            await self._exchange.offload(self._consumer.close)
-            await self._exchange.withdraw(self._key)
+            try:
+                await self._exchange.offload(self._consumer.close)
+            finally:  # whatever became of what was received, nobody needs what was published
+                await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
         """What Dask's dashboard shows of a shuffle."""
