@@ -250,6 +250,35 @@ def test_the_queue_moves_when_nobody_has_room() -> None:
     assert len(run(cluster.state, [(("load", i), ()) for i in range(50)])) == 50
 
 
+def roots_with_kept_siblings(homes: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where root tasks of 10 s go on four workers, two slots each, by where their only siblings are."""
+    monkeypatch.setattr(bare._Spec, "data_producer", True)
+    cluster = Cluster(4)
+    cluster.state.new_task("root-0", None, "released").prefix.duration_average = 10.0
+    graph: list[Any] = [(("root", i), ()) for i in range(len(homes))]
+    for i, home in enumerate(homes):
+        cluster.data(f"kept-{i}", home)
+        graph.append((("use", i), (("root", i), f"kept-{i}")))
+    cluster.state.submit(graph)
+    sent = {key: cluster.addresses.index(address) for address, key in cluster.state.sent}
+    return [sent["root", i] for i in range(len(homes))]
+
+
+@pytest.mark.parametrize("homes", [[3, 3, 2, 2, 1, 1, 0, 0], [0, 1, 2, 3, 3, 2, 1, 0]])
+def test_roots_that_fill_all_slots_wait_near_their_siblings(
+    homes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert roots_with_kept_siblings(homes, monkeypatch) == homes
+
+
+@pytest.mark.parametrize("number", [4, 6])
+def test_roots_that_leave_slots_do_not_wait_near_a_sibling(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = roots_with_kept_siblings([3] * number, monkeypatch)
+    assert sorted(chosen[:4]) == [0, 1, 2, 3]
+
+
 # ---- off -------------------------------------------------------------------------------
 
 

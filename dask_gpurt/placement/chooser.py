@@ -174,8 +174,22 @@ class Chooser:
             return [self.estimates.cost(ts, slot)]
         anchor = next((ws for sibling in siblings(ts) if (ws := whereabouts(sibling))), None)
         nbytes = int(size(ts.prefix)) or UNKNOWN_SIZE
-        found = self._open(anchor, open_to, slot)
-        return [self._gathered(self.estimates.cost(ts, ws), anchor, nbytes) for ws in found]
+        found = [self.estimates.cost(ts, ws) for ws in self._open(anchor, open_to, slot)]
+        if anchor is not None and self._fill_all_slots(ts.group):
+            found = [each._replace(terms=each.terms._replace(waiting=0.0)) for each in found]
+        return [self._gathered(each, anchor, nbytes) for each in found]
+
+    def _fill_all_slots(self, group: Any) -> bool:
+        """Whether root tasks of a group take all slots that Dask's queue has.
+
+        Then one of them waits in each slot: it costs nothing to wait in that near to a sibling.
+        """
+        states = group.states
+        over = states["memory"] + states["erred"] + states["forgotten"]
+        if group.stop:  # before the first is done, those are released that have not begun
+            over += states["released"]
+        slots = math.ceil(self._state.WORKER_SATURATION) * self._state.total_nthreads
+        return bool(len(group) - over >= slots)
 
     def _open(self, anchor: Any | None, open_to: Collection[Any], slot: Any | None) -> Collection[Any]:
         """Of the open workers an anchor, the least loaded around it, and the least loaded of all."""
