@@ -145,6 +145,29 @@ def test_a_holder_without_room_is_passed_over() -> None:
     assert cluster.place("y", "x", "other") not in (5, 6, None)
 
 
+@pytest.mark.parametrize(("told_again", "expected"), [(False, 6), (True, 5)])
+def test_what_has_come_since_a_worker_told_its_room_is_in_it(told_again: bool, expected: int) -> None:
+    cluster = Cluster()
+    cluster.rooms.free[cluster.addresses[5]] = 10 * GB
+    cluster.placement.told(cluster.addresses[5])
+    cluster.data("x", 5, nbytes=9 * GB)
+    cluster.data("other", 6, nbytes=2 * GB)
+    if told_again:
+        cluster.placement.told(cluster.addresses[5])
+    assert cluster.place("y", "x", "other") == expected
+
+
+def test_what_has_gone_since_a_worker_told_its_room_may_have_been_spilled() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5, nbytes=GB)
+    cluster.data("other", 6, nbytes=2 * GB)
+    cluster.data("gone", 5, nbytes=20 * GB)
+    cluster.rooms.free[cluster.addresses[5]] = GB
+    cluster.placement.told(cluster.addresses[5])
+    cluster.state.remove_replica(cluster.state.tasks["gone"], cluster.ws(5))
+    assert cluster.place("y", "x", "other") == 6
+
+
 def test_restrictions_hold_and_loose_ones_give_way() -> None:
     cluster = Cluster()
     cluster.data("x", 5)
