@@ -117,6 +117,18 @@ def test_inputs_are_not_moved_for_a_guess() -> None:
     assert cluster.place("y", "x", duration=-1) == 5
 
 
+def test_tasks_whose_inputs_come_from_afar_share_the_way_whatever_their_length() -> None:
+    cluster = Cluster()
+    cluster.data("here", 5, nbytes=40 * GB)
+    chosen = []
+    for i in range(4):
+        cluster.data(f"far{i}", 12, nbytes=4 * GB)
+        chosen.append(cluster.place(f"both{i}", "here", f"far{i}", duration=-1))
+    assert chosen[0] == 5
+    assert len({*chosen}) == 4
+    assert {*chosen} < {*range(8)}
+
+
 def test_what_is_on_its_way_is_not_sent_again() -> None:
     cluster = Cluster()
     cluster.data("x", 1, nbytes=GB)

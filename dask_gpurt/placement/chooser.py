@@ -126,7 +126,7 @@ class Chooser:
         found = {ws.address: estimate(ts, ws) for ws in holders}
         if found:
             first = cost.best(found.values())
-            if not first.terms.fits or (_is_late(first) and self._may_move(ts)):
+            if not first.terms.fits or _waits_for_inputs(first) or (_is_late(first) and self._may_move(ts)):
                 near = self._near(holders[0], first)
                 found.update((ws.address, estimate(ts, ws)) for ws in near if ws in allowed)
         if not any(candidate.terms.fits for candidate in found.values()):
@@ -228,3 +228,8 @@ def _is_late(candidate: Candidate) -> bool:
     """Whether another worker could run a task earlier, wherever its inputs are."""
     waiting, _, moving, room, _ = candidate.terms
     return waiting > 0 or moving > 0 or room > 0
+
+
+def _waits_for_inputs(candidate: Candidate) -> bool:
+    """Whether inputs have to come, and that takes longer than the work before it."""
+    return candidate.missing > 0 and candidate.terms.moving > candidate.terms.waiting
