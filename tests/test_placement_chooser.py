@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from distributed.core import Status
 from hypothesis import given, settings
@@ -295,6 +296,7 @@ def roots_with_kept_siblings(homes: list[int], monkeypatch: pytest.MonkeyPatch) 
         cluster.data(f"kept-{i}", home)
         graph.append((("use", i), (("root", i), f"kept-{i}")))
     cluster.state.submit(graph)
+    assert not cluster.fallbacks()
     sent = {key: cluster.addresses.index(address) for address, key in cluster.state.sent}
     return [sent["root", i] for i in range(len(homes))]
 
@@ -304,6 +306,12 @@ def test_roots_that_fill_all_slots_wait_near_their_siblings(
     homes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert roots_with_kept_siblings(homes, monkeypatch) == homes
+
+
+def test_without_a_queue_no_root_task_waits_near_a_sibling(monkeypatch: pytest.MonkeyPatch) -> None:
+    with dask.config.set({"distributed.scheduler.worker-saturation": "inf"}):
+        chosen = roots_with_kept_siblings([3] * 8, monkeypatch)
+    assert {*chosen} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("number", [4, 6])
