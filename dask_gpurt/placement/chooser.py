@@ -187,8 +187,9 @@ class Chooser:
         anchor = next((ws for sibling in siblings(ts) if (ws := whereabouts(sibling))), None)
         nbytes = int(demand.nbytes) or UNKNOWN_SIZE
         found = [self.estimates.cost(demand, ws) for ws in self._open(anchor, open_to, slot)]
-        if anchor is not None and self._fill_all_slots(ts.group):
-            found = [each._replace(terms=each.terms._replace(waiting=0.0)) for each in found]
+        waits = anchor is not None and any([each.terms.waiting for each in found])
+        if waits and self._fill_all_slots(ts.group):
+            found = [_at_once(each) if each.terms.waiting else each for each in found]
         return [self._gathered(each, anchor, nbytes) for each in found]
 
     def _fill_all_slots(self, group: Any) -> bool:
@@ -224,6 +225,11 @@ class Chooser:
             return candidate
         apart = self._topology.seconds(candidate.worker, anchor.address, nbytes)
         return candidate._replace(terms=candidate.terms._replace(moving=candidate.terms.moving + apart))
+
+
+def _at_once(candidate: Candidate) -> Candidate:
+    """The same without waiting."""
+    return candidate._replace(terms=candidate.terms._replace(waiting=0.0))
 
 
 def _is_late(candidate: Candidate) -> bool:
