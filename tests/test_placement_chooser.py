@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import dask
 import placement as bare
 import pytest
-from dask._task_spec import Task
+from dask._task_spec import Task, TaskRef
 from distributed.core import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,6 +110,18 @@ def test_inputs_are_not_moved_for_a_guess() -> None:
     assert cluster.place("y", "x", duration=-1) == 5
 
 
+def test_tasks_whose_inputs_come_from_afar_share_the_way_whatever_their_length() -> None:
+    cluster = Cluster()
+    cluster.data("here", 5, nbytes=40 * GB)
+    chosen = []
+    for i in range(4):
+        cluster.data(f"far{i}", 12, nbytes=4 * GB)
+        chosen.append(cluster.place(f"both{i}", "here", f"far{i}", duration=-1))
+    assert chosen[0] == 5
+    assert len({*chosen}) == 4
+    assert {*chosen} < {*range(8)}
+
+
 def test_what_is_on_its_way_is_not_sent_again() -> None:
     cluster = Cluster()
     cluster.data("x", 1, nbytes=GB)
@@ -135,6 +148,29 @@ def test_a_holder_without_room_is_passed_over() -> None:
     cluster.rooms.free[cluster.addresses[6]] = 0
     cluster.placement.changed(cluster.addresses[5])
     assert cluster.place("y", "x", "other") not in (5, 6, None)
+
+
+@pytest.mark.parametrize(("told_again", "expected"), [(False, 6), (True, 5)])
+def test_what_has_come_since_a_worker_told_its_room_is_in_it(told_again: bool, expected: int) -> None:
+    cluster = Cluster()
+    cluster.rooms.free[cluster.addresses[5]] = 10 * GB
+    cluster.placement.told(cluster.addresses[5])
+    cluster.data("x", 5, nbytes=9 * GB)
+    cluster.data("other", 6, nbytes=2 * GB)
+    if told_again:
+        cluster.placement.told(cluster.addresses[5])
+    assert cluster.place("y", "x", "other") == expected
+
+
+def test_what_has_gone_since_a_worker_told_its_room_may_have_been_spilled() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5, nbytes=GB)
+    cluster.data("other", 6, nbytes=2 * GB)
+    cluster.data("gone", 5, nbytes=20 * GB)
+    cluster.rooms.free[cluster.addresses[5]] = GB
+    cluster.placement.told(cluster.addresses[5])
+    cluster.state.remove_replica(cluster.state.tasks["gone"], cluster.ws(5))
+    assert cluster.place("y", "x", "other") == 6
 
 
 def test_restrictions_hold_and_loose_ones_give_way() -> None:
@@ -245,6 +281,38 @@ def test_the_queue_moves_when_nobody_has_room() -> None:
     for address in cluster.addresses:
         cluster.placement.changed(address)
     assert len(run(cluster.state, loads(50))) == 50
+
+
+def roots_with_kept_siblings(homes: list[int]) -> list[int]:
+    """Where root tasks of 10 s go on four workers, two slots each, by where their only siblings are."""
+    cluster = Cluster(4)
+    cluster.state.new_task("root-0", None, "released").prefix.duration_average = 10.0
+    graph: dict[Any, Task] = {}
+    for i, home in enumerate(homes):
+        cluster.data(f"kept-{i}", home)
+        graph["root", i] = Task(("root", i), tuple, _data_producer=True)
+        graph["use", i] = Task(("use", i), tuple, TaskRef(("root", i)), TaskRef(f"kept-{i}"))
+    cluster.state.submit(graph, [("use", i) for i in range(len(homes))])
+    assert not cluster.fallbacks()
+    sent = {key: cluster.addresses.index(address) for address, key in cluster.state.sent}
+    return [sent["root", i] for i in range(len(homes))]
+
+
+@pytest.mark.parametrize("homes", [[3, 3, 2, 2, 1, 1, 0, 0], [0, 1, 2, 3, 3, 2, 1, 0]])
+def test_roots_that_fill_all_slots_wait_near_their_siblings(homes: list[int]) -> None:
+    assert roots_with_kept_siblings(homes) == homes
+
+
+def test_without_a_queue_no_root_task_waits_near_a_sibling() -> None:
+    with dask.config.set({"distributed.scheduler.worker-saturation": "inf"}):
+        chosen = roots_with_kept_siblings([3] * 8)
+    assert {*chosen} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("number", [4, 6])
+def test_roots_that_leave_slots_do_not_wait_near_a_sibling(number: int) -> None:
+    chosen = roots_with_kept_siblings([3] * number)
+    assert sorted(chosen[:4]) == [0, 1, 2, 3]
 
 
 # ---- off -------------------------------------------------------------------------------

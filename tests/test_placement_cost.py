@@ -88,7 +88,7 @@ def test_what_others_lack_is_not_for_the_next_task_to_pay() -> None:
 
 
 seconds = st.floats(0, 1e4)
-amounts = st.floats(0, 1e12)
+amounts = st.floats(0, 1e12, allow_subnormal=False)
 all_terms = st.builds(Terms, seconds, seconds, seconds, seconds, st.booleans())
 candidates = st.lists(
     st.builds(Candidate, st.text("abcdef", min_size=1), all_terms, st.floats(0, 100), amounts),

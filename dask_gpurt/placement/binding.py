@@ -46,8 +46,9 @@ class Unsuitable(Exception):
 class Placement:
     """Our choices on a scheduler of Dask's, or on a bare ``SchedulerState`` whose class has a ``__dict__``.
 
-    Whoever drives the state tells of what Dask has no seam for: :meth:`finished`, :meth:`changed` and
-    :meth:`left`. What raises, and what has parameters that we do not know, is decided by Dask.
+    Whoever drives the state tells of what Dask has no seam for: :meth:`finished`, :meth:`told`,
+    :meth:`changed` and :meth:`left`. What raises, and what has parameters that we do not know, is decided
+    by Dask.
 
     A bare state has no ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body,
     and call it after each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
@@ -82,7 +83,6 @@ class Placement:
         history: int = MOST_KEYS,
     ):
         self._state = state
-        self._headroom = headroom
         self._metrics = metrics
         self._chooser = Chooser(state, topology, headroom)
         self._gate = Gate(state, self._chooser)
@@ -151,6 +151,13 @@ class Placement:
         known = self._state.task_prefixes.get(prefix)
         if known is not None:
             self._chooser.estimates.observe_pace(worker, seconds, known.duration_average)
+
+    def told(self, worker: str) -> None:
+        """A worker has told what room it has now."""
+        ws = self._state.workers.get(worker)
+        if ws is not None:
+            self._chooser.estimates.told(ws)
+            self.changed(worker)
 
     def changed(self, worker: str) -> None:
         """The room or the place of a worker is another than before."""
@@ -233,7 +240,7 @@ class Placement:
             return chosen
         first = bisect_left([ws.address for ws in workers], chosen[min(chosen)])
         inputs = Inputs(barrier)
-        found = sites(inputs, workers[first:] + workers[:first], self._chooser.estimates, self._headroom)
+        found = sites(inputs, workers[first:] + workers[:first], self._chooser.estimates)
         self._metrics.add("placement.shuffles")
         return assign(chosen, found, inputs.nbytes)
 

@@ -126,7 +126,7 @@ class Chooser:
         found = {ws.address: estimate(ws) for ws in holders}
         if found:
             first = cost.best(found.values())
-            if not first.terms.fits or (_is_late(first) and self._may_move(ts)):
+            if not first.terms.fits or _waits_for_inputs(first) or (_is_late(first) and self._may_move(ts)):
                 near = self._near(holders[0], first)
                 found.update((ws.address, estimate(ws)) for ws in near if ws in allowed)
         if not any(candidate.terms.fits for candidate in found.values()):
@@ -186,8 +186,25 @@ class Chooser:
             return [self.estimates.cost(demand, slot)]
         anchor = next((ws for sibling in siblings(ts) if (ws := whereabouts(sibling))), None)
         nbytes = int(demand.nbytes) or UNKNOWN_SIZE
-        found = self._open(anchor, open_to, slot)
-        return [self._gathered(self.estimates.cost(demand, ws), anchor, nbytes) for ws in found]
+        found = [self.estimates.cost(demand, ws) for ws in self._open(anchor, open_to, slot)]
+        waits = anchor is not None and any([each.terms.waiting for each in found])
+        if waits and self._fill_all_slots(ts.group):
+            found = [_at_once(each) if each.terms.waiting else each for each in found]
+        return [self._gathered(each, anchor, nbytes) for each in found]
+
+    def _fill_all_slots(self, group: Any) -> bool:
+        """Whether root tasks of a group take all slots that Dask's queue has.
+
+        Then one of them waits in each slot: it costs nothing to wait in that near to a sibling.
+        """
+        saturation, states = self._state.WORKER_SATURATION, group.states
+        if math.isinf(saturation):  # there is no queue
+            return False
+        over = states["memory"] + states["erred"] + states["forgotten"]
+        if group.stop:  # before the first is done, those are released that have not begun
+            over += states["released"]
+        slots = math.ceil(saturation) * self._state.total_nthreads
+        return bool(len(group) - over >= slots)
 
     def _open(self, anchor: Any | None, open_to: Collection[Any], slot: Any | None) -> Collection[Any]:
         """Of the open workers an anchor, the least loaded around it, and the least loaded of all."""
@@ -210,7 +227,17 @@ class Chooser:
         return candidate._replace(terms=candidate.terms._replace(moving=candidate.terms.moving + apart))
 
 
+def _at_once(candidate: Candidate) -> Candidate:
+    """The same without waiting."""
+    return candidate._replace(terms=candidate.terms._replace(waiting=0.0))
+
+
 def _is_late(candidate: Candidate) -> bool:
     """Whether another worker could run a task earlier, wherever its inputs are."""
     waiting, _, moving, room, _ = candidate.terms
     return waiting > 0 or moving > 0 or room > 0
+
+
+def _waits_for_inputs(candidate: Candidate) -> bool:
+    """Whether inputs have to come, and that takes longer than the work before it."""
+    return candidate.missing > 0 and candidate.terms.moving > candidate.terms.waiting

@@ -64,6 +64,8 @@ class Estimates:
         self._paces: dict[str, float] = {}
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
         self._inbound: dict[str, float] = {}
+        #: What Dask counted on a worker when it last told its room.
+        self._told: dict[str, int] = {}
 
     def demand(self, ts: Any) -> Demand:
         """What a task asks of workers."""
@@ -94,7 +96,7 @@ class Estimates:
         address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
         work, promised = self._work(sources, ws) if tasks else (0.0, ws._network_occ)
         pace = self.pace(address)
-        room, fits = self._room(address, missing + nbytes, promised)
+        room, fits = self._room(ws, missing + nbytes, promised)
         terms = Terms(cost.waiting(work, tasks, threads, pace), seconds * pace, moving, room, fits)
         return Candidate(address, terms, tasks / threads, ws.nbytes, missing)
 
@@ -139,12 +141,19 @@ class Estimates:
             results *= threads / tasks
         return work, ws._network_occ + results
 
-    def _room(self, worker: str, need: float, promised: float) -> tuple[float, bool]:
-        free, below, tier = self._headroom.room(worker)
+    def _room(self, ws: Any, need: float, promised: float) -> tuple[float, bool]:
+        free, below, tier = self.room(ws)
         if need <= free - promised:
             return 0.0, True
-        spill = NO_WAY if tier is None else self.routes.out_of(tier, worker)
+        spill = NO_WAY if tier is None else self.routes.out_of(tier, ws.address)
         return cost.room(need, Space(free - promised, below, spill))
+
+    def room(self, ws: Any) -> tuple[float, float, Tier | None]:
+        """The room that a worker has told, as in :class:`Room`, less what has come there since."""
+        free, below, tier = self._headroom.room(ws.address)
+        nbytes = ws.nbytes
+        come = nbytes - self._told.get(ws.address, nbytes)
+        return (free - come if come > 0 else free), below, tier
 
     def has_room(self, ws: Any) -> bool:
         """Whether a worker has room for what comes there, and in the end for the next of Dask's queue."""
@@ -152,10 +161,14 @@ class Estimates:
         queued = self._state.queued
         if queued:
             need += (len(ws.processing) + 1) * size(queued.peek().prefix)
-        free, below, _ = self._headroom.room(ws.address)
+        free, below, _ = self.room(ws)
         return free + below > need
 
     # ---- what decisions and workers show ---------------------------------------------
+
+    def told(self, ws: Any) -> None:
+        """A worker has told its room anew."""
+        self._told[ws.address] = ws.nbytes
 
     def took(self, candidate: Candidate, ws: Any) -> None:
         """A task is about to be given to a worker: the inputs that it lacks will be on their way."""
@@ -184,6 +197,7 @@ class Estimates:
         """Dask has removed a worker."""
         self._paces.pop(worker, None)
         self._inbound.pop(worker, None)
+        self._told.pop(worker, None)
 
 
 def size(prefix: Any) -> float:

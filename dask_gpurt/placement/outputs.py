@@ -10,7 +10,6 @@ from typing import Any
 
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.estimates import Estimates
-from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.owners import Site
 
 #: Seconds that a thread is about to work on a byte of an output: pandas joins and groups some 1 GB/s.
@@ -56,14 +55,14 @@ class Inputs:
         return bool(found)
 
 
-def sites(inputs: Inputs, workers: Sequence[Any], estimates: Estimates, headroom: Headroom) -> list[Site]:
+def sites(inputs: Inputs, workers: Sequence[Any], estimates: Estimates) -> list[Site]:
     """The workers that may own outputs, in the order in which they are given."""
     moving = _moving(inputs, [ws.address for ws in workers], estimates)
-    return [_site(ws, moving[ws.address], inputs, estimates, headroom) for ws in workers]
+    return [_site(ws, moving[ws.address], inputs, estimates) for ws in workers]
 
 
-def _site(ws: Any, moving: float, inputs: Inputs, estimates: Estimates, headroom: Headroom) -> Site:
-    free, below, _ = headroom.room(ws.address)
+def _site(ws: Any, moving: float, inputs: Inputs, estimates: Estimates) -> Site:
+    free, below, _ = estimates.room(ws)
     pace = moving + WORK * estimates.pace(ws.address) / ws.nthreads
     return Site(ws.address, pace, free + inputs.going[ws.address] - ws._network_occ, below)
 

@@ -47,7 +47,7 @@ class SchedulerPlacement:
 
     def memory_changed(self, worker: str) -> None:
         """A worker has reported what its tiers hold."""
-        self._placement.changed(worker)
+        self._placement.told(worker)
 
     def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
         """A worker has computed a task, at these times."""

@@ -98,7 +98,7 @@ def bind(simulation: Simulation) -> None:
 
     def report() -> None:
         for worker in headroom.report():
-            placement.changed(worker)
+            placement.told(worker)
 
     simulation.scheduler.add_plugin(_Watch(simulation, placement, topology), name="gpurt-placement")
     simulation.clock.every(lambda: REPORT, report)
