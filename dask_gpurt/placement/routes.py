@@ -15,7 +15,7 @@ EVERYWHERE: Neighbourhood = ("everywhere",)
 #: What bytes cross between a tier and the live one of the same worker.
 LINK_OF_TIER = {Tier.PINNED: Link.PINNED, Tier.HOST: Link.PAGEABLE, Tier.DISK: Link.DISK}
 #: Links that end in host memory, whatever the workers compute on.
-THROUGH_HOST = (Link.SHARED_MEMORY, Link.TCP)
+THROUGH_HOST = (Link.SHARED_MEMORY, Link.LOOPBACK, Link.TCP)
 #: How often speeds are looked up before they are taken from the topology again, and for how many pairs.
 LOOKUPS, MOST_PAIRS = 50_000, 20_000
 
@@ -27,10 +27,13 @@ class Routes:
     ----------
     topology
         It learns speeds all the time; they are asked for again after :data:`LOOKUPS`.
+    by_comms
+        Whether the bytes go by Dask's comms, as dependencies do, or by the exchange, as shards do.
     """
 
-    def __init__(self, topology: Topology):
+    def __init__(self, topology: Topology, by_comms: bool = True):
         self._topology = topology
+        self._by_comms = by_comms
         self._known: dict[tuple[str, str], Route] = {}
         self._lookups = 0
 
@@ -53,7 +56,7 @@ class Routes:
     def _learn(self, source: str, target: str) -> Route:
         if len(self._known) >= MOST_PAIRS:
             self.clear()
-        link, speed = self._topology.way(source, target)
+        link, speed = self._topology.way(source, target, self._by_comms)
         route = Route.over(speed)
         if link in BETWEEN_HOSTS:
             route = Route(route.latency, route.pace * self._neighbours(source))
