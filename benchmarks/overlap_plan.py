@@ -31,7 +31,7 @@ class Plan:
     learn
         Seconds for which the governor may try before it is measured.
     caps, sms
-        Residency caps that are measured, and tried; SMs for compute that are measured beside shuffles.
+        Residency caps that are measured, and tried; SMs for compute, beside shuffles.
     size, partitions
         Bytes of a shuffle of the runtime, on all workers together, and its partitions.
     rows, side
@@ -57,7 +57,7 @@ class Plan:
     rmm_pool_size: float = 0.5
 
     def candidates(self) -> dict[Setting, float]:
-        """What the governor may try, with the share of its speed that compute keeps at worst."""
+        """The caps that the governor may try, with the share of its speed that compute keeps at worst."""
         return {Setting(residency=cap): min(1.0, cap / USUAL) for cap in self.caps}
 
     def settings(self, *, caps: bool, contexts: bool = False) -> dict[str, Setting | None]:

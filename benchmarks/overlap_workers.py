@@ -108,7 +108,7 @@ class Beside:
             contexts = self.device.sm_contexts()
             for sms in self.plan.sms:
                 contexts.try_out(sms)
-            return SmShare(contexts, note) if self.plan.sms else None
+            return SmShare(contexts, note, self.plan.sms) if self.plan.sms else None
         except SmsError as error:
             note(str(error))
             return None
@@ -207,7 +207,9 @@ class Beside:
 
     def learn(self) -> Governor:
         """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
-        candidates = self.plan.candidates() if self.caps else {}
+        candidates = dict(self.plan.candidates()) if self.caps else {}
+        if self.share:
+            candidates |= self.share.settings()
         governor = Governor(candidates, budget=LEARNING)
         turns = max(2, round(self.plan.learn / (2 * MOSTLY * self.plan.seconds)))
         for _ in range(turns):

@@ -101,6 +101,13 @@ def test_only_whole_units_are_taken_and_the_nearest_number_would_do(sms: int, to
     assert (total - sms) % unit == 0
 
 
+def test_a_share_is_tried_where_it_was_offered() -> None:
+    assert not SmShare(Contexts(), quiet).settings()
+    offered = SmShare(Contexts(), quiet, [116, 124]).settings()
+    assert list(offered) == [Setting(sms=116), Setting(sms=124)]
+    assert all(0 < keeps < 1 for keeps in offered.values())
+
+
 def test_a_share_caps_no_residency() -> None:
     with pytest.raises(UnfitSetting, match="contexts cap no residency"):
         SmShare(Contexts(), quiet).apply(Setting(residency=4))
@@ -159,19 +166,26 @@ def test_tasks_beside_a_run_are_confined_to_sms(start: Starting, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("sms", "refuse", "said"),
+    ("mode", "asked", "refuse", "said"),
     [
-        (117, False, "the nearest number is 116"),
-        (116, True, "the driver does not want to"),
-        (116, None, "no SMs"),
+        ("fixed", {"residency": 4, "sms": 117}, False, "the nearest number is 116"),
+        ("fixed", {"residency": 4, "sms": 116}, True, "the driver does not want to"),
+        ("fixed", {"residency": 4, "sms": 116}, None, "no SMs"),
+        ("adaptive", {"sms": 117}, False, "the nearest number is 116"),
+        ("adaptive", {"sms": 116}, None, "no SMs"),
     ],
 )
 def test_where_there_are_no_such_contexts_there_is_priority_only(
-    start: Starting, monkeypatch: pytest.MonkeyPatch, sms: int, refuse: bool | None, said: str
+    start: Starting,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    asked: dict[str, int],
+    refuse: bool | None,
+    said: str,
 ) -> None:
     if refuse is not None:
         monkeypatch.setattr(HostDevice, "sm_contexts", lambda self: Contexts(refuse))
-    client = start(mode="fixed", fixed={"residency": 4, "sms": sms})
+    client = start(mode=mode, **{mode: asked})
     assert_right(shuffled())
     for reply in dask_gpurt.report(client)["workers"].values():
         reason = reply["fallbacks"]["compute is not confined"]["reason"]

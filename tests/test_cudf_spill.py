@@ -129,6 +129,19 @@ def test_what_cudf_spills_leaves_the_account_of_the_device(buffers: list[Spillab
     assert ladder.ledger.cell(Tier.DEVICE, "partitions") == 0
 
 
+def test_memory_that_cudf_copies_as_it_is_read_counts(buffers: list[Spillable], ladder: Ladder) -> None:
+    """Two frames share a buffer; cudf gives the one that is read a buffer of its own."""
+    a, b, _ = buffers
+    ladder["x"], ladder["y"] = Frame(a), Frame(a)
+    held = ladder.hold(["x"])
+    held[0].value._buffers = (b,)
+    ladder.release(held)
+    assert ladder.live_bytes(Tier.DEVICE) == 20 * KIB
+    assert ladder.ledger.prefixes(Tier.DEVICE) == {"x": 10 * KIB, "y": 10 * KIB}
+    del ladder["x"]
+    assert ladder.ledger.prefixes(Tier.DEVICE) == {"y": 10 * KIB}
+
+
 def test_what_is_not_on_the_device_is_not_spilled(buffers: list[Spillable], ladder: Ladder) -> None:
     frame = Frame(buffers[0])
     ladder["x"], ladder["other"] = frame, array(1)

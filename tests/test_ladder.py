@@ -180,6 +180,30 @@ def test_views_share_what_they_see(ladder: Ladder) -> None:
     assert ladder.live_bytes(Tier.DEVICE) == whole.nbytes
 
 
+def test_what_becomes_live_is_counted_even_if_it_goes_again(ladder: Ladder) -> None:
+    assert ladder.came(Tier.DEVICE) == 0
+    put(ladder, "a", array(1))
+    ladder["view"] = ladder["a"][:10]
+    assert ladder.came(Tier.DEVICE) == 10 * KIB
+    ladder.spill(1 << 30)
+    ladder.release(ladder.hold(["a"]))
+    assert ladder.came(Tier.DEVICE) == 20 * KIB
+
+
+def test_what_has_left_the_live_tiers_is_counted(ladder: Ladder) -> None:
+    """By this an allocation that has failed knows that it is worth another try."""
+    put(ladder, "a", array(1))
+    put(ladder, "b", array(2))
+    assert ladder.left == 0
+    ladder.spill(1)
+    assert ladder.left == 1
+    for key in "ab":
+        del ladder[key]
+    assert ladder.left == 2
+    ladder.spill(1)
+    assert ladder.left == 2
+
+
 def test_a_held_key_is_not_spilled(ladder: Ladder) -> None:
     put(ladder, "held", array(1))
     held = ladder.hold(["held"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
@@ -83,6 +84,21 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
     moved = {name: n for name, n in counters(small).items() if name.startswith("memory.spill.bytes")}
     assert moved
     assert not counters(small).get("memory.unspill.unheld", 0)  # which would have been on the event loop
+
+
+def test_what_the_next_output_is_made_of_is_read_ahead(library: Library) -> None:
+    sizes = {"memory__device": 16 * MIB, "memory__pinned": 8 * MIB, "exchange__pool": 8 * MIB}
+    with cluster(library.name, memory__tiers=True, **sizes) as client:
+        rows = MIB // 8
+
+        def part(number: int) -> Any:
+            keys = np.arange(number * rows, (number + 1) * rows)
+            return library.frame(pd.DataFrame({"key": keys, "value": keys * 2}))
+
+        made = dd.from_map(part, range(32), meta=part(0).iloc[:0])
+        sums = made.shuffle("key", ignore_index=True).map_partitions(lambda frame: frame.value.sum())
+        assert sums.sum().compute() == 32 * rows * (32 * rows - 1)
+        assert counters(client)["shuffle.sections.ahead"] > 0
 
 
 def test_peers_read_what_is_spilled_without_making_it_live(small: Client, library: Library) -> None:
@@ -162,6 +178,34 @@ def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_
             MemoryError, match=r"3 times.*out of everything.*Tiers: device .*gpurt.memory.device"
         ):
             client.submit(hopeless).result()
+
+
+@pytest.mark.gpu
+def test_an_allocation_that_finds_no_memory_spills_and_goes_on(tmp_path: Path) -> None:
+    """The task that asked does not fail, though what lies in the way is within its tier's limit."""
+
+    def limit(nbytes: int) -> None:
+        import rmm
+
+        below = rmm.mr.get_current_device_resource()
+        rmm.mr.set_current_device_resource(rmm.mr.LimitingResourceAdaptor(below, nbytes))
+
+    def frame(i: int, nbytes: int) -> Any:
+        import cudf
+
+        return cudf.DataFrame({"a": np.full(nbytes // 8, i)})
+
+    with cluster("cudf", workers=1, memory__device=1 << 30, memory__failures=0) as client:
+        dask_gpurt.disable(client)
+        client.run(limit, 128 * MIB)
+        dask_gpurt.enable(client)
+        kept = client.map(frame, range(5), [16 * MIB] * 5, pure=False)
+        wait(kept)
+        large = client.submit(frame, 9, 56 * MIB)
+        assert client.submit(lambda frame: int(frame.a.min()), large).result() == 9
+        assert counters(client)["memory.short"] >= 1
+        assert "memory.retries" not in counters(client)
+        assert client.gather(client.map(lambda frame: int(frame.a.max()), kept)) == list(range(5))
 
 
 def test_switched_on_and_off_no_key_is_lost(library: Library) -> None:

@@ -114,6 +114,19 @@ class FixedSettings:
 
 
 @dataclass(frozen=True)
+class AdaptiveSettings:
+    """What else the mode ``adaptive`` may try. None is nothing.
+
+    Parameters
+    ----------
+    sms
+        The SMs that compute may be confined to.
+    """
+
+    sms: int | None = _setting(values.limit)
+
+
+@dataclass(frozen=True)
 class OverlapSettings:
     """What runs beside what on one GPU.
 
@@ -125,6 +138,8 @@ class OverlapSettings:
         One of :data:`MODES`.
     fixed
         What confines compute in the mode ``fixed``.
+    adaptive
+        What the mode ``adaptive`` may try besides caps.
     learned
         The file for what is learnt in the mode ``adaptive``; None leaves it to the worker.
 
@@ -137,6 +152,7 @@ class OverlapSettings:
     residency: int | str = _setting(values.residency)
     mode: str = _setting(values.mode)
     fixed: FixedSettings = _section(FixedSettings)
+    adaptive: AdaptiveSettings = _section(AdaptiveSettings)
     learned: str | None = _setting(values.path_or_auto)
 
     def __post_init__(self) -> None:

@@ -56,6 +56,25 @@ def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]
     return found
 
 
+def fillings(buffers: Sequence[Any], scattered: Sequence[list[np.ndarray]]) -> list[Copy]:
+    """Copies of pieces of host memory into one buffer after the other.
+
+    Parameters
+    ----------
+    buffers
+        With a ``ptr``.
+    scattered
+        The pieces of each, which fill it in order.
+    """
+    found: list[Copy] = []
+    for buffer, pieces in zip(buffers, scattered, strict=True):
+        into = buffer.ptr
+        for piece in pieces:
+            found.append(Copy(into, int(piece.ctypes.data), piece.nbytes))
+            into += piece.nbytes
+    return found
+
+
 def _allocation(source: Any) -> Any:
     """What a buffer is a part of, as far as it says."""
     return source.base if isinstance(source, np.ndarray) else getattr(source, "owner", None)

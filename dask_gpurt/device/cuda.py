@@ -24,7 +24,8 @@ from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import ALIGNMENT, Arena
-from dask_gpurt.device.copies import runs
+from dask_gpurt.device.copies import Copy, fillings, runs
+from dask_gpurt.device.cuda_copies import begin
 from dask_gpurt.device.green import GreenContexts, usual_context
 from dask_gpurt.device.protocol import (
     Block,
@@ -221,8 +222,10 @@ class CudaDevice:
         """New buffers, in one allocation, with what lies at some addresses, so many bytes of it."""
         stream, raw = self.stream()
         buffers = _cut([size for _, size in sources], stream)
-        for (ptr, size), buffer in zip(sources, buffers, strict=True):
-            runtime.memcpyAsync(buffer.ptr, ptr, size, runtime.memcpyDefault, raw.ptr)
+        begin(
+            [Copy(buffer.ptr, ptr, size) for (ptr, size), buffer in zip(sources, buffers, strict=True)],
+            raw.ptr,
+        )
         raw.synchronize()
         return list(buffers)
 
@@ -238,8 +241,7 @@ class CudaDevice:
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         _, raw = self.after_compute() if ordered else self.stream()
-        for to, at, nbytes in runs(sources, into):
-            runtime.memcpyAsync(to, at, nbytes, runtime.memcpyDefault, raw.ptr)
+        begin(runs(sources, into), raw.ptr)
         return behind(raw)
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
@@ -253,12 +255,16 @@ class CudaDevice:
 
     def _filled(self, buffers: Sequence[Any], scattered: Sequence[list[Any]]) -> Fence:
         _, raw = self.after_compute()
-        for buffer, pieces in zip(buffers, scattered, strict=True):
-            at = buffer.ptr
-            for piece in pieces:
-                runtime.memcpyAsync(at, piece.ctypes.data, piece.nbytes, runtime.memcpyDefault, raw.ptr)
-                at += piece.nbytes
+        begin(fillings(buffers, scattered), raw.ptr)
         return behind(raw)
+
+    def copy_in_order(self, copies: Sequence[Copy]) -> None:
+        """Copies that come behind what the user's stream was given so far, and before what follows."""
+        _, raw = self.after_compute()
+        begin(copies, raw.ptr)
+        done = cupy.cuda.Event(disable_timing=True)
+        done.record(raw)
+        runtime.streamWaitEvent(DEFAULT_STREAM.__cuda_stream__()[1], done.ptr)
 
     def empty(self, sizes: Iterable[int]) -> list[Buffer]:
         """Buffers that anything may fill at once. Blocks."""

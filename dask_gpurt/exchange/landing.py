@@ -24,6 +24,9 @@ from dask_gpurt.memory.readings import Part
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Metrics
 
+#: Sections of shards, by the key of the shard and their number.
+Found = dict[tuple[Key, int], Part]
+
 
 class Landing:
     """Pulled shards by key. Thread-safe; no method is called on the event loop.
@@ -64,7 +67,7 @@ class Landing:
             When no tier has room.
         """
         home = self._home(device.kind)
-        needed = (math.inf, min(shard.filled(), default=0))
+        needed = (math.inf, min(shard.places(), default=0))
         if self._ladder.promise_at_once(key, shard.nbytes, home):
             try:
                 self._ladder.store(key, Raw(bring(sources)), SHARDS, home=home, needed=needed)
@@ -86,9 +89,27 @@ class Landing:
         return self._ladder.keeps_live(nbytes, self._home(kind))
 
     @contextmanager
-    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, Part]]:
+    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[Found]:
         """Sections of shards for the table backend, for as long as the body of a task runs."""
         with self._ladder.reading(wanted, reservation(task)) as found:
+            yield found
+
+    def lower(self, keys: Iterable[str]) -> set[Key]:
+        """Those of ``keys`` that have landed below the live tiers."""
+        return set(self._ladder.lower(keys))
+
+    @contextmanager
+    def reading_ahead(self, wanted: Iterable[tuple[str, int]]) -> Iterator[Found]:
+        """As :meth:`reading`, for a task that is not there yet.
+
+        Raises
+        ------
+        NoRoom
+            When they are too large for that, or no room can be made.
+        KeyError
+            When one has been let go.
+        """
+        with self._ladder.reading(wanted, ahead=True) as found:
             yield found
 
     def discard(self, key: str) -> None:

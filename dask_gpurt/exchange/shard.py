@@ -77,6 +77,10 @@ class Shard:
         """Bytes of all sections."""
         return sum(section.nbytes for section in self.sections)
 
-    def filled(self) -> set[int]:
-        """The output partitions that have rows in it."""
-        return {partition for section in self.sections for partition, _ in section.filled()}
+    def places(self) -> dict[int, list[tuple[int, int]]]:
+        """Where output partitions have rows: in which sections, and where they stand in each."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for which, section in enumerate(self.sections):
+            for partition, at in section.filled():
+                places.setdefault(partition, []).append((which, at))
+        return places

@@ -15,9 +15,10 @@ from dask.utils import key_split
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer, Fence
 from dask_gpurt.memory.below import Below
-from dask_gpurt.memory.frames import Scattered, joined, on_device, put_together
+from dask_gpurt.memory.frames import Scattered, joined, lives_on_device, on_device, put_together
 from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger
 from dask_gpurt.memory.live import Live
+from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
@@ -40,6 +41,7 @@ class Spilled(NamedTuple):
 class Entry:
     """One key. ``tier`` is where the object lies; ``value`` holds it while it is live there."""
 
+    key: Key
     label: Label
     home: Tier
     tier: Tier
@@ -120,7 +122,7 @@ class Entries:
     # ---- one entry -------------------------------------------------------------------
 
     def _new(self, key: Key, label: Label, home: Tier, value: Any, nbytes: int, needed: Need) -> Entry:
-        entry = Entry(label, home, home, value, nbytes, next(self._clock), needed)
+        entry = Entry(key, label, home, home, value, nbytes, next(self._clock), needed)
         self._entries[key] = entry
         return entry
 
@@ -142,6 +144,16 @@ class Entries:
         with self._lock:
             entry.moving = False
             self._lock.notify_all()
+
+    def _revise(self, entry: Entry) -> None:
+        """Look again what an object owns, now that it has been read. Under the lock.
+
+        cudf copies memory that objects share for the one whose address is asked for, and to serialise it
+        asks for that.
+        """
+        if entry.live and lives_on_device(entry.value) and self._entries.get(entry.key) is entry:
+            self._live.revise(entry.key, owned(entry.value))
+            self._account(entry.tier)
 
     # ---- reading what is below -------------------------------------------------------
 
@@ -178,6 +190,10 @@ class Entries:
     def live_bytes(self, tier: Tier) -> int:
         """Bytes of live objects in a tier, views and shared memory once."""
         return self._live.total(tier)
+
+    def came(self, tier: Tier) -> int:
+        """Bytes that have become live in a tier so far, whether they still are or not."""
+        return self._live.came[tier]
 
     @property
     def left(self) -> int:

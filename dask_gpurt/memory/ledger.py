@@ -160,6 +160,7 @@ class Picture:
         #: Worked out when somebody asks, until the worker reports again.
         self._rooms: dict[str, Room] = {}
         self._fullest: dict[str, dict[str, Tier | None]] = {}
+        self._spilled: dict[str, bool] = {}
 
     def apply(self, worker: str, message: Message) -> None:
         """Take a message; one that is older than what is known counts for nothing."""
@@ -171,6 +172,7 @@ class Picture:
         self._seq[worker] = seq
         self._rooms.pop(worker, None)
         self._fullest.pop(worker, None)
+        self._spilled.pop(worker, None)
         self._capacity[worker] = message["capacity"]
         cells = self._cells.setdefault(worker, {})
         for tier, kind, nbytes in message["cells"]:
@@ -187,7 +189,7 @@ class Picture:
     def forget(self, worker: str) -> None:
         """A worker has left."""
         everything: tuple[dict[str, Any], ...] = (self._seq, self._capacity, self._cells, self._prefixes)
-        for known in (*everything, self._rooms, self._fullest):
+        for known in (*everything, self._rooms, self._fullest, self._spilled):
             known.pop(worker, None)
 
     def room(self, worker: str) -> Room | None:
@@ -198,6 +200,14 @@ class Picture:
             below = {tier: left for tier, left in lower if left > 0}
             room = self._rooms[worker] = Room(live[1], sum(below.values()), next(iter(below), None))
         return room
+
+    def spilled(self, worker: str) -> bool:
+        """Whether data of tasks is below the live tier of a worker."""
+        spilled = self._spilled.get(worker)
+        if spilled is None:
+            tiers = (tier for tier, _ in self._prefixes.get(worker, ()))
+            spilled = self._spilled[worker] = any(tier != Tier.DEVICE for tier in tiers)
+        return spilled
 
     def fullest(self, worker: str, prefix: str) -> Tier | None:
         """The tier with most of the bytes that tasks of a prefix have left on a worker; None without any."""

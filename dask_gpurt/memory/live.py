@@ -31,21 +31,35 @@ class Live:
         self._of: dict[Hashable, tuple[Tier, Label]] = {}
         self._promises: dict[Hashable, tuple[Tier, int]] = {}
         self._promised: Counter[Tier] = Counter()
-        #: How many objects have ceased to be live so far.
+        #: Bytes that have become live so far, and how many objects have ceased to be.
+        self.came: Counter[Tier] = Counter()
         self.left = 0
 
     def add(self, key: Hashable, tier: Tier, label: Label, roots: Roots) -> None:
         """A key is live now."""
         self._of[key] = tier, label
-        self._ledger.add(tier, label, self._owned[tier].add(key, roots))
+        added = self._owned[tier].add(key, roots)
+        self.came[tier] += added
+        self._ledger.add(tier, label, added)
 
     def discard(self, key: Hashable) -> None:
         """A key is live no more."""
+        self._discount(key)
+        self.left += 1
+
+    def _discount(self, key: Hashable) -> None:
         tier, label = self._of.pop(key)
         for heir, nbytes in self._owned[tier].discard(key).items():
             self._ledger.add(tier, label, -nbytes)
             if heir is not None:
                 self._ledger.add(tier, self._of[heir][1], nbytes)
+
+    def revise(self, key: Hashable, roots: Roots) -> None:
+        """What a live key owns, which may have changed."""
+        tier, label = self._of[key]
+        if roots != self._owned[tier].roots(key):
+            self._discount(key)
+            self.add(key, tier, label, roots)
 
     def keys(self, tier: Tier) -> list[Any]:
         """The keys that are live in a tier, the oldest first."""

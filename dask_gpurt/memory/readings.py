@@ -14,7 +14,7 @@ from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.memory.entries import Copy, Entry
 from dask_gpurt.memory.frames import Scattered, joined, message, on_device
 from dask_gpurt.memory.room import Room
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.memory.tiers import NoRoom, Tier
 
 #: A buffer, and what its reader remembers of it.
 Part = tuple[Buffer, dict[str, Any]]
@@ -29,10 +29,11 @@ class Readings(Room):
             for entry in held:
                 entry.holders -= 1
                 entry.used = next(self._clock)
+                self._revise(entry)
 
     @contextmanager
     def reading(
-        self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
+        self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None, *, ahead: bool = False
     ) -> Iterator[dict[tuple[Key, int], Part]]:
         """Some buffers of :class:`Raw` objects, for as long as the body runs. Blocks.
 
@@ -43,6 +44,14 @@ class Readings(Room):
         ----------
         reserved
             Who reads, whose promised room is meant for the copies too.
+        ahead
+            Read only if the copies, and something as large that is made of them, leave half of the tier
+            to others.
+
+        Raises
+        ------
+        NoRoom
+            When they do not, or no room can be made.
         """
         found: dict[tuple[Key, int], Part] = {}
         pinned: dict[tuple[Key, int], Copy] = {}
@@ -58,7 +67,7 @@ class Readings(Room):
                         pinned[key, which] = self._pin(entry, stack)
             parts = [(tier, name, which) for (_, which), (_, tier, name) in pinned.items()]
             sizes = zip(pinned.values(), map(self._below.part_size, parts), strict=True)
-            self._promise_reading(sizes, reserved, stack)
+            self._promise_reading(sizes, reserved, stack, ahead)
             ways = [not self._on_host(copy) for copy in pinned.values()]
             scattered: dict[tuple[Key, int], Scattered] = {}
             found_below = self._below.parts(list(zip(parts, ways, strict=True)))
@@ -77,7 +86,7 @@ class Readings(Room):
             yield found
 
     def _promise_reading(
-        self, parts: Iterable[tuple[Copy, int]], reserved: Key | None, stack: ExitStack
+        self, parts: Iterable[tuple[Copy, int]], reserved: Key | None, stack: ExitStack, ahead: bool
     ) -> None:
         sizes: Counter[Tier] = Counter()
         for copy, nbytes in parts:
@@ -88,7 +97,10 @@ class Readings(Room):
             nbytes = max(0, sizes[home] - self._live.promised(reserved, home))
             promised = ("reading", id(stack), home)
             stack.callback(self.forget_promise, promised)
-            self.promise(promised, nbytes, home)
+            if not ahead:
+                self.promise(promised, nbytes, home)
+            elif not (self.keeps_live(2 * nbytes, home) and self.try_promise(promised, nbytes, home)):
+                raise NoRoom(home, nbytes)
 
     def messages(self, keys: Iterable[Key], stack: ExitStack) -> dict[Key, Serialized]:
         """What Dask sends of objects below the live tiers; refers to those until ``stack`` is left. Blocks.

@@ -171,7 +171,10 @@ class Room(Entries):
             entry.moving, value, used = True, entry.value, entry.used
         name, began = self._new_name(), perf_counter()
         try:
-            target, fence = self._below.put(name, take_apart(value), entry.label, tier)
+            frames = take_apart(value)
+            with self._lock:
+                self._revise(entry)
+            target, fence = self._below.put(name, frames, entry.label, tier)
             self._account(target)
             return _Move(key, entry, used, target, name, fence, began)
         except NotMovable as error:

@@ -139,6 +139,10 @@ class Owned:
             self._sharers[address][key] = None
         return self.total - before
 
+    def roots(self, key: Hashable) -> Roots:
+        """What a key owns."""
+        return self._roots[key]
+
     def lacking(self, roots: Roots) -> int:
         """Bytes that nobody owns so far."""
         return sum(nbytes for address, nbytes in roots.items() if address not in self._sizes)

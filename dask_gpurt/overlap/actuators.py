@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
@@ -87,19 +87,22 @@ class SmShare:
         Those of the device.
     failed
         Called with the reason when a thread could not be confined and went on as it was.
+    offered
+        Numbers of SMs that may be tried. None unasked: code that makes the usual context current in a
+        confined task, such as UDFs that numba compiles, fails there or is not ordered.
     """
 
-    def __init__(self, contexts: SmContexts, failed: Callable[[str], None]):
+    def __init__(self, contexts: SmContexts, failed: Callable[[str], None], offered: Sequence[int] = ()):
         self._contexts = contexts
         self._failed = failed
+        self._offered = offered
         self._sms: int | None = None
         self._lock = threading.Lock()
         self._entered = 0
 
     def settings(self) -> Mapping[Setting, float]:
-        # Never tried unasked: code that makes the usual context current in a confined task, such as UDFs
-        # that numba compiles, fails there or is not ordered.
-        return {}
+        # At worst a kernel is one wave of blocks, of which a few have to wait for another one.
+        return {Setting(sms=sms): sms / self._contexts.total / 2 for sms in self._offered}
 
     def apply(self, setting: Setting) -> None:
         if setting.residency is not None:

@@ -255,8 +255,7 @@ class Placement:
                 return
 
     def _next_root(self) -> Any:
-        idle = self._state.idle_task_count
-        self._slot = slot = self._chooser.least_loaded_of(idle)
+        self._slot = slot = self._gate.slot()
         self._root = (
             self._families.next(self._chooser.home(slot)) if slot is not None else self._state.queued.peek()
         )
@@ -281,7 +280,7 @@ class Placement:
         if found is None:
             return None
         ws, candidate = found
-        self._history.add(
-            ts.key, candidate.worker, [self._chooser.estimates.cost(ts, ts.processing_on), candidate]
-        )
+        estimates = self._chooser.estimates
+        stays = estimates.cost(estimates.demand(ts), ts.processing_on)
+        self._history.add(ts.key, candidate.worker, [stays, candidate])
         return ws

@@ -6,13 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from heapq import nlargest, nsmallest
-from itertools import islice
+from heapq import nsmallest
 from typing import Any
 
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.estimates import MOST_REPLICAS, Estimates, size
+from dask_gpurt.placement.estimates import Estimates, Need
 from dask_gpurt.placement.families import siblings, whereabouts
 from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.loads import Loads, Neighbourhood
@@ -122,17 +121,29 @@ class Chooser:
             The running workers that it may run on; None for all that run.
         """
         allowed = self._state.running if valid is None else valid
-        estimate = partial(self.estimates.cost, needs=self.estimates.needs(ts))
-        holders = [ws for ws in _holders(ts.dependencies) if ws in allowed]
-        found = {ws.address: estimate(ts, ws) for ws in holders}
+        demand = self.estimates.demand(ts)
+        estimate = partial(self.estimates.cost, demand)
+        holders = [ws for ws in self._holders(demand.inputs) if ws in allowed]
+        found = {ws.address: estimate(ws) for ws in holders}
         if found:
             first = cost.best(found.values())
             if not first.terms.fits or (_is_late(first) and self._may_move(ts)):
                 near = self._near(holders[0], first)
-                found.update((ws.address, estimate(ts, ws)) for ws in near if ws in allowed)
+                found.update((ws.address, estimate(ws)) for ws in near if ws in allowed)
         if not any(candidate.terms.fits for candidate in found.values()):
-            found.update((ws.address, estimate(ts, ws)) for ws in self._far(allowed))
+            found.update((ws.address, estimate(ws)) for ws in self._far(allowed))
         return list(found.values())
+
+    def _holders(self, needs: Collection[Need]) -> list[Any]:
+        """Those with the most bytes of inputs, the most first; of many with as much, the least loaded."""
+        held: defaultdict[str, int] = defaultdict(int)
+        for _, nbytes, replicas in needs:
+            for address in replicas:
+                held[address] += nbytes
+        found = [self._state.workers[address] for address in held]
+        if len(found) > 1:
+            found.sort(key=lambda ws: (held[ws.address], -len(ws.processing), ws.address), reverse=True)
+        return found[:MOST_HOLDERS]
 
     def _may_move(self, ts: Any) -> bool:
         """Whether inputs may be moved only to run a task earlier.
@@ -171,12 +182,13 @@ class Chooser:
             The one of these with the least to do, where it is known already.
         """
         slot = slot or self.least_loaded_of(open_to)
+        demand = self.estimates.demand(ts)
         if len(open_to) == 1:
-            return [self.estimates.cost(ts, slot)]
+            return [self.estimates.cost(demand, slot)]
         anchor = next((ws for sibling in siblings(ts) if (ws := whereabouts(sibling))), None)
-        nbytes = int(size(ts.prefix)) or UNKNOWN_SIZE
+        nbytes = int(demand.nbytes) or UNKNOWN_SIZE
         found = self._open(anchor, open_to, slot)
-        return [self._gathered(self.estimates.cost(ts, ws), anchor, nbytes) for ws in found]
+        return [self._gathered(self.estimates.cost(demand, ws), anchor, nbytes) for ws in found]
 
     def _open(self, anchor: Any | None, open_to: Collection[Any], slot: Any | None) -> Collection[Any]:
         """Of the open workers an anchor, the least loaded around it, and the least loaded of all."""
@@ -197,18 +209,6 @@ class Chooser:
             return candidate
         apart = self._topology.seconds(candidate.worker, anchor.address, nbytes, by_comms=True)
         return candidate._replace(terms=candidate.terms._replace(moving=candidate.terms.moving + apart))
-
-
-def _holders(dependencies: Collection[Any]) -> list[Any]:
-    """Those with the most bytes of the inputs, the most first; of many with as much, the least loaded."""
-    held: defaultdict[Any, int] = defaultdict(int)
-    for dts in dependencies:
-        nbytes = dts.get_nbytes()
-        for ws in islice(dts.who_has, MOST_REPLICAS):
-            held[ws] += nbytes
-    if len(held) == 1:
-        return list(held)
-    return nlargest(MOST_HOLDERS, held, key=lambda ws: (held[ws], -len(ws.processing), ws.address))
 
 
 def _is_late(candidate: Candidate) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
@@ -159,7 +160,14 @@ def moving(nbytes: float, routes: Iterable[Route]) -> float:
     ValueError
         Without a route.
     """
-    return min([latency + nbytes * pace for latency, pace in routes])
+    least = math.inf
+    for latency, pace in routes:
+        seconds = latency + nbytes * pace
+        if seconds < least:
+            least = seconds
+    if least == math.inf:
+        raise ValueError("no replica to get an input from")
+    return least
 
 
 def room(need: float, space: Space) -> tuple[float, bool]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
@@ -16,10 +17,31 @@ from dask_gpurt.topology import Topology
 MOST_REPLICAS = 4
 #: What the pace of a worker changes with each task that it has done, and what it stays within.
 PACE_WEIGHT, FASTEST, SLOWEST = 0.1, 0.1, 10.0
-#: An input, its bytes, and some workers that have it with the tiers that it is in there.
-Need = tuple[Any, int, list[tuple[str, Tier]]]
+#: An input, its bytes, and the tiers that it is in on some workers that have it.
+Need = tuple[Any, int, dict[str, Tier]]
 #: Of a task without inputs: none is missing, in no time, and none is coming.
 NOTHING = 0, 0.0, False
+
+
+class Demand(NamedTuple):
+    """What a task asks of whichever worker runs it: looked up once for all that are compared.
+
+    Parameters
+    ----------
+    inputs
+        What it needs.
+    sources
+        The prefixes of the tasks that make these.
+    seconds
+        Its work on a worker of pace 1.
+    nbytes
+        Its result.
+    """
+
+    inputs: Collection[Need]
+    sources: Collection[str]
+    seconds: float
+    nbytes: float
 
 
 class Estimates:
@@ -43,40 +65,40 @@ class Estimates:
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
         self._inbound: dict[str, float] = {}
 
-    def cost(self, ts: Any, ws: Any, needs: list[Need] | None = None) -> Candidate:
-        """What a task costs on a worker.
+    def demand(self, ts: Any) -> Demand:
+        """What a task asks of workers."""
+        prefix, dependencies = ts.prefix, ts.dependencies
+        sources = {dts.prefix.name for dts in dependencies} if dependencies else ()
+        return Demand(self.needs(ts), sources, self._state._get_prefix_duration(prefix), size(prefix))
 
-        Parameters
-        ----------
-        needs
-            The inputs, where they are known already.
-        """
-        if needs is None:
-            needs = self.needs(ts)
-        missing, moving, coming = self.inputs(needs, ws) if needs else NOTHING
-        if missing or coming:
-            moving += self._seconds_inbound(ws)
-        address, tasks, threads, prefix = ws.address, len(ws.processing), ws.nthreads, ts.prefix
-        work, promised = self._work(ts, ws) if tasks else (0.0, ws._network_occ)
-        pace = self.pace(address)
-        room, fits = self._room(address, missing + size(prefix), promised)
-        running = self._state._get_prefix_duration(prefix) * pace
-        terms = Terms(cost.waiting(work, tasks, threads, pace), running, moving, room, fits)
-        return Candidate(address, terms, tasks / threads, ws.nbytes, missing)
-
-    def needs(self, ts: Any) -> list[Need]:
-        """The inputs of a task: looked up once for all workers that are compared."""
+    def needs(self, ts: Any) -> Collection[Need]:
+        """The inputs of a task."""
+        if not ts.dependencies:
+            return ()
         tier = self._headroom.tier
         return [
             (
                 dts,
                 dts.get_nbytes(),
-                [(ws.address, tier(ws.address, dts.key)) for ws in islice(dts.who_has, MOST_REPLICAS)],
+                {ws.address: tier(ws.address, dts.key) for ws in islice(dts.who_has, MOST_REPLICAS)},
             )
             for dts in ts.dependencies
         ]
 
-    def inputs(self, needs: list[Need], ws: Any) -> tuple[int, float, bool]:
+    def cost(self, demand: Demand, ws: Any) -> Candidate:
+        """What a task costs on a worker."""
+        needs, sources, seconds, nbytes = demand
+        missing, moving, coming = self.inputs(needs, ws) if needs else NOTHING
+        if missing or coming:
+            moving += self._seconds_inbound(ws)
+        address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
+        work, promised = self._work(sources, ws) if tasks else (0.0, ws._network_occ)
+        pace = self.pace(address)
+        room, fits = self._room(address, missing + nbytes, promised)
+        terms = Terms(cost.waiting(work, tasks, threads, pace), seconds * pace, moving, room, fits)
+        return Candidate(address, terms, tasks / threads, ws.nbytes, missing)
+
+    def inputs(self, needs: Collection[Need], ws: Any) -> tuple[int, float, bool]:
         """Bytes of inputs that a worker lacks, the seconds to get all, and whether some are on their way.
 
         What is on its way counts for the task that it was sent for.
@@ -88,24 +110,25 @@ class Estimates:
             if on_their_way and dts in on_their_way:
                 coming = True
             elif dts in here:
-                tier = self._headroom.tier(address, dts.key)
+                tier = replicas.get(address) or self._headroom.tier(address, dts.key)
                 if tier is not Tier.DEVICE:
                     seconds += cost.moving(nbytes, [self.routes.out_of(tier, address)])
             else:
                 missing += nbytes
-                seconds += cost.moving(nbytes, [between(source, tier, address) for source, tier in replicas])
+                seconds += cost.moving(
+                    nbytes, [between(source, tier, address) for source, tier in replicas.items()]
+                )
         return missing, seconds, coming
 
-    def _work(self, ts: Any, ws: Any) -> tuple[float, float]:
+    def _work(self, sources: Collection[str], ws: Any) -> tuple[float, float]:
         """Seconds of the work on a worker that comes before a task, and bytes that are promised there.
 
-        Of tasks like those that made its inputs only the running ones: their priority is lower, since Dask
-        goes through graphs depth first. What is promised is what comes in, and the results of the tasks
-        that run next; later ones find inputs gone.
+        Of tasks like those that made its inputs, the sources, only the running ones: their priority is lower,
+        since Dask goes through graphs depth first. What is promised is what comes in, and the results of the
+        tasks that run next; later ones find inputs gone.
         """
         prefixes, duration = self._state.task_prefixes, self._state._get_prefix_duration
         work, results, threads = 0.0, 0.0, ws.nthreads
-        sources = {dts.prefix.name for dts in ts.dependencies} if ts.dependencies else ()
         for name, count in ws.task_prefix_count.items():
             prefix = prefixes[name]
             before = threads if count > threads and name in sources else count

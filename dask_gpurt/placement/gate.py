@@ -32,6 +32,8 @@ class Gate:
         # Idle workers without room, and those of them that are let in, by address.
         self._waiting: dict[str, Any] = {}
         self._let_in: dict[str, Any] = {}
+        #: Who got a slot last: the only one with any, most of the time when there is a queue.
+        self._opened: Any = None
 
     def check(self, ws: Any) -> None:
         """Dask has just judged a worker by its tasks: judge it by its room."""
@@ -43,11 +45,24 @@ class Gate:
         if self._chooser.look_at(ws):
             if self._let_in:
                 self._let_nobody_in()
+            if ws in self._state.idle_task_count:
+                self._opened = ws
             return
         self._state.idle_task_count.discard(ws)
         if not ws.processing:
             self._waiting[address] = ws
         self.let_in()
+
+    def slot(self) -> Any | None:
+        """Of the workers that take root tasks one with little to do; None if many others have less.
+
+        To iterate over a set that has had many takes long, so the only one in it is remembered. While some
+        workers are paused the chooser is asked all the same: it leaves those out from then on.
+        """
+        state, idle = self._state, self._state.idle_task_count
+        if len(idle) == 1 and len(state.running) == len(state.workers) and self._opened in idle:
+            return self._opened
+        return self._chooser.least_loaded_of(idle)
 
     def look_again(self) -> list[Any]:
         """Some of the workers that were left out, for another check."""

@@ -55,4 +55,6 @@ class LedgerHeadroom:
 
     def tier(self, worker: str, key: Key) -> Tier:
         """The tier with most of the bytes that tasks of the same prefix have left on a worker."""
+        if not self._picture.spilled(worker):
+            return Tier.DEVICE
         return self._picture.fullest(worker, key_split(key)) or Tier.DEVICE

@@ -95,11 +95,13 @@ class WorkerOverlap:
 
     def _sm_share(self) -> SmShare | None:
         """What confines to SMs, tried out; None if the settings do not ask for it."""
-        sms = self._settings.fixed.sms
-        if self._settings.mode != "fixed" or sms is None:
+        settings, adaptive = self._settings, self._settings.mode == "adaptive"
+        sms = settings.adaptive.sms if adaptive else settings.fixed.sms
+        if sms is None:
             return None
         contexts = self._exchange.pools.device(self._exchange.pools.main).sm_contexts()
-        share = SmShare(contexts, partial(self._metrics.fallback, "a task is not confined to SMs"))
+        failed = partial(self._metrics.fallback, "a task is not confined to SMs")
+        share = SmShare(contexts, failed, [sms] if adaptive else [])
         share.apply(Setting(sms=sms))
         share.clear()
         contexts.try_out(sms)

@@ -61,15 +61,16 @@ class TaskRunner:
         try:
             await self._admitted(key, self._needs.of(key_split(key), nbytes), inputs)
             held = await self.hold(inputs)
-            others = self._ladder.live_bytes(Tier.DEVICE)
+            before = self._ladder.came(Tier.DEVICE)
             try:
                 self._prefetch()
                 event = await self._until_it_fits(key, task, stimulus_id)
             finally:
                 self._ladder.release(held)
             if isinstance(event, ExecuteSuccessEvent):
-                arrived = max(0, self._ladder.live_bytes(Tier.DEVICE) - others)
-                await self._keep(key, event.value, nbytes, self._tiers.device.peak() - arrived)
+                # What came from elsewhere meanwhile took memory too, even if it has gone again.
+                came = self._ladder.came(Tier.DEVICE) - before
+                await self._keep(key, event.value, nbytes, self._tiers.device.peak() - came)
             return event
         finally:
             self._ladder.forget_promise(reservation(key))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,7 @@ from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
+from dask_gpurt.shuffle.ahead import ReadAhead
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from dask_gpurt.table import Part, backend_for
 
@@ -30,21 +32,33 @@ class Consumer:
 
     Parameters
     ----------
+    outputs
+        The output partitions of this worker, in order.
     check
         Raises when the run is over.
     """
 
-    def __init__(self, spec: ShuffleSpec, run: RunKey, exchange: Exchange, check: Callable[[], None]):
+    def __init__(
+        self,
+        spec: ShuffleSpec,
+        run: RunKey,
+        outputs: Sequence[int],
+        exchange: Exchange,
+        check: Callable[[], None],
+    ):
         self.spec = spec
         self.run = run
+        self.outputs = outputs
         self.exchange = exchange
         self._check = check
         self._lock = threading.Lock()
         #: By source; each attempt at a source replaces the one before.
         self._parcels: dict[int, list[Parcel]] = {}
-        self._unread: dict[Parcel, set[int]] = {}
+        #: Where a parcel has rows of outputs that have not been read for good.
+        self._unread: dict[Parcel, dict[int, list[tuple[int, int]]]] = {}
         self._readers: dict[Key, set[int]] = {}
         self._consumed: set[int] = set()
+        self._ahead = ReadAhead(exchange)
 
     async def accept(self, shard: Shard, on_error: Callable[[Exception], None]) -> None:
         """Take an offer."""
@@ -59,7 +73,7 @@ class Consumer:
                     outdated, known[:] = list(known), []
             if parcel not in outdated:
                 known.append(parcel)
-                self._unread[parcel] = shard.filled()
+                self._unread[parcel] = shard.places()
             for old in outdated:
                 self._unread.pop(old, None)
         if outdated:
@@ -82,30 +96,41 @@ class Consumer:
             if partition in self._consumed:
                 raise Consumed(partition)
             self._readers.setdefault(key, set()).add(partition)
-            parcels = [p for p, unread in self._unread.items() if partition in unread]
-        parcels.sort(key=lambda parcel: (parcel.shard.source, parcel.shard.part))
-        wanted = [
-            (parcel, which, at)
-            for parcel in parcels
-            for which, section in enumerate(parcel.shard.sections)
-            for filled, at in section.filled()
-            if filled == partition
-        ]
+            wanted, following = self._sections(partition), self._following(partition)
         table = backend_for(self._meta, self.exchange.pools.device)
         metrics = self.exchange.metrics
         landing = self.exchange.landing
         sections = [(parcel, which) for parcel, which, _ in wanted]
-        read = reading(sections, landing, self._check, key)
-        with read as found, metrics.seconds("shuffle.seconds.assembling"):
+        with (
+            self._ahead.taken(partition, self._check) as ahead,
+            reading(sections, landing, self._check, key, ahead) as found,
+            metrics.seconds("shuffle.seconds.assembling"),
+        ):
+            if following is not None:
+                self._ahead.begin(*following)
             parts = [
                 _part(parcel.shard.sections[which], at, *bytes_)
                 for (parcel, which, at), bytes_ in zip(wanted, found, strict=True)
             ]
             frame = table.assemble(parts, self._meta, ignore_index=self.spec.ignore_index)
             fence = table.fence()
-            for parcel in parcels:
+            for parcel in {parcel for parcel, _, _ in wanted}:
                 parcel.read_until(fence)
         return frame
+
+    def _sections(self, partition: int) -> list[tuple[Parcel, int, int]]:
+        """The sections with rows of an output, in order, and where it stands in them. Under the lock."""
+        parcels = [parcel for parcel, unread in self._unread.items() if partition in unread]
+        parcels.sort(key=lambda parcel: (parcel.shard.source, parcel.shard.part))
+        return [(parcel, which, at) for parcel in parcels for which, at in self._unread[parcel][partition]]
+
+    def _following(self, partition: int) -> tuple[int, list[tuple[Parcel, int]]] | None:
+        """The output that will be asked for next, as Dask orders them, and its sections. Under the lock."""
+        asked = self._consumed.union(*self._readers.values())
+        for output in self.outputs[bisect_right(self.outputs, partition) :]:
+            if output not in asked:
+                return output, [(parcel, which) for parcel, which, _ in self._sections(output)]
+        return None
 
     @cached_property
     def _meta(self) -> Any:
@@ -123,14 +148,15 @@ class Consumer:
     def _finished(self, partitions: set[int]) -> Iterator[Parcel]:
         self._consumed |= partitions
         for parcel, unread in list(self._unread.items()):
-            if unread & partitions:
-                unread -= partitions
-                if not unread:
-                    del self._unread[parcel]
-                    yield parcel
+            for partition in partitions & unread.keys():
+                del unread[partition]
+            if not unread:
+                del self._unread[parcel]
+                yield parcel
 
     def close(self) -> None:
         """Let everything go. Blocks while something is being read."""
+        self._ahead.close()
         with self._lock:
             parcels = list(self._unread)
             self._unread.clear()

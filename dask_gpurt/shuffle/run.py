@@ -65,7 +65,8 @@ class ShuffleRun:
         self._worker_for = worker_for
         self._key = (spec.id, run_id)
         self._producer = Producer(spec, self._key, worker_for, exchange, self._offer, self.raise_if_closed)
-        self._consumer = Consumer(spec, self._key, exchange, self.raise_if_closed)
+        outputs = sorted(output for output, owner in worker_for.items() if owner == worker.address)
+        self._consumer = Consumer(spec, self._key, outputs, exchange, self.raise_if_closed)
         #: Offers on their way, by owner: one message at a time, with all that has come up.
         self._outgoing: defaultdict[str, list[Shard]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}

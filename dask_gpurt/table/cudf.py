@@ -22,7 +22,9 @@ from pylibcudf.libcudf.partitioning import hash_id
 from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device import Block, Device, Pool, PoolFull
+from dask_gpurt.device.copies import Copy
 from dask_gpurt.device.cuda import CudaDevice
+from dask_gpurt.device.cuda_copies import begin
 from dask_gpurt.table.cudf_plain import Layout, PlainRows
 from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
 
@@ -84,6 +86,8 @@ class CudfTable:
     def __init__(self, device: Device):
         assert isinstance(device, CudaDevice)
         self.device = device
+        #: Of pieces that have their blocks, until they are settled.
+        self._copies: list[Copy] = []
 
     def split(
         self,
@@ -101,6 +105,7 @@ class CudfTable:
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
         table, ends = self._partitioned(columns, keys, function, npartitions)
         layout = Layout.of(table, header)
+        header = pickle.dumps(layout) if layout else header
         return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
 
     def _partitioned(
@@ -135,7 +140,7 @@ class CudfTable:
         if not offsets[-1]:
             return None
         if layout is not None:
-            return Piece(PlainRows.of(table, layout, spans), tuple(partitions), tuple(offsets))
+            return Piece(PlainRows.of(table, layout, header, spans), tuple(partitions), tuple(offsets))
         stream, _ = self.device.stream()
         if all(left[1] == right[0] for left, right in pairwise(spans)):
             (rows,) = plc.copying.slice(table, [spans[0][0], spans[-1][1]], stream=stream)
@@ -154,7 +159,7 @@ class CudfTable:
     def pack(self, piece: Piece, room: Room) -> Packed:
         if isinstance(piece.rows, PlainRows):
             block = room.allocate(piece.rows.layout.starts(len(piece))[-1])
-            piece.rows.copy_to(block.buffer.ptr, self.device.stream()[1].ptr)
+            self._copies += piece.rows.copies(block.buffer.ptr)
             return Packed(block, piece.rows.header)
         return self._split_contiguously(piece, room)
 
@@ -189,14 +194,18 @@ class CudfTable:
         return Packed(block, pickle.dumps((bytes(metadata), piece.rows.header)))
 
     def settle(self) -> None:
-        self.device.stream()[1].synchronize()
+        _, raw = self.device.stream()
+        copies, self._copies = self._copies, []
+        begin(copies, raw.ptr)
+        raw.synchronize()
 
     def assemble(self, parts: Sequence[Part], meta: cudf.DataFrame, *, ignore_index: bool) -> cudf.DataFrame:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)
         if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
-            plain: cudf.DataFrame = pickle.loads(read.schema).frame(read.read(parts), meta)
+            table = read.read(parts, self.device)
+            plain: cudf.DataFrame = pickle.loads(read.schema).frame(table, meta)
             return plain
         opened = [_opened(part) for part in parts]
         tables = [tables[part.index] for part, (_, tables) in zip(parts, opened, strict=True)]

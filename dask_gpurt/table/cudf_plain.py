@@ -6,19 +6,17 @@ takes microseconds, and nothing has to be unpacked.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import pylibcudf as plc
 import rmm
-from cupy.cuda import runtime
 from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.device.copies import address
-from dask_gpurt.device.cuda import DeviceSpan
+from dask_gpurt.device.copies import Copy, address
+from dask_gpurt.device.cuda import CudaDevice, DeviceSpan
 from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.table.protocol import Part
 
@@ -67,23 +65,21 @@ class Layout:
             ]
         )
 
-    def read(self, parts: Sequence[Part]) -> plc.Table:
+    def read(self, parts: Sequence[Part], device: CudaDevice) -> plc.Table:
         """Parts one behind the other, in memory of the user's stream; complete in its order."""
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
-        kinds, stream = list(self._kinds()), DEFAULT_STREAM.__cuda_stream__()[1]
+        kinds = list(self._kinds())
         buffers = [rmm.DeviceBuffer(size=rows * size, stream=DEFAULT_STREAM) for _, size in kinds]
+        copies: list[Copy] = []
         end = 0
         for part in parts:
             start, stop = part.offsets[part.index : part.index + 2]
             begin, end = end, end + stop - start
             sources = self.starts(part.offsets[-1])
             for (_, size), buffer, source in zip(kinds, buffers, sources, strict=False):
-                _copy(
-                    buffer.ptr + begin * size,
-                    part.buffer.ptr + source + start * size,
-                    size * (stop - start),
-                    stream,
-                )
+                at = part.buffer.ptr + source + start * size
+                copies.append(Copy(buffer.ptr + begin * size, at, size * (stop - start)))
+        device.copy_in_order(copies)
         return plc.Table(
             [
                 plc.Column.from_rmm_buffer(buffer, kind, rows, [])
@@ -98,14 +94,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlainRows:
-    """Some rows of a table of a layout."""
+    """Some rows of a table of a layout; ``header`` is what is needed to read them."""
 
     table: plc.Table
     layout: Layout
+    header: bytes
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, table: plc.Table, layout: Layout, spans: Sequence[Span]) -> PlainRows:
+    def of(cls, table: plc.Table, layout: Layout, header: bytes, spans: Sequence[Span]) -> PlainRows:
         """Rows from spans; those that adjoin are copied as one."""
         joined: list[Span] = []
         for start, stop in spans:
@@ -113,7 +110,7 @@ class PlainRows:
                 joined[-1] = joined[-1][0], stop
             else:
                 joined.append((start, stop))
-        return cls(table, layout, tuple(joined))
+        return cls(table, layout, header, tuple(joined))
 
     def between(self, start: int, stop: int) -> PlainRows:
         """Some of these rows."""
@@ -122,24 +119,14 @@ class PlainRows:
             (first + max(start - before, 0), last - max(after - stop, 0))
             for (first, last), (before, after) in zip(self.spans, pairwise(ends), strict=True)
         ]
-        return PlainRows(self.table, self.layout, tuple((a, b) for a, b in cut if a < b))
+        return PlainRows(self.table, self.layout, self.header, tuple((a, b) for a, b in cut if a < b))
 
-    def copy_to(self, ptr: int, stream: int) -> None:
-        """Begin to copy them to where their layout fits."""
+    def copies(self, ptr: int) -> Iterator[Copy]:
+        """What to copy to where their layout fits."""
         rows = sum(stop - start for start, stop in self.spans)
         starts = self.layout.starts(rows)
         for column, (_, _, size), into in zip(self.table.columns(), self.layout.types, starts, strict=False):
             base = column.data().ptr + column.offset() * size
             for first, last in self.spans:
-                _copy(ptr + into, base + first * size, (last - first) * size, stream)
+                yield Copy(ptr + into, base + first * size, (last - first) * size)
                 into += (last - first) * size
-
-    @property
-    def header(self) -> bytes:
-        """What is needed to read them."""
-        return pickle.dumps(self.layout)
-
-
-def _copy(into: int, source: int, nbytes: int, stream: int) -> None:
-    if nbytes:
-        runtime.memcpyAsync(into, source, nbytes, runtime.memcpyDeviceToDevice, stream)

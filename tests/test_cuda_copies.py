@@ -1,0 +1,95 @@
+"""Copies by CUDA, many in one call, from and to wherever bytes may lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dask_gpurt.device.copies import Copy, fillings
+
+KIB = 1024
+PLACES = ("device", "pinned", "pageable")
+
+
+def test_pieces_fill_a_buffer_in_order() -> None:
+    class Buffer:
+        def __init__(self, ptr: int):
+            self.ptr = ptr
+
+    one, two, three = (np.zeros(n, np.uint8) for n in (10, 20, 30))
+    found = fillings([Buffer(1000), Buffer(5000)], [[one, two], [three]])
+    assert found == [
+        Copy(1000, one.ctypes.data, 10),
+        Copy(1010, two.ctypes.data, 20),
+        Copy(5000, three.ctypes.data, 30),
+    ]
+
+
+class Memory:
+    """Bytes in a place."""
+
+    def __init__(self, place: str, contents: np.ndarray):
+        import cupy
+
+        self.place = place
+        if place == "device":
+            self.array: Any = cupy.asarray(contents)
+            self.ptr = self.array.data.ptr
+        else:
+            self.array = contents.copy()
+            self.ptr = self.array.ctypes.data
+        if place == "pinned":
+            cupy.cuda.runtime.hostRegister(self.ptr, self.array.nbytes, 0)
+
+    def bytes(self) -> np.ndarray:
+        import cupy
+
+        return cupy.asnumpy(self.array) if self.place == "device" else self.array
+
+    def close(self) -> None:
+        import cupy
+
+        if self.place == "pinned":
+            cupy.cuda.runtime.hostUnregister(self.ptr)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", PLACES)
+@pytest.mark.parametrize("target", PLACES)
+@pytest.mark.parametrize("count", [0, 1, 2, 300])
+def test_bytes_arrive_wherever_they_lie(source: str, target: str, count: int) -> None:
+    import cupy
+
+    from dask_gpurt.device.cuda_copies import begin
+
+    random = np.random.default_rng(count)
+    size, stream = 4096 * KIB, cupy.cuda.Stream(non_blocking=True)
+    here = Memory(source, random.integers(0, 256, size).astype(np.uint8))
+    there = Memory(target, np.zeros(size, np.uint8))
+    expected = np.zeros(size, np.uint8)
+    copies = []
+    for slot in random.permutation(count):
+        at, to = int(random.integers(0, size - 8 * KIB)), int(slot) * 8 * KIB
+        nbytes = int(random.integers(0, 8 * KIB)) if slot % 5 else 0
+        copies.append(Copy(there.ptr + to, here.ptr + at, nbytes))
+        expected[to : to + nbytes] = here.bytes()[at : at + nbytes]
+    cupy.cuda.runtime.deviceSynchronize()
+    begin(copies, stream.ptr)
+    stream.synchronize()
+    assert np.array_equal(there.bytes(), expected)
+    here.close()
+    there.close()
+
+
+@pytest.mark.gpu
+def test_what_cuda_refuses_is_an_error() -> None:
+    import cupy
+
+    from dask_gpurt.device.cuda_copies import begin
+
+    here, there = cupy.arange(2), cupy.arange(2)
+    default = cupy.cuda.Stream.null
+    with pytest.raises(RuntimeError, match="2 copies in one call: cudaErrorInvalidValue"):
+        begin([Copy(there.data.ptr + at, here.data.ptr + at, 8) for at in (0, 8)], default.ptr)
