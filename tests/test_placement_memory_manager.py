@@ -317,7 +317,8 @@ def holders(scheduler: Any, key: str) -> set[str]:
 
 def test_a_worker_that_retires_hands_its_data_to_who_has_room_nearby(tmp_path: Path) -> None:
     file = tmp_path / "topology.yaml"
-    file.write_text(FILE)  # the first two workers are one domain, the third is elsewhere
+    # The first two workers are on one host, the third is elsewhere.
+    file.write_text(FILE.replace("speeds:", "speeds:\n  loopback: {bandwidth: 30 GB/s, latency: 10 us}"))
 
     @on_cluster(workers=3, processes=True, file=file, **RUNNING)
     async def run(client: Any, scheduler: Any, *nannies: Any) -> None:
