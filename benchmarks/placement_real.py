@@ -36,6 +36,8 @@ from dask_gpurt.cli.report import environment
 
 #: Who decides, and the memory of a worker as a multiple of its part of the data: nobody spills.
 SIDES, ROOM = ("stock", "gpurt"), 8
+#: Of the table, in characters: on a terminal, and in a file too.
+WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def fallbacks(clients: Mapping[str, Client]) -> dict[str, Any]:
     "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
 )
 def main(workers: int, size: int, repeat: int, names: Sequence[str], path: Path | None) -> None:
-    runs, figures, console = [], [], Console()
+    runs, figures, console = [], [], Console(width=WIDTH)
     with clusters(workers, size) as clients:
         for name in names or WORKLOADS:
             runs += (measured := measure(clients, name, size, repeat))

@@ -104,7 +104,7 @@ def prepare_tree(client: Client, nbytes: int) -> Any:
 
 
 def leaf(data: np.ndarray) -> np.ndarray:
-    return np.full(SUMMED // 8, worked(data), dtype="i8")
+    return np.full(SUMMED // 8, worked(data, 3), dtype="i8")
 
 
 def added(*parts: np.ndarray) -> np.ndarray:
