@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# distributed's own tests of its scheduler and of work stealing, with our placement in every scheduler.
+# distributed's own tests of its scheduler, work stealing and the active memory manager, with our placement in every scheduler.
 # The first argument is a checkout of dask/distributed at the version that is installed: a wheel has no tests.
 # GPURT_SUITE_BASELINE=1 leaves placement off. Further arguments go to pytest.
 set -euo pipefail
@@ -14,4 +14,5 @@ mkdir distributed && cp -r "$checkout/distributed/tests" distributed/
 
 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -c /dev/null --rootdir "$scratch" \
     -p no:cacheprovider -p dask_choices_plugin -p distributed.utils_test --import-mode=importlib \
-    --timeout 60 -W ignore -q "$@" distributed/tests/test_scheduler.py distributed/tests/test_steal.py
+    --timeout 60 -W ignore -q "$@" distributed/tests/test_scheduler.py \
+    distributed/tests/test_steal.py distributed/tests/test_active_memory_manager.py

@@ -44,11 +44,8 @@ class _OneSpeed(Topology):
         super().__init__()
         self._scheduler = scheduler
 
-    def link(self, source: str, target: str) -> Link:
-        return Link.RDMA
-
-    def speed(self, source: str, target: str) -> Speed:
-        return Speed(self._scheduler.bandwidth, SHIPPED[Link.TCP].latency)
+    def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
+        return Link.RDMA, Speed(self._scheduler.bandwidth, SHIPPED[Link.TCP].latency)
 
 
 class _Events(SchedulerPlugin):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement, Room
-from dask_gpurt.topology import Topology
+from dask_gpurt.topology import Place, Topology
 
 GB = 10**9
 
@@ -30,6 +30,9 @@ class Rooms:
 
     def room(self, worker: str) -> Room:
         return Room(self.free.get(worker, 80 * GB))
+
+    def told(self, worker: str) -> bool:
+        return True
 
     def tier(self, worker: str, key: Any) -> Tier:
         return self.tiers.get((worker, key), Tier.DEVICE)
@@ -101,6 +104,17 @@ def test_a_busy_holder_hands_over_to_an_idle_neighbour_with_nvlink() -> None:
     assert terms[cluster.addresses[5]]["missing"] == 0
     assert terms[cluster.addresses[chosen]]["chosen"]
     assert terms[cluster.addresses[chosen]]["missing"] == GB
+
+
+def test_what_joins_the_gpus_does_not_count_where_dask_sends_by_tcp() -> None:
+    topology = Topology()
+    for address in bare.BareState(16).workers:
+        host, _, device = address.rpartition(":")
+        topology.add(address, Place(host, f"{host}/{device}", 0, host, by_tcp=True))
+    cluster = Cluster(topology=topology)
+    cluster.data("x", 5, nbytes=8 * GB)
+    cluster.busy(5, 3)
+    assert cluster.place("y", "x") == 5
 
 
 def test_inputs_are_not_moved_for_a_guess() -> None:

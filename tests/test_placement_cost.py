@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate, Route, Space, Terms
 from dask_gpurt.placement.history import History
 from dask_gpurt.placement.loads import Loads
-from dask_gpurt.topology import SHIPPED, Link
+from dask_gpurt.placement.routes import Routes
+from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
 NVLINK, RDMA, TCP = (Route.over(SHIPPED[link]) for link in (Link.NVLINK, Link.RDMA, Link.TCP))
@@ -191,3 +196,33 @@ def test_the_history_keeps_the_last_decision_of_the_last_keys() -> None:
         ("fast", False, 1.0),
         ("slow", True, 2.0),
     ]
+
+
+# ---- routes ----------------------------------------------------------------------------
+
+
+def test_what_transfers_show_counts_soon_where_there_are_few_workers() -> None:
+    topology = Topology()
+    for worker in "xyz":
+        topology.add(worker, Place("host", by_tcp=True))
+    routes = Routes(topology)
+    for source, target in permutations("xyz", 2):
+        before = routes.between(source, Tier.DEVICE, target)
+    topology.observe("x", "y", 10**9, 10.0, by_comms=True)
+    found = [routes.between("x", Tier.DEVICE, "y") for _ in range(400)]
+    assert found[0] == before
+    assert found[-1].pace > 5 * before.pace
+
+
+def test_the_topology_is_asked_seldom() -> None:
+    asked = []
+
+    class Asked(Topology):
+        def way(self, *pair: Any, **options: Any) -> tuple[Link, Speed]:
+            asked.append(pair)
+            return super().way(*pair, **options)
+
+    routes = Routes(Asked())
+    for number in range(50_000):
+        routes.between(f"a{number % 97}", Tier.DEVICE, f"b{number % 89}")
+    assert len(asked) < 50_000 / 4

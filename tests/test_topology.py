@@ -56,6 +56,20 @@ def test_a_worker_reaches_itself_without_a_copy_to_another_device() -> None:
     assert Topology().link("unknown", "unknown") == Link.SAME_DEVICE
 
 
+@pytest.mark.parametrize("by_tcp", [False, True])
+def test_dependencies_go_by_tcp_where_dasks_comms_do(by_tcp: bool) -> None:
+    near, far = gpu("a", 0, nvlink="d", by_tcp=by_tcp), gpu("b", 0, nvlink="d", by_tcp=by_tcp)
+    topology = picture(x=near, y=gpu("a", 1, nvlink="d", by_tcp=by_tcp), z=far)
+    for other, slow in (("y", Link.LOOPBACK), ("z", Link.TCP)):
+        assert topology.link("x", other) == Link.NVLINK
+        assert topology.link("x", other, by_comms=True) == (slow if by_tcp else Link.NVLINK)
+        bandwidth = SHIPPED[slow if by_tcp else Link.NVLINK].bandwidth
+        assert topology.seconds("x", other, 10**12, by_comms=True) == pytest.approx(
+            10**12 / bandwidth, rel=0.1
+        )
+    assert topology.link("x", "x", by_comms=True) == Link.SAME_DEVICE
+
+
 def test_unknown_workers_are_reached_by_tcp() -> None:
     topology = picture(x=Place("a", rdma=True))
     assert topology.link("x", "unknown") == topology.link("unknown", "other") == Link.TCP

@@ -320,6 +320,32 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
     assert picture.topology.learned()[Link.TCP].bandwidth < 0.1 * SHIPPED[Link.TCP].bandwidth
 
 
+def test_dependencies_within_a_host_teach_the_loopback_and_not_what_joins_its_workers() -> None:
+    class Scheduler:
+        workers: dict[str, Any] = {}
+
+    picture = SchedulerTopology(Scheduler(), None, Metrics())
+    for worker in "xy":
+        picture.topology.add(worker, Place("host", by_tcp=True))
+    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])
+    learned = picture.topology.learned()
+    assert learned[Link.LOOPBACK].bandwidth < 0.1 * SHIPPED[Link.LOOPBACK].bandwidth
+    picture.traffic("x", [("y", "shared-memory", 10**9, 100.0, 1)])
+    known = picture.topology.learned()
+    assert known[Link.LOOPBACK] == learned[Link.LOOPBACK]
+    assert known[Link.SHARED_MEMORY].bandwidth < 0.1 * SHIPPED[Link.SHARED_MEMORY].bandwidth
+
+
+def test_workers_say_that_their_comms_are_tcp() -> None:
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await all_placed(scheduler)
+        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+        assert topology(scheduler).link(a.address, b.address, by_comms=True) == Link.LOOPBACK
+
+    run()
+
+
 def test_traffic_is_summed_and_bounded() -> None:
     traffic = Traffic()
     for peer in range(1000):

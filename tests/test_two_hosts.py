@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from clusters import assert_same_partitions, counters, partitions
 from distributed import Client, Event
-from two_hosts import host_of, on_other_host, two_hosts
+from two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
 
 import dask_gpurt
 from dask_gpurt.exchange import compression
@@ -72,6 +72,20 @@ def test_a_shuffle_over_both(hosts: Client) -> None:
             if peer != worker:
                 same = host_of(peer) == host_of(worker)
                 assert path["path"] == ("shared-memory" if same else "comms"), (worker, peer, path)
+
+
+def test_a_shuffle_over_both_by_ucx(tmp_path: Path) -> None:
+    pytest.importorskip("distributed_ucxx", reason="UCX between hosts takes distributed-ucxx")
+    with two_hosts(tmp_path, protocol="ucx") as client:
+        df = collection()
+        assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        moved = counters(client)
+        assert moved["exchange.bytes.comms"] == pytest.approx(
+            2 * moved["exchange.bytes.shared-memory"], rel=0.2
+        )
+        workers = dask_gpurt.report(client)["workers"]
+        assert {worker.partition("://")[0] for worker in workers} == {"ucx"}
+        assert {host_of(worker) for worker in workers} == set(ADDRESSES)
 
 
 def test_the_topology_has_two_hosts(hosts: Client) -> None:

@@ -27,7 +27,10 @@ import dask_gpurt
 #: Their end of the link, and the addresses there.
 LINK, ADDRESSES = "gpurt", ("10.99.0.1", "10.99.0.2")
 TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "hostname")
-SCHEDULER = f"tcp://{ADDRESSES[0]}:8786"
+#: The scheduler's ports by protocol: the client, which is on neither host, takes the first one.
+PORTS = {"tcp": 8786, "ucx": 8788}
+#: UCX goes by TCP over the link, within a host too: it takes two namespaces of one kernel for one host.
+UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 CLONE_NEWNET = 0x40000000
 PATIENCE = 60
 
@@ -56,12 +59,14 @@ class Host:
         self.pid = child.pid
         self.run("hostname", name)
         self.run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+        self.run("mount", "-t", "sysfs", "sysfs", "/sys")  # where UCX looks for the devices of a network
         self.configure("ip", "link", "set", "lo", "up")
 
     def start(self, *command: str) -> None:
         """Start something that runs on; it ends with the host."""
         inherited = {"DASK_INTERNAL_INHERIT_CONFIG": dask.config.serialize(dask.config.global_config)}
-        environment = {**os.environ, **inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment = {**os.environ, **UCX, **inherited}
         enter = ["nsenter", "--target", str(self.pid), "--all", "--wd=."]
         process = subprocess.Popen([*enter, *command], env=environment, stderr=subprocess.DEVNULL)
         self._stack.callback(process.wait, PATIENCE)
@@ -96,7 +101,7 @@ def _enter(namespace: int) -> None:
 
 @contextlib.contextmanager
 def two_hosts(
-    scratch: Path, workers: int = 2, *, rate: int | None = None, **settings: Any
+    scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp", **settings: Any
 ) -> Iterator[Client]:
     """A cluster with the runtime on, of so many workers on each of two hosts; the scheduler is on the first.
 
@@ -106,6 +111,8 @@ def two_hosts(
         Where the workers have their files.
     rate
         Bytes per second of the link between them in one direction; not limited if not given.
+    protocol
+        Of the comms of workers; "ucx" goes over TCP.
     settings
         Keys under ``gpurt``.
     """
@@ -118,13 +125,16 @@ def two_hosts(
         hosts = [Host(f"host-{at}", address, stack) for at, address in enumerate(ADDRESSES)]
         _join(*hosts, rate)
         dask_command = (sys.executable, "-m", "dask")
-        hosts[0].start(*dask_command, "scheduler", "--host", ADDRESSES[0], "--no-dashboard")
+        hosts[0].start(
+            *dask_command, "scheduler", "--host", ADDRESSES[0], "--no-dashboard", *_doors(protocol)
+        )
         for host in hosts:
             options = ("--host", host.address, "--no-nanny", "--no-dashboard", "--nthreads", "1")
             for _ in range(workers):
-                host.start(*dask_command, "worker", SCHEDULER, *options, "--local-directory", str(scratch))
+                where = ("--protocol", protocol, "--local-directory", str(scratch))
+                host.start(*dask_command, "worker", _scheduler(protocol), *options, *where)
         with hosts[0].network():
-            client = stack.enter_context(Client(SCHEDULER, timeout=PATIENCE))
+            client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE))
         client.wait_for_workers(2 * workers, timeout=PATIENCE)
         dask_gpurt.enable(client)
         try:
@@ -132,6 +142,17 @@ def two_hosts(
         finally:
             with contextlib.suppress(OSError, TimeoutError):
                 dask_gpurt.disable(client)
+
+
+def _scheduler(protocol: str) -> str:
+    return f"{protocol}://{ADDRESSES[0]}:{PORTS[protocol]}"
+
+
+def _doors(protocol: str) -> tuple[str, ...]:
+    """Options of a scheduler that speaks TCP, and what its workers do."""
+    protocols = list(dict.fromkeys(("tcp", protocol)))
+    ports = ",".join(str(PORTS[each]) for each in protocols)
+    return "--protocol", ",".join(protocols), "--port", ports
 
 
 def _join(one: Host, other: Host, rate: int | None) -> None:
@@ -148,7 +169,7 @@ def _join(one: Host, other: Host, rate: int | None) -> None:
 
 def host_of(worker: str) -> str:
     """The address of the host of a worker."""
-    return worker.removeprefix("tcp://").rpartition(":")[0]
+    return worker.partition("://")[2].rpartition(":")[0]
 
 
 def on_other_host(client: Client) -> list[str]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from functools import wraps
 from math import floor
 from typing import Any
 
@@ -19,12 +16,14 @@ from dask_gpurt.placement.families import Families
 from dask_gpurt.placement.gate import Gate
 from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.history import MOST_KEYS, History
+from dask_gpurt.placement.memory_manager import MemoryManager
 from dask_gpurt.placement.outputs import Inputs, sites
+from dask_gpurt.placement.overrides import Known, Overrides, Unsuitable
 from dask_gpurt.placement.owners import assign
 from dask_gpurt.topology import Topology
 
 #: The methods of Dask's scheduler that are replaced, with the parameters that they are known with.
-SCHEDULER: Mapping[str, tuple[str, ...]] = {
+SCHEDULER: Known = {
     "decide_worker_non_rootish": ("ts",),
     "decide_worker_rootish_queuing_enabled": (),
     "decide_worker_rootish_queuing_disabled": ("ts",),
@@ -34,13 +33,9 @@ SCHEDULER: Mapping[str, tuple[str, ...]] = {
     "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
 }
 #: The same of its work stealing.
-STEALING: Mapping[str, tuple[str, ...]] = {
+STEALING: Known = {
     "_get_thief": ("scheduler", "ts", "potential_thieves", "occupancies"),
 }
-
-
-class Unsuitable(Exception):
-    """A choice that Dask could not act on; it chooses instead."""
 
 
 class Placement:
@@ -56,7 +51,7 @@ class Placement:
     Parameters
     ----------
     state
-        Dask's ``SchedulerState``; if it has the extension ``stealing``, that follows too.
+        Dask's ``SchedulerState``; if it has the extensions ``stealing`` and ``amm``, these follow too.
     topology
         Where workers are. It may learn that before or after Dask does, see :meth:`changed`.
     headroom
@@ -83,6 +78,8 @@ class Placement:
         history: int = MOST_KEYS,
     ):
         self._state = state
+        self._topology = topology
+        self._headroom = headroom
         self._metrics = metrics
         self._chooser = Chooser(state, topology, headroom)
         self._gate = Gate(state, self._chooser)
@@ -91,17 +88,19 @@ class Placement:
         #: The root task that Dask is about to ask a worker for; it does not say which. And who has a slot.
         self._root: Any = None
         self._slot: Any = None
-        self._originals: dict[str, Callable[..., Any]] = {}
-        self._bound: list[tuple[Any, str]] = []
+        self._overrides = Overrides(metrics)
+        self._originals = self._overrides.originals
 
     # ---- on and off --------------------------------------------------------------------
 
     def bind(self) -> None:
         """Take over; workers and tasks may be there already."""
-        ours = {name: getattr(self, f"_{name}") for name in SCHEDULER}
-        self._replace(self._state, SCHEDULER, ours)
+        self._overrides.put(self._state, SCHEDULER, {name: getattr(self, f"_{name}") for name in SCHEDULER})
         if (extension := self._state.extensions.get("stealing")) is not None:
-            self._replace(extension, STEALING, {"_get_thief": self._get_thief})
+            self._overrides.put(extension, STEALING, {"_get_thief": self._get_thief})
+        if (manager := self._state.extensions.get("amm")) is not None:
+            ours = MemoryManager(manager, self._state, self._topology, self._headroom, self._metrics)
+            ours.bind(self._overrides)
         for ws in list(self._state.workers.values()):
             self._state.check_idle_saturated(ws)
         for ts in list(self._state.queued.sorted()):
@@ -109,40 +108,9 @@ class Placement:
 
     def unbind(self) -> None:
         """Give Dask back as shipped."""
-        for owner, name in self._bound:
-            owner.__dict__.pop(name, None)
-        self._bound.clear()
+        self._overrides.take_back()
         for ws in list(self._state.workers.values()):
             self._state.check_idle_saturated(ws)
-
-    def _replace(
-        self, owner: Any, known: Mapping[str, tuple[str, ...]], ours: Mapping[str, Callable[..., Any]]
-    ) -> None:
-        for name, parameters in known.items():
-            original = getattr(owner, name, None)
-            if original is None:
-                continue
-            found = tuple(inspect.signature(original).parameters)
-            if found != parameters:
-                expected = f"{name}({', '.join(parameters)})"
-                self._metrics.fallback(f"placement.{name}", f"Dask has {name}{found}, known is {expected}")
-                continue
-            self._originals[name] = original
-            setattr(owner, name, self._guarded(name, ours[name], original))
-            self._bound.append((owner, name))
-
-    def _guarded(
-        self, name: str, ours: Callable[..., Any], original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        @wraps(original)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return ours(*args, **kwargs)
-            except Exception as error:
-                self._metrics.fallback(f"placement.{name}", f"{type(error).__name__}: {error}")
-                return original(*args, **kwargs)
-
-        return guarded
 
     # ---- what has happened -------------------------------------------------------------
 
@@ -229,7 +197,7 @@ class Placement:
         chosen
             What Dask has chosen. Ours begin where these do, so that small shuffles take turns.
         """
-        guarded = self._guarded("owners", self._owners, lambda _, chosen: chosen)
+        guarded = self._overrides.guarded("owners", self._owners, lambda _, chosen: chosen)
         found: dict[int, str] = guarded(barrier, chosen)
         return found
 

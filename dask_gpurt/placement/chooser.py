@@ -64,6 +64,7 @@ class Chooser:
         if names != self._loads.neighbourhoods(ws.address):
             self._loads.discard(ws.address)
             self.estimates.routes.clear()
+            self.estimates.routes_of_shards.clear()
 
     def forget(self, worker: str) -> None:
         """Dask has removed a worker."""
@@ -223,7 +224,7 @@ class Chooser:
         """With the time that the result will take to a sibling."""
         if anchor is None or anchor.address == candidate.worker:
             return candidate
-        apart = self._topology.seconds(candidate.worker, anchor.address, nbytes)
+        apart = self._topology.seconds(candidate.worker, anchor.address, nbytes, by_comms=True)
         return candidate._replace(terms=candidate.terms._replace(moving=candidate.terms.moving + apart))
 
 

@@ -60,7 +60,7 @@ class Estimates:
     def __init__(self, state: Any, topology: Topology, headroom: Headroom):
         self._state = state
         self._headroom = headroom
-        self.routes = Routes(topology)
+        self.routes, self.routes_of_shards = Routes(topology), Routes(topology, by_comms=False)
         self._paces: dict[str, float] = {}
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
         self._inbound: dict[str, float] = {}

@@ -19,6 +19,9 @@ class Headroom(Protocol):
     def room(self, worker: str) -> Room:
         """The room on a worker."""
 
+    def told(self, worker: str) -> bool:
+        """Whether a worker has told of its room; otherwise that is a guess, and what it may spill unknown."""
+
     def tier(self, worker: str, key: Key) -> Tier:
         """Where the data of a key is on a worker that holds it; ``Tier.DEVICE`` if unknown."""
 
@@ -41,6 +44,10 @@ class LedgerHeadroom:
     def room(self, worker: str) -> Room:
         """The room on a worker; without end on one that is gone, or has no memory limit."""
         return self._picture.room(worker) or Room(self._left_by_dask(worker))
+
+    def told(self, worker: str) -> bool:
+        """Whether a worker has sent its ledger."""
+        return self._picture.room(worker) is not None
 
     def _left_by_dask(self, worker: str) -> float:
         state = self._workers.get(worker)

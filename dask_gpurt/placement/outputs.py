@@ -70,7 +70,7 @@ def _site(ws: Any, moving: float, inputs: Inputs, estimates: Estimates) -> Site:
 def _moving(inputs: Inputs, workers: Sequence[str], estimates: Estimates) -> Mapping[str, float]:
     """Seconds that a byte of the inputs takes to each worker, from wherever it may be."""
     most = nlargest(MOST_HOLDERS, inputs.held.items(), key=lambda item: (item[1], item[0]))
-    between, nbytes = estimates.routes.between, max(inputs.nbytes, 1.0)
+    between, nbytes = estimates.routes_of_shards.between, max(inputs.nbytes, 1.0)
     known = {
         worker: sum(held * between(holder, Tier.DEVICE, worker).pace for holder, held in most) / nbytes
         for worker in workers

@@ -15,9 +15,10 @@ EVERYWHERE: Neighbourhood = ("everywhere",)
 #: What bytes cross between a tier and the live one of the same worker.
 LINK_OF_TIER = {Tier.PINNED: Link.PINNED, Tier.HOST: Link.PAGEABLE, Tier.DISK: Link.DISK}
 #: Links that end in host memory, whatever the workers compute on.
-THROUGH_HOST = (Link.SHARED_MEMORY, Link.TCP)
-#: How often speeds are looked up before they are taken from the topology again, and for how many pairs.
-LOOKUPS, MOST_PAIRS = 50_000, 20_000
+THROUGH_HOST = (Link.SHARED_MEMORY, Link.LOOPBACK, Link.TCP)
+#: For how many pairs speeds are remembered. How often they are looked up before they are taken from the
+#: topology again: so many times for each pair, so that this costs little, but at most so many in all.
+MOST_PAIRS, LOOKUPS_EACH, MOST_LOOKUPS = 20_000, 50, 50_000
 
 
 class Routes:
@@ -26,20 +27,23 @@ class Routes:
     Parameters
     ----------
     topology
-        It learns speeds all the time; they are asked for again after :data:`LOOKUPS`.
+        It learns speeds all the time; they are asked for again after some look-ups.
+    by_comms
+        Whether the bytes go by Dask's comms, as dependencies do, or by the exchange, as shards do.
     """
 
-    def __init__(self, topology: Topology):
+    def __init__(self, topology: Topology, by_comms: bool = True):
         self._topology = topology
+        self._by_comms = by_comms
         self._known: dict[tuple[str, str], Route] = {}
-        self._lookups = 0
+        self._lookups = self._enough = 0
 
     def between(self, source: str, tier: Tier, target: str) -> Route:
         """From a tier of one worker to the live tier of another."""
         if source == target:
             return NO_WAY if tier is Tier.DEVICE else self.out_of(tier, source)
         self._lookups += 1
-        if self._lookups > LOOKUPS:
+        if self._lookups > self._enough:
             self.clear()
         route = self._known.get((source, target))
         if route is None:
@@ -53,13 +57,14 @@ class Routes:
     def _learn(self, source: str, target: str) -> Route:
         if len(self._known) >= MOST_PAIRS:
             self.clear()
-        link, speed = self._topology.way(source, target)
+        link, speed = self._topology.way(source, target, self._by_comms)
         route = Route.over(speed)
         if link in BETWEEN_HOSTS:
             route = Route(route.latency, route.pace * self._neighbours(source))
         if link in THROUGH_HOST:
             route = route.then(Route.over(*self._copies(source, target)))
         self._known[source, target] = route
+        self._enough = min(MOST_LOOKUPS, LOOKUPS_EACH * len(self._known))
         return route
 
     def _neighbours(self, worker: str) -> int:

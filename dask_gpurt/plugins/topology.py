@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
@@ -17,7 +18,7 @@ from dask_gpurt.topology.hosts import Host
 CROSSED = {
     "shared-memory": {Link.SHARED_MEMORY},
     "cuda-ipc": {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
-    "comms": {Link.RDMA, Link.TCP},
+    COMMS: {Link.LOOPBACK, Link.RDMA, Link.TCP},
 }
 
 
@@ -90,7 +91,8 @@ class SchedulerTopology:
         if gpu is None and told.device is not None:
             self._metrics.fallback("a worker's own word counts for its GPU", f"the file has none at {worker}")
             return replace(told, host=host.name)
-        return host.place(host.name, gpu, numa=told.numa, rdma=worker.startswith("ucx"))
+        rdma = worker.startswith("ucx")
+        return host.place(host.name, gpu, numa=told.numa, rdma=rdma, by_tcp=told.by_tcp)
 
     def _ask_soon(self, host: str, name: str) -> None:
         if not self.topology.described(host) and host not in self._asked:
@@ -132,8 +134,8 @@ class SchedulerTopology:
         for peer, path, nbytes, seconds, transfers in seen:
             if not self.topology.place(peer) or not self.topology.place(worker):
                 continue  # one of them has left, or not yet said where it is
-            if self.topology.link(peer, worker) in CROSSED.get(path, ()):
-                self.topology.observe(peer, worker, nbytes, seconds, transfers)
+            if self.topology.link(peer, worker, path == COMMS) in CROSSED.get(path, ()):
+                self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
 
     def links(self, worker: str, peers: Sequence[str]) -> dict[str, Any]:
         """Handler: the links from some peers to a worker, and how fast classes of link are on its host.

@@ -18,6 +18,8 @@ from dask_gpurt.topology.hosts import Host
 
 #: The names of the stream operations, and of what the scheduler calls.
 PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
+#: How the addresses of workers begin whose comms are TCP.
+TCP = ("tcp://", "tls://", "ws://", "wss://")
 #: Bytes below which Dask's own transfers tell nothing of a link, and the least seconds that it writes down.
 DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
 
@@ -59,13 +61,14 @@ class TopologyReporter:
         self._later()
 
     def _look_around(self) -> Any:
-        visible, rdma = visible_devices(), str(self._worker.address).startswith("ucx")
+        visible, address = visible_devices(), str(self._worker.address)
+        rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP)
         try:
             self._host = discover()
         # Whatever NVML fails with: without a topology there is still a cluster.
         except Exception as error:
             self._metrics.fallback("links within this host count as unknown", repr(error))
-        place = own_place(self._host, visible, on_gpu=self._on_gpu, rdma=rdma)
+        place = own_place(self._host, visible, on_gpu=self._on_gpu, rdma=rdma, by_tcp=by_tcp)
         if self._on_gpu and place.device is None:
             self._metrics.fallback(
                 "this worker's GPU has no place in the topology",

@@ -38,6 +38,10 @@ class VirtualHeadroom:
             self._rooms[worker] = self._now(worker)
         return self._rooms[worker]
 
+    def told(self, worker: str) -> bool:
+        """Whether a worker has told of its room: all do."""
+        return True
+
     def tier(self, worker: str, key: Key) -> Tier:
         """Where the data of a key is on a worker."""
         known = self._simulation.peer(worker)

@@ -29,6 +29,7 @@ COLOURS = {
     Link.NVLINK: "#22a06b",
     Link.PCIE: "#8a63d2",
     Link.SHARED_MEMORY: "#2aa7c9",
+    Link.LOOPBACK: "#b5a642",
     Link.RDMA: "#e2803a",
     Link.TCP: "#c9475f",
 }

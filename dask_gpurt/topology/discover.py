@@ -33,7 +33,7 @@ def visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool) -> Place:
+def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_tcp: bool = False) -> Place:
     """Where this process is.
 
     Parameters
@@ -46,6 +46,8 @@ def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool) -> P
         Whether it keeps its data on the first of them.
     rdma
         Whether it sends by RDMA where there is a NIC for it.
+    by_tcp
+        Whether Dask's comms to it are TCP.
     """
     gpu = host.find(visible) if on_gpu else None
-    return host.place(system.here(), gpu, numa=system.own_node(), rdma=rdma)
+    return host.place(system.here(), gpu, numa=system.own_node(), rdma=rdma, by_tcp=by_tcp)

@@ -153,7 +153,15 @@ class Host:
             found = (gpu for gpu in self.gpus if first and _is_named(gpu, first))
         return next(found, None)
 
-    def place(self, host: str, gpu: Gpu | None, *, numa: int | None = None, rdma: bool = False) -> Place:
+    def place(
+        self,
+        host: str,
+        gpu: Gpu | None,
+        *,
+        numa: int | None = None,
+        rdma: bool = False,
+        by_tcp: bool = False,
+    ) -> Place:
         """Where a process is that computes on a GPU, or on the processor.
 
         Parameters
@@ -164,11 +172,13 @@ class Host:
             The node of a process without a GPU.
         rdma
             Whether it sends by RDMA if there is a NIC for it.
+        by_tcp
+            Whether Dask's comms to it are TCP.
         """
         rdma = rdma and self.rdma
         if gpu is None:
-            return Place(host, numa=numa, rdma=rdma)
-        return Place(host, gpu.id, gpu.numa, self._domain(host, gpu), rdma)
+            return Place(host, numa=numa, rdma=rdma, by_tcp=by_tcp)
+        return Place(host, gpu.id, gpu.numa, self._domain(host, gpu), rdma, by_tcp)
 
     def _domain(self, host: str, gpu: Gpu) -> str | None:
         """The NVLink domain of a GPU; one within this host is called after the first GPU in it."""

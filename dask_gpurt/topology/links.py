@@ -15,6 +15,7 @@ class Link(StrEnum):
     NVLINK = "nvlink"
     PCIE = "pcie"
     SHARED_MEMORY = "shared-memory"
+    LOOPBACK = "loopback"
     RDMA = "rdma"
     TCP = "tcp"
 
@@ -24,7 +25,7 @@ class Link(StrEnum):
 
 
 #: Links between workers of one host, between those of two, and between the tiers of one worker.
-WITHIN_HOST = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.SHARED_MEMORY)
+WITHIN_HOST = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.SHARED_MEMORY, Link.LOOPBACK)
 BETWEEN_HOSTS = (Link.RDMA, Link.TCP)
 TIERS = (Link.PINNED, Link.PAGEABLE, Link.DISK)
 
@@ -71,6 +72,8 @@ SHIPPED: Mapping[Link, Speed] = {
     Link.PCIE: Speed(53e9, 20e-6),
     # Nominal: a copy by one thread; a message on Dask's event loop tells of it.
     Link.SHARED_MEMORY: Speed(8e9, 200e-6),
+    # Nominal: two of Dask's event loops and the kernel copy the bytes. Latency: a request and its answer.
+    Link.LOOPBACK: Speed(1e9, 1e-3),
     # Nominal: 200 Gbit/s, less a tenth. Latency: a message in Python through UCXX, not that of the wire.
     Link.RDMA: Speed(22e9, 200e-6),
     # Nominal: 10 Gbit/s, less a tenth. Latency: a request and its answer on two of Dask's event loops.

@@ -46,9 +46,11 @@ def measure(host: Host) -> dict[Link, Speed]:
         By class of link; what can not be tried out here is not in it. TCP is that of this host to itself, by
         Dask's comms, but no faster than the fastest NIC.
     """
+    loopback = asyncio.run(_tcp())
     return {
         Link.SHARED_MEMORY: Speed(_shared_memory(), SHIPPED[Link.SHARED_MEMORY].latency),
-        Link.TCP: _behind_nic(asyncio.run(_tcp()), host),
+        Link.LOOPBACK: loopback,
+        Link.TCP: _behind_nic(loopback, host),
         Link.DISK: _disk(),
         **measure_gpus(host, best),
     }

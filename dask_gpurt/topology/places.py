@@ -28,6 +28,9 @@ class Place:
         An id of the NVLink domain: devices that reach each other over NVLink, on one host or on several.
     rdma
         Whether the host has a NIC for RDMA.
+    by_tcp
+        Whether Dask's comms to this worker are TCP, for its neighbours on the host too, whatever joins their
+        devices.
     """
 
     host: str
@@ -35,6 +38,7 @@ class Place:
     numa: int | None = None
     nvlink: str | None = None
     rdma: bool = False
+    by_tcp: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,16 +150,20 @@ class Topology:
 
     # ---- what joins them -------------------------------------------------------------
 
-    def link(self, source: str, target: str) -> Link:
-        """The class of link from a worker to another; to itself it is that of one device."""
-        if source == target:
-            return Link.SAME_DEVICE
-        here, there = self._places.get(source), self._places.get(target)
-        if here is None or there is None:
-            return Link.TCP
-        return self._link(here, there)
+    def link(self, source: str, target: str, by_comms: bool = False) -> Link:
+        """The class of link from a worker to another; to itself it is that of one device.
 
-    def _link(self, here: Place, there: Place) -> Link:
+        Parameters
+        ----------
+        by_comms
+            Whether the bytes go by Dask's comms, as those of ordinary dependencies do. Else by the exchange,
+            which takes whatever joins the two.
+        """
+        return self.way(source, target, by_comms)[0]
+
+    def _link(self, here: Place, there: Place, by_comms: bool) -> Link:
+        if by_comms and (here.by_tcp or there.by_tcp):
+            return Link.LOOPBACK if here.host == there.host else Link.TCP
         if here.host != there.host:
             if here.nvlink is not None and here.nvlink == there.nvlink:
                 return Link.NVLINK
@@ -174,13 +182,13 @@ class Topology:
         """How fast the link between two workers is: of this pair, else in this host, else of its class."""
         return self.way(source, target)[1]
 
-    def way(self, source: str, target: str) -> tuple[Link, Speed]:
-        """The link between two workers with its speed."""
+    def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
+        """The link between two workers with its speed, see :meth:`link`."""
         here, there = self._places.get(source), self._places.get(target)
         if here is None or there is None:
             link = Link.SAME_DEVICE if source == target else Link.TCP
             return link, self._classes[link].speed
-        link = Link.SAME_DEVICE if source == target else self._link(here, there)
+        link = Link.SAME_DEVICE if source == target else self._link(here, there, by_comms)
         if self._departures and (own := self._departures.speed(_pair(link, here, there))):
             return link, own
         return link, self._usual(link, here, there).speed
@@ -195,13 +203,21 @@ class Topology:
         place = self._places.get(worker) if worker is not None else None
         return (self._usual(link, place, place) if place else self._classes[link]).speed
 
-    def seconds(self, source: str, target: str, nbytes: int) -> float:
+    def seconds(self, source: str, target: str, nbytes: int, by_comms: bool = False) -> float:
         """The time that so many bytes take from a worker to another."""
-        return self.speed(source, target).seconds(nbytes)
+        return self.way(source, target, by_comms)[1].seconds(nbytes)
 
     # ---- what transfers show ---------------------------------------------------------
 
-    def observe(self, source: str, target: str, nbytes: int, seconds: float, transfers: int = 1) -> None:
+    def observe(
+        self,
+        source: str,
+        target: str,
+        nbytes: int,
+        seconds: float,
+        transfers: int = 1,
+        by_comms: bool = False,
+    ) -> None:
         """Learn from transfers that are over.
 
         Parameters
@@ -211,10 +227,12 @@ class Topology:
         nbytes, seconds, transfers
             How many bytes, in what time, by how many transfers, all summed. What was nothing or took no time
             tells nothing.
+        by_comms
+            Whether they went by Dask's comms.
         """
         if nbytes < 1 or seconds <= 0 or transfers < 1:
             return
-        link = self.link(source, target)
+        link = self.link(source, target, by_comms)
         here, there = self._places.get(source), self._places.get(target)
         if here is None or there is None:
             self._classes[link].observe(nbytes, seconds, transfers)

@@ -1,0 +1,214 @@
+"""Placement on real clusters: the makespan with Dask's choices and with ours, on skewed data.
+
+    python benchmarks/placement_real.py --repeat 5 --json placement-real.json
+
+Two clusters of four processes of one thread are up at the same time, both with the runtime on and its
+shuffle, one with placement. They take turns: a run here, a run there, every other turn the other way round.
+The first run on each is told apart: it imports, and nobody knows how long tasks take. Results have to be the
+same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+from dask.utils import format_bytes, parse_bytes
+from distributed import Client, LocalCluster
+from placement_workloads import WORKLOADS, Workload
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import dask_gpurt
+from dask_gpurt.cli.demo import exchange_bytes
+from dask_gpurt.cli.environment import environment
+
+#: Who decides, and the memory of a worker as a multiple of its part of the data: nobody spills.
+SIDES, ROOM = ("stock", "gpurt"), 8
+#: Of the table, in characters: on a terminal, and in a file too.
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Run:
+    """A timed run. ``turn`` 0 is the first one of its workload on its cluster."""
+
+    workload: str
+    side: str
+    turn: int
+    seconds: float
+    moved: int
+
+
+@contextlib.contextmanager
+def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
+    """A cluster for each side."""
+    with contextlib.ExitStack() as stack:
+        yield {side: stack.enter_context(cluster(workers, nbytes, side == "gpurt")) for side in SIDES}
+
+
+@contextlib.contextmanager
+def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
+    """Processes of one thread, with the runtime on."""
+    memory = max(1 << 30, ROOM * nbytes // workers)
+    with (
+        dask.config.set({"gpurt.placement.enabled": placement, "distributed.worker.memory.terminate": False}),
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            memory_limit=memory,
+            dashboard_address=None,
+            scheduler_kwargs={"dashboard_address": ":0"},
+        ) as local,
+        Client(local, set_as_default=False) as client,
+    ):
+        dask_gpurt.enable(client)
+        try:
+            yield client
+        finally:
+            dask_gpurt.disable(client)
+
+
+def measure(clients: Mapping[str, Client], name: str, nbytes: int, repeat: int) -> list[Run]:
+    """Run a workload on all sides in turn.
+
+    Raises
+    ------
+    ValueError
+        When the sides have computed different results.
+    """
+    workload, runs, results = WORKLOADS[name], [], []
+    with contextlib.ExitStack() as stack:
+        data = {
+            side: stack.enter_context(prepared(client, workload, nbytes)) for side, client in clients.items()
+        }
+        for turn in range(repeat + 1):
+            for side in SIDES if turn % 2 else reversed(SIDES):
+                seconds, moved, result = timed(clients[side], workload, data[side])
+                runs.append(Run(name, side, turn, seconds, moved))
+                results.append(result)
+    if any(result != results[0] for result in results):
+        raise ValueError(f"{name}: the sides have computed {results}")
+    return runs
+
+
+@contextlib.contextmanager
+def prepared(client: Client, workload: Workload, nbytes: int) -> Iterator[Any]:
+    """The data of a workload, for as long as it runs."""
+    with client.as_current():
+        yield workload.prepare(client, nbytes)
+
+
+def timed(client: Client, workload: Workload, data: Any) -> tuple[float, int, Any]:
+    """Seconds of a run, the bytes that it moved between workers, and its result."""
+    before = moved(client)
+    with client.as_current():
+        start = time.perf_counter()
+        result = workload.run(client, data)
+        seconds = time.perf_counter() - start
+    return seconds, moved(client) - before, result
+
+
+def moved(client: Client) -> int:
+    """Bytes that workers have got from others until now: inputs of tasks, and shards."""
+    return sum(client.run(fetched).values()) + sum(exchange_bytes(client).values())
+
+
+def fetched(dask_worker: Any) -> int:
+    return sum(transfer["total"] for transfer in dask_worker.transfer_incoming_log)
+
+
+def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+    """The figures of a workload: medians and spread of the warm runs, and how often ours was as fast."""
+    warm = {side: [run.seconds for run in runs if run.side == side and run.turn] for side in SIDES}
+    pairs = [stock / ours for stock, ours in zip(*warm.values(), strict=True)]
+    medians = {side: statistics.median(seconds) for side, seconds in warm.items()}
+    return {
+        "workload": runs[0].workload,
+        **{
+            side: {
+                "first": next(run.seconds for run in runs if run.side == side),
+                "median": medians[side],
+                "min": min(seconds),
+                "max": max(seconds),
+                "moved": statistics.median(run.moved for run in runs if run.side == side and run.turn),
+            }
+            for side, seconds in warm.items()
+        },
+        "ratio": medians["stock"] / medians["gpurt"],
+        "pairs": {"min": min(pairs), "max": max(pairs)},
+    }
+
+
+def table(figures: Sequence[Mapping[str, Any]]) -> Table:
+    """The figures as people read them."""
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="Seconds: median (least to most); MiB moved")
+    made.add_column("workload", no_wrap=True)
+    for heading in ("Dask's", "moved", "ours", "moved", "Dask's / ours", "in pairs"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for each in figures:
+        sides = (
+            cell
+            for side in SIDES
+            for cell in (
+                f"{each[side]['median']:.2f} ({each[side]['min']:.2f} to {each[side]['max']:.2f})",
+                f"{each[side]['moved'] / 2**20:.0f}",
+            )
+        )
+        low, high = each["pairs"]["min"], each["pairs"]["max"]
+        made.add_row(each["workload"], *sides, f"{each['ratio']:.2f}", f"{low:.2f} to {high:.2f}")
+    return made
+
+
+def fallbacks(clients: Mapping[str, Client]) -> dict[str, Any]:
+    """Decisions that were left to Dask where they should be ours."""
+    known = dask_gpurt.report(clients["gpurt"])["fallbacks"]
+    return {what: told for what, told in known.items() if what.startswith("placement")}
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--workers", default=4, show_default=True)
+@click.option("--size", default="256MiB", show_default=True, callback=lambda _, __, text: parse_bytes(text))
+@click.option("--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Warm runs.")
+@click.option("--workload", "names", multiple=True, type=click.Choice(list(WORKLOADS)), help="[default: all]")
+@click.option(
+    "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
+)
+def main(workers: int, size: int, repeat: int, names: Sequence[str], path: Path | None) -> None:
+    runs, figures, console = [], [], Console(width=WIDTH)
+    with clusters(workers, size) as clients:
+        for name in names or WORKLOADS:
+            runs += (measured := measure(clients, name, size, repeat))
+            figures.append(summarise(measured))
+            Console(stderr=True).print(f"{name}: {figures[-1]['ratio']:.2f}", style="dim")
+        left_to_dask = fallbacks(clients)
+    console.print(f"{format_bytes(size)} on {workers} workers each")
+    console.print(table(figures))
+    if left_to_dask:
+        console.print(f"Left to Dask: {left_to_dask}")
+    if path:
+        results = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "parameters": {"workers": workers, "size": size, "repeat": repeat},
+            "load": os.getloadavg()[0],
+            "figures": figures,
+            "fallbacks": left_to_dask,
+            "runs": [asdict(run) for run in runs],
+            **environment(),
+        }
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

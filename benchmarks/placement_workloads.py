@@ -1,0 +1,163 @@
+"""What ``placement_real.py`` computes: data that are skewed, on workers that hold more of them than others.
+
+Tasks that stand for work on a device sleep for their time, as a host does that waits for its GPU: so a few
+workers do not fight for two cores, and what is compared is where tasks were put.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+from distributed import Client, wait
+from simulator import graph, stretched
+
+from dask_gpurt.simulate import WORKLOADS as SIMULATED
+from dask_gpurt.simulate.workloads import Scale
+
+PARTITIONS, KEYS = 16, 20_000
+ROW_BYTES = 16
+#: Seconds that a device works on a byte: pandas on a core does as much.
+WORK = 4e-9
+#: Bytes of what is added up in the tree, and how many are added at a time.
+SUMMED, FAN_IN = 1 << 22, 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A benchmark.
+
+    Parameters
+    ----------
+    prepare
+        Puts so many bytes on the workers, before the clock starts.
+    run
+        Is timed; what it returns is the same wherever it was computed.
+    """
+
+    prepare: Callable[[Client, int], Any]
+    run: Callable[[Client, Any], Any]
+
+
+# ---- data ------------------------------------------------------------------------------
+
+
+def shares(parts: int) -> list[float]:
+    """How large each partition is, of all: the first one is as large as a third, few are large."""
+    sizes = np.arange(1, parts + 1) ** -1.0
+    return list(sizes / sizes.sum())
+
+
+def frame(part: int, rows: Sequence[int]) -> pd.DataFrame:
+    """A partition: few keys have most of the rows."""
+    rng = np.random.default_rng(part)
+    key = np.minimum(rng.zipf(1.3, rows[part]) - 1, KEYS - 1)
+    return pd.DataFrame({"key": key, "payload": rng.integers(0, 1000, rows[part])})
+
+
+def frames(nbytes: int) -> Any:
+    """A collection of partitions of very different sizes."""
+    rows = [int(share * nbytes / ROW_BYTES) for share in shares(PARTITIONS)]
+    return dd.from_map(frame, range(PARTITIONS), rows=rows, meta=frame(0, [1]).iloc[:0])
+
+
+def array(nbytes: float, *, at: int = 0) -> np.ndarray:
+    return np.full(int(nbytes), at % 251, dtype="u1")
+
+
+def worked(data: np.ndarray, factor: int = 1) -> int:
+    """A task that a device works on."""
+    time.sleep(data.nbytes * WORK * factor)
+    return int(data[:1000].sum()) * factor
+
+
+# ---- workloads -------------------------------------------------------------------------
+
+
+def prepare_join(client: Client, nbytes: int) -> Any:
+    """A large side whose partitions and keys are skewed, and one row for each key."""
+    weights = pd.DataFrame({"key": np.arange(KEYS), "weight": np.arange(KEYS) % 97})
+    sides = [frames(nbytes).persist(), dd.from_pandas(weights, npartitions=PARTITIONS // 2).persist()]
+    wait(sides)
+    return sides
+
+
+def join(client: Client, sides: Any) -> Any:
+    """Both are shuffled."""
+    left, right = sides
+    merged = left.merge(right, on="key", broadcast=False, shuffle_method="gpurt")
+    return int((merged.payload * merged.weight).sum().compute())
+
+
+def prepare_tree(client: Client, nbytes: int) -> Any:
+    made = [dask.delayed(array)(share * nbytes, at=at) for at, share in enumerate(shares(2 * PARTITIONS))]
+    leaves = client.persist(made)
+    wait(leaves)
+    return leaves
+
+
+def leaf(data: np.ndarray) -> np.ndarray:
+    return np.full(SUMMED // 8, worked(data, 3), dtype="i8")
+
+
+def added(*parts: np.ndarray) -> np.ndarray:
+    time.sleep(len(parts) * SUMMED * WORK)
+    return sum(parts[1:], parts[0])
+
+
+def tree(client: Client, leaves: Any) -> Any:
+    """Each leaf gives as much to add up, but takes as long as it is large."""
+    level = [dask.delayed(leaf)(data) for data in leaves]
+    while len(level) > 1:
+        level = [dask.delayed(added)(*level[at : at + FAN_IN]) for at in range(0, len(level), FAN_IN)]
+    return int(client.compute(level[0].sum()).result())
+
+
+def prepare_reuse(client: Client, nbytes: int) -> Any:
+    """All data are on half of the workers, as if they had been read before the others came."""
+    workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    made = [dask.delayed(array)(nbytes / PARTITIONS, at=at) for at in range(PARTITIONS)]
+    data = client.persist(made, workers=workers[: len(workers) // 2])
+    wait(data)
+    return data
+
+
+def reuse(client: Client, data: Any) -> Any:
+    """Three passes over the data, one after the other."""
+    passes = (client.compute([dask.delayed(worked)(one, turn) for one in data]) for turn in (1, 2, 3))
+    return [sum(client.gather(futures)) for futures in passes]
+
+
+def prepare_nothing(client: Client, nbytes: int) -> int:
+    return nbytes
+
+
+def pipeline(client: Client, nbytes: int) -> Any:
+    """Read, map, shuffle, group."""
+    read = frames(nbytes)
+    mapped = read.assign(payload=read.payload * 2)
+    summed = mapped.shuffle("key", shuffle_method="gpurt").groupby("key").payload.sum(split_out=4)
+    return int(summed.sum().compute(optimize_graph=True))
+
+
+def random_dag(client: Client, nbytes: int) -> Any:
+    """Layers of tasks with random inputs, sizes and lengths: the simulator's."""
+    scale = Scale(PARTITIONS, 4 * nbytes, 4)
+    made, wanted = graph(stretched(SIMULATED["random-dag"](scale, random.Random(0)), 0.25))
+    return sum(len(result) for result in client.gather(client.get(made, wanted, sync=False)))
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "skewed-join": Workload(prepare_join, join),
+    "tree-reduction": Workload(prepare_tree, tree),
+    "persisted-reuse": Workload(prepare_reuse, reuse),
+    "pipeline": Workload(prepare_nothing, pipeline),
+    "random-dag": Workload(prepare_nothing, random_dag),
+}
