@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 
 from dask_gpurt.exchange import Exchange
@@ -68,27 +68,25 @@ class ReadAhead:
         with self._lock:
             if output == self._output:
                 read, self._reading = self._reading, None
-        with ExitStack() as stack:
-            found, mine = self._result(read, check) if read is not None else ({}, stack)
-            with mine:
-                yield found
+        found, held = self._result(read, check) if read is not None else ({}, ExitStack())
+        with held:
+            yield found
 
     def _result(self, read: Future[_Read], check: Callable[[], None]) -> _Read:
-        while True:
+        while not wait([read], LOOK_AGAIN).done:
             try:
-                return read.result(LOOK_AGAIN)
-            except TimeoutError:
-                try:
-                    check()
-                except BaseException:
-                    read.add_done_callback(_let_go)
-                    raise
-            except (NoRoom, KeyError, CancelledError):
-                return {}, ExitStack()  # there was no room, or it has gone meanwhile
-            except Exception as error:
-                # Whoever reads it in his turn fails of the same, in the place where that is told.
-                self._exchange.metrics.fallback("sections are not read ahead", str(error))
-                return {}, ExitStack()
+                check()
+            except BaseException:
+                read.add_done_callback(_let_go)
+                raise
+        try:
+            return read.result()
+        except (NoRoom, KeyError, CancelledError):
+            pass  # there was no room, or it has gone meanwhile
+        except Exception as error:
+            # Whoever reads it in his turn fails of the same, in the place where that is told.
+            self._exchange.metrics.fallback("sections are not read ahead", str(error))
+        return {}, ExitStack()
 
     def close(self) -> None:
         """Let go of what nobody has taken."""
