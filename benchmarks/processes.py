@@ -85,7 +85,8 @@ class Child:
         """Receive all values, within ``limit`` seconds."""
         deadline = time.monotonic() + limit
         with suppress(EOFError):
-            while self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            # Also when there is always another value.
+            while (left := deadline - time.monotonic()) > 0 and self.pipe.poll(left):
                 yield self.receive()
             raise TimeoutError(f"it was not done after {limit:.0f} s")
 
