@@ -21,7 +21,7 @@ def owners(value: Any) -> Iterator[tuple[int, int]]:
     """
     if (index := getattr(value, "index", None)) is not None:
         yield from owners(index)
-    if not hasattr(value, "_range"):  # whose columns would be made by asking for them
+    if type(value).__name__ != "RangeIndex":  # whose columns would be made by asking for them
         for column in value._columns:
             yield from _of_column(column)
 

@@ -25,10 +25,12 @@ class Readings(Room):
 
     def release(self, held: Iterable[Entry]) -> None:
         """Let what was held be spilled again."""
+        held = list(held)
         with self._lock:
             for entry in held:
                 entry.holders -= 1
                 entry.used = next(self._clock)
+            for entry in held:
                 self._revise(entry)
 
     @contextmanager
