@@ -122,6 +122,10 @@ class Machine(RuleBasedStateMachine):
     def device(self) -> Any:
         return HostDevice(1 << 30)
 
+    def home(self, value: Any) -> Tier:
+        """The tier that an object is in when nothing has moved it."""
+        return Tier.DEVICE
+
     def here(self, value: Any) -> Any:
         """An object where tasks would have it."""
         return value
@@ -131,22 +135,22 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(sizes=st.tuples(*[st.integers(0, 60)] * 3), disk=st.none() | st.integers(0, 60))
     def start(self, sizes: tuple[int, int, int], disk: int | None) -> None:
-        device, pinned, host = (size * KIB for size in sizes)
-        self.limits = Limits(device, pinned, host, None if disk is None else disk * KIB)
+        most, pinned, host = (size * KIB for size in sizes)
+        self.limits = Limits(most, pinned, host, None if disk is None else disk * KIB)
+        device = self.device()
         self.stack, self.gate = ExitStack(), Gate()
         directory = self.stack.enter_context(tempfile.TemporaryDirectory())
         self.tiers: dict[Tier, Any] = {
             Tier.PINNED: Pinned(BlockPool(pinned, block=4 * KIB)),
             Tier.HOST: Host(host),
-            Tier.DISK: Disk(directory, self.limits.disk),
+            Tier.DISK: Disk(directory, self.limits.disk, device.files(pytest.fail)),
         }
         for mapping in self.tiers.values():
             mapping.gate = self.gate
-        device = self.device()
         self.ladder = Ladder(
             self.limits,
             self.tiers,
-            home=lambda value: Tier.DEVICE if device.on_host or lives_on_device(value) else Tier.HOST,
+            home=self.home,
             device=device,
             ledger=Ledger({tier: 1 << 30 for tier in Tier}),
             metrics=Metrics(),
@@ -312,20 +316,22 @@ class Machine(RuleBasedStateMachine):
         live = self.live()
         assert self.holds() <= set(live)
         assert sum(map(len, self.tiers.values())) == len(self.model) - len(live)
-        roots: Roots = {}
+        roots: dict[Tier, Roots] = {tier: {} for tier in Tier}
         for value in live.values():
-            roots.update(owned(value))
-        assert self.ladder.live_bytes(Tier.DEVICE) == sum(roots.values())
+            roots[self.home(value)].update(owned(value))
+        resting = {tier: sum(found.values()) for tier, found in roots.items()}
+        assert {tier: self.ladder.live_bytes(tier) for tier in Tier} == resting
         ledger = self.ladder.ledger
         of_keys = ledger.prefixes(Tier.DEVICE)  # each key is its own prefix
         assert all(0 <= of_keys[key] <= sum(owned(live[key]).values()) for key in of_keys)
         used = {tier: mapping.used for tier, mapping in self.tiers.items()}
         cells = {tier: ledger.cell(tier, "partitions") for tier in Tier}
-        assert cells == {Tier.DEVICE: sum(roots.values()), **used}
+        assert cells == {tier: resting[tier] + used.get(tier, 0) for tier in Tier}
         assert cells == {tier: sum(ledger.prefixes(tier).values()) for tier in Tier}
         for tier, mapping in self.tiers.items():
             there = {key: entry.name for key, entry in self.ladder._entries.items() if entry.tier is tier}
-            sizes = {key: mapping.stored(name) for key, name in there.items()}
+            sizes = {key: mapping.stored(name) for key, name in there.items() if key not in live}
+            sizes |= {key: sum(owned(live[key]).values()) for key in live if self.home(live[key]) is tier}
             assert ledger.prefixes(tier) == {key: size for key, size in sizes.items() if size}
         assert all(used[t] <= getattr(self.limits, t) for t in used if getattr(self.limits, t) is not None)
         assert ledger.cell(Tier.DEVICE, "reservations") == sum(self.promised.values())
@@ -337,6 +343,13 @@ class Machine(RuleBasedStateMachine):
                 self.account_is_right()
 
 
+class MachineOfTwoHomes(Machine):
+    """The same where, as beside a GPU, some objects are in host memory from the start."""
+
+    def home(self, value: Any) -> Tier:
+        return Tier.DEVICE if hasattr(value, "shape") else Tier.HOST
+
+
 class MachineOnGpu(Machine):
     """The same of objects in the memory of a GPU."""
 
@@ -344,6 +357,9 @@ class MachineOnGpu(Machine):
         from dask_gpurt.device.cuda import CudaDevice
 
         return CudaDevice()
+
+    def home(self, value: Any) -> Tier:
+        return Tier.DEVICE if lives_on_device(value) else Tier.HOST
 
     def here(self, value: Any) -> Any:
         import cudf
@@ -363,5 +379,7 @@ class MachineOnGpu(Machine):
 
 Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
 TestMachine = Machine.TestCase
+MachineOfTwoHomes.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestMachineOfTwoHomes = MachineOfTwoHomes.TestCase
 MachineOnGpu.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestMachineOnGpu = pytest.mark.gpu(MachineOnGpu.TestCase)
