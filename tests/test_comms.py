@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.exchange import comms, compression
+from dask_gpurt.device.codecs import CODECS, Codec, HostCodec
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.exchange import comms
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.traffic import Traffic
@@ -19,10 +21,11 @@ from dask_gpurt.topology import Link
 ME, SLOW, QUICK = "tcp://here:1", "tcp://slow:1", "tcp://quick:1"
 
 
-@pytest.fixture(autouse=True)
-def codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether they are here does not matter: nothing is compressed."""
-    monkeypatch.setattr(compression, "installed", lambda: compression.CODECS)
+class Quiet(HostDevice):
+    """Whether its codecs are here does not matter: nothing is compressed."""
+
+    def codecs(self) -> dict[str, Codec]:
+        return {name: HostCodec(name, self.to_host) for name in CODECS}
 
 
 class Worker:
@@ -58,7 +61,8 @@ def comms_of(worker: Worker) -> Comms:
 
 def shard_of(peer: str) -> Any:
     shard = SimpleNamespace(producer=peer, device="host", id=0)
-    return SimpleNamespace(shard=shard, run=("a shuffle", 1), path=SimpleNamespace(staging=None), place=None)
+    path = SimpleNamespace(staging=None)
+    return SimpleNamespace(shard=shard, run=("a shuffle", 1), path=path, place=None, device=Quiet(0))
 
 
 async def settled() -> None:

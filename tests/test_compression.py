@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.exchange import compression
+from dask_gpurt.device import codecs
+from dask_gpurt.device.codecs import FAST, PIECE, PIECES, Codec, CodecError, HostCodec, host_codecs
 from dask_gpurt.exchange.compression import (
-    FAST,
+    AS_THEY_ARE,
     LEAST,
-    PIECE,
-    PIECES,
     RUNS,
     Compressor,
     Sample,
     best,
     compression_pays,
-    decompress,
-    pieces_of,
 )
 from dask_gpurt.exchange.links import PRIOR, Shown
 from dask_gpurt.observe import Metrics
@@ -31,7 +28,9 @@ RATES = st.floats(1e6, 1e10)
 RATIOS = st.floats(0.01, 1.5)
 RUN = ("a shuffle", 1)
 
-has_codec = pytest.mark.skipif(not compression.installed(), reason="neither lz4 nor zstandard is installed")
+CODECS: list[Codec] = list(host_codecs(memoryview).values())
+
+has_codec = pytest.mark.skipif(not CODECS, reason="neither lz4 nor zstandard is installed")
 
 
 # ---- where it pays -------------------------------------------------------------------
@@ -155,13 +154,13 @@ def sections(*arrays: Any) -> list[memoryview]:
 def test_sections_come_out_as_they_went_in(sizes: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     given = sections(*(random.integers(0, 4, size, dtype=np.uint8) for size in sizes))
-    codec, data = Compressor(Metrics()).pack(RUN, given, 1e5, compression.CODECS)
-    if codec is None:
+    found = Compressor(Metrics()).pack(RUN, given, 1e5, CODECS)
+    if found is None:
         assert sum(sizes) < LEAST
-        assert data == given
     else:
-        assert sum(map(len, data)) < sum(sizes)
-        for before, after in zip(given, decompress(codec, data[0], sizes), strict=True):
+        codec, packed = found
+        assert packed.nbytes < sum(sizes)
+        for before, after in zip(given, codec.decompress(packed, sizes), strict=True):
             np.testing.assert_array_equal(np.frombuffer(before, np.uint8), after)
 
 
@@ -169,29 +168,29 @@ def test_sections_come_out_as_they_went_in(sizes: list[int], seed: int) -> None:
 def test_noise_goes_as_it_is() -> None:
     metrics = Metrics()
     given = sections(np.random.default_rng(0).random(100_000))
-    assert Compressor(metrics).pack(RUN, given, 1e6, compression.CODECS) == (None, given)
+    assert Compressor(metrics).pack(RUN, given, 1e6, CODECS) is None
     assert "exchange.compression.bytes.before" not in metrics.snapshot()["counters"]
 
 
 @has_codec
 def test_bytes_are_counted() -> None:
     metrics = Metrics()
-    given = sections(np.arange(100_000))
-    _, (packed,) = Compressor(metrics).pack(RUN, given, 1e6, compression.CODECS)
+    found = Compressor(metrics).pack(RUN, sections(np.arange(100_000)), 1e6, CODECS)
     counted = metrics.snapshot()["counters"]
+    assert found is not None
     assert counted["exchange.compression.bytes.before"] == 800_000
-    assert counted["exchange.compression.bytes.after"] == len(packed) < 400_000
+    assert counted["exchange.compression.bytes.after"] == found[1].nbytes < 400_000
 
 
 @has_codec
 def test_the_first_shard_of_a_run_is_the_sample_for_it() -> None:
     noise, zeros = sections(np.random.default_rng(0).random(100_000)), sections(np.zeros(100_000))
     compressor = Compressor(Metrics())
-    assert compressor.pack(RUN, noise, 1e6, compression.CODECS)[0] is None
-    assert compressor.pack(RUN, zeros, 1e6, compression.CODECS)[0] is None
-    assert compressor.pack(("another", 2), zeros, 1e6, compression.CODECS)[0] is not None
+    assert compressor.pack(RUN, noise, 1e6, CODECS) is None
+    assert compressor.pack(RUN, zeros, 1e6, CODECS) is None
+    assert compressor.pack(("another", 2), zeros, 1e6, CODECS) is not None
     compressor.forget(RUN)
-    assert compressor.pack(RUN, zeros, 1e6, compression.CODECS)[0] is not None
+    assert compressor.pack(RUN, zeros, 1e6, CODECS) is not None
 
 
 @has_codec
@@ -199,38 +198,66 @@ def test_the_sample_of_a_run_that_nobody_forgets_is_not_kept_for_ever() -> None:
     """As of a shard that is compressed while its run ends."""
     noise, zeros = sections(np.random.default_rng(0).random(100_000)), sections(np.zeros(LEAST, np.uint8))
     compressor = Compressor(Metrics())
-    assert compressor.pack(RUN, noise, 1e6, compression.CODECS)[0] is None
+    assert compressor.pack(RUN, noise, 1e6, CODECS) is None
     for number in range(RUNS):
-        assert compressor.pack(("another", number), zeros, 1e6, compression.CODECS)[0] is not None
-    assert compressor.pack(RUN, zeros, 1e6, compression.CODECS)[0] is not None
+        assert compressor.pack(("another", number), zeros, 1e6, CODECS) is not None
+    assert compressor.pack(RUN, zeros, 1e6, CODECS) is not None
 
 
 @has_codec
-@pytest.mark.parametrize("codec", compression.installed())
-def test_only_a_codec_that_the_peer_has(codec: str) -> None:
-    zeros = sections(np.zeros(100_000))
-    assert Compressor(Metrics()).pack(RUN, zeros, 1e5, [codec])[0] == codec
-    assert Compressor(Metrics()).pack(RUN, zeros, 1e5, [])[0] is None
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_only_a_codec_that_the_peer_has(codec: Codec) -> None:
+    found = Compressor(Metrics()).pack(RUN, sections(np.zeros(100_000)), 1e5, [codec])
+    assert found is not None
+    assert found[0] is codec
 
 
 def test_without_codecs_shards_go_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression, "compressions", {})
-    zeros = sections(np.zeros(100_000))
-    assert Compressor(Metrics()).pack(RUN, zeros, 1e5, compression.CODECS) == (None, zeros)
+    monkeypatch.setattr(codecs, "compressions", {})
+    assert not host_codecs(memoryview)
+    assert Compressor(Metrics()).pack(RUN, sections(np.zeros(100_000)), 1e5, []) is None
 
 
 @has_codec
 def test_a_shard_that_comes_out_wrong_is_an_error() -> None:
-    codec = compression.installed()[0]
+    codec = CODECS[0]
     with pytest.raises(ValueError, match="a shard of 9 bytes"):
-        decompress(codec, compression.compress(codec, b"12345678"), [4, 5])
+        codec.decompress(codec.compress(memoryview(b"12345678")), [4, 5])
 
 
 @given(st.integers(0, 3 * PIECES * PIECE))
 def test_a_sample_is_bounded_and_from_both_ends(nbytes: int) -> None:
     data = np.zeros(nbytes, np.uint8)
     data[:1], data[-1:] = 1, 2
-    taken = pieces_of(memoryview(data))
+    taken = HostCodec("lz4", memoryview).part(memoryview(data))
     assert len(taken) == min(nbytes, PIECES * PIECE)
     if nbytes > 1:
         assert (taken[0], taken[-1]) == (1, 2)
+
+
+# ---- codecs of a device --------------------------------------------------------------
+
+
+class Refusing(HostCodec):
+    """As one of a GPU whose memory is full."""
+
+    on_host, fast = False, 1e12
+
+    def whole(self, sections: Any) -> Any:
+        raise CodecError("no room")
+
+
+def test_what_a_device_can_not_compress_goes_as_it_is_and_that_is_said() -> None:
+    metrics = Metrics()
+    compressor = Compressor(metrics)
+    assert compressor.pack(RUN, sections(np.zeros(LEAST)), 1e6, [Refusing("lz4", memoryview)]) is None
+    assert metrics.snapshot()["fallbacks"][AS_THEY_ARE]["reason"] == "no room"
+
+
+@has_codec
+@given(st.floats(1e6, 1e12))
+def test_a_codec_is_not_even_tried_where_its_link_is_too_fast(bandwidth: float) -> None:
+    compressor = Compressor(Metrics())
+    compressor.pack(RUN, sections(np.zeros(LEAST, np.uint8)), bandwidth, CODECS)
+    tried = compressor._samples.get(RUN, {})
+    assert bool(tried) == (bandwidth < FAST)

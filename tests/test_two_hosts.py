@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from distributed import Client, Event
 from two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
 
 import dask_gpurt
-from dask_gpurt.exchange import compression
+from dask_gpurt.device import codecs
+from dask_gpurt.device.codecs import Codec, CodecError, host_codecs
 
 PARTS, ROWS = 8, 20_000
 #: Bytes per second of a link that is slow: 80 Mbit/s.
@@ -42,7 +44,30 @@ def die() -> None:
 
 
 def forget_codecs() -> None:
-    compression.compressions = {}
+    codecs.compressions = {}
+
+
+class OfTheDevice:
+    """A codec that works where a device does, and at times has no room there."""
+
+    name, on_host, fast = "far", False, 1e12
+
+    def __init__(self, inner: Codec, refuses: bool):
+        self.inner, self.refuses = inner, refuses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Any]:
+        if self.refuses and isinstance(packed, np.ndarray):  # from a peer, no sample
+            raise CodecError("no room")
+        return self.inner.decompress(packed, sizes)
+
+
+def have_a_codec_of_the_device(refuses: bool, dask_worker: Any) -> None:
+    device = dask_worker.plugins["gpurt"].exchange.pools.device("host")
+    inner = next(iter(host_codecs(device.to_host).values()))
+    device.codecs = lambda: {"far": OfTheDevice(inner, refuses)}
 
 
 def shuffled(df: Any) -> list[pd.DataFrame]:
@@ -107,7 +132,7 @@ def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
         assert len(client.scheduler_info(n_workers=-1)["workers"]) == 3
 
 
-@pytest.mark.skipif(not compression.installed(), reason="neither lz4 nor zstandard is installed")
+@pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
 def test_over_a_slow_link_shards_are_compressed(tmp_path: Path) -> None:
     with two_hosts(tmp_path, workers=1, rate=SLOW) as client:
         partitions(collection(rows=ROWS).shuffle("key"))  # shows how slow it is
@@ -118,6 +143,20 @@ def test_over_a_slow_link_shards_are_compressed(tmp_path: Path) -> None:
         before, after = (found[f"exchange.compression.bytes.{when}"] for when in ("before", "after"))
         assert before > found["exchange.bytes.comms"] / 2
         assert after < before / 2
+
+
+@pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_where_a_codec_of_the_device_fails_shards_come_otherwise(refuses: bool, tmp_path: Path) -> None:
+    with two_hosts(tmp_path, workers=1, rate=SLOW) as client:
+        client.run(partial(have_a_codec_of_the_device, refuses))
+        partitions(collection(rows=ROWS).shuffle("key"))  # shows how slow it is
+        df = collection(rows=2 * ROWS)
+        assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        assert counters(client)["exchange.compression.bytes.before"] > 0
+        fallbacks = [worker["fallbacks"] for worker in dask_gpurt.report(client)["workers"].values()]
+        for found in fallbacks:
+            assert ("shards are compressed in host memory" in found) == refuses
 
 
 def test_switched_off_shards_go_as_they_are(tmp_path: Path) -> None:

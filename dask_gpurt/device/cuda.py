@@ -24,6 +24,7 @@ from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import ALIGNMENT, Arena
+from dask_gpurt.device.codecs import Codec, host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
 from dask_gpurt.device.cuda_copies import begin
 from dask_gpurt.device.green import GreenContexts, usual_context
@@ -141,6 +142,7 @@ class CudaDevice:
     def __init__(self) -> None:
         self.index = runtime.getDevice()
         self._streams = threading.local()
+        self._codecs: dict[str, Codec] | None = None
         #: Of the user's allocator: what it has given since it is guarded, and since the last peak.
         self._held: Any = None
         self._since: Any = None
@@ -215,13 +217,18 @@ class CudaDevice:
         memory = cupy.cuda.UnownedMemory(source.ptr, source.size, source)
         return cupy.ndarray(source.size, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
+    def codecs(self) -> dict[str, Codec]:
+        if self._codecs is None:
+            self._codecs = _codecs_of(self)
+        return {**self._codecs, **host_codecs(self.to_host)}
+
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         return self._copied([(source.ptr, source.size) for source in sources])
 
     def _copied(self, sources: Sequence[tuple[int, int]]) -> list[Buffer]:
         """New buffers, in one allocation, with what lies at some addresses, so many bytes of it."""
         stream, raw = self.stream()
-        buffers = _cut([size for _, size in sources], stream)
+        buffers = cut([size for _, size in sources], stream)
         begin(
             [Copy(buffer.ptr, ptr, size) for (ptr, size), buffer in zip(sources, buffers, strict=True)],
             raw.ptr,
@@ -250,7 +257,7 @@ class CudaDevice:
         return buffer, self._filled([buffer], [pieces])
 
     def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
-        buffers = _cut([sum(piece.nbytes for piece in pieces) for pieces in scattered], DEFAULT_STREAM)
+        buffers = cut([sum(piece.nbytes for piece in pieces) for pieces in scattered], DEFAULT_STREAM)
         return list(buffers), self._filled(buffers, scattered)
 
     def _filled(self, buffers: Sequence[Any], scattered: Sequence[list[Any]]) -> Fence:
@@ -315,6 +322,15 @@ class CudaDevice:
         pass
 
 
+def _codecs_of(device: CudaDevice) -> dict[str, Codec]:
+    """Those that work on the GPU, if they are installed."""
+    try:
+        from dask_gpurt.device.cuda_codecs import codecs
+    except ImportError:
+        return {}
+    return codecs(device)
+
+
 def _start_spilling_of_cudf() -> None:
     """Where cudf is to spill by itself, let it begin: it refuses to on top of another's callback."""
     if "cudf" in sys.modules or "CUDF_SPILL" in os.environ:
@@ -339,7 +355,7 @@ def behind(stream: Any) -> Fence:
     return wait
 
 
-def _cut(sizes: Sequence[int], stream: Stream) -> list[DeviceSpan]:
+def cut(sizes: Sequence[int], stream: Stream) -> list[DeviceSpan]:
     """New buffers in one allocation: of many small ones each would take its time."""
     starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     whole = rmm.DeviceBuffer(size=starts[-1], stream=stream)

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 
 from dask_gpurt.device.arena import Arena
+from dask_gpurt.device.codecs import Codec, host_codecs
 from dask_gpurt.device.protocol import (
     Block,
     Buffer,
@@ -225,6 +226,9 @@ class HostDevice:
 
     def for_comm(self, source: Buffer) -> Any:
         return source
+
+    def codecs(self) -> dict[str, Codec]:
+        return host_codecs(self.to_host)
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         return [np.array(source) for source in sources]

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from dask_gpurt.device.codecs import Codec
 
 #: What a table backend reads from and writes to: a ``numpy`` byte array on the host,
 #: an object with ``ptr`` and ``size`` on a GPU.
@@ -227,6 +230,10 @@ class Device(Protocol):
 
     def for_comm(self, source: Buffer) -> Any:
         """``source`` as such a comm takes it, without a copy."""
+        ...
+
+    def codecs(self) -> dict[str, Codec]:
+        """What compresses its buffers, by the name that peers know it by."""
         ...
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:

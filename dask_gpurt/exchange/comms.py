@@ -16,9 +16,9 @@ from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
 from dask_gpurt.device import Block, Device, PoolFull
+from dask_gpurt.device.codecs import Codec
 from dask_gpurt.device.protocol import Buffer
-from dask_gpurt.exchange import compression
-from dask_gpurt.exchange.compression import Compressor
+from dask_gpurt.exchange.compression import AS_THEY_ARE, Compressor
 from dask_gpurt.exchange.inbox import Parcel, Place
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.paths import COMMS
@@ -71,8 +71,13 @@ class Comms:
 
     # ---- fetching ----------------------------------------------------------------------
 
-    async def fetch(self, parcel: Parcel) -> dict[str, Any]:
+    async def fetch(self, parcel: Parcel, *, by_host: bool = False) -> dict[str, Any]:
         """Ask the producer for a shard.
+
+        Parameters
+        ----------
+        by_host
+            Whether it is to be compressed in host memory only, if it is.
 
         Returns
         -------
@@ -87,13 +92,13 @@ class Comms:
             When the producer can not be reached.
         """
         peer = parcel.shard.producer
-        packing = await self._packing(peer)
+        packing = await self._packing(peer, parcel.device, by_host)
         if packing is not None and not self._links.shown(peer):
             # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
             async with self._first.setdefault(peer, asyncio.Lock()):
                 if not self._links.shown(peer):
                     return await self._ask(parcel, packing)
-            packing = await self._packing(peer)
+            packing = await self._packing(peer, parcel.device, by_host)
         return await self._ask(parcel, packing)
 
     async def _ask(self, parcel: Parcel, packing: dict[str, Any] | None) -> dict[str, Any]:
@@ -120,21 +125,27 @@ class Comms:
             self._note(shard.producer, reply["data"], perf_counter() - start - reply["seconds"])
         return reply
 
-    async def _packing(self, peer: str) -> dict[str, Any] | None:
+    async def _packing(self, peer: str, device: Device, by_host: bool) -> dict[str, Any] | None:
         """What a peer needs to know to decide on compression; None where shards come as they are."""
         if self._compress:
             await self._links.learn(peer)
-        bandwidth, codecs = self._links.bandwidth_between_hosts(peer), compression.installed()
+        bandwidth = self._links.bandwidth_between_hosts(peer)
         if not self._compress or bandwidth is None:
             return None
+        codecs = self._codecs(device)
         if not codecs:
             self._compress = False  # so that it is counted once
-            self._metrics.fallback(
-                "shards go to other hosts as they are",
-                "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]",
-            )
+            self._metrics.fallback(AS_THEY_ARE, _what_to_install(device))
             return None
-        return {"bandwidth": bandwidth, "codecs": list(codecs)}
+        names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
+        return {"bandwidth": bandwidth, "codecs": names}
+
+    def _codecs(self, device: Device) -> dict[str, Codec]:
+        """Those for shards of a device; what the comms take from it does not go into host memory for them."""
+        known = device.codecs()
+        if self._carries(device):
+            return {name: codec for name, codec in known.items() if not codec.on_host}
+        return known
 
     def _note(self, peer: str, data: list[Any], seconds: float) -> None:
         """Learn what the link did, apart from what the peer took to copy and compress."""
@@ -151,13 +162,16 @@ class Comms:
         if reply["codec"] is None:
             return [received(data) for data in reply["data"]]
         with self._metrics.seconds("exchange.seconds.decompressing"):
-            (packed,) = reply["data"]
-            return compression.decompress(reply["codec"], packed, sizes)
+            (packed,) = map(received, reply["data"])
+            return parcel.device.codecs()[reply["codec"]].decompress(packed, sizes)
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
         """What makes buffers of a device out of fetched sections."""
-        as_they_are = device.on_host or (self._carries(device) and not reply["staged"])
-        return list if as_they_are else device.from_host
+        if reply["codec"] is not None:
+            there = not device.codecs()[reply["codec"]].on_host
+        else:
+            there = self._carries(device) and not reply["staged"]
+        return list if there or device.on_host else device.from_host
 
     # ---- serving -----------------------------------------------------------------------
 
@@ -220,17 +234,26 @@ class Comms:
     def _prepared(
         self, device: Device, blocks: Sequence[Block], run: RunKey, packing: dict[str, Any] | None
     ) -> tuple[str | None, list[Any]]:
-        if self._carries(device):
-            # Compression would take a codec that works on the device; they have none yet.
-            return None, [device.for_comm(block.buffer) for block in blocks]
-        sections = [memoryview(device.to_host(block.buffer)) for block in blocks]
-        if packing is None:
-            return None, list(sections)
-        return self._compressor.pack(run, sections, packing["bandwidth"], packing["codecs"])
+        sections = [block.buffer for block in blocks]
+        if packing is not None:
+            shared = [codec for name, codec in self._codecs(device).items() if name in packing["codecs"]]
+            if found := self._compressor.pack(run, sections, packing["bandwidth"], shared):
+                codec, packed = found
+                return codec.name, [packed if codec.on_host else self._sendable(device, packed)]
+        return None, [self._sendable(device, section) for section in sections]
+
+    def _sendable(self, device: Device, buffer: Buffer) -> Any:
+        return device.for_comm(buffer) if self._carries(device) else memoryview(device.to_host(buffer))
 
     def forget(self, run: RunKey) -> None:
         """A run is over."""
         self._compressor.forget(run)
+
+
+def _what_to_install(device: Device) -> str:
+    if device.on_host:
+        return "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
+    return "nvCOMP for Python is not installed: pip install dask-gpurt[cuda13], or [cuda12]"
 
 
 def received(data: Any) -> Buffer | np.ndarray:

@@ -1,36 +1,32 @@
 """Whether shards are worth compressing on their way, found out from a sample of each run.
 
-The cores at the top know figures only. Codecs are the ones that Dask knows, as far as they are installed.
+The cores at the top know figures only. The codecs are those of the device that a shard lies on.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-from distributed.protocol.compression import compressions
 from zict import LRU
 
+from dask_gpurt.device.codecs import Codec, CodecError
+from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
-#: The codecs that are tried, if they are installed: one that is fast, and one that makes less of the bytes.
-CODECS = ("lz4", "zstd")
 #: With compression it has to take at most so much of the time without: what a sample tells is rough, and
 #: compression takes processors from those who compute.
 WORTH = 0.9
-#: Bytes per second at which no link gains: these codecs compress some hundred MB/s on a core.
-FAST = 2e9
 #: Bytes of a shard: of smaller ones it is the latency that counts, larger ones no codec takes at once.
 LEAST, MOST = 2**16, 2**30
-#: A sample is so many pieces of so many bytes, from all over the shard: its columns differ.
-PIECES, PIECE = 16, 2**16
 #: Samples are kept of so many runs, those used last: one may be taken as its run ends, and nobody forgets it.
 RUNS = 256
+#: The fallback where shards could have been compressed.
+AS_THEY_ARE = "shards go to other hosts as they are"
 
 
 @dataclass(frozen=True)
@@ -91,54 +87,20 @@ def best(samples: Iterable[Sample], bandwidth: float) -> str | None:
     return min(paying, key=lambda sample: sample.pace(bandwidth)).codec if paying else None
 
 
-# ---- codecs --------------------------------------------------------------------------
-
-
-def installed() -> tuple[str, ...]:
-    """The codecs that this process has."""
-    return tuple(codec for codec in CODECS if codec in compressions)
-
-
-def compress(codec: str, data: Any) -> Any:
-    """Bytes that :func:`decompress` restores."""
-    return compressions[codec].compress(data)
-
-
-def decompress(codec: str, data: Any, sizes: Sequence[int]) -> list[np.ndarray]:
-    """The sections that were compressed as one.
-
-    Parameters
-    ----------
-    sizes
-        Bytes of each.
-
-    Raises
-    ------
-    ValueError
-        When something else comes out.
-    """
-    whole = np.frombuffer(compressions[codec].decompress(data), np.uint8)
-    if whole.nbytes != sum(sizes):
-        raise ValueError(f"a shard of {sum(sizes)} bytes, compressed by {codec}, came out as {whole.nbytes}")
-    return np.split(whole, np.cumsum(sizes)[:-1])
-
-
-def sample(codec: str, data: bytes) -> Sample:
-    """Try a codec out."""
-    start = perf_counter()
-    packed = compress(codec, data)
-    between = perf_counter()
-    compressions[codec].decompress(packed)
-    end = perf_counter()
-    return Sample(codec, len(packed) / len(data), len(data) / (between - start), len(data) / (end - between))
-
-
-def pieces_of(data: memoryview) -> bytes:
-    """A part of some bytes that stands for all."""
-    if data.nbytes <= PIECES * PIECE:
-        return bytes(data)
-    starts = np.linspace(0, data.nbytes - PIECE, PIECES, dtype=int)
-    return b"".join(data[start : start + PIECE] for start in starts)
+def sample(codec: Codec, whole: Any) -> Sample:
+    """Try a codec out, on a part of some bytes; the better of two times, since the first may be slow."""
+    part = codec.part(whole)
+    packings, restorings = [], []
+    for _ in range(2):
+        start = perf_counter()
+        packed = codec.compress(part)
+        between = perf_counter()
+        codec.decompress(packed, [part.nbytes])
+        packings.append(between - start)
+        restorings.append(perf_counter() - between)
+    return Sample(
+        codec.name, packed.nbytes / part.nbytes, part.nbytes / min(packings), part.nbytes / min(restorings)
+    )
 
 
 # ---- runs ----------------------------------------------------------------------------
@@ -153,9 +115,9 @@ class Compressor:
         self._samples: LRU[RunKey, dict[str, Sample]] = LRU(RUNS, {})
 
     def pack(
-        self, run: RunKey, sections: Sequence[memoryview], bandwidth: float, codecs: Collection[str]
-    ) -> tuple[str | None, list[Any]]:
-        """What to send of a shard: all sections as one and by which codec, or each as it is.
+        self, run: RunKey, sections: Sequence[Buffer], bandwidth: float, codecs: Iterable[Codec]
+    ) -> tuple[Codec, Any] | None:
+        """All sections of a shard as one, compressed, and by what; None where that does not pay.
 
         Parameters
         ----------
@@ -164,32 +126,40 @@ class Compressor:
         bandwidth
             Bytes per second of the link that it will cross.
         codecs
-            Those that the peer has.
+            Those of its device that the peer has too.
         """
         nbytes = sum(section.nbytes for section in sections)
-        if not LEAST <= nbytes <= MOST or bandwidth >= FAST:
-            return None, list(sections)
-        whole = sections[0] if len(sections) == 1 else memoryview(b"".join(sections))
-        samples = self._of(run, whole)
-        codec = best((one for name, one in samples.items() if name in codecs), bandwidth)
-        if codec is None:
-            return None, list(sections)
-        start = perf_counter()
-        packed = compress(codec, whole)
+        tried = {codec.name: codec for codec in codecs if bandwidth < codec.fast}
+        if not tried or not LEAST <= nbytes <= MOST:
+            return None
+        try:
+            samples = self._of(run, sections, tried.values())
+            name = best((samples[name] for name in tried), bandwidth)
+            return None if name is None else self._packed(tried[name], sections, samples)
+        except CodecError as error:
+            self._metrics.fallback(AS_THEY_ARE, str(error))
+            return None
+
+    def _packed(
+        self, codec: Codec, sections: Sequence[Buffer], samples: dict[str, Sample]
+    ) -> tuple[Codec, Any]:
+        start, nbytes = perf_counter(), sum(section.nbytes for section in sections)
+        packed = codec.compress(codec.whole(sections))
         seconds = perf_counter() - start
-        samples[codec] = samples[codec].corrected(len(packed) / nbytes, nbytes / seconds)
+        samples[codec.name] = samples[codec.name].corrected(packed.nbytes / nbytes, nbytes / seconds)
         self._metrics.add("exchange.seconds.compressing", seconds)
         self._metrics.add("exchange.compression.bytes.before", nbytes)
-        self._metrics.add("exchange.compression.bytes.after", len(packed))
-        return codec, [packed]
+        self._metrics.add("exchange.compression.bytes.after", packed.nbytes)
+        return codec, packed
 
-    def _of(self, run: RunKey, data: memoryview) -> dict[str, Sample]:
+    def _of(self, run: RunKey, sections: Sequence[Buffer], codecs: Iterable[Codec]) -> dict[str, Sample]:
         with self._lock:
-            if run not in self._samples:
-                with self._metrics.seconds("exchange.seconds.compressing"):
-                    piece = pieces_of(data)
-                    self._samples[run] = {codec: sample(codec, piece) for codec in installed()}
-            return self._samples[run]
+            samples: dict[str, Sample] = self._samples.setdefault(run, {})
+            for codec in codecs:
+                if codec.name not in samples:
+                    with self._metrics.seconds("exchange.seconds.compressing"):
+                        samples[codec.name] = sample(codec, codec.whole(sections))
+            return samples
 
     def forget(self, run: RunKey) -> None:
         """A run is over."""

@@ -17,6 +17,7 @@ from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
+from dask_gpurt.device.codecs import CodecError
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.inbox import Parcel
 from dask_gpurt.exchange.landing import Landing
@@ -144,7 +145,7 @@ class Exchange:
         try:
             with self._pulling():
                 if parcel.path.mapping is None:
-                    await self.offload(self._land_fetched, parcel, await self.comms.fetch(parcel))
+                    await self._pull_fetched(parcel)
                 else:
                     with self.metrics.seconds("exchange.seconds.pulling"):
                         await self.offload(self._pull_mapped, parcel)
@@ -156,6 +157,14 @@ class Exchange:
                 on_error(error)
         finally:
             await self._limiter.decrease(nbytes)
+
+    async def _pull_fetched(self, parcel: Parcel) -> None:
+        try:
+            await self.offload(self._land_fetched, parcel, await self.comms.fetch(parcel))
+        except CodecError as error:
+            self.metrics.fallback("shards are compressed in host memory", str(error))
+            reply = await self.comms.fetch(parcel, by_host=True)
+            await self.offload(self._land_fetched, parcel, reply)
 
     def _pull_mapped(self, parcel: Parcel) -> None:
         shard = parcel.shard

@@ -1,0 +1,119 @@
+"""What makes less of the bytes of a device, and restores them.
+
+The codecs that Dask knows, as far as they are installed, work in host memory. A device may have some of
+its own besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from distributed.protocol.compression import compressions
+
+from dask_gpurt.device.protocol import Buffer
+
+#: The codecs of Dask that are tried: one that is fast, and one that makes less of the bytes.
+CODECS = ("lz4", "zstd")
+#: Bytes per second of a link at which these gain nothing: they compress some hundred MB/s on a core.
+FAST = 2e9
+#: A sample for them is so many pieces of so many bytes, from all over the shard: its columns differ.
+PIECES, PIECE = 16, 2**16
+
+
+class CodecError(Exception):
+    """A device could not compress or restore bytes; the message says why."""
+
+
+class Codec(Protocol):
+    """Compresses what is in the memory of a device. Thread-safe; its methods block."""
+
+    #: As peers know it.
+    name: str
+    #: Whether what it gives is in host memory.
+    on_host: bool
+    #: Bytes per second of a link at which it gains nothing.
+    fast: float
+
+    def whole(self, sections: Sequence[Buffer]) -> Any:
+        """Buffers of the device as one, for :meth:`compress`.
+
+        Raises
+        ------
+        CodecError
+            When there is no room for it; so do the other methods.
+        """
+        ...
+
+    def part(self, whole: Any) -> Any:
+        """What of it stands for all when the codec is tried out."""
+        ...
+
+    def compress(self, whole: Any) -> Any:
+        """Bytes that :meth:`decompress` restores, with their size as ``nbytes``."""
+        ...
+
+    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
+        """The sections that were compressed as one, given the bytes of each.
+
+        Raises
+        ------
+        ValueError
+            When something else comes out.
+        """
+        ...
+
+
+class HostCodec:
+    """One that Dask knows.
+
+    Parameters
+    ----------
+    name
+        As Dask calls it.
+    to_host
+        Copies a buffer of the device into host memory.
+    """
+
+    on_host = True
+    fast = FAST
+
+    def __init__(self, name: str, to_host: Callable[[Buffer], bytearray | memoryview]):
+        self.name = name
+        self._to_host = to_host
+
+    def whole(self, sections: Sequence[Buffer]) -> memoryview:
+        here = [memoryview(self._to_host(section)) for section in sections]
+        return here[0] if len(here) == 1 else memoryview(b"".join(here))
+
+    def part(self, whole: memoryview) -> memoryview:
+        if whole.nbytes <= PIECES * PIECE:
+            return whole
+        starts = np.linspace(0, whole.nbytes - PIECE, PIECES, dtype=int)
+        return memoryview(b"".join(whole[start : start + PIECE] for start in starts))
+
+    def compress(self, whole: memoryview) -> memoryview:
+        return memoryview(compressions[self.name].compress(whole))
+
+    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
+        whole = np.frombuffer(compressions[self.name].decompress(packed), np.uint8)
+        check(self.name, whole.nbytes, sum(sizes))
+        return np.split(whole, np.cumsum(sizes)[:-1])
+
+
+def check(codec: str, found: int, expected: int) -> None:
+    """Refuse bytes that are not as many as there were.
+
+    Raises
+    ------
+    ValueError
+        Where that is so.
+    """
+    if found != expected:
+        raise ValueError(f"a shard of {expected} bytes, compressed by {codec}, came out as {found}")
+
+
+def host_codecs(to_host: Callable[[Buffer], bytearray | memoryview]) -> dict[str, Codec]:
+    """Those of Dask's codecs that this process has, by name."""
+    return {name: HostCodec(name, to_host) for name in CODECS if name in compressions}

@@ -1,0 +1,113 @@
+"""Codecs that work on a GPU, by nvCOMP: so fast that they pay on links where no processor's would."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import numpy as np
+import rmm
+from nvidia import nvcomp
+from nvidia.nvcomp.external_memory import ExternalMemory
+from rmm.pylibrmm.stream import Stream
+
+from dask_gpurt.device.codecs import Codec, CodecError, check
+from dask_gpurt.device.copies import Copy
+from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, cut
+from dask_gpurt.device.cuda_copies import begin
+from dask_gpurt.device.protocol import Buffer
+
+#: nvCOMP's names, by ours: one that is fast, and one that makes less of the bytes.
+ALGORITHMS = {"nvcomp-lz4": "LZ4", "nvcomp-zstd": "Zstd"}
+#: Bytes per second of a link at which they gain nothing.
+FAST = 20e9
+
+
+class CudaCodec:
+    """An algorithm of nvCOMP, on the communication stream of whoever calls.
+
+    Parameters
+    ----------
+    name
+        Out of ``ALGORITHMS``.
+    """
+
+    on_host = False
+    fast = FAST
+
+    def __init__(self, name: str, device: CudaDevice):
+        self.name = name
+        self._device = device
+        self._codecs = threading.local()
+
+    def whole(self, sections: Sequence[Buffer]) -> Buffer:
+        if len(sections) == 1:
+            return sections[0]
+        with self._working() as stream:
+            buffers, whole = self._room_for([section.size for section in sections])
+            copies = zip(buffers, sections, strict=True)
+            begin([Copy(into.ptr, section.ptr, section.size) for into, section in copies], stream.ptr)
+            return whole
+
+    def part(self, whole: Buffer) -> Buffer:
+        return whole  # that takes milliseconds
+
+    def compress(self, whole: Buffer) -> Buffer:
+        with self._working() as stream:
+            packed = self._codec(stream).encode(self._array(whole, stream))
+            stream.synchronize()
+            return DeviceSpan(packed.__cuda_array_interface__["data"][0], packed.buffer_size, packed)
+
+    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
+        with self._working() as stream:
+            if not hasattr(packed, "__cuda_array_interface__"):
+                [packed] = self._device.from_host([np.frombuffer(packed, np.uint8)])
+            buffers, whole = self._room_for(sizes)
+            restored = self._codec(stream).decode(
+                self._array(packed, stream), out=self._device.for_comm(whole)
+            )
+            stream.synchronize()
+            check(self.name, restored.buffer_size, whole.nbytes)
+            return buffers
+
+    def _room_for(self, sizes: Sequence[int]) -> tuple[list[Buffer], Buffer]:
+        """New buffers of so many bytes, and the memory from the first of them to the last."""
+        buffers = cut(sizes, self._device.stream()[0])
+        first, last = buffers[0], buffers[-1]
+        return list(buffers), DeviceSpan(first.ptr, last.ptr + last.size - first.ptr, first.owner)
+
+    def _array(self, buffer: Buffer, stream: Any) -> Any:
+        return nvcomp.as_array(buffer, cuda_stream=stream.ptr)
+
+    def _codec(self, stream: Any) -> Any:
+        """A codec of nvCOMP's own for this thread and stream: they are not thread-safe."""
+        known: dict[str, Any] = self._codecs.__dict__
+        name = str(stream.ptr)
+        if name not in known:
+            known[name] = nvcomp.Codec(
+                algorithm=ALGORITHMS[self.name], device_id=self._device.index, cuda_stream=stream.ptr
+            )
+        return known[name]
+
+    @contextmanager
+    def _working(self) -> Iterator[Any]:
+        """This thread's communication stream; what goes wrong on it is an error of the codec."""
+        cupy.cuda.Device(self._device.index).use()
+        try:
+            yield self._device.stream()[1]
+        except (MemoryError, RuntimeError) as error:
+            raise CodecError(f"{self.name}: {error}") from error
+
+
+def codecs(device: CudaDevice) -> dict[str, Codec]:
+    """Those of a GPU, by name. From now on nvCOMP takes its memory where the user's code does."""
+    nvcomp.set_device_allocator(_allocate)
+    return {name: CudaCodec(name, device) for name in ALGORITHMS}
+
+
+def _allocate(nbytes: int, stream: Any) -> Any:
+    ours = Stream(cupy.cuda.ExternalStream(stream.ptr))
+    return ExternalMemory(rmm.DeviceBuffer(size=nbytes, stream=ours), stream)
