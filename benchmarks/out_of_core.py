@@ -7,8 +7,6 @@ but what the operation itself keeps. Contenders take turns, each run on a cluste
 
 ``gpurt``
     this runtime with its tiers;
-``ahead``
-    the same, which also brings up what the next output is made of;
 ``tasks``
     Dask's task-based shuffle with the worker's own spilling: of dask-cuda on GPUs, else of Dask;
 ``p2p``
@@ -43,9 +41,7 @@ import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend
 from dask_gpurt.cli.environment import environment
 
-CONTENDERS = ("gpurt", "ahead", "tasks", "p2p")
-#: Those that are this runtime.
-OURS = ("gpurt", "ahead")
+CONTENDERS = ("gpurt", "tasks", "p2p")
 #: The share of the data that is run first with ``--warm``: one of so many.
 WARM = 16
 
@@ -94,8 +90,7 @@ def cluster(contender: str, plan: Plan) -> Iterator[Client]:
     """A cluster in which a contender has its budget."""
     budget = plan.budget
     settings = {
-        "dataframe.shuffle.method": "gpurt" if contender in OURS else contender,
-        "gpurt.memory.ahead": contender == "ahead",
+        "dataframe.shuffle.method": contender,
         "gpurt.memory.device": budget.device,
         "gpurt.memory.pinned": budget.pinned,
         "gpurt.memory.host": budget.host,
@@ -104,14 +99,14 @@ def cluster(contender: str, plan: Plan) -> Iterator[Client]:
         "distributed.worker.memory.terminate": False,
         "distributed.worker.memory.spill": False,
     }
-    if contender not in OURS and plan.backend == "pandas":
+    if contender != "gpurt" and plan.backend == "pandas":
         settings["distributed.worker.memory.target"] = 0.5
     with (
         dask.config.set(settings),
         _local(contender, plan) as local,
         Client(local) as client,
     ):
-        if contender in OURS:
+        if contender == "gpurt":
             dask_gpurt.enable(client)
             client.run(_pinned)
         client.register_plugin(LoopStalls())
@@ -130,7 +125,7 @@ def _local(contender: str, plan: Plan) -> Any:
     options: dict[str, Any] = {"n_workers": plan.workers, "threads_per_worker": 1, "dashboard_address": ":0"}
     if plan.backend == "pandas":
         own = 2 * (budget.device + budget.pinned + budget.host)  # of which half is the target
-        return LocalCluster(**options, memory_limit=None if contender in OURS else own)
+        return LocalCluster(**options, memory_limit=None if contender == "gpurt" else own)
     from dask_cuda import LocalCUDACluster
 
     return LocalCUDACluster(
@@ -163,12 +158,12 @@ def timed_run(client: Client, run: Run, plan: Plan, sums: tuple[int | None, ...]
         run.seconds = time.perf_counter() - start
     if plan.samples:
         run.samples = take_samples(client) | {"tasks": take_tasks(client, began)}
-    if run.contender in OURS:
+    if run.contender == "gpurt":
         run.counters = _counters(client)
     if found is not None:
         check(found, sums, run.operation == "sort")
         run.peak_bytes, run.stalls = take_peaks(client), take_stalls(client)
-    elif run.contender in OURS:
+    elif run.contender == "gpurt":
         run.stacks, run.held = take_stacks(client), dask_gpurt.memory(client).to_dict("records")
 
 

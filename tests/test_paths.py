@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -226,5 +228,38 @@ def test_a_staged_shard_of_a_run_that_ends_is_freed() -> None:
         assert here.pools.outbox("host").pool.used > 0
         await here.withdraw(RUN)
         assert here.pools.outbox("host").pool.used == 0
+
+    run()
+
+
+@pytest.mark.parametrize("published", ["once the run is over", "while its owner lets go"])
+def test_what_is_staged_as_a_run_ends_is_freed(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        here = with_accelerator(a)
+        device, copying, go_on = here.pools.device("accelerator"), threading.Event(), threading.Event()
+        scatter = device.scatter
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            copying.set()
+            assert go_on.wait(10)
+            return scatter(*args, **options)
+
+        async def lets_go(producer: str, run: list[Any]) -> None:
+            if published == "while its owner lets go":
+                go_on.set()
+                await serving
+
+        monkeypatch.setattr(device, "scatter", slowly)
+        b.handlers["gpurt_forget"] = lets_go
+        shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
+        serving = asyncio.create_task(here.comms.serve("accelerator", shard.id, list(RUN), None, b.address))
+        assert await here.offload(copying.wait, 10)
+        await here.withdraw(RUN)
+        go_on.set()
+        reply = await serving
+        assert (reply["data"] is None) == (published == "once the run is over")
+        assert not here.pools.outbox("host").pool.used
+        assert not here.pools.outbox("accelerator").pool.used
 
     run()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import dask
-import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
@@ -84,26 +83,6 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
     moved = {name: n for name, n in counters(small).items() if name.startswith("memory.spill.bytes")}
     assert moved
     assert not counters(small).get("memory.unspill.unheld", 0)  # which would have been on the event loop
-
-
-@pytest.mark.parametrize("operation", ["shuffle", "merge"])
-def test_what_the_next_output_is_made_of_is_read_ahead(library: Library, operation: str) -> None:
-    sizes = {"memory__device": 16 * MIB, "memory__pinned": 8 * MIB, "exchange__pool": 8 * MIB}
-    with cluster(library.name, memory__tiers=True, memory__ahead=True, **sizes) as client:
-        rows = MIB // 8
-
-        def part(number: int) -> Any:
-            keys = np.arange(number * rows, (number + 1) * rows)
-            return library.frame(pd.DataFrame({"key": keys, "value": keys * 2}))
-
-        made = dd.from_map(part, range(32), meta=part(0).iloc[:0])
-        if operation == "shuffle":
-            brought = made.shuffle("key", ignore_index=True)
-        else:
-            brought = made[["key"]].merge(made, on="key", shuffle_method="gpurt", broadcast=False)
-        sums = brought.map_partitions(lambda frame: frame.value.sum())
-        assert sums.sum().compute() == 32 * rows * (32 * rows - 1)
-        assert counters(client)["shuffle.sections.ahead"] > 0
 
 
 def test_peers_read_what_is_spilled_without_making_it_live(small: Client, library: Library) -> None:

@@ -82,8 +82,6 @@ class MemorySettings:
         The most bytes in ordinary host memory, on a worker with a GPU also of its host objects.
     disk
         The most bytes of files.
-    ahead
-        Whether shards come up for the next task while another one runs.
     retries
         How often a task that ran out of memory is run again.
     failures
@@ -95,7 +93,6 @@ class MemorySettings:
     pinned: Size | int | None = _setting(values.size_or_none)
     host: Size | int | None = _setting(values.size_or_none)
     disk: Size | None = _setting(values.size_or_auto)
-    ahead: bool = _setting(values.boolean)
     retries: int = _setting(values.count)
     failures: int = _setting(values.count)
 

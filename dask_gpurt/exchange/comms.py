@@ -198,7 +198,8 @@ class Comms:
             Under "staged" where the sections lie in that pool; else the sections, or all compressed as one.
         """
         start = perf_counter()
-        blocks = self._pools.known(kind).view(shard)
+        outbox = self._pools.known(kind)
+        blocks = outbox.view(shard)
         if blocks is None:
             return {"data": None}
         device, key = self._pools.device(kind), (run[0], run[1])
@@ -206,6 +207,10 @@ class Comms:
         codec, data = None, []
         if staged is None:
             codec, data = await self._offload(self._prepared, device, blocks, key, packing)
+        if outbox.view(shard) is None:  # the run has ended meanwhile, too early to see what was staged
+            if staged is not None:
+                self._pools.known("host").release([staged["shard"]])
+            return {"data": None}
         return {
             "data": [to_serialize(one) for one in data],
             "staged": staged,

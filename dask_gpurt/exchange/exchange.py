@@ -230,13 +230,14 @@ class Exchange:
         """Free what a run has published, once no owner reads it any more."""
         self.comms.forget(run)
         me = self.worker.address
-        for outbox, owner in self.pools.owners(run):
-            with contextlib.suppress(OSError):  # a dead owner does not read
-                if owner == me:
-                    await self.forget(producer=me, run=list(run))
-                else:
-                    await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
-            outbox.drop(run, owner)
+        while published := self.pools.owners(run):  # for one who was asking, more may be staged meanwhile
+            for outbox, owner in published:
+                with contextlib.suppress(OSError):  # a dead owner does not read
+                    if owner == me:
+                        await self.forget(producer=me, run=list(run))
+                    else:
+                        await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
+                outbox.drop(run, owner)
 
     # ---- what peers call -------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dask.typing import Key
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Buffer
-from dask_gpurt.exchange.landing import Found, Landing
+from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 
@@ -191,18 +191,9 @@ class Parcel:
 
 @contextmanager
 def reading(
-    wanted: Sequence[tuple[Parcel, int]],
-    landing: Landing,
-    check: Callable[[], None],
-    task: Key,
-    ahead: Found | None = None,
+    wanted: Sequence[tuple[Parcel, int]], landing: Landing, check: Callable[[], None], task: Key
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
     """The bytes of some sections of shards, each with a memo, for as long as the body of a task runs. Blocks.
-
-    Parameters
-    ----------
-    ahead
-        Those of them that have been read before.
 
     Raises
     ------
@@ -212,9 +203,8 @@ def reading(
     with ExitStack() as stack:
         parcels = {parcel for parcel, _ in wanted}
         landed = {parcel for parcel in parcels if stack.enter_context(parcel.staying(check))}
-        ahead = ahead or {}
-        sections = [(p.key, which) for p, which in wanted if p in landed and (p.key, which) not in ahead]
-        found = {**ahead, **stack.enter_context(landing.reading(sections, task))}
+        sections = ((p.key, which) for p, which in wanted if p in landed)
+        found = stack.enter_context(landing.reading(sections, task))
         yield [
             found[parcel.key, which] if parcel in landed else (parcel.source(which), parcel.memos[which])
             for parcel, which in wanted

@@ -24,9 +24,6 @@ from dask_gpurt.memory.readings import Part
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Metrics
 
-#: Sections of shards, by the key of the shard and their number.
-Found = dict[tuple[Key, int], Part]
-
 
 class Landing:
     """Pulled shards by key. Thread-safe; no method is called on the event loop.
@@ -89,27 +86,9 @@ class Landing:
         return self._ladder.keeps_live(nbytes, self._home(kind))
 
     @contextmanager
-    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[Found]:
+    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, Part]]:
         """Sections of shards for the table backend, for as long as the body of a task runs."""
         with self._ladder.reading(wanted, reservation(task)) as found:
-            yield found
-
-    def lower(self, keys: Iterable[str]) -> set[Key]:
-        """Those of ``keys`` that have landed below the live tiers."""
-        return set(self._ladder.lower(keys))
-
-    @contextmanager
-    def reading_ahead(self, wanted: Iterable[tuple[str, int]]) -> Iterator[Found]:
-        """As :meth:`reading`, for a task that is not there yet.
-
-        Raises
-        ------
-        NoRoom
-            When they are too large for that, or no room can be made.
-        KeyError
-            When one has been let go.
-        """
-        with self._ladder.reading(wanted, ahead=True) as found:
             yield found
 
     def discard(self, key: str) -> None:

@@ -14,7 +14,7 @@ from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.memory.entries import Copy, Entry
 from dask_gpurt.memory.frames import Scattered, joined, message, on_device
 from dask_gpurt.memory.room import Room
-from dask_gpurt.memory.tiers import NoRoom, Tier
+from dask_gpurt.memory.tiers import Tier
 
 #: A buffer, and what its reader remembers of it.
 Part = tuple[Buffer, dict[str, Any]]
@@ -35,7 +35,7 @@ class Readings(Room):
 
     @contextmanager
     def reading(
-        self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None, *, ahead: bool = False
+        self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
     ) -> Iterator[dict[tuple[Key, int], Part]]:
         """Some buffers of :class:`Raw` objects, for as long as the body runs. Blocks.
 
@@ -46,14 +46,6 @@ class Readings(Room):
         ----------
         reserved
             Who reads, whose promised room is meant for the copies too.
-        ahead
-            Read only if the copies, and something as large that is made of them, leave half of the tier
-            to others.
-
-        Raises
-        ------
-        NoRoom
-            When they do not, or no room can be made.
         """
         found: dict[tuple[Key, int], Part] = {}
         pinned: dict[tuple[Key, int], Copy] = {}
@@ -69,7 +61,7 @@ class Readings(Room):
                         pinned[key, which] = self._pin(entry, stack)
             parts = [(tier, name, which) for (_, which), (_, tier, name) in pinned.items()]
             sizes = zip(pinned.values(), map(self._below.part_size, parts), strict=True)
-            self._promise_reading(sizes, reserved, stack, ahead)
+            self._promise_reading(sizes, reserved, stack)
             ways = [not self._on_host(copy) for copy in pinned.values()]
             scattered: dict[tuple[Key, int], Scattered] = {}
             found_below = self._below.parts(list(zip(parts, ways, strict=True)))
@@ -88,7 +80,7 @@ class Readings(Room):
             yield found
 
     def _promise_reading(
-        self, parts: Iterable[tuple[Copy, int]], reserved: Key | None, stack: ExitStack, ahead: bool
+        self, parts: Iterable[tuple[Copy, int]], reserved: Key | None, stack: ExitStack
     ) -> None:
         sizes: Counter[Tier] = Counter()
         for copy, nbytes in parts:
@@ -99,10 +91,7 @@ class Readings(Room):
             nbytes = max(0, sizes[home] - self._live.promised(reserved, home))
             promised = ("reading", id(stack), home)
             stack.callback(self.forget_promise, promised)
-            if not ahead:
-                self.promise(promised, nbytes, home)
-            elif not (self.keeps_live(2 * nbytes, home) and self.try_promise(promised, nbytes, home)):
-                raise NoRoom(home, nbytes)
+            self.promise(promised, nbytes, home)
 
     def messages(self, keys: Iterable[Key], stack: ExitStack) -> dict[Key, Serialized]:
         """What Dask sends of objects below the live tiers; refers to those until ``stack`` is left. Blocks.

@@ -19,7 +19,6 @@ from dask_gpurt.device.failing import Failures
 from dask_gpurt.memory.admission import Admission, Needs, reservation
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.foresight import read_ahead
 from dask_gpurt.plugins.tiers import WorkerTiers
 
 #: Seconds after which a task that waits looks again, should nobody have told it to.
@@ -188,10 +187,8 @@ class TaskRunner:
         await self._tiers.offload(self._ladder.spill, self._ladder.live_bytes(Tier.DEVICE))
 
     def _prefetch(self) -> None:
-        """Bring up what the next task will need while this one computes, if there is room."""
+        """Make the inputs of the next task live while this one computes, if there is room."""
         for task in self._worker.state.ready.peekn(1):
-            if self._settings.ahead:
-                read_ahead(self._worker, task)
             keys = self._ladder.lower(dependency.key for dependency in task.dependencies)
             if keys:
                 self._tiers.in_background(self._ladder.bring, keys)

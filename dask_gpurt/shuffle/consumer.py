@@ -14,7 +14,6 @@ from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
-from dask_gpurt.shuffle.ahead import ReadAhead
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from dask_gpurt.table import Part, backend_for
 
@@ -47,7 +46,6 @@ class Consumer:
         self._unread: dict[Parcel, dict[int, list[tuple[int, int]]]] = {}
         self._readers: dict[Key, set[int]] = {}
         self._consumed: set[int] = set()
-        self._ahead = ReadAhead(exchange)
 
     async def accept(self, shard: Shard, on_error: Callable[[Exception], None]) -> None:
         """Take an offer."""
@@ -85,36 +83,24 @@ class Consumer:
             if partition in self._consumed:
                 raise Consumed(partition)
             self._readers.setdefault(key, set()).add(partition)
-        wanted = self._sections(partition)
+            places = [(p, unread[partition]) for p, unread in self._unread.items() if partition in unread]
+        places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
+        wanted = [(parcel, which, at) for parcel, mine in places for which, at in mine]
         table = backend_for(self._meta, self.exchange.pools.device)
         metrics = self.exchange.metrics
         landing = self.exchange.landing
         sections = [(parcel, which) for parcel, which, _ in wanted]
-        with (
-            self._ahead.taken(partition, self._check) as ahead,
-            reading(sections, landing, self._check, key, ahead) as found,
-            metrics.seconds("shuffle.seconds.assembling"),
-        ):
+        read = reading(sections, landing, self._check, key)
+        with read as found, metrics.seconds("shuffle.seconds.assembling"):
             parts = [
                 _part(parcel.shard.sections[which], at, *bytes_)
                 for (parcel, which, at), bytes_ in zip(wanted, found, strict=True)
             ]
             frame = table.assemble(parts, self._meta, ignore_index=self.spec.ignore_index)
             fence = table.fence()
-            for parcel in {parcel for parcel, _, _ in wanted}:
+            for parcel, _ in places:
                 parcel.read_until(fence)
         return frame
-
-    def _sections(self, partition: int) -> list[tuple[Parcel, int, int]]:
-        """The sections with rows of an output, in order, and where it stands in them."""
-        with self._lock:
-            places = [(p, unread[partition]) for p, unread in self._unread.items() if partition in unread]
-        places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
-        return [(parcel, which, at) for parcel, mine in places for which, at in mine]
-
-    def read_ahead(self, partition: int) -> None:
-        """Bring up what an output will be made of, which is asked for next. On the event loop."""
-        self._ahead.begin(partition, lambda: [(parcel, at) for parcel, at, _ in self._sections(partition)])
 
     @cached_property
     def _meta(self) -> Any:
@@ -140,7 +126,6 @@ class Consumer:
 
     def close(self) -> None:
         """Let everything go. Blocks while something is being read."""
-        self._ahead.close()
         with self._lock:
             parcels = list(self._unread)
             self._unread.clear()

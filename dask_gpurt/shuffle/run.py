@@ -194,11 +194,6 @@ class ShuffleRun:
             return error_message(error)
         return {"status": "OK"}
 
-    def read_ahead(self, partition: int) -> None:
-        """Bring up what an output is made of, before its task begins. On the event loop."""
-        if self.transferred and not self.closed:
-            self._consumer.read_ahead(partition)
-
     def get_output_partition(self, partition_id: int, key: Key, **_: Any) -> Any:
         """Put an output partition together. On the thread of an unpack task."""
         self.raise_if_closed()
