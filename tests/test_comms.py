@@ -55,8 +55,12 @@ class Worker:
 
 
 def comms_of(worker: Worker) -> Comms:
-    nothing: Any = None  # fetching needs no pool and no thread
-    return Comms(worker, nothing, Links(worker), Traffic(), Metrics(), True, nothing)
+    nothing: Any = None  # fetching needs no pool
+    return Comms(worker, nothing, Links(worker), Traffic(), Metrics(), True, at_once)
+
+
+async def at_once(function: Any, *args: Any) -> Any:
+    return function(*args)
 
 
 def shard_of(peer: str) -> Any:

@@ -132,10 +132,11 @@ class Comms:
         bandwidth = self._links.bandwidth_between_hosts(peer)
         if not self._compress or bandwidth is None:
             return None
-        codecs = self._codecs(device)
+        codecs = await self._offload(self._codecs, device)  # the first time they are loaded
         if not codecs:
-            self._compress = False  # so that it is counted once
-            self._metrics.fallback(AS_THEY_ARE, _what_to_install(device))
+            if self._compress:  # so that it is counted once
+                self._compress = False
+                self._metrics.fallback(AS_THEY_ARE, _what_to_install(device))
             return None
         names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
         return {"bandwidth": bandwidth, "codecs": names}
