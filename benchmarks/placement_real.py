@@ -25,13 +25,13 @@ import click
 import dask
 from dask.utils import format_bytes, parse_bytes
 from distributed import Client, LocalCluster
+from moved import moved
 from placement_workloads import WORKLOADS, Workload
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.demo import exchange_bytes
 from dask_gpurt.cli.environment import environment
 
 #: Who decides, and the memory of a worker as a multiple of its part of the data: nobody spills.
@@ -118,15 +118,6 @@ def timed(client: Client, workload: Workload, data: Any) -> tuple[float, int, An
         result = workload.run(client, data)
         seconds = time.perf_counter() - start
     return seconds, moved(client) - before, result
-
-
-def moved(client: Client) -> int:
-    """Bytes that workers have got from others until now: inputs of tasks, and shards."""
-    return sum(client.run(fetched).values()) + sum(exchange_bytes(client).values())
-
-
-def fetched(dask_worker: Any) -> int:
-    return sum(transfer["total"] for transfer in dask_worker.transfer_incoming_log)
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
         --operation shuffle,merge,set_index --repeat 3 --json results.json
 
 The data are random int64 keys with an int64 payload, on the workers before the clock starts. Timed is
-building the graph, ``persist`` and ``wait``. The methods take turns, and ``p2p`` is Dask's own, as shipped.
+building the graph, ``persist`` and ``wait``. The methods take turns. ``p2p`` is Dask's own, as shipped, and
+``placed`` is ours with the workers of tasks chosen by the runtime too.
 The first run of each method is told apart from the warm ones.
 """
 
@@ -26,6 +27,7 @@ from commandline import in_bytes, split_list, write
 from distributed import Client, wait
 from distributed.diagnostics import nvml
 from links import link_limit
+from moved import moved
 from peaks import PeakMemory, take_peaks
 from rich.console import Console
 from rows import (
@@ -47,6 +49,9 @@ from dask_gpurt.cli.cluster import choose_backend, local_cluster
 from dask_gpurt.cli.demo import METHODS, exchange_bytes
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.cli.report import speedups
+
+#: The methods that are the runtime's, without and with placement.
+OURS = ("gpurt", "placed")
 
 
 @dataclass
@@ -90,6 +95,14 @@ def prepare_two(size: int, partitions: int, backend: str) -> Inputs:
     return Inputs(size, [left, right], expected=(*sums, weights))
 
 
+def prepare_groups(size: int, partitions: int, backend: str) -> Inputs:
+    """Make one frame with about eight rows to a key; what is known of their sums is what all add up to."""
+    rows = size // ROW_BYTES // partitions
+    frame = _persisted(make_random, partitions, rows, rows * partitions // 8, backend)
+    _, _, payload, *_ = totals(fingerprints(frame))
+    return Inputs(size, [frame], expected=(None, None, payload, None, None))
+
+
 def _persisted(make: Callable[..., Any], partitions: int, rows: int, highest: int, backend: str) -> Any:
     meta = make(0, 1, highest, backend).iloc[:0]
     frame = dd.from_map(make, range(partitions), args=[rows, highest, backend], meta=meta).persist()
@@ -101,6 +114,15 @@ OPERATIONS = {
     "shuffle": Operation(prepare_one, lambda inputs: inputs.frames[0].shuffle("key")),
     "merge": Operation(
         prepare_two, lambda inputs: inputs.frames[0].merge(inputs.frames[1], on="key", broadcast=False)
+    ),
+    "groupby": Operation(
+        prepare_groups,
+        lambda inputs: (
+            inputs.frames[0]
+            .groupby("key", sort=False)
+            .payload.sum(split_out=inputs.frames[0].npartitions)
+            .reset_index()
+        ),
     ),
     "set_index": Operation(
         prepare_one,
@@ -136,32 +158,42 @@ def timed_run(
     client: Client, name: str, method: str, turn: int, inputs: Inputs
 ) -> tuple[Run, list[Fingerprint]]:
     """Time an operation with one method, then check the result and let it go."""
-    operation = OPERATIONS[name]
-    before = exchange_bytes(client) if method == "gpurt" else {}
+    operation, ours = OPERATIONS[name], method in OURS
+    before, there = exchange_bytes(client) if ours else {}, moved(client) if ours else 0
+    if ours:
+        client.run_on_scheduler(place, on=method == "placed")
     client.run(gc.collect)
     take_peaks(client)
     start = time.perf_counter()
-    with dask.config.set({"dataframe.shuffle.method": method}):
+    with dask.config.set({"dataframe.shuffle.method": "gpurt" if ours else method}):
         result = operation.run(inputs).persist()
     wait(result)
     seconds = time.perf_counter() - start
     peaks = take_peaks(client)
-    after = exchange_bytes(client) if method == "gpurt" else {}
-    moved = {path: size - before.get(path, 0) for path, size in after.items()}
+    after = exchange_bytes(client) if ours else {}
+    by_path = {path: size - before.get(path, 0) for path, size in after.items()}
+    changed = moved(client) - there if ours else None
     parts = fingerprints(result)
     try:
         check(parts, inputs.expected, operation.sorts)
     except ValueError as wrong:
         raise ValueError(f"{name} with {method}, run {turn}: {wrong}") from None
     rows = sum(part.rows for part in parts)
-    return Run(name, method, turn, seconds, rows, peaks, moved), parts
+    return Run(name, method, turn, seconds, rows, peaks, by_path, changed), parts
+
+
+def place(dask_scheduler: Any, on: bool) -> None:
+    """Choose the workers of tasks from now on, or have Dask choose."""
+    dask_scheduler.extensions["gpurt"].place(on)
 
 
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--size", default="1GiB", show_default=True, callback=in_bytes)
 @click.option("--partitions", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
-@click.option("--methods", default=",".join(METHODS), show_default=True, callback=split_list(METHODS))
+@click.option(
+    "--methods", default=",".join(METHODS), show_default=True, callback=split_list([*METHODS, "placed"])
+)
 @click.option("--operation", default=",".join(OPERATIONS), callback=split_list(list(OPERATIONS)))
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Warm runs.")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
@@ -195,7 +227,7 @@ def main(
         "rmm_pool_size": pool if backend == "cudf" else None,
     }
     with local_cluster(backend, workers, protocol, pool) as cluster, Client(cluster) as client:
-        if "gpurt" in methods:
+        if set(methods) & set(OURS):
             dask_gpurt.enable(client)
         client.register_plugin(PeakMemory())
         runs, sizes = measure(client, parameters)

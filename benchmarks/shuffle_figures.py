@@ -25,6 +25,8 @@ class Run:
     rows: int
     peak_bytes: dict[str, int]
     exchange_bytes: dict[str, int] = field(default_factory=dict)
+    #: Bytes that have changed their worker, where that is known.
+    moved: int | None = None
 
 
 def summarise(
@@ -51,6 +53,7 @@ def summarise(
                 "max_seconds": max(warm),
                 "bytes_per_second": rate,
                 "gib_per_second": rate / GIB,
+                "moved": statistics.median(run.moved for run in mine) if mine[0].moved is not None else None,
                 "share_of_link_limit": rate * crossing / limit,
                 "peak_bytes": {
                     tier: max(run.peak_bytes[tier] for run in mine) for tier in mine[0].peak_bytes
@@ -89,11 +92,12 @@ def _summary_table(figures: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("operation", no_wrap=True)
     table.add_column("method", no_wrap=True)
-    for heading in ("first", "median", "min", "max", "GiB/s", "of limit", *tiers):
-        table.add_column(heading, justify="right")
+    for heading in ("first", "median", "min", "max", "GiB/s", "of limit", "GiB moved", *tiers):
+        table.add_column(heading, justify="right", no_wrap=True)
     for figure in figures:
         seconds = (f"{figure[f'{which}_seconds']:.2f}" for which in ("first", "median", "min", "max"))
         peaks = (f"{figure['peak_bytes'][tier] / GIB:.2f}" for tier in tiers)
         rates = (f"{figure['gib_per_second']:.2f}", f"{figure['share_of_link_limit']:.1%}")
-        table.add_row(figure["operation"], figure["method"], *seconds, *rates, *peaks)
+        moved = "" if figure["moved"] is None else f"{figure['moved'] / GIB:.2f}"
+        table.add_row(figure["operation"], figure["method"], *seconds, *rates, moved, *peaks)
     return table

@@ -32,7 +32,7 @@ class SchedulerPlacement:
 
     def install(self) -> None:
         """Choose from now on."""
-        told = self._scheduler.stream_handlers[PLACE]
+        told = self._told = self._scheduler.stream_handlers[PLACE]
 
         def placed(worker: str, **message: Any) -> None:
             told(worker, **message)
@@ -44,6 +44,7 @@ class SchedulerPlacement:
     def uninstall(self) -> None:
         """Have Dask choose again."""
         self._placement.unbind()
+        self._scheduler.stream_handlers[PLACE] = self._told
 
     def memory_changed(self, worker: str) -> None:
         """A worker has reported what its tiers hold."""

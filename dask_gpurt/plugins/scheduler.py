@@ -64,9 +64,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.places = places
         self.places.install()
         self.placement: SchedulerPlacement | None = None
-        if settings.placement.enabled:
-            self.placement = SchedulerPlacement(scheduler, places.topology, self.picture, metrics)
-            self.placement.install()
+        self.place(settings.placement.enabled)
         self._replace(scheduler.extensions["shuffle"])
         scheduler.handlers["gpurt_report"] = self.report
         scheduler.handlers["gpurt_gone"] = self.gone
@@ -89,9 +87,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         for name in _REPLACED:
             scheduler.extensions["shuffle"].__dict__.pop(name, None)
         scheduler.extensions.pop(NAME, None)
-        if self.placement is not None:
-            self.placement.uninstall()
-            self.placement = None
+        self.place(False)
         for handler in ("gpurt_report", "gpurt_gone", "gpurt_disable", "gpurt_memory", "gpurt_explain"):
             scheduler.handlers.pop(handler, None)
         if NAME in scheduler.worker_plugins:
@@ -179,6 +175,16 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.remove(worker)
 
     # ---- placement -----------------------------------------------------------------------
+
+    def place(self, on: bool) -> None:
+        """Choose the workers of tasks from now on, or have Dask choose."""
+        if on and self.placement is None:
+            topology = self.places.topology
+            self.placement = SchedulerPlacement(self.scheduler, topology, self.picture, self.metrics)
+            self.placement.install()
+        elif not on and self.placement is not None:
+            self.placement.uninstall()
+            self.placement = None
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **told: Any) -> None:
         if self.placement is not None and (start, finish) == ("processing", "memory"):
