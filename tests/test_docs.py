@@ -197,5 +197,5 @@ def test_options_of_the_benchmarks_are_listed(script: str) -> None:
         {"shuffle": "Shuffles, by method", "exchange": "The exchange alone"}[script],
     )
     listed = {name for cell in cells(page, 0) for name in re.findall(r"`(--[a-z-]+)`", cell)}
-    options = re.findall(r'^@click\.option\("(--[^"]+)"', text(f"benchmarks/{script}.py"), re.MULTILINE)
+    options = re.findall(r'^@click\.option\(\s*"(--[^"]+)"', text(f"benchmarks/{script}.py"), re.MULTILINE)
     assert listed == {name for option in options for name in option.split("/")}
