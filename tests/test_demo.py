@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from xml.dom import minidom
 
 import pandas as pd
 import pytest
+from clusters import Library
 
 from dask_gpurt.cli.demo import Outcome, all_passed, choose_methods, print_results
 from dask_gpurt.cli.flights import OPERATIONS, canonical, check
@@ -21,40 +23,46 @@ from dask_gpurt.cli.tier_view import TierSampler
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
+#: What is compared on each backend: Dask's own p2p is for host memory.
+METHODS = {"pandas": ["gpurt", "tasks", "p2p"], "cudf": ["gpurt", "tasks"]}
+#: How its workers read one another's shards, unless there is only one.
+PATH = {"pandas": "shared-memory", "cudf": "cuda-ipc"}
 
 
-def run(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python in the root of the project and return what it wrote."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == code, done.stderr
     return done
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("demo") / "folder" / "demo.html"
+def page(tmp_path_factory: pytest.TempPathFactory, library: Library) -> Path:
+    return tmp_path_factory.mktemp("demo") / "folder" / f"{library.name}.html"
 
 
 @pytest.fixture(scope="module")
-def results(page: Path) -> dict[str, Any]:
-    small = ("--backend", "pandas", "--partitions", "4", "--repeat", "1")
-    done = run("-m", "dask_gpurt", "demo", "--json", *small, "--report", page)
+def results(page: Path, library: Library) -> dict[str, Any]:
+    small = ("--backend", library.name, "--methods", ",".join(METHODS[library.name]), "--partitions", "4")
+    done = run("-m", "dask_gpurt", "demo", "--json", *small, "--repeat", "1", "--report", page)
     parsed: dict[str, Any] = json.loads(done.stdout)
     return parsed
 
 
 def test_demo_checks_every_result_and_times_every_method(results: dict[str, Any]) -> None:
     assert results["passed"]
+    methods = METHODS[results["backend"]]
     assert [operation["name"] for operation in results["operations"]] == [known.name for known in OPERATIONS]
     for operation in results["operations"]:
-        assert operation["checks"] == {"gpurt": True, "tasks": True, "p2p": True}
+        assert operation["checks"] == dict.fromkeys(methods, True)
         assert all(len(timings) == 1 for timings in operation["seconds"].values())
         assert operation["rows"] > 0
-    joins = results["operations"][:2]
-    assert all(join["bytes"]["shared-memory"] > 0 for join in joins)
-    assert {link["path"] for link in results["paths"]} >= {"shared-memory"}
-    assert set(results["speedups"]) == {"tasks", "p2p"}
+    path = PATH[results["backend"]] if results["workers"] > 1 else "local"
+    assert all(join["bytes"][path] > 0 for join in results["operations"][:2])
+    assert {path} <= {link["path"] for link in results["paths"]} | {"local"}
+    assert set(results["speedups"]) == set(methods) - {"gpurt"}
     assert results["versions"]["dask"]
     assert results["hardware"]["cores"] >= 1
 
@@ -63,7 +71,8 @@ def test_demo_ends_with_a_table(results: dict[str, Any], capsys: pytest.CaptureF
     print_results(results, [Outcome(**operation) for operation in results["operations"]])
     printed = capsys.readouterr().out
     assert all(operation.name in printed for operation in OPERATIONS)
-    assert "3 of 3" in printed
+    compared = len(results["methods"])
+    assert f"{compared} of {compared}" in printed
     assert results["report"] in printed
 
 
@@ -78,7 +87,12 @@ def test_demo_writes_a_small_report_that_fetches_nothing(results: dict[str, Any]
 
 def test_report_tells_failures(results: dict[str, Any]) -> None:
     first, *others = results["operations"]
-    failed = {**first, "checks": {"p2p": False}, "errors": {"p2p": "<lost rows>"}, "seconds": {"p2p": []}}
+    failed = {
+        **first,
+        "checks": {"tasks": False},
+        "errors": {"tasks": "<lost rows>"},
+        "seconds": {"tasks": []},
+    }
     html = render_report({**results, "operations": [failed, *others]})
     minidom.parseString(html)
     assert "&lt;lost rows&gt;" in html
@@ -117,6 +131,21 @@ def test_report_draws_what_the_tiers_held(results: dict[str, Any], page: Path) -
     assert seen["used"]["device"][highest] == pytest.approx(most, rel=0.01)
     bands = {band.firstChild.firstChild.data for band in plot.getElementsByTagName("rect")}
     assert bands == {operation.name for operation in OPERATIONS}
+
+
+def test_report_draws_what_has_been_spilled(library: Library, tmp_path: Path) -> None:
+    page = tmp_path / "demo.html"
+    only = ("--backend", library.name, "--methods", "gpurt", "--partitions", "8")
+    small = {"DASK_GPURT__MEMORY__DEVICE": "16MiB", "DASK_GPURT__MEMORY__PINNED": "8MiB"}
+    done = run("-m", "dask_gpurt", "demo", "--json", *only, "--report", page, **small)
+    results = json.loads(done.stdout)
+    workers, seen = results["workers"], results["tiers"]
+    assert results["passed"]
+    assert (seen["capacity"]["device"], seen["capacity"]["pinned"]) == (workers << 24, workers << 23)
+    below = [max(seen["used"][tier]) for tier in ("pinned", "host", "disk")]
+    assert below[0] > 0
+    assert below[1] + below[2] > 0
+    assert set(dashed(tier_plot(page.read_text()))) == {"capacity of device", "capacity of pinned"}
 
 
 def test_report_dashes_a_capacity_that_is_in_the_picture(results: dict[str, Any], page: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_ladder import KIB, array, new_ladder
+from test_ladder import KIB, array, new_ladder, put
 
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.frames import raw_frames
@@ -253,3 +254,36 @@ def test_it_is_closed_while_it_spills(ladder: Ladder, monkeypatch: Any, tmp_path
     closing.join(20)
     assert not closing.is_alive()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_what_comes_up_for_later_does_not_take_the_room_of_what_is_needed_now(
+    needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladder = new_ladder(str(tmp_path), Limits(100 * KIB, 0, 0, None))
+    for key in "xy":
+        put(ladder, key, array(ord(key), 60))
+    ladder.spill(ALL)
+    begun, go_on, read = threading.Event(), threading.Event(), ladder._read
+
+    def slowly(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr(ladder, "_read", slowly)
+    with ThreadPoolExecutor() as threads:
+        bringing = threads.submit(ladder.bring, ["x"])
+        assert begun.wait(10)
+        monkeypatch.setattr(ladder, "_read", read)
+        ladder.hold(["y"])
+        holding = threads.submit(ladder.hold, ["x"] if needed else [])
+        while needed and not ladder._entries["x"].holders:
+            time.sleep(0.001)
+        go_on.set()
+        bringing.result(10)
+        holding.result(10)
+    assert ladder.lower("xy") == ([] if needed else ["x"])
+    assert ladder.live_bytes(Tier.DEVICE) == (120 if needed else 60) * KIB
+    assert not ladder.ledger.cell(Tier.DEVICE, "reservations")
+    assert np.array_equal(ladder["x"], array(ord("x"), 60))

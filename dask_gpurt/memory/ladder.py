@@ -220,14 +220,15 @@ class Ladder(Readings, MutableMapping[Key, Any]):
         return lost
 
     def bring(self, keys: Iterable[Key]) -> None:
-        """Make keys live as far as there is room without spilling. Blocks."""
+        """Make keys live as far as there is room without spilling, also when they arrive. Blocks."""
         for key in keys:
             with self._lock:
                 entry = self._entries.get(key)
             if entry is None or self._excess(entry.nbytes, entry.home) > 0:
                 return
             try:
-                self._lift([(key, entry)])
+                if lift := self._begin_lift(key, entry):
+                    self._end_lift(lift)
             except MemoryError:
                 return  # whoever needs it makes room
 
@@ -271,8 +272,12 @@ class Ladder(Readings, MutableMapping[Key, Any]):
             raise
         return _Lift(key, entry, value, reading, began)
 
+    def _in_the_way(self, entry: Entry) -> bool:
+        """Whether what comes up for later finds its room taken by what is needed now."""
+        return not entry.holders and entry.before is None and self._excess(0, entry.home) > 0
+
     def _give_up(self, key: Key, entry: Entry) -> None:
-        """An object could not be read; its copy goes with the key, if that has gone meanwhile."""
+        """An object stays where it is; its copy goes with the key, if that has gone meanwhile."""
         with self._lock:
             self._live.forget(key)
             if self._entries.get(key) is not entry:
@@ -289,6 +294,9 @@ class Ladder(Readings, MutableMapping[Key, Any]):
             self._give_up(key, entry)
             raise
         with self._lock:
+            if self._in_the_way(entry):
+                self._give_up(key, entry)
+                return
             self._live.forget(key)
             self._drop(entry)
             entry.before = None
