@@ -34,7 +34,7 @@ from distributed.diagnostics import nvml
 from overlap_collectives import CELLS, collectives_part
 from overlap_figures import Round, against, figures, plot, print_cells, spread
 from overlap_pipeline import pipeline_part, seconds_of
-from overlap_plan import Plan
+from overlap_plan import MODES, Plan
 from overlap_workers import workers_part
 from overlap_workloads import NAMES
 from processes import GRACE, Child, say
@@ -179,6 +179,7 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
 @click.option("--rows", type=click.IntRange(min=16), default=2**26, show_default=True, help="To compute on.")
 @click.option("--side", type=click.IntRange(min=1), default=8192, show_default=True, help="Of matrices.")
 @click.option("--collective", default="896MiB", show_default=True, callback=in_bytes, help="On each GPU.")
+@click.option("--modes", default=",".join(MODES), callback=split_list(MODES), help="Of pipeline.")
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--rmm-pool-size", type=click.FloatRange(0, 1), default=0.5, show_default=True)
 @click.option(

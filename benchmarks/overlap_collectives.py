@@ -24,11 +24,12 @@ from overlap_plan import LEARNING, Plan, rotated
 from overlap_workers import Board
 from processes import Child, one_of_each
 
-from dask_gpurt.overlap.actuators import ResidencyCaps
+from dask_gpurt.overlap.actuators import ONE_BY_ONE, ResidencyCaps
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Governor
 from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, with_preload
-from dask_gpurt.overlap.knowledge import PRIORITY, Sample, Setting
+from dask_gpurt.overlap.knowledge import FEW, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.knowledge import OFF as NO_PRIORITY
 from dask_gpurt.overlap.occupancy import Residency
 
 COLLECTIVES = ("all-to-all", "all-reduce")
@@ -197,7 +198,7 @@ class Cell:
 
     def together(self, setting: Setting, *, first: bool = True) -> Times:
         """Measure both together under a setting."""
-        if self.actuator and setting != PRIORITY:
+        if self.actuator and setting.residency:
             self.actuator.apply(setting)
         try:
             return self.side.run(self.computes, self.collectives, first=first)
@@ -207,21 +208,19 @@ class Cell:
 
     def governed(self, governor: Governor) -> Times:
         """Measure both together as a governor says, and tell it what came of it."""
-        governor.step()
         setting = governor.choose(self.name).setting
-        times = self.together(setting)
-        governor.learn(beside(self.name, setting, times, self.alone, self.work, self.moved))
+        times = self.together(setting, first=setting.first)
+        governor.learn_step(step(self.name, setting, times, self.work, self.moved))
         return times
 
     def learn(self) -> Governor:
         """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
-        candidates = self.plan.candidates() if self.actuator else {}
+        candidates = {**(self.plan.candidates() if self.actuator else {}), NO_PRIORITY: ONE_BY_ONE}
         governor = Governor(candidates, budget=LEARNING)
         for turn in range(max(8, round(self.plan.learn / (2 * self.leg)))):
             if turn % 8 == 0:
-                alone = self.measure_alone()
-                governor.learn(Sample(alone.compute, self.name, self.work))
-                governor.learn(Sample(alone.communication, moved=self.moved))
+                for _ in range(1 if turn else FEW):
+                    governor.learn(Alone(self.name, self.work, self.measure_alone().compute))
             self.governed(governor)
         return Governor(candidates, governor.known)
 
@@ -239,20 +238,17 @@ class Cell:
         return self.together(setting, first=name != OFF).total
 
 
-def beside(name: str, setting: Setting, times: Times, alone: Times, work: float, moved: float) -> Sample:
-    """What a leg says of the time in which both ran: what was left of either then went on alone.
+def step(name: str, setting: Setting, times: Times, work: float, moved: float) -> Step:
+    """What a leg says to a governor.
 
     Parameters
     ----------
-    times, alone
-        Of both together, and of each alone.
+    times
+        Of both together.
     work, moved
         Of compute, and bytes of communication, in the whole leg.
     """
-    both = min(times.compute, times.communication)
-    computed = 1 - min(1.0, (times.compute - both) / alone.compute)
-    communicated = 1 - min(1.0, (times.communication - both) / alone.communication)
-    return Sample(both, name, work * computed, setting, moved * communicated)
+    return Step(times.total - times.compute, moved, {name: Ran(work, times.compute, setting)})
 
 
 def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> Iterator[Any]:

@@ -11,15 +11,14 @@ from typing import Any
 import dask
 import dask.dataframe as dd
 from distributed import Client, wait
-from overlap_figures import ADAPTIVE, OFF
-from overlap_plan import FIRST, LEARNING, Plan
+from overlap_figures import ADAPTIVE
+from overlap_plan import LEARNING, Plan, rotated
 from overlap_workers import LOADED
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import local_cluster
 
 Frame = Any
-MODES = (OFF, FIRST, ADAPTIVE)
 STEPS = 10
 #: For how many times as long as a cell it is learnt: there are several kinds of tasks.
 PATIENCE = 3
@@ -71,15 +70,16 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
         wait(frame)
         expected = learn(client, frame, plan, folder / "learned.json")
         for turn in range(plan.repeat):
-            for mode in (*MODES[turn % 3 :], *MODES[: turn % 3]):
+            for mode in rotated(plan.modes, turn):
                 switch(client, mode, folder / "learned.json")
                 seconds, total = timed(frame)
                 if total != expected:
                     raise ValueError(f"the payloads add up to {total} in the mode {mode!r}, not {expected}")
                 yield "run", {"mode": mode, "turn": turn, "seconds": seconds}
-        workers = dask_gpurt.report(client)["workers"]
-        yield "overlap", {name: reply["overlap"] for name, reply in workers.items()}
-        yield "fallbacks", {name: reply["fallbacks"] for name, reply in workers.items()}
+                workers = dask_gpurt.report(client)["workers"]
+                if mode == ADAPTIVE:
+                    yield "overlap", {name: reply["overlap"] for name, reply in workers.items()}
+                yield "fallbacks", {name: reply["fallbacks"] for name, reply in workers.items()}
 
 
 def switch(client: Client, mode: str, learned: Path) -> None:
@@ -102,7 +102,7 @@ def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
     """Run the pipeline until the governor has had its time to try; what tells whether a run was right."""
     switch(client, ADAPTIVE, learned)
     client.run(_allow)
-    ends = time.monotonic() + PATIENCE * plan.learn
+    ends = time.monotonic() + (PATIENCE * plan.learn if ADAPTIVE in plan.modes else 0)
     while True:
         _, total = timed(frame)
         if time.monotonic() > ends:

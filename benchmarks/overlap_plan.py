@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from overlap_figures import ADAPTIVE, OFF
@@ -12,6 +12,8 @@ from dask_gpurt.overlap.knowledge import PRIORITY, Setting
 
 #: Communication has the higher priority, and that is all.
 FIRST = "priority"
+#: The modes of the runtime that are compared.
+MODES = (OFF, FIRST, ADAPTIVE)
 #: The share of the time that trying may lose while it is learnt what pays.
 LEARNING = 1.0
 
@@ -38,6 +40,8 @@ class Plan:
         Rows of the frames, and of the square matrices, that are computed with.
     collective
         Bytes of a collective on each GPU.
+    modes
+        Of the runtime, that take turns in the pipeline.
     """
 
     backend: str
@@ -53,6 +57,7 @@ class Plan:
     rows: int
     side: int
     collective: int
+    modes: tuple[str, ...]
     protocol: str | None = None
     rmm_pool_size: float = 0.5
 
@@ -72,7 +77,7 @@ class Plan:
         return {OFF: PRIORITY, FIRST: PRIORITY, **{str(one): one for one in confined}, ADAPTIVE: None}
 
 
-def rotated(settings: Mapping[str, Setting | None], turn: int) -> list[str]:
+def rotated(settings: Iterable[str], turn: int) -> list[str]:
     """The settings in the order of a round: each is first once, so that none is always after the same."""
     names = list(settings)
     first = turn % len(names)

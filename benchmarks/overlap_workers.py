@@ -28,9 +28,9 @@ from processes import Barrier
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import local_cluster
-from dask_gpurt.device import SmsError
+from dask_gpurt.device import PriorityError, SmsError
 from dask_gpurt.observe import Decisions
-from dask_gpurt.overlap.actuators import ResidencyCaps, SmShare, Together
+from dask_gpurt.overlap.actuators import Precedence, ResidencyCaps, SmShare, Together
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
@@ -95,7 +95,8 @@ class Beside:
         residency = self.plugin.residency.actuator
         self.caps = ResidencyCaps(residency) if residency else None
         self.share = self._share()
-        self.actuator = Together(self.caps, self.share)
+        self.precedence = self._precedence()
+        self.actuator = Together(self.caps, self.share, self.precedence)
         self.decisions = Decisions()
         self.threads = ThreadPoolExecutor(1, thread_name_prefix="shuffles")
         self.key = 0
@@ -113,6 +114,15 @@ class Beside:
         except SmsError as error:
             note(str(error))
             return None
+
+    def _precedence(self) -> Precedence | None:
+        """What says whether communication comes first, if the device can change that."""
+        try:
+            self.device.try_priorities()
+        except PriorityError as error:
+            self.plugin.metrics.fallback("communication always has its priority", str(error))
+            return None
+        return Precedence(self.device)
 
     # ---- a leg -------------------------------------------------------------------------
 
@@ -208,14 +218,14 @@ class Beside:
 
     def learn(self) -> Governor:
         """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
-        candidates = dict(self.plan.candidates()) if self.caps else {}
-        if self.share:
-            candidates |= self.share.settings()
+        candidates = self.plan.candidates() if self.caps else {}
+        for other in filter(None, (self.share, self.precedence)):
+            candidates |= other.settings()
         governor = Governor(candidates, budget=LEARNING)
-        turns = max(2, round(self.plan.learn / (2 * MOSTLY * self.plan.seconds)))
-        for _ in range(turns):
-            self.leg(governor, self.tasks, 0)
-            self.leg(governor, 0, self.shuffles)
+        turns = max(2, round(self.plan.learn / (1.5 * MOSTLY * self.plan.seconds)))
+        for turn in range(turns):
+            if turn % MOSTLY == 0:
+                self.leg(governor, self.tasks, 0)
             self.leg(governor, MOSTLY * self.tasks, MOSTLY * self.shuffles)
         return Governor(candidates, governor.known)
 

@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dask_gpurt.overlap.governor import Governing
-from dask_gpurt.overlap.knowledge import PRIORITY, Sample, Setting
-from dask_gpurt.overlap.objective import Speeds, Work, side_by_side
+from dask_gpurt.overlap.knowledge import OFF, PRIORITY, Alone, Ran, Setting, Step
 
 CAP8, CAP6, CAP4, SPLIT = Setting(residency=8), Setting(residency=6), Setting(residency=4), Setting(sms=116)
-#: What a kernel keeps of its speed at worst: a cap of 16 blocks, SMs of 132.
-CANDIDATES = {SPLIT: 116 / 132, CAP8: 8 / 16, CAP6: 6 / 16, CAP4: 4 / 16}
+#: What a step keeps of its speed at worst: a cap of 16 blocks, SMs of 132, one after the other.
+CANDIDATES = {SPLIT: 116 / 132 / 2, CAP8: 8 / 16, CAP6: 6 / 16, CAP4: 4 / 16, OFF: 0.5}
 #: Tasks of a step, and bytes a second of communication alone.
 TASKS, LINK = 20, 1e9
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done in a step, in seconds that each would take alone."""
+
+    compute: float
+    communication: float
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast both progress together, each as a share of its speed alone, above 0 and at most 1."""
+
+    compute: float
+    communication: float
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long a step takes at some speeds, and for how much of it both run, in seconds."""
+
+    speeds: Speeds
+    total: float
+    together: float
+
+
+def side_by_side(work: Work, speeds: Speeds) -> Course:
+    """Do a step: both run until the first one is done, and the other goes on alone.
+
+    For speeds that add up to more than 1 the total is the larger of
+    ``K + C (1 - c) / m`` and ``C + K (1 - m) / c``, with K, C the work and c, m the speeds: in the first case
+    compute is waited for, and pays for the communication beside it; in the second it is the other way round.
+    """
+    together = min(work.compute / speeds.compute, work.communication / speeds.communication)
+    left = work.compute + work.communication - together * (speeds.compute + speeds.communication)
+    return Course(speeds, together + left, together)
+
 
 Curve = Mapping[Setting, Speeds]
 
@@ -29,21 +67,23 @@ def plain(f: float) -> Speeds:
     return Speeds(1 / (2 - f), 1 / (2 - f))
 
 
-#: f without control and under each setting, as measured on four H200: the first three beside a shuffle, the
-#: others beside an all-reduce. A cap of 8 was not measured, nor the caps of 6 and the split of the last two:
-#: they are taken to lie between the others.
+#: f without control and under each setting, as measured on four H200: the first three beside copies to
+#: another GPU, the next two beside an all-reduce, the last two beside shuffles of the runtime. A cap of 8 was
+#: not measured for the first ones, nor the cap of 6 for the last: they are taken to lie between the others.
 MEASURED: dict[str, tuple[float, dict[Setting, float]]] = {
     "join": (0.33, {PRIORITY: 0.59, SPLIT: 0.58, CAP8: 0.42, CAP6: 0.25, CAP4: 0.18}),
     "groupby": (0.20, {PRIORITY: 0.37, SPLIT: 0.27, CAP8: 0.35, CAP6: 0.32, CAP4: 0.33}),
     "gemm": (0.07, {PRIORITY: 0.30, SPLIT: 0.44, CAP8: 0.28, CAP6: 0.26, CAP4: 0.30}),
     "bf16-gemm": (0.73, {PRIORITY: 0.73, SPLIT: 0.70, CAP8: 0.71, CAP6: 0.68, CAP4: 0.63}),
     "elementwise": (0.39, {PRIORITY: 0.40, SPLIT: 0.40, CAP8: 0.50, CAP6: 0.60, CAP4: 0.80}),
-}
-CURVES: dict[str, Curve] = {
-    name: {setting: measured(f) for setting, f in responses.items()}
-    for name, (_, responses) in MEASURED.items()
+    "strings": (0.61, {PRIORITY: 0.44, SPLIT: 0.46, CAP8: 0.52, CAP6: 0.46, CAP4: 0.40}),
+    "fp32-gemm": (0.18, {PRIORITY: 0.56, SPLIT: 0.74, CAP8: 0.60, CAP6: 0.57, CAP4: 0.55}),
 }
 UNCONTROLLED = {name: plain(f) for name, (f, _) in MEASURED.items()}
+CURVES: dict[str, Curve] = {
+    name: {OFF: UNCONTROLLED[name], **{setting: measured(f) for setting, f in responses.items()}}
+    for name, (_, responses) in MEASURED.items()
+}
 
 
 @dataclass
@@ -55,7 +95,9 @@ class Steps:
     communication
         Seconds of communication alone in a step, as a share of those of compute.
     noise
-        The relative standard deviation of what is measured.
+        The relative standard deviation of what a step takes.
+    lumps
+        Pieces that communication counts in.
     """
 
     governor: Governing
@@ -66,11 +108,13 @@ class Steps:
     seed: int = 0
     #: Seconds that a task takes alone.
     task: float = 1.0
+    lumps: int = 16
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        #: Seconds under each setting, without the noise; None is alone.
-        self.seconds: dict[Setting | None, float] = {}
+        #: Seconds in flight under each setting, without the noise.
+        self.seconds: dict[Setting, float] = {}
+        self._owed = 0.0
 
     @property
     def work(self) -> Work:
@@ -87,47 +131,28 @@ class Steps:
 
     def run(self, steps: int) -> float:
         """Seconds that so many steps take, without the noise."""
-        return sum(sum(self._step()) for _ in range(steps))
+        return sum(self._step() for _ in range(steps))
 
-    def _step(self) -> Iterator[float]:
-        self.governor.step()
-        left = self.work.communication
-        for _ in range(TASKS):
-            setting = self.governor.choose(self.kernel).setting if left > 0 else None
-            seconds, done = self._task(setting, left)
-            left -= done
-            self.seconds[setting] = self.seconds.get(setting, 0.0) + seconds
-            yield seconds
-        if left > 1e-9:
-            self._learn(left, None, moved=left)  # alone
-            yield left
+    def _step(self) -> float:
+        setting = self.governor.choose(self.kernel).setting
+        course = side_by_side(self.work, speeds := self.curve[setting])
+        beside = min(TASKS, math.ceil(course.together / self.task * speeds.compute))
+        # What the tasks take that communication was beside, of which the last one is longer than it.
+        seconds = course.together + beside * self.task - course.together * speeds.compute
+        idle = course.total - TASKS * self.task - (seconds - beside * self.task)
+        noise = self._noisy()
+        ran = Ran(float(beside), seconds * noise, setting)
+        for _ in range(TASKS - beside):
+            self.governor.learn(Alone(self.kernel, 1.0, self.task * self._noisy()))
+        self.governor.learn_step(Step(max(0.0, idle) * noise, self._moved(), {self.kernel: ran}))
+        self.seconds[setting] = self.seconds.get(setting, 0.0) + course.together
+        return course.total
 
-    def _task(self, setting: Setting | None, left: float) -> tuple[float, float]:
-        """Seconds of a task, and of the communication alone that was done meanwhile."""
-        if setting is None:
-            self._learn(self.task, self.kernel)
-            return self.task, 0.0
-        speeds = self.curve[setting]
-        seconds = self.task / speeds.compute
-        if seconds * speeds.communication <= left:
-            self._learn(seconds, self.kernel, setting, moved=seconds * speeds.communication)
-            return seconds, seconds * speeds.communication
-        course = side_by_side(Work(self.task, left), speeds)
-        self._learn(course.total, self.kernel, setting, moved=left, steady=False)
-        return course.total, left
-
-    def _learn(
-        self,
-        seconds: float,
-        kernel: str | None,
-        setting: Setting = PRIORITY,
-        *,
-        moved: float | None = None,
-        steady: bool = True,
-    ) -> None:
-        nbytes = None if moved is None else moved * LINK * self._noisy()
-        work = 1.0 if kernel else 0.0
-        self.governor.learn(Sample(seconds * self._noisy(), kernel, work, setting, nbytes, steady))
+    def _moved(self) -> float:
+        """Bytes that count in a step: whole lumps, of which one may count in the next one."""
+        lump = self.work.communication * LINK / self.lumps
+        owed, self._owed = self._owed, lump * self._random.random() if self.noise else 0.0
+        return self.lumps * lump + owed - self._owed
 
     def _noisy(self) -> float:
         return self._random.lognormvariate(0, self.noise) if self.noise else 1.0

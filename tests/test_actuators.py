@@ -17,8 +17,8 @@ from test_overlap_control import Hand
 import dask_gpurt
 from dask_gpurt.device import SmsError
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.overlap.actuators import SmShare, Together, UnfitSetting
-from dask_gpurt.overlap.knowledge import PRIORITY, Setting
+from dask_gpurt.overlap.actuators import Precedence, SmShare, Together, UnfitSetting
+from dask_gpurt.overlap.knowledge import OFF, PRIORITY, Setting
 
 
 class Contexts:
@@ -134,12 +134,33 @@ def test_of_two_each_gets_its_part() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "said"),
-    [(Setting(residency=4), "to residency 4 here"), (Setting(sms=116), "to 116 SMs here")],
+    [
+        (Setting(residency=4), "residency 4 is not possible here"),
+        (Setting(sms=116), "116 SMs is not possible here"),
+        (OFF, "no priority is not possible here"),
+    ],
 )
 def test_what_nothing_confines_is_refused(setting: Setting, said: str) -> None:
     caps, share = Hand(), SmShare(Contexts(), quiet)
     with pytest.raises(UnfitSetting, match=said):
         Together(None if setting.residency else caps, None if setting.sms else share).apply(setting)
+
+
+def test_communication_comes_first_unless_a_setting_says_otherwise() -> None:
+    device, caps = HostDevice(2**20), Hand()
+    device.prioritised = True
+    both = Together(caps, precedence=Precedence(device))
+    assert both.settings() == {**caps.settings(), OFF: 0.5}
+    both.apply(OFF)
+    assert not device.prioritised
+    both.apply(Setting(residency=4))
+    assert device.prioritised
+    assert caps.confined == Setting(residency=4)
+    both.apply(OFF)
+    assert caps.confined == PRIORITY
+    both.clear()
+    assert device.prioritised
+    assert both.counters()["without priority"] == 2
 
 
 # ---- on real workers ---------------------------------------------------------------------
@@ -191,3 +212,23 @@ def test_where_there_are_no_such_contexts_there_is_priority_only(
         reason = reply["fallbacks"]["compute is not confined"]["reason"]
         assert said in reason
         assert reason.endswith("The shuffle has its priority")
+
+
+def test_a_device_whose_priorities_change_may_go_without(
+    start: Starting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostDevice, "try_priorities", lambda self: None)
+    client = start(mode="adaptive", adaptive={"sms": "none"})
+    found = client.run(
+        lambda dask_worker: [str(one) for one in dask_worker.plugins["gpurt"].overlap._governor.candidates]
+    )
+    assert all("no priority" in settings for settings in found.values())
+    assert_right(shuffled())
+
+
+def test_where_priorities_do_not_change_the_rest_is_tried(start: Starting) -> None:
+    client = start(mode="adaptive", adaptive={"sms": "none"})
+    for reply in dask_gpurt.report(client)["workers"].values():
+        known = reply["fallbacks"]["communication always has its priority"]
+        assert known["reason"] == "copies of a processor have no priority"
+        assert "compute is not confined" not in reply["fallbacks"]

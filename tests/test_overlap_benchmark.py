@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from overlap_plan import rotated
 
-from dask_gpurt.overlap.knowledge import PRIORITY
+from dask_gpurt.overlap.knowledge import FEW, PRIORITY, Alone, Knowledge
 
 pytestmark = pytest.mark.slow
 
@@ -66,19 +66,19 @@ def test_each_setting_comes_first_once() -> None:
 
 
 @given(compute=SECONDS, communication=SECONDS, c=st.floats(0.1, 1), m=st.floats(0.1, 1))
-def test_a_leg_tells_the_speeds_of_the_time_in_which_both_ran(
+def test_a_leg_tells_what_communication_has_added(
     compute: float, communication: float, c: float, m: float
 ) -> None:
     """Both run at some speeds until one is done, and the other goes on alone, at its full speed."""
     both = min(compute / c, communication / m)
     ends = both + compute - both * c, both + communication - both * m
     times = collectives.Times(max(ends), *ends)
-    alone = collectives.Times(compute + communication, compute, communication)
-    sample = collectives.beside("kernel", PRIORITY, times, alone, 10.0, 100.0)
-    assert sample.seconds == pytest.approx(both)
-    assert sample.work / sample.seconds == pytest.approx(10.0 * c / compute, rel=1e-6)
-    assert sample.moved is not None
-    assert sample.moved / sample.seconds == pytest.approx(100.0 * m / communication, rel=1e-6)
+    known = Knowledge()
+    for _ in range(FEW):
+        known.add(Alone("kernel", 10.0, compute))
+    cost = known.cost(collectives.step("kernel", PRIORITY, times, 10.0, 100.0))
+    assert cost is not None
+    assert 100.0 * cost == pytest.approx(max(ends) - compute, abs=1e-6)
 
 
 # ---- as a user types it ------------------------------------------------------------------

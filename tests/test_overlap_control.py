@@ -12,7 +12,7 @@ from dask_gpurt.observe.decisions import KEPT
 from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Decision, Governor
-from dask_gpurt.overlap.knowledge import PRIORITY, Sample, Setting
+from dask_gpurt.overlap.knowledge import PRIORITY, Alone, Ran, Setting, Step
 from dask_gpurt.overlap.occupancy import Kernel, Limits, Residency
 
 
@@ -21,19 +21,20 @@ class Deciding:
 
     def __init__(self, **settings: Setting):
         self.settings = settings
-        self.samples: list[Sample] = []
-        self.steps = 0
+        self.alone: list[Alone] = []
+        self.steps: list[Step] = []
         self.forgets: str | None = None
 
     def choose(self, kernel: str) -> Decision:
         return Decision(self.settings.get(kernel, PRIORITY), "the test says so")
 
-    def learn(self, sample: Sample) -> str | None:
-        self.samples.append(sample)
+    def learn(self, alone: Alone) -> str | None:
+        self.alone.append(alone)
         return self.forgets
 
-    def step(self) -> None:
-        self.steps += 1
+    def learn_step(self, step: Step) -> str | None:
+        self.steps.append(step)
+        return self.forgets
 
 
 class Hand:
@@ -123,38 +124,80 @@ def test_the_same_setting_is_not_applied_again() -> None:
     assert bench.hand.calls == 0
 
 
-def test_tasks_alone_beside_and_communication_alone_are_told_apart() -> None:
+def test_tasks_alone_and_all_of_a_step_are_measured() -> None:
     bench = Bench(join=CAP4)
     bench.task("join", 1.0)
     bench.control.in_flight(1, 0)
     bench.passes(0.5, 100)
     bench.task("join", 2.0, 300)
+    bench.task("join", 3.0, 200)
+    bench.task("sort", 1.0)
+    bench.control.in_flight(0, 2)
+    bench.passes(0.25, 10)
     bench.control.in_flight(0, 0)
-    assert bench.deciding.samples == [
-        Sample(1.0, "join", 10.0),
-        Sample(0.5, moved=100),
-        Sample(2.0, "join", 10.0, CAP4, 300),
-    ]
+    bench.passes(100)
+    bench.task("join", 1.5)
+    assert bench.deciding.steps == []
+    bench.control.in_flight(1, 0)
+    assert bench.deciding.alone == [Alone("join", 10.0, 1.0), Alone("join", 10.0, 1.5)]
+    ran = {"join": Ran(20.0, 5.0, CAP4), "sort": Ran(10.0, 1.0)}
+    assert bench.deciding.steps == [Step(0.75, 610, ran)]
+    assert bench.deciding.steps[0].seconds == 6.75
 
 
-def test_a_run_that_begins_or_ends_within_a_task_spoils_its_measurement() -> None:
+def test_a_step_ends_between_tasks() -> None:
+    """Where there is always a run in flight, the next one begins in the middle of a task."""
+    bench = Bench()
+    bench.control.in_flight(1, 0)
+    for runs in (2, 1):
+        bench.control.begins("a", "join", 10.0)
+        bench.passes(1.0, 100)
+        bench.control.in_flight(runs, 0)
+        bench.passes(1.0, 100)
+        bench.control.ends("a")
+        assert bench.deciding.steps == [Step(0.0, 200, {"join": Ran(10.0, 2.0)})]
+
+
+def test_a_task_that_only_a_part_of_a_step_was_beside_counts_whole() -> None:
+    """What it takes longer than alone is what communication has added to it."""
     bench = Bench()
     bench.control.begins("a", "join", 10)
     bench.passes(1)
     bench.control.in_flight(1, 0)
     bench.passes(1, 100)
+    bench.control.in_flight(0, 0)
+    bench.passes(1)
     bench.control.ends("a")
-    assert bench.deciding.samples == [Sample(2.0, "join", 10, PRIORITY, 100, steady=False)]
+    bench.control.close()
+    assert bench.deciding.alone == []
+    assert bench.deciding.steps == [Step(0.0, 100, {"join": Ran(10, 3.0)})]
 
 
 def test_tasks_that_share_the_device_spoil_each_others_measurement() -> None:
     bench = Bench()
-    bench.control.begins("a", "join", 1)
-    bench.control.begins("b", "sort", 1)
-    bench.passes(1)
-    bench.control.ends("a")
-    bench.control.ends("b")
-    assert [sample.steady for sample in bench.deciding.samples] == [False, False]
+    for runs in (0, 1):
+        bench.control.in_flight(runs, 0)
+        bench.control.begins("a", "join", 1)
+        bench.control.begins("b", "sort", 1)
+        bench.passes(1)
+        bench.control.ends("a")
+        bench.control.ends("b")
+    bench.control.close()
+    assert bench.deciding.alone == []
+    assert [step.steady for step in bench.deciding.steps] == [False]
+
+
+def test_where_there_is_always_a_task_steps_end_all_the_same() -> None:
+    bench = Bench()
+    bench.control.in_flight(1, 0)
+    bench.control.begins(0, "join", 1)
+    for number in range(1, 10):
+        bench.control.begins(number, "join", 1)
+        bench.passes(1, 1)
+        bench.control.ends(number - 1)
+        bench.control.in_flight(1 + number % 2, 0)
+    assert len(bench.deciding.steps) > 3
+    assert not any(step.steady for step in bench.deciding.steps)
 
 
 def test_a_setting_that_was_not_in_force_throughout_is_not_measured() -> None:
@@ -165,41 +208,42 @@ def test_a_setting_that_was_not_in_force_throughout_is_not_measured() -> None:
     bench.control.ends("b")
     bench.passes(1, 1)
     bench.control.ends("a")
-    assert not bench.deciding.samples[-1].steady
+    bench.control.close()
+    assert not bench.deciding.steps[-1].steady
 
 
-def test_a_pull_between_pulls_does_not_cut_communication_alone() -> None:
+def test_pulls_end_no_step() -> None:
     bench = Bench()
     bench.control.in_flight(1, 1)
     for pulls in (2, 1, 2, 1):
         bench.passes(0.25, 25)
         bench.control.in_flight(1, pulls)
     bench.control.in_flight(0, 0)
-    assert bench.deciding.samples == [Sample(1.0, moved=100)]
-
-
-def test_waiting_for_peers_is_no_speed() -> None:
-    bench = Bench()
-    bench.control.in_flight(1, 0)
-    bench.passes(5)
-    bench.control.in_flight(0, 0)
-    assert bench.deciding.samples == []
+    assert bench.deciding.steps == []
+    bench.control.close()
+    assert bench.deciding.steps == [Step(1.0, 100)]
 
 
 def test_a_task_that_failed_teaches_nothing() -> None:
     bench = Bench()
-    bench.control.begins("a", "join", 1)
-    bench.passes(1)
-    bench.control.ends("a", done=False)
+    for runs in (0, 1):
+        bench.control.in_flight(runs, 0)
+        bench.control.begins("a", "join", 1)
+        bench.passes(1, runs)
+        bench.control.ends("a", done=False)
     bench.control.ends("never begun")
-    assert bench.deciding.samples == []
+    bench.control.close()
+    assert bench.deciding.alone == []
+    assert not any(step.steady for step in bench.deciding.steps)
 
 
 def test_each_run_is_a_step() -> None:
     bench = Bench()
     for runs, pulls in ((1, 0), (1, 4), (2, 4), (1, 4), (0, 0), (1, 0)):
         bench.control.in_flight(runs, pulls)
-    assert bench.deciding.steps == 3
+        bench.passes(1, 1)
+    bench.control.close()
+    assert len(bench.deciding.steps) == 3
 
 
 def test_what_the_actuator_refuses_is_said_once_and_leaves_priority() -> None:
@@ -211,7 +255,8 @@ def test_what_the_actuator_refuses_is_said_once_and_leaves_priority() -> None:
     said = "residency 4 is too much for this device"
     assert fallbacks == {"compute is not confined": {"reason": said, "count": 1}}
     assert bench.hand.confined == PRIORITY
-    assert not any(sample.steady for sample in bench.deciding.samples)
+    bench.control.close()
+    assert not any(step.steady for step in bench.deciding.steps)
 
 
 def test_closing_confines_nothing_any_more() -> None:
@@ -225,8 +270,8 @@ def test_closing_confines_nothing_any_more() -> None:
 @pytest.mark.parametrize(("kernel", "found"), [("elementwise", CAP4), ("join", PRIORITY)])
 def test_the_governor_finds_its_setting_by_what_is_reported(kernel: str, found: Setting) -> None:
     hand = Hand()
-    bench = Bench(hand, Governor(hand.settings()))
-    for _ in range(150):
+    bench = Bench(hand, Governor(hand.settings(), budget=1.0))
+    for _ in range(60):
         confined = one_step(bench, kernel, CURVES[kernel])
     assert set(confined) == {found}
 

@@ -14,14 +14,14 @@ from curves import CANDIDATES, CURVES, Steps
 from dask_gpurt.cli import main
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Governor, safest
-from dask_gpurt.overlap.knowledge import Knowledge, Sample
+from dask_gpurt.overlap.knowledge import Alone, Knowledge
 from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, load, merged, read, write
 
 H200 = Ground("NVIDIA H200", {"cudf": "26.10.2"})
 
 
 def learnt(*kernels: str, steps: int = 60) -> Knowledge:
-    governor = Governor(CANDIDATES)
+    governor = Governor(CANDIDATES, budget=1.0)
     for kernel in kernels:
         Steps(governor, kernel, CURVES[kernel], noise=0.03).run(steps)
     return governor.known
@@ -48,8 +48,18 @@ def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
 
 
 def broken(**changes: Any) -> bytes:
-    values = {"format": 1, "device": "x", "libraries": {}, "known": Knowledge().plain(), **changes}
+    values = {"format": 2, "device": "x", "libraries": {}, "known": Knowledge().plain(), **changes}
     return json.dumps(values).encode()
+
+
+def knowing(alone: list[Any]) -> dict[str, Any]:
+    """Knowledge of a kernel of which something is said of its speed alone."""
+    kernel = {"steps": 1, "work": 1.0, "alone": alone, "beside": {}}
+    return {**Knowledge().plain(), "kernels": {"join": kernel}}
+
+
+def test_what_is_said_of_a_kernel_is_read() -> None:
+    assert Knowledge.of(knowing([1, 2.0, 0, 2.0])).kernels["join"].alone.mean == 2.0
 
 
 @pytest.mark.parametrize(
@@ -60,13 +70,13 @@ def broken(**changes: Any) -> bytes:
         b"[]",
         b"{}",
         b"not json",
-        broken(format=2),
+        broken(format=1),
         broken(libraries=[]),
         broken(known={}),
-        broken(known={**Knowledge().plain(), "link": [1, 2]}),
-        broken(known={**Knowledge().plain(), "link": [1, "fast", 0]}),
-        broken(known={**Knowledge().plain(), "link": [1, float("nan"), 0]}),
-        broken(known={**Knowledge().plain(), "link": [-1, 1, 0]}),
+        broken(known=knowing([1, 2])),
+        broken(known=knowing([1, "fast", 0, 1])),
+        broken(known=knowing([1, float("nan"), 0, 1])),
+        broken(known=knowing([-1, 1, 0, 1])),
         broken(known={**Knowledge().plain(), "kernels": {"join": {"samples": 3}}}),
         broken(known={**Knowledge().plain(), "kernels": {"join": None}}),
         broken(known={**Knowledge().plain(), "kernels": 4}),
@@ -114,7 +124,7 @@ def test_workers_that_write_at_once_keep_each_others_kernels(tmp_path: Path) -> 
     path = tmp_path / "learned.json"
     parts = [Knowledge() for _ in range(20)]
     for number, part in enumerate(parts):
-        part.add(Sample(1.0, f"kernel-{number}", 1.0))
+        part.add(Alone(f"kernel-{number}", 1.0, 1.0))
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda part: write(path, H200, part), parts))
     assert len(read(path, H200).kernels) == 20
@@ -123,8 +133,8 @@ def test_workers_that_write_at_once_keep_each_others_kernels(tmp_path: Path) -> 
 def test_of_a_kernel_the_better_known_is_kept() -> None:
     few, many = Knowledge(), Knowledge()
     for _ in range(3):
-        many.add(Sample(2.0, "join", 1.0))
-    few.add(Sample(1.0, "join", 1.0))
+        many.add(Alone("join", 1.0, 2.0))
+    few.add(Alone("join", 1.0, 1.0))
     assert merged(few, many).kernels["join"].samples == 3
     assert merged(many, few).kernels["join"].samples == 3
 
@@ -141,7 +151,7 @@ def test_the_table_says_what_the_governor_uses(known: Knowledge) -> None:
 
 def test_a_kernel_that_is_hardly_known_has_no_figures() -> None:
     fresh = Knowledge()
-    fresh.add(Sample(1.0, "sort", 1.0))
+    fresh.add(Alone("sort", 1.0, 1.0))
     (row,) = rows(fresh)
     assert row["setting"] == "priority only"
     assert row["total"] is None

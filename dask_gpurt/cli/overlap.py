@@ -19,7 +19,7 @@ from dask_gpurt.overlap.learned import LearnedError, directory, load
 
 #: The last decisions of a worker that are printed.
 LAST = 10
-COLUMNS = ("setting", "samples", "compute", "communication", "total", "at best … at worst", "why")
+COLUMNS = ("setting", "samples", "compute", "adds", "total", "at best … at worst", "why")
 
 
 @click.command()
@@ -104,7 +104,7 @@ def print_part(name: str, part: Mapping[str, Any]) -> None:
 
 
 def _table(kernels: Iterable[Mapping[str, Any]]) -> Table:
-    """What is used in bold. Speeds are shares of those alone, times shares of that with priority only."""
+    """What is used in bold. Speeds are shares of those alone, times shares of a step with priority only."""
     table = Table("kernel", *COLUMNS, box=None)
     last = None
     for row in kernels:
@@ -116,7 +116,7 @@ def _table(kernels: Iterable[Mapping[str, Any]]) -> Table:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if row["total"] is None:
         return row["setting"], str(row["samples"]), "", "", "", "", row["why"]
-    shares = (f"{row[name]:.0%}" for name in ("compute", "communication", "total"))
+    shares = (f"{row[name]:.0%}" for name in ("compute", "adds", "total"))
     return (
         row["setting"],
         str(row["samples"]),

@@ -7,8 +7,19 @@ from dask_gpurt.device.protocol import (
     MappingError,
     Pool,
     PoolFull,
+    PriorityError,
     SmContexts,
     SmsError,
 )
 
-__all__ = ["Block", "Device", "Mapping", "MappingError", "Pool", "PoolFull", "SmContexts", "SmsError"]
+__all__ = [
+    "Block",
+    "Device",
+    "Mapping",
+    "MappingError",
+    "Pool",
+    "PoolFull",
+    "PriorityError",
+    "SmContexts",
+    "SmsError",
+]

@@ -2,7 +2,8 @@
 
 Memory of the user's allocator may not be mappable (asynchronous and managed pools are
 not), so the pool is our own. Copies run on streams of the highest priority, one for each
-thread; a copy from a mapped peer is done by the copy engines and costs no SM.
+thread, unless the governor says otherwise; a copy from a mapped peer is done by the copy
+engines and costs no SM.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any
 import cupy
 import numpy as np
 import rmm
-from cuda.bindings.runtime import cudaDeviceGetStreamPriorityRange
+from cuda.bindings.runtime import (
+    cudaDeviceGetStreamPriorityRange,
+    cudaError_t,
+    cudaStreamAttrID,
+    cudaStreamAttrValue,
+    cudaStreamGetPriority,
+    cudaStreamSetAttribute,
+)
 from cupy.cuda import runtime
 from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
@@ -37,6 +45,7 @@ from dask_gpurt.device.protocol import (
     MappingError,
     Pool,
     PoolFull,
+    PriorityError,
     SmContexts,
     Ticket,
 )
@@ -149,16 +158,30 @@ class CudaDevice:
 
     def stream(self) -> tuple[Stream, Any]:
         """This thread's communication stream, for rmm and libcudf, and for cupy."""
-        # One for each priority: what the attribute says may change while shuffles run.
-        name = "first" if self.prioritised else "equal"
-        if not hasattr(self._streams, name):
+        mine, first = self._streams, self.prioritised
+        if not hasattr(mine, "pair"):
             with usual_context(self.index):  # a confined task may be the first to ask
-                _, least, greatest = cudaDeviceGetStreamPriorityRange()
-                priority = greatest if self.prioritised else least
-                stream = cupy.cuda.Stream(non_blocking=True, priority=priority)
-            setattr(self._streams, name, (Stream(stream), stream))
-        pair: tuple[Stream, Any] = getattr(self._streams, name)
+                stream = cupy.cuda.Stream(non_blocking=True, priority=self._priority(first))
+            mine.pair, mine.first = (Stream(stream), stream), first
+        pair: tuple[Stream, Any] = mine.pair
+        if mine.first != first:
+            # Not by another stream: whatever this one was given keeps its order.
+            with usual_context(self.index):
+                prioritise(pair[1], self._priority(first))
+            mine.first = first
         return pair
+
+    def _priority(self, first: bool) -> int:
+        _, least, greatest = cudaDeviceGetStreamPriorityRange()
+        return int(greatest if first else least)
+
+    def try_priorities(self) -> None:
+        with usual_context(self.index):
+            stream = cupy.cuda.Stream(non_blocking=True, priority=self._priority(True))
+            for first in (False, True):
+                prioritise(stream, priority := self._priority(first))
+                if (found := cudaStreamGetPriority(stream.ptr)[1]) != priority:
+                    raise PriorityError(f"a stream has the priority {found} after it was given {priority}")
 
     def after_compute(self) -> tuple[Stream, Any]:
         """The communication stream, ordered behind what the user's stream was given so far."""
@@ -345,6 +368,21 @@ def _allocator(resource: Any) -> str:
     while (resource := getattr(resource, "upstream_mr", None)) is not None:
         names.append(type(resource).__name__)
     return " over ".join(names)
+
+
+def prioritise(stream: Any, priority: int) -> None:
+    """Give what a stream is given from now on another priority.
+
+    Raises
+    ------
+    PriorityError
+        When the driver refuses, as those before CUDA 11.7.
+    """
+    value = cudaStreamAttrValue()
+    value.priority = priority
+    (error,) = cudaStreamSetAttribute(stream.ptr, cudaStreamAttrID.cudaLaunchAttributePriority, value)
+    if error != cudaError_t.cudaSuccess:
+        raise PriorityError(f"the priority of a stream does not change to {priority}: {error.name}")
 
 
 def behind(stream: Any) -> Fence:

@@ -28,6 +28,7 @@ from dask_gpurt.device.protocol import (
     MappingError,
     Pool,
     PoolFull,
+    PriorityError,
     SmContexts,
     SmsError,
     Ticket,
@@ -186,6 +187,9 @@ class HostDevice:
 
     def sm_contexts(self) -> SmContexts:
         raise SmsError("a processor has no SMs")
+
+    def try_priorities(self) -> None:
+        raise PriorityError("copies of a processor have no priority")
 
     def memory(self) -> tuple[int, int]:
         try:

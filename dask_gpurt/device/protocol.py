@@ -55,6 +55,10 @@ class SmsError(OSError):
     """Compute can not be confined to some of the SMs; the message says why."""
 
 
+class PriorityError(OSError):
+    """The priority of communication can not be changed; the message says why."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A piece of a pool: ``nbytes`` bytes from ``offset``, seen through ``buffer``."""
@@ -191,7 +195,8 @@ class Device(Protocol):
     on_host: bool
     #: Of its memory, what a pool takes when nobody says: enough for producers to run ahead.
     pool_share: float
-    #: Whether its own streams come before those of user code, where they share the device.
+    #: Whether its own streams come before those of user code, where they share the device. What is
+    #: launched after a change has the new priority, and the order that it would have had.
     prioritised: bool
 
     def describe(self) -> dict[str, Any]:
@@ -205,6 +210,16 @@ class Device(Protocol):
         ------
         SmsError
             When there are none.
+        """
+        ...
+
+    def try_priorities(self) -> None:
+        """Change the priority of a stream.
+
+        Raises
+        ------
+        PriorityError
+            When that is not possible.
         """
         ...
 

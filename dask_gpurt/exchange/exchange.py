@@ -73,7 +73,7 @@ class Exchange:
         self._asked: dict[str, float] = {}
         self._runs: set[RunKey] = set()
         self._pulls = 0
-        #: Bytes that were pulled.
+        #: Bytes of shards that were offered to this worker.
         self.moved = 0
         #: Called on the event loop with how many runs publish and how many shards are being pulled.
         self.in_flight: Callable[[int, int], None] = _nobody_asks
@@ -125,6 +125,7 @@ class Exchange:
         device = self.pools.device(shard.device)
         parcel = Parcel(run, shard, path, device, self.landing, self._release_soon)
         self._parcels[shard.producer].add(parcel)
+        self.moved += shard.nbytes
         headers = sum(len(section.header) for section in shard.sections)
         self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes + headers)
         self.metrics.add(f"exchange.shards.{path.name}")
@@ -149,7 +150,6 @@ class Exchange:
                 else:
                     with self.metrics.seconds("exchange.seconds.pulling"):
                         await self.offload(self._pull_mapped, parcel)
-                self.moved += nbytes
         except Exception as error:
             parcel.fail(error)
             parcel.moved_in_vain()

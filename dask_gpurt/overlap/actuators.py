@@ -1,21 +1,23 @@
-"""The hands of the governor: what confines the compute of this process, and to what it can."""
+"""The hands of the governor: what confines the compute of this process, and what comes first."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from dask_gpurt.device import SmContexts, SmsError
-from dask_gpurt.overlap.knowledge import PRIORITY, Setting
+from dask_gpurt.device import Device, SmContexts, SmsError
+from dask_gpurt.overlap.knowledge import OFF, PRIORITY, Setting
 from dask_gpurt.overlap.occupancy import Caps, Residency
 
 #: The caps that are worth trying, in blocks on an SM: those that were measured, and one that is mild.
 CAPS = (8, 6, 4)
 #: The blocks of a kernel that an SM mostly holds at most: 2048 threads in blocks of 128.
 USUAL = 16
-
+#: At worst nothing of a step is hidden any more, and one after the other takes no longer than twice as long.
+ONE_BY_ONE = 0.5
 
 Result = TypeVar("Result")
 
@@ -25,14 +27,14 @@ class UnfitSetting(ValueError):
 
 
 class Actuator(Protocol):
-    """Confines the compute of this process, and leaves communication alone."""
+    """Sets how compute and communication of this process share the device."""
 
     def settings(self) -> Mapping[Setting, float]:
-        """What is worth trying, and the share of its speed that a kernel keeps under it at worst."""
+        """What is worth trying, and the share of its speed that a step keeps under it at worst."""
         ...
 
     def apply(self, setting: Setting) -> None:
-        """Confine what is launched from now on.
+        """Set it for what is launched from now on.
 
         Raises
         ------
@@ -42,7 +44,7 @@ class Actuator(Protocol):
         ...
 
     def clear(self) -> None:
-        """Confine nothing any more."""
+        """Confine nothing, and let communication come first."""
         ...
 
     def counters(self) -> Mapping[str, int]:
@@ -139,31 +141,60 @@ class SmShare:
             return function(*args, **arguments)
 
 
+class Precedence:
+    """Says whether communication comes first.
+
+    Parameters
+    ----------
+    device
+        Whose streams it is about; the priority of one can be changed.
+    """
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._yielded = 0
+
+    def settings(self) -> Mapping[Setting, float]:
+        return {OFF: ONE_BY_ONE}
+
+    def apply(self, setting: Setting) -> None:
+        self._device.prioritised = setting.first
+        self._yielded += not setting.first
+
+    def clear(self) -> None:
+        self._device.prioritised = True
+
+    def counters(self) -> Mapping[str, int]:
+        return {"without priority": self._yielded}
+
+
 class Together:
     """Several actuators as one, each for its part of a setting.
 
     Parameters
     ----------
-    caps, share
-        What confines by residency, and by SMs; None where that is not possible.
+    caps, share, precedence
+        What confines by residency and by SMs, and what says which comes first; None where that is not
+        possible.
     """
 
-    def __init__(self, caps: Actuator | None, share: Actuator | None):
-        self._caps = caps
-        self._share = share
+    def __init__(
+        self, caps: Actuator | None = None, share: Actuator | None = None, precedence: Actuator | None = None
+    ):
+        self._parts = {"residency": caps, "sms": share, "first": precedence}
 
     def settings(self) -> Mapping[Setting, float]:
         return {setting: keeps for one in self._all() for setting, keeps in one.settings().items()}
 
     def apply(self, setting: Setting) -> None:
-        for actuator, part in (
-            (self._caps, Setting(residency=setting.residency)),
-            (self._share, Setting(sms=setting.sms)),
-        ):
-            if actuator is None and part != PRIORITY:
-                raise UnfitSetting(f"nothing confines compute to {part} here")
-            if actuator is not None:
-                _set(actuator, part)
+        for name, actuator in self._parts.items():
+            part = replace(PRIORITY, **{name: getattr(setting, name)})
+            if part == PRIORITY and actuator is not None:
+                actuator.clear()
+            elif actuator is not None:
+                actuator.apply(part)
+            elif part != PRIORITY:
+                raise UnfitSetting(f"{part} is not possible here: nothing sets it")
 
     def clear(self) -> None:
         for actuator in self._all():
@@ -173,11 +204,4 @@ class Together:
         return {name: count for one in self._all() for name, count in one.counters().items()}
 
     def _all(self) -> list[Actuator]:
-        return [actuator for actuator in (self._caps, self._share) if actuator is not None]
-
-
-def _set(actuator: Actuator, setting: Setting) -> None:
-    if setting == PRIORITY:
-        actuator.clear()
-    else:
-        actuator.apply(setting)
+        return [actuator for actuator in self._parts.values() if actuator is not None]

@@ -6,17 +6,17 @@ Nothing here knows of Dask or CUDA: tasks and runs are reported, time and progre
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dask_gpurt.observe import Decisions, Metrics
 from dask_gpurt.overlap.actuators import Actuator
 from dask_gpurt.overlap.governor import Decision, Governing
-from dask_gpurt.overlap.knowledge import PRIORITY, Sample, Setting
+from dask_gpurt.overlap.knowledge import PRIORITY, Alone, Ran, Setting, Step
 
-#: Seconds below which nothing is measured: bytes count when a whole shard has come.
+#: Seconds below which a task says nothing of how fast its kernel is.
 SHORT = 0.002
-#: The share of a task that may be beside runs when it counts as alone, and alone when it counts as beside.
+#: The share of a task that may be beside runs when it counts as alone.
 BRIEFLY = 0.02
 
 
@@ -27,11 +27,26 @@ class _Task:
     kernel: str
     work: float
     began: float
-    moved: float
     flown: float
     setting: Setting = PRIORITY
     #: Whether nothing has happened so far that makes it no measurement.
     steady: bool = True
+
+
+@dataclass
+class _Step:
+    """The step that goes on: what there was to read when it began, and what ran since."""
+
+    idle: float
+    moved: float
+    ran: dict[str, Ran] = field(default_factory=dict)
+    steady: bool = True
+
+    def add(self, task: _Task, seconds: float) -> None:
+        """A task has ended that communication was beside."""
+        before = self.ran.get(task.kernel, Ran(0.0, 0.0, task.setting))
+        self.ran[task.kernel] = Ran(before.work + task.work, before.seconds + seconds, task.setting)
+        self.steady &= task.steady and before.setting == task.setting
 
 
 class Control:
@@ -67,24 +82,25 @@ class Control:
         self._tasks: dict[Hashable, _Task] = {}
         self._runs = self._pulls = 0
         self._applied = PRIORITY
-        #: Seconds for which something was in flight, up to the moment that it was last looked at.
-        self._flown = 0.0
+        #: Seconds for which something was in flight, and those of them in which no task ran, up to the
+        #: moment that it was last looked at.
+        self._flown = self._idle = 0.0
         self._looked = clock()
-        #: Since when communication is alone, and the bytes at that moment.
-        self._alone: tuple[float, float] | None = None
+        self._step = _Step(0.0, progress())
+        #: Whether the step is over as soon as no task runs.
+        self._over = False
 
     # ---- what happens ------------------------------------------------------------------
 
     def in_flight(self, runs: int, pulls: int) -> None:
         """So many runs publish shards, and so many shards are being pulled."""
         self._look()
-        if runs > self._runs:
-            self._governing.step()
         before = self._flying
+        # A run that begins while another one goes on ends a step too: there may always be one.
+        self._over |= runs > self._runs
         self._runs, self._pulls = runs, pulls
-        if not self._flying:
-            self._end_alone()
-        elif not before:
+        self._end_step()
+        if self._flying and not before:
             for task in self._tasks.values():
                 self._decide(task)
         self._settle()
@@ -100,8 +116,7 @@ class Control:
             How much it has to do, above 0, in any unit that is the same for all tasks of the kernel.
         """
         self._look()
-        self._end_alone()
-        task = _Task(kernel, work, self._looked, self._progress(), self._flown)
+        task = _Task(kernel, work, self._looked, self._flown)
         if self._tasks:  # who shares the device with another task measures both
             for other in (task, *self._tasks.values()):
                 other.steady = False
@@ -115,12 +130,16 @@ class Control:
         self._look()
         if (task := self._tasks.pop(key, None)) is not None:
             self._measure(task, done)
+        self._end_step()
         self._settle()
 
     def close(self) -> None:
         """Confine nothing any more."""
+        self._look()
         self._tasks.clear()
         self._runs = self._pulls = 0
+        self._over = True
+        self._end_step()
         self._settle()
 
     def counters(self) -> dict[str, Any]:
@@ -137,6 +156,7 @@ class Control:
         now = self._clock()
         if self._flying:
             self._flown += now - self._looked
+            self._idle += 0.0 if self._tasks else now - self._looked
         self._looked = now
 
     def _decide(self, task: _Task) -> None:
@@ -154,8 +174,6 @@ class Control:
         self._apply(wanted.pop() if len(wanted) == 1 else PRIORITY)
         for task in self._tasks.values():
             task.steady &= not self._flying or task.setting == self._applied
-        if self._flying and not self._tasks and self._alone is None:
-            self._alone = self._looked, self._progress()
 
     def _apply(self, setting: Setting) -> None:
         if setting == self._applied or self._actuator is None:
@@ -173,24 +191,28 @@ class Control:
         self._applied = setting
 
     def _measure(self, task: _Task, done: bool) -> None:
-        seconds = self._looked - task.began
+        seconds, flown = self._looked - task.began, self._flown - task.flown
         if not done or seconds <= 0:
-            return
-        share = (self._flown - task.flown) / seconds
-        steady = task.steady and seconds >= SHORT and not BRIEFLY < share < 1 - BRIEFLY
-        moved = self._progress() - task.moved if share > BRIEFLY else None
-        self._learn(Sample(seconds, task.kernel, task.work, task.setting, moved, steady))
+            self._step.steady &= not flown
+        elif flown > BRIEFLY * seconds:
+            self._step.add(task, seconds)
+        elif task.steady and seconds >= SHORT:
+            self._tell(self._governing.learn(Alone(task.kernel, task.work, seconds)))
 
-    def _end_alone(self) -> None:
-        if self._alone is None:
+    def _end_step(self) -> None:
+        """End the step that is over, unless tasks of it still run."""
+        if not self._over or (self._tasks and self._step.steady):
             return
-        (began, before), self._alone = self._alone, None
-        seconds, moved = self._looked - began, self._progress() - before
-        # Without progress it waited for peers, and that is no speed.
-        if moved > 0:
-            self._learn(Sample(seconds, moved=moved, steady=seconds >= SHORT))
+        began, self._over = self._step, False
+        self._step = _Step(self._idle, self._progress())
+        if self._tasks:
+            self._step.steady = False
+        idle, moved = self._step.idle - began.idle, self._step.moved - began.moved
+        if idle or moved or began.ran:
+            self._tell(self._governing.learn_step(Step(idle, moved, began.ran, began.steady)))
 
-    def _learn(self, sample: Sample) -> None:
-        if (forgotten := self._governing.learn(sample)) is not None:
+    def _tell(self, forgotten: str | None) -> None:
+        """Enter what was forgotten."""
+        if forgotten is not None:
             self._decisions.note(forgotten, "forgotten", "it is not what it was before")
             self._metrics.add("overlap.forgotten")

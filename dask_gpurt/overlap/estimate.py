@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 #: Samples that a mean is taken over.
 MEMORY = 200
-#: Before it is known the noise is taken to be a tenth of the mean; that counts as so many samples.
+#: Before it is known the noise is taken to be a tenth of what is measured; that counts as so many samples.
 PRIOR_NOISE, PRIOR_SAMPLES = 0.1, 3
 #: Standard errors between the mean and its bounds: a bound is wrong once in 740 times.
 CONFIDENCE = 3.0
@@ -25,29 +25,38 @@ OUTLIER, SETTLED = 3.0, 10
 
 
 class Estimate:
-    """The mean of a positive quantity.
+    """The mean of a quantity.
 
     Parameters
     ----------
-    count, mean, scatter
+    count, mean, scatter, size
         As :meth:`plain` has given them; a new one knows nothing.
     """
 
-    def __init__(self, count: float = 0, mean: float = 0.0, scatter: float = 0.0):
+    def __init__(self, count: float = 0, mean: float = 0.0, scatter: float = 0.0, size: float = 0.0):
         self.count = count
         self.mean = mean
+        #: The mean of what the quantity is a part of, and is measured as exactly as.
+        self.size = size
         #: The sum of squared residuals over the samples that are remembered.
         self._scatter = scatter
         self._risen = self._fallen = 0.0
 
-    def add(self, value: float) -> bool:
-        """Take a sample; whether what it measures has changed since the others."""
+    def add(self, value: float, size: float | None = None) -> bool:
+        """Take a sample; whether what it measures has changed since the others.
+
+        Parameters
+        ----------
+        size
+            What the value is a part of, such as the time that it was taken from; the value by default.
+        """
         changed = self.count >= SETTLED and self._leaves(value)
         keep = 1 - 1 / MEMORY if self.count >= MEMORY else 1.0
         self.count = self.count * keep + 1
         step = (value - self.mean) / self.count
         self._scatter = self._scatter * keep + (value - self.mean) * (value - self.mean - step)
         self.mean += step
+        self.size += ((value if size is None else size) - self.size) / self.count
         return changed
 
     def _leaves(self, value: float) -> bool:
@@ -61,7 +70,7 @@ class Estimate:
     @property
     def deviation(self) -> float:
         """The standard deviation of a sample."""
-        prior = PRIOR_SAMPLES * (PRIOR_NOISE * self.mean) ** 2
+        prior = PRIOR_SAMPLES * (PRIOR_NOISE * self.size) ** 2
         return math.sqrt((self._scatter + prior) / (self.count + PRIOR_SAMPLES))
 
     @property
@@ -71,7 +80,7 @@ class Estimate:
 
     def plain(self) -> list[float]:
         """It all, as values that JSON holds."""
-        return [self.count, self.mean, self._scatter]
+        return [self.count, self.mean, self._scatter, self.size]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
@@ -82,7 +91,7 @@ class Estimate:
         ValueError
             When the values are none of an estimate.
         """
-        count, mean, scatter = (float(value) for value in values)
-        if not all(math.isfinite(value) and value >= 0 for value in (count, mean, scatter)):
-            raise ValueError(f"{list(values)} is no estimate: expected three numbers of at least 0")
-        return cls(count, mean, scatter)
+        count, mean, scatter, size = (float(value) for value in values)
+        if not math.isfinite(mean) or not all(0 <= value < math.inf for value in (count, scatter, size)):
+            raise ValueError(f"{list(values)} is no estimate: expected count, mean, scatter and size")
+        return cls(count, mean, scatter, size)

@@ -7,6 +7,9 @@ from typing import Any
 from dask_gpurt.overlap.governor import INDIFFERENT, Governor, Outlook, safest
 from dask_gpurt.overlap.knowledge import PRIORITY, Knowledge
 
+#: The share of its speed that a step keeps at worst, where nobody says: what was measured counts alone.
+UNSAID = 0.01
+
 
 def rows(known: Knowledge) -> list[dict[str, Any]]:
     """A row for each kernel and setting of which something was measured.
@@ -14,19 +17,20 @@ def rows(known: Knowledge) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        ``kernel``, ``setting`` and ``samples``; the speeds of ``compute`` and ``communication`` together,
-        as shares of those alone; the time that a step takes relative to priority only: ``total``, at
-        ``best`` and at ``worst``; whether the setting is ``used``, and ``why``. Speeds and times are None
-        as long as they can not be told.
+        ``kernel``, ``setting`` and ``samples``, the steps measured; the speed of ``compute`` beside
+        communication, as a share of that alone; what communication ``adds`` to a step, as a share of the
+        step with priority only, and the time that the step then takes relative to that one: ``total``, at
+        ``best`` and at ``worst``; whether the setting is ``used``, and ``why``. Shares are None as long as
+        they can not be told.
     """
     return [row for name in sorted(known.kernels) for row in _of_kernel(known, name)]
 
 
 def _of_kernel(known: Knowledge, name: str) -> list[dict[str, Any]]:
     kernel = known.kernels[name]
-    governor = Governor(dict.fromkeys(kernel.beside, 0.0), known)
+    governor = Governor(dict.fromkeys(kernel.beside, UNSAID), known)
     if missing := governor.missing(kernel):
-        nothing = dict.fromkeys(("compute", "communication", "total", "best", "worst"))
+        nothing = dict.fromkeys(("compute", "adds", "total", "best", "worst"))
         first = {"kernel": name, "setting": str(PRIORITY), "samples": round(kernel.alone.count), **nothing}
         return [{**first, "used": True, "why": f"to be measured: {missing}"}]
     outlooks = governor.outlooks(kernel)
@@ -35,30 +39,29 @@ def _of_kernel(known: Knowledge, name: str) -> list[dict[str, Any]]:
         {
             "kernel": name,
             "setting": str(setting),
-            "samples": round(kernel.beside[setting].compute.count),
-            **_figures(outlook, outlooks[PRIORITY]),
+            "samples": round(kernel.beside[setting].cost.count),
+            "compute": kernel.beside[setting].compute.mean / kernel.speed(),
+            **_figures(governor, outlook, outlooks[PRIORITY]),
             "used": setting == used,
-            "why": _why(outlook, outlooks[used]),
+            "why": _why(governor, outlook, outlooks[used]),
         }
         for setting, outlook in outlooks.items()
     ]
 
 
-def _figures(outlook: Outlook, usual: Outlook) -> dict[str, float]:
-    expected = outlook.expected
-    totals = {"total": expected, "best": outlook.best, "worst": outlook.worst}
-    return {
-        "compute": expected.speeds.compute,
-        "communication": expected.speeds.communication,
-        **{name: course.total / usual.expected.total for name, course in totals.items()},
-    }
+def _figures(governor: Governor, outlook: Outlook, usual: Outlook) -> dict[str, float]:
+    step = governor.total(usual.expected) or 1.0
+    costs = {"total": outlook.expected, "best": outlook.best, "worst": outlook.worst}
+    totals = {name: governor.total(cost) / step for name, cost in costs.items()}
+    return {"adds": governor.known.moved * outlook.expected / step, **totals}
 
 
-def _why(outlook: Outlook, used: Outlook) -> str:
+def _why(governor: Governor, outlook: Outlook, used: Outlook) -> str:
+    best, enough = governor.total(outlook.best), governor.total(used.expected)
     if outlook is used:
         return "no other is faster at its worst"
-    if outlook.best.total < used.expected.total * (1 - INDIFFERENT):
+    if best < enough * (1 - INDIFFERENT):
         return "may be faster, is not known well enough"
-    if outlook.best.total < used.expected.total:
+    if best < enough:
         return "hardly faster even at its best"
     return "slower even at its best"

@@ -1,33 +1,33 @@
 """Which setting a kernel runs under beside communication: chosen by what was measured. Pure.
 
-A setting is the arm of a bandit. What it costs is the time of a whole step (``objective``), of which the
-speeds measured under it give an interval. Used is the setting with the best worst case. Of the settings
-that may be better still, the one with the best best case is tried (optimism: P. Auer, N. Cesa-Bianchi,
-P. Fischer, Machine Learning 47, 2002; intervals from measured variances: J.-Y. Audibert, R. Munos,
-C. Szepesvári, Theoretical Computer Science 410, 2009), but only while what trying has lost, together with
-what this trial may lose at worst, is within a small share of all the time so far (Y. Wu, R. Shariff,
-T. Lattimore, C. Szepesvári, Conservative Bandits, ICML 2016, arXiv:1602.04282).
+A setting is the arm of a bandit. What it costs is the time that communication adds to a step
+(``knowledge``), known within an interval. Used is the setting with the best worst case. Those that may be
+better still take turns with it, a step each, until they can not (successive elimination: E. Even-Dar,
+S. Mannor, Y. Mansour, Journal of Machine Learning Research 7, 2006), but only while what trying has lost,
+together with what this trial may lose at worst, is within a small share of all the time so far (Y. Wu,
+R. Shariff, T. Lattimore, C. Szepesvári, Conservative Bandits, ICML 2016, arXiv:1602.04282).
+
+Whose turn it is follows from the number of the step, and one kernel is tried at a time. So workers that
+take part in the same runs mostly try the same at once, as they will when they have found it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
+from zlib import crc32
 
-from dask_gpurt.overlap.estimate import Estimate
-from dask_gpurt.overlap.knowledge import PRIORITY, Kernel, Knowledge, Sample, Setting
-from dask_gpurt.overlap.objective import Course, Speeds, Work, side_by_side
+from dask_gpurt.overlap.knowledge import PRIORITY, Alone, Kernel, Knowledge, Setting, Step
 
 #: The share of the time that trying may lose. Half of the promised 1 %, since losses are estimates.
 BUDGET = 0.005
 #: A setting that can not be better by more than this is not worth trying.
 INDIFFERENT = 0.01
-#: Samples of both together, and of what is waited for alone, before anything else is tried.
-FEW = 5
-#: The least speed that bounds go down to.
-STILL = 0.01
+#: Steps with priority only before anything else is tried.
+FEW_STEPS = 3
+#: The share of all compute below which a kernel is not worth trying anything on.
+MINOR = 0.1
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,26 @@ class Decision:
 
 @dataclass(frozen=True)
 class Outlook:
-    """How a step goes under a setting: as measured, and as it may be at worst and at best."""
+    """Seconds that a byte of communication costs under a setting: as measured, at worst and at best."""
 
-    worst: Course
-    expected: Course
-    best: Course
+    worst: float
+    expected: float
+    best: float
 
 
 class Governing(Protocol):
     """What decides."""
 
     def choose(self, kernel: str) -> Decision:
-        """The setting for a kernel that runs while communication does."""
+        """The setting for a kernel that runs while communication does; the same for a whole step."""
         ...
 
-    def learn(self, sample: Sample) -> str | None:
-        """Take a sample; what has changed, so that what was known of it was forgotten."""
+    def learn(self, alone: Alone) -> str | None:
+        """Take a task without communication; what has changed, so that what was known was forgotten."""
         ...
 
-    def step(self) -> None:
-        """A run begins."""
+    def learn_step(self, step: Step) -> str | None:
+        """Take what the step was that ends here; another one begins."""
         ...
 
 
@@ -78,11 +78,11 @@ class Fixed:
     def choose(self, kernel: str) -> Decision:
         return self._decision
 
-    def learn(self, sample: Sample) -> str | None:
+    def learn(self, alone: Alone) -> str | None:
         return None
 
-    def step(self) -> None:
-        pass
+    def learn_step(self, step: Step) -> str | None:
+        return None
 
 
 class Governor:
@@ -92,7 +92,7 @@ class Governor:
     ----------
     candidates
         The settings to choose from besides priority only, and for each the share of its speed that a
-        kernel keeps under it at worst, above 0 and at most 1. None may slow communication down.
+        step keeps under it at worst, above 0 and at most 1.
     known
         What was learnt before.
     budget
@@ -107,163 +107,89 @@ class Governor:
         self.candidates = {PRIORITY: 1.0, **candidates}
         #: Seconds so far, and those of them that trying has lost.
         self.elapsed = self.lost = 0.0
-        self._trials: defaultdict[str, Trials] = defaultdict(Trials)
+        self._turn = 0
+        self._decisions: dict[str, Decision] = {}
+        #: The kernel that something is tried on in this step, and what a byte would cost without.
+        self._trial: tuple[str, float] | None = None
 
     def choose(self, kernel: str) -> Decision:
-        """The setting for a kernel that runs while communication does."""
-        found = self.known.kernels.get(kernel)
-        if found is None or (missing := self.missing(found)):
-            return Decision(PRIORITY, f"to be measured: {missing if found else 'both together'}")
-        outlooks = self.outlooks(found)
-        used = safest(outlooks)
-        enough = outlooks[used].expected.total * (1 - INDIFFERENT)
-        trials = [
-            setting
-            for setting, outlook in outlooks.items()
-            if setting != used
-            and outlook.best.total < enough
-            and self._affords(found, outlook.worst, outlooks[used].expected)
-        ]
-        if trials:
-            seconds = self._trials[kernel].under
-            trial = min(trials, key=lambda setting: (outlooks[setting].best.total, seconds(setting)))
-            return Decision(trial, f"on trial against {used}")
-        return Decision(used, f"the best worst case of {len(outlooks)} settings")
+        """The setting for a kernel that runs while communication does; the same for a whole step."""
+        if kernel not in self._decisions:
+            self._decisions[kernel] = self._decide(kernel)
+        return self._decisions[kernel]
 
-    def learn(self, sample: Sample) -> str | None:
-        """Take a sample; what has changed, so that what was known of it was forgotten."""
-        self.elapsed += sample.seconds
-        if sample.kernel is not None and sample.moved is not None:
-            self._account(sample.kernel, sample)
-        if (forgotten := self.known.add(sample)) is not None:
-            # What was lost so far is known no better any more.
-            self._trials.clear()
-        return forgotten
+    def learn(self, alone: Alone) -> str | None:
+        """Take a task without communication; what has changed, so that what was known was forgotten."""
+        self.elapsed += alone.seconds
+        return self.known.add(alone)
 
-    def step(self) -> None:
-        """A run begins."""
-        self.known.step()
+    def learn_step(self, step: Step) -> str | None:
+        """Take what the step was that ends here; another one begins."""
+        self.elapsed += step.seconds
+        tried, expected = self._trial or (None, 0.0)
+        if tried in step.ran and step.moved and (cost := self.known.cost(step)) is not None:
+            # What one trial seems to have lost may be noise: many of them tell.
+            self.lost = max(0.0, self.lost + step.moved * (cost - expected))
+        self._turn += 1
+        self._trial = None
+        self._decisions.clear()
+        return self.known.add_step(step, tried)
 
     def outlooks(self, kernel: Kernel) -> dict[Setting, Outlook]:
-        """What each setting promises for a kernel of which enough was measured; priority only comes first.
-
-        Totals compare with one another only: they are of the work of the last few steps.
-        """
-        work, measured = self.known.work(), kernel.beside.values()
-        # Alone nothing is slower than together, whatever few samples say.
-        alone = max(kernel.speed(), *(beside.compute.mean for beside in measured))
-        link = max(self.known.link_speed(), *(beside.communication.mean for beside in measured))
-        usual = _Range.of(kernel.beside[PRIORITY].compute, alone)
-        usual_link = _Range.of(kernel.beside[PRIORITY].communication, link)
+        """What each setting promises for a kernel of which enough was measured; priority only comes first."""
+        usual = kernel.beside[PRIORITY].cost
+        # Tasks that were measured too slow alone hide more than all of it.
+        least = min(0.0, *(beside.cost.mean for beside in kernel.beside.values()))
         found = {}
         for setting, keeps in self.candidates.items():
-            if (beside := kernel.beside.get(setting)) is None:
-                # To confine compute takes nothing away from communication.
-                ranges = _Range.from_(keeps * usual.low), _Range.from_(usual_link.low)
+            worst = usual.mean + usual.uncertainty + usual.size * (1 / keeps - 1)
+            if (beside := kernel.beside.get(setting)) is None or not beside.cost.count:
+                found[setting] = Outlook(worst, worst, least)
             else:
-                compute = _Range.of(beside.compute, alone).above(keeps * usual.low)
-                ranges = compute, _Range.of(beside.communication, link)
-            found[setting] = _outlook(work, *ranges)
+                mean, off = beside.cost.mean, beside.cost.uncertainty
+                found[setting] = Outlook(min(mean + off, max(worst, mean)), mean, max(mean - off, least))
         return found
+
+    def total(self, cost: float) -> float:
+        """Seconds of the last steps, if a byte of communication had added so many."""
+        return self.known.compute() + self.known.moved * cost
 
     def missing(self, kernel: Kernel) -> str:
         """What has to be measured before anything but priority only is used; empty for nothing."""
-        if PRIORITY not in kernel.beside or kernel.beside[PRIORITY].compute.count < FEW:
-            return "both together"
-        if max(kernel.alone.count, self.known.link.count) < FEW:
-            return "one of the two alone"
-        if not kernel.speed() or not self.known.link_speed():
-            return "any progress"
-        return ""
+        usual = kernel.beside.get(PRIORITY)
+        return "both together" if usual is None or usual.cost.count < FEW_STEPS else ""
 
-    def _affords(self, kernel: Kernel, tried: Course, used: Course) -> bool:
-        """Whether a trial that goes as badly as may be keeps within the budget."""
-        seconds = kernel.task.mean / kernel.speed() / tried.speeds.compute
-        return self.lost + seconds * _loss(tried, used) <= self.budget * self.elapsed
-
-    def _account(self, name: str, sample: Sample) -> None:
-        """Book what was lost under a setting, also before: by what is known of it now."""
+    def _decide(self, name: str) -> Decision:
         kernel = self.known.kernels.get(name)
-        if kernel is None or self.missing(kernel) or sample.setting not in self.candidates:
-            return
-        outlooks, trials = self.outlooks(kernel), self._trials[name]
+        if kernel is None or (missing := self.missing(kernel)):
+            return Decision(PRIORITY, f"to be measured: {missing if kernel else 'both together'}")
+        outlooks = self.outlooks(kernel)
         used = safest(outlooks)
-        trials.add(sample.setting, used if sample.setting != used else PRIORITY, sample.seconds)
-        before, trials.lost = trials.lost, trials.loss(outlooks)
-        self.lost += trials.lost - before
+        if self._trial is None and self._is_tried(name):
+            trial = self._next(kernel, outlooks, used)
+            if trial != used and self._affords(outlooks[trial], outlooks[used]):
+                self._trial = name, outlooks[used].expected
+                return Decision(trial, f"on trial against {used}")
+        return Decision(used, f"the best worst case of {len(outlooks)} settings")
 
+    def _is_tried(self, name: str) -> bool:
+        """Whether it is the turn of a kernel: by lot, since those that take turns may do so in step."""
+        least = MINOR * self.known.compute()
+        major = [other for other, of in self.known.kernels.items() if of.seconds() >= least]
+        return name in major and crc32(f"{name} {self._turn}".encode()) % len(major) == 0
 
-class Trials:
-    """For how long settings were tried on a kernel, each against the one that would have been used.
+    def _next(self, kernel: Kernel, outlooks: Mapping[Setting, Outlook], used: Setting) -> Setting:
+        """The setting whose turn it is among what is used and what may be better."""
+        enough = self.total(outlooks[used].expected) * (1 - INDIFFERENT)
+        turns = [one for one in outlooks if one == used or self.total(outlooks[one].best) < enough]
+        return turns[kernel.steps % len(turns)]
 
-    The setting that is used counts as tried against priority only: it may have been taken by mistake.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[tuple[Setting, Setting], float] = defaultdict(float)
-        self.lost = 0.0
-
-    def add(self, setting: Setting, against: Setting, seconds: float) -> None:
-        """A setting was used for so many seconds."""
-        if setting != against:
-            self._seconds[setting, against] += seconds
-
-    def under(self, setting: Setting) -> float:
-        """For how long a setting was used."""
-        return sum(seconds for (tried, _), seconds in self._seconds.items() if tried == setting)
-
-    def loss(self, outlooks: Mapping[Setting, Outlook]) -> float:
-        """Seconds that were lost, as far as is known."""
-        return sum(
-            seconds * _loss(outlooks[tried].expected, outlooks[against].expected)
-            for (tried, against), seconds in self._seconds.items()
-        )
-
-
-@dataclass(frozen=True)
-class _Range:
-    """A speed, as a share of that alone, and its bounds."""
-
-    low: float
-    mean: float
-    high: float
-
-    @classmethod
-    def of(cls, estimate: Estimate, alone: float) -> _Range:
-        if not estimate.mean:  # bytes count when a whole shard has come: so far none has
-            return cls.from_(STILL)
-        mean, off = estimate.mean / alone, estimate.uncertainty / alone
-        return cls(max(mean - off, STILL), max(mean, STILL), min(mean + off, 1.0))
-
-    @classmethod
-    def from_(cls, low: float) -> _Range:
-        """Nothing is known but a lower bound."""
-        return cls(low, low, 1.0)
-
-    def above(self, low: float) -> _Range:
-        """It is at least ``low``, whatever few samples say."""
-        return _Range(*(max(speed, low) for speed in (self.low, self.mean, self.high)))
-
-
-def _outlook(work: Work, compute: _Range, communication: _Range) -> Outlook:
-    """The total falls with either speed, so its bounds are at theirs."""
-    return Outlook(
-        side_by_side(work, Speeds(compute.low, communication.low)),
-        side_by_side(work, Speeds(compute.mean, communication.mean)),
-        side_by_side(work, Speeds(compute.high, communication.high)),
-    )
+    def _affords(self, tried: Outlook, used: Outlook) -> bool:
+        """Whether a step of a trial that goes as badly as may be keeps within the budget."""
+        moved = self.known.moved / self.known.steps
+        return self.lost + moved * max(0.0, tried.worst - used.expected) <= self.budget * self.elapsed
 
 
 def safest(outlooks: Mapping[Setting, Outlook]) -> Setting:
     """The setting with the best worst case."""
-    return min(outlooks, key=lambda setting: outlooks[setting].worst.total)
-
-
-def _loss(tried: Course, used: Course) -> float:
-    """Seconds that a step takes longer, for each second that both run.
-
-    The total is convex in the share of a step that a setting is tried for, so that share loses no more.
-    """
-    if not tried.together:
-        return 0.0
-    return max(0.0, tried.total - used.total) / tried.together
+    return min(outlooks, key=lambda setting: outlooks[setting].worst)

@@ -16,7 +16,7 @@ from typing import Any
 from dask_gpurt.overlap.knowledge import Knowledge
 
 #: The layout of the file, as this version of the package writes it.
-FORMAT = 1
+FORMAT = 2
 
 
 class LearnedError(ValueError):
@@ -117,8 +117,8 @@ def write(path: Path, ground: Ground, known: Knowledge) -> None:
 def merged(one: Knowledge, other: Knowledge) -> Knowledge:
     """Of each kernel what there are more samples for; on a tie, the other's."""
     found = Knowledge()
-    found.link = max((other.link, one.link), key=lambda link: link.count)
-    found.moved = other.moved or one.moved
+    latest = other if other.steps else one
+    found.moved, found.steps = latest.moved, latest.steps
     found.kernels = {**one.kernels}
     for name, kernel in other.kernels.items():
         if name not in found.kernels or kernel.samples >= found.kernels[name].samples:

@@ -17,10 +17,10 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import OverlapSettings
-from dask_gpurt.device import SmsError
+from dask_gpurt.device import Device, PriorityError, SmsError
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Decisions, Metrics
-from dask_gpurt.overlap.actuators import Actuator, ResidencyCaps, SmShare, Together, UnfitSetting
+from dask_gpurt.overlap.actuators import Actuator, Precedence, ResidencyCaps, SmShare, Together, UnfitSetting
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
@@ -29,7 +29,9 @@ from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read,
 from dask_gpurt.plugins.residency import WorkerResidency
 
 #: Prefixes of tasks that are communication themselves.
-COMMUNICATION = frozenset({"shuffle-transfer", "shuffle-barrier", "hash-join-transfer"})
+COMMUNICATION = frozenset(
+    {"shuffle-transfer", "shuffle-barrier", "hash-join-transfer", "gpurtshuffle", "p2pshuffle"}
+)
 #: The libraries that launch kernels, where they are in use.
 LIBRARIES = ("cudf", "cupy", "pandas")
 #: Seconds between writes of what was learnt.
@@ -76,10 +78,10 @@ class WorkerOverlap:
             return
         caps = ResidencyCaps(self._residency.actuator) if self._residency.actuator else None
         try:
-            self._share = self._sm_share()
-            if caps is None and self._share is None:
+            self._share, precedence = self._sm_share(), self._precedence()
+            if caps is None and self._share is None and precedence is None:
                 raise UnfitSetting(self._residency.reason or "'gpurt.overlap.residency' is 'off'")
-            actuator = Together(caps, self._share)
+            actuator = Together(caps, self._share, precedence)
             governing = self._governing(actuator)
         except (SmsError, ValueError) as error:
             self._metrics.fallback(FALLBACK, f"{error}. The shuffle has its priority")
@@ -99,7 +101,7 @@ class WorkerOverlap:
         sms = settings.adaptive.sms if adaptive else settings.fixed.sms
         if sms is None:
             return None
-        contexts = self._exchange.pools.device(self._exchange.pools.main).sm_contexts()
+        contexts = self._device.sm_contexts()
         failed = partial(self._metrics.fallback, "a task is not confined to SMs")
         share = SmShare(contexts, failed, [sms] if adaptive else [])
         share.apply(Setting(sms=sms))
@@ -107,13 +109,28 @@ class WorkerOverlap:
         contexts.try_out(sms)
         return share
 
+    def _precedence(self) -> Precedence | None:
+        """What says whether communication comes first, where that has been tried out."""
+        if self._settings.mode != "adaptive":
+            return None
+        try:
+            self._device.try_priorities()
+        except PriorityError as error:
+            self._metrics.fallback("communication always has its priority", str(error))
+            return None
+        return Precedence(self._device)
+
+    @property
+    def _device(self) -> Device:
+        return self._exchange.pools.device(self._exchange.pools.main)
+
     def _governing(self, actuator: Actuator) -> Governing:
         if self._settings.mode == "fixed":
             setting = Setting(self._settings.fixed.residency, self._settings.fixed.sms)
             actuator.apply(setting)  # so that what is impossible is said at once
             actuator.clear()
             return Fixed(setting)
-        self._ground = ground(self._exchange.pools.device(self._exchange.pools.main).describe())
+        self._ground = ground(self._device.describe())
         self._path = Path(self._settings.learned) if self._settings.learned else default_path(self._ground)
         self._governor = Governor(actuator.settings(), read(self._path, self._ground))
         return self._governor
