@@ -24,8 +24,9 @@ from typing import Any
 
 import click
 import dask
+import simulator
 from dask.utils import format_bytes, parse_bytes
-from distributed import Client, LocalCluster
+from distributed import Client
 from placement_workloads import WORKLOADS, Workload
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -61,19 +62,10 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 
 @contextlib.contextmanager
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
-    """Processes of one thread, with the runtime on."""
+    """Processes with the runtime on."""
+    settings = {"gpurt.placement.enabled": placement, "distributed.worker.memory.terminate": False}
     memory = max(1 << 30, ROOM * nbytes // workers)
-    with (
-        dask.config.set({"gpurt.placement.enabled": placement, "distributed.worker.memory.terminate": False}),
-        LocalCluster(
-            n_workers=workers,
-            threads_per_worker=1,
-            memory_limit=memory,
-            dashboard_address=None,
-            scheduler_kwargs={"dashboard_address": ":0"},
-        ) as local,
-        Client(local, set_as_default=False) as client,
-    ):
+    with dask.config.set(settings), simulator.cluster(workers, memory) as client:
         dask_gpurt.enable(client)
         try:
             yield client

@@ -275,11 +275,9 @@ def _is_late(candidate: Candidate) -> bool:
 
 
 def _pays(candidate: Candidate, holder: Candidate) -> bool:
-    """Whether to move inputs takes less time than is gained: at most that of the task itself.
-
-    Who holds the inputs has as much to do otherwise, and will be done no earlier than without that task.
-    """
-    return candidate.terms.moving - holder.terms.moving <= holder.terms.running
+    """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier."""
+    gain = holder.terms.running + holder.terms.room
+    return candidate.terms.moving - holder.terms.moving <= gain
 
 
 def _waits_for_inputs(candidate: Candidate) -> bool:
