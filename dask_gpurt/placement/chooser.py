@@ -164,7 +164,7 @@ class Chooser:
             forced = not first.terms.fits or _waits_for_inputs(first)
             if forced or (_is_late(first) and self._may_move(ts)):
                 near = [estimate(ws) for ws in self._near(holders[0], first) if ws in allowed]
-                found.update((each.worker, each) for each in near if forced or _pays(each, first))
+                found.update((each.worker, each) for each in near if forced or self._pays(each, first))
         if not any(candidate.terms.fits for candidate in found.values()):
             found.update((ws.address, estimate(ws)) for ws in self._far(allowed))
         return list(found.values())
@@ -187,6 +187,15 @@ class Chooser:
         root tasks are queued: then no worker is idle for long.
         """
         return ts.prefix.duration_average >= 0 and not self._state.queued
+
+    def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
+        """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier.
+
+        What is on its way before them comes while others run.
+        """
+        before = self.estimates.seconds_inbound(self._state.workers[candidate.worker])
+        alone = candidate.terms.moving - (before if candidate.missing else 0.0)
+        return alone - holder.terms.moving <= holder.terms.running + holder.terms.room
 
     def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
         """Workers around a holder with less to do than the first choice so far, and than any nearer one."""
@@ -272,12 +281,6 @@ def _is_late(candidate: Candidate) -> bool:
     """Whether another worker could run a task earlier, wherever its inputs are."""
     waiting, _, moving, room, _ = candidate.terms
     return waiting > 0 or moving > 0 or room > 0
-
-
-def _pays(candidate: Candidate, holder: Candidate) -> bool:
-    """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier."""
-    gain = holder.terms.running + holder.terms.room
-    return candidate.terms.moving - holder.terms.moving <= gain
 
 
 def _waits_for_inputs(candidate: Candidate) -> bool:

@@ -110,7 +110,7 @@ class Estimates:
         needs, sources, seconds, nbytes = demand
         missing, moving, coming = self.inputs(needs, ws) if needs else NOTHING
         if missing or coming:
-            moving += self._seconds_inbound(ws)
+            moving += self.seconds_inbound(ws)
         address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
         work, promised = self._work(sources, ws) if tasks else (0.0, ws._network_occ)
         pace = self.pace(address)
@@ -218,7 +218,7 @@ class Estimates:
         weight = demand.seconds / usual if usual else 1.0
         self.arrivals.add(ts.key, worker, ts.prefix.name, demand.seconds, weight)
 
-    def _seconds_inbound(self, ws: Any) -> float:
+    def seconds_inbound(self, ws: Any) -> float:
         """Until what is on its way to a worker has come."""
         if not ws._network_occ:
             return 0.0
