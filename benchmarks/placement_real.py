@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,9 @@ from typing import Any
 
 import click
 import dask
+import simulator
 from dask.utils import format_bytes, parse_bytes
-from distributed import Client, LocalCluster
+from distributed import Client
 from moved import moved
 from placement_workloads import WORKLOADS, Workload
 from rich.box import SIMPLE_HEAD
@@ -60,19 +62,10 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 
 @contextlib.contextmanager
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
-    """Processes of one thread, with the runtime on."""
+    """Processes with the runtime on."""
+    settings = {"gpurt.placement.enabled": placement, "distributed.worker.memory.terminate": False}
     memory = max(1 << 30, ROOM * nbytes // workers)
-    with (
-        dask.config.set({"gpurt.placement.enabled": placement, "distributed.worker.memory.terminate": False}),
-        LocalCluster(
-            n_workers=workers,
-            threads_per_worker=1,
-            memory_limit=memory,
-            dashboard_address=None,
-            scheduler_kwargs={"dashboard_address": ":0"},
-        ) as local,
-        Client(local, set_as_default=False) as client,
-    ):
+    with dask.config.set(settings), simulator.cluster(workers, memory) as client:
         dask_gpurt.enable(client)
         try:
             yield client
@@ -89,25 +82,22 @@ def measure(clients: Mapping[str, Client], name: str, nbytes: int, repeat: int) 
         When the sides have computed different results.
     """
     workload, runs, results = WORKLOADS[name], [], []
-    with contextlib.ExitStack() as stack:
-        data = {
-            side: stack.enter_context(prepared(client, workload, nbytes)) for side, client in clients.items()
-        }
-        for turn in range(repeat + 1):
-            for side in SIDES if turn % 2 else reversed(SIDES):
-                seconds, moved, result = timed(clients[side], workload, data[side])
-                runs.append(Run(name, side, turn, seconds, moved))
-                results.append(result)
+    for turn in range(repeat + 1):
+        for side in SIDES if turn % 2 else reversed(SIDES):
+            with prepared(clients[side], workload, nbytes, turn) as data:
+                seconds, moved, result = timed(clients[side], workload, data)
+            runs.append(Run(name, side, turn, seconds, moved))
+            results.append(result)
     if any(result != results[0] for result in results):
         raise ValueError(f"{name}: the sides have computed {results}")
     return runs
 
 
 @contextlib.contextmanager
-def prepared(client: Client, workload: Workload, nbytes: int) -> Iterator[Any]:
-    """The data of a workload, for as long as it runs."""
+def prepared(client: Client, workload: Workload, nbytes: int, turn: int) -> Iterator[Any]:
+    """The data of a workload, for as long as it runs; in the same turn on the same workers on both sides."""
     with client.as_current():
-        yield workload.prepare(client, nbytes)
+        yield workload.prepare(client, nbytes, random.Random(turn))
 
 
 def timed(client: Client, workload: Workload, data: Any) -> tuple[float, int, Any]:

@@ -37,12 +37,12 @@ class Workload:
     Parameters
     ----------
     prepare
-        Puts so many bytes on the workers, before the clock starts.
+        Puts so many bytes on the workers, before the clock starts; on the same ones for the same chance.
     run
         Is timed; what it returns is the same wherever it was computed.
     """
 
-    prepare: Callable[[Client, int], Any]
+    prepare: Callable[[Client, int, random.Random], Any]
     run: Callable[[Client, Any], Any]
 
 
@@ -62,14 +62,31 @@ def frame(part: int, rows: Sequence[int]) -> pd.DataFrame:
     return pd.DataFrame({"key": key, "payload": rng.integers(0, 1000, rows[part])})
 
 
+def rows(nbytes: int) -> list[int]:
+    """Of each partition."""
+    return [int(share * nbytes / ROW_BYTES) for share in shares(PARTITIONS)]
+
+
 def frames(nbytes: int) -> Any:
     """A collection of partitions of very different sizes."""
-    rows = [int(share * nbytes / ROW_BYTES) for share in shares(PARTITIONS)]
-    return dd.from_map(frame, range(PARTITIONS), rows=rows, meta=frame(0, [1]).iloc[:0])
+    return dd.from_map(frame, range(PARTITIONS), rows=rows(nbytes), meta=empty())
+
+
+def empty() -> pd.DataFrame:
+    return frame(0, [1]).iloc[:0]
 
 
 def array(nbytes: float, *, at: int = 0) -> np.ndarray:
     return np.full(int(nbytes), at % 251, dtype="u1")
+
+
+def dealt(client: Client, made: Sequence[Any], chance: random.Random, workers: int = 0) -> list[Any]:
+    """Compute each on one of the workers, or of the first ones, by chance."""
+    known = client.scheduler_info(n_workers=-1)["workers"]
+    addresses = sorted(known, key=lambda address: str(known[address]["name"]))[: workers or None]
+    held = [client.persist(one, workers=[chance.choice(addresses)]) for one in made]
+    wait(held)
+    return held
 
 
 def worked(data: np.ndarray, factor: int = 1) -> int:
@@ -81,10 +98,12 @@ def worked(data: np.ndarray, factor: int = 1) -> int:
 # ---- workloads -------------------------------------------------------------------------
 
 
-def prepare_join(client: Client, nbytes: int) -> Any:
+def prepare_join(client: Client, nbytes: int, chance: random.Random) -> Any:
     """A large side whose partitions and keys are skewed, and one row for each key."""
+    made = [dask.delayed(frame)(part, rows(nbytes)) for part in range(PARTITIONS)]
     weights = pd.DataFrame({"key": np.arange(KEYS), "weight": np.arange(KEYS) % 97})
-    sides = [frames(nbytes).persist(), dd.from_pandas(weights, npartitions=PARTITIONS // 2).persist()]
+    held = dd.from_delayed(dealt(client, made, chance), meta=empty(), verify_meta=False)
+    sides = [held.persist(), dd.from_pandas(weights, npartitions=PARTITIONS // 2).persist()]
     wait(sides)
     return sides
 
@@ -96,11 +115,9 @@ def join(client: Client, sides: Any) -> Any:
     return int((merged.payload * merged.weight).sum().compute())
 
 
-def prepare_tree(client: Client, nbytes: int) -> Any:
+def prepare_tree(client: Client, nbytes: int, chance: random.Random) -> Any:
     made = [dask.delayed(array)(share * nbytes, at=at) for at, share in enumerate(shares(2 * PARTITIONS))]
-    leaves = client.persist(made)
-    wait(leaves)
-    return leaves
+    return dealt(client, made, chance)
 
 
 def leaf(data: np.ndarray) -> np.ndarray:
@@ -120,13 +137,10 @@ def tree(client: Client, leaves: Any) -> Any:
     return int(client.compute(level[0].sum()).result())
 
 
-def prepare_reuse(client: Client, nbytes: int) -> Any:
+def prepare_reuse(client: Client, nbytes: int, chance: random.Random) -> Any:
     """All data are on half of the workers, as if they had been read before the others came."""
-    workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
     made = [dask.delayed(array)(nbytes / PARTITIONS, at=at) for at in range(PARTITIONS)]
-    data = client.persist(made, workers=workers[: len(workers) // 2])
-    wait(data)
-    return data
+    return dealt(client, made, chance, len(client.scheduler_info(n_workers=-1)["workers"]) // 2)
 
 
 def reuse(client: Client, data: Any) -> Any:
@@ -135,7 +149,7 @@ def reuse(client: Client, data: Any) -> Any:
     return [sum(client.gather(futures)) for futures in passes]
 
 
-def prepare_nothing(client: Client, nbytes: int) -> int:
+def prepare_nothing(client: Client, nbytes: int, chance: random.Random) -> int:
     return nbytes
 
 

@@ -85,7 +85,7 @@ def stretched(workload: Workload, factor: float) -> Workload:
 
 @contextmanager
 def cluster(workers: int, memory: int) -> Iterator[Client]:
-    """Processes of one thread, of which none spills."""
+    """Processes of one thread; the client is the current one, but not of who comes later."""
     with (
         LocalCluster(
             n_workers=workers,
@@ -94,7 +94,8 @@ def cluster(workers: int, memory: int) -> Iterator[Client]:
             dashboard_address=None,
             scheduler_kwargs={"dashboard_address": ":0"},
         ) as local,
-        Client(local) as client,
+        Client(local, set_as_default=False) as client,
+        client.as_current(),
     ):
         yield client
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from math import floor
 from typing import Any
 
@@ -41,9 +42,9 @@ STEALING: Known = {
 class Placement:
     """Our choices on a scheduler of Dask's, or on a bare ``SchedulerState`` whose class has a ``__dict__``.
 
-    Whoever drives the state tells of what Dask has no seam for: :meth:`finished`, :meth:`told`,
-    :meth:`changed` and :meth:`left`. What raises, and what has parameters that we do not know, is decided
-    by Dask.
+    Whoever drives the state tells of what Dask has no seam for: :meth:`submitted`, :meth:`ended`,
+    :meth:`told`, :meth:`changed` and :meth:`left`. What raises, and what has parameters that we do not
+    know, is decided by Dask.
 
     A bare state has no ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body,
     and call it after each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
@@ -114,11 +115,27 @@ class Placement:
 
     # ---- what has happened -------------------------------------------------------------
 
-    def finished(self, prefix: str, worker: str, seconds: float) -> None:
-        """A worker has computed a task of a prefix for so long; Dask has counted that already."""
-        known = self._state.task_prefixes.get(prefix)
-        if known is not None:
-            self._chooser.estimates.observe_pace(worker, seconds, known.duration_average)
+    def submitted(self, keys: Iterable[Key]) -> None:
+        """A graph has come, and none of its tasks has been placed yet."""
+        self._overrides.guarded("submitted", self._submitted, lambda _: None)(keys)
+
+    def _submitted(self, keys: Iterable[Key]) -> None:
+        found = [ts for key in keys if (ts := self._state.tasks.get(key)) is not None and _is_ready(ts)]
+        rootish = self._originals["is_rootish"]
+        self._chooser.arrived([ts for ts in found if not rootish(ts)])
+
+    def ended(self, key: Key, worker: str | None = None, seconds: float = 0.0) -> None:
+        """A task is no longer on a worker; Dask has counted that already.
+
+        Parameters
+        ----------
+        worker, seconds
+            Who has done it, and the work that it took; without these it has not been done.
+        """
+        self._chooser.ended(key)
+        ts = self._state.tasks.get(key)
+        if ts is not None and worker is not None:
+            self._chooser.estimates.finished(ts, worker, seconds)
 
     def told(self, worker: str) -> None:
         """A worker has told what room it has now."""
@@ -155,6 +172,7 @@ class Placement:
 
     def _decide_worker_non_rootish(self, ts: Any) -> Any:
         state = self._state
+        self._chooser.placing(ts)
         if not state.running or ts.actor:
             return self._originals["decide_worker_non_rootish"](ts)
         valid = state.valid_workers(ts)
@@ -176,7 +194,7 @@ class Placement:
         ws = self._state.workers.get(chosen.worker)
         if ws is None or ws not in allowed:
             raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
-        self._chooser.estimates.took(chosen, ws)
+        self._chooser.estimates.took(ts, chosen, ws)
         self._history.add(ts.key, chosen.worker, candidates)
         self._metrics.add("placement.decisions")
         return ws
@@ -252,6 +270,7 @@ class Placement:
 
     def _stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None:
         state = self._state
+        self._chooser.settle()
         if not state.queued:
             return
         for ws in self._gate.look_again():
@@ -292,3 +311,8 @@ class Placement:
         stays = estimates.cost(estimates.demand(ts), ts.processing_on)
         self._history.add(ts.key, candidate.worker, [stays, candidate])
         return ws
+
+
+def _is_ready(ts: Any) -> bool:
+    """Whether a task that nobody has asked for yet has inputs, and all are there."""
+    return ts.state == "released" and bool(ts.dependencies) and all([dts.who_has for dts in ts.dependencies])

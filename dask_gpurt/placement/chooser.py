@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from heapq import nsmallest
 from typing import Any
+
+from dask.typing import Key
 
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate
@@ -50,7 +52,7 @@ class Chooser:
 
     def look_at(self, ws: Any) -> bool:
         """Take notice of what a running worker has to do; tell whether it has room."""
-        address, load = ws.address, len(ws.processing) // ws.nthreads
+        address, load = ws.address, math.ceil(self.estimates.load(ws)) // ws.nthreads
         if not self.estimates.has_room(ws):
             self._loads.discard(address)
             return False
@@ -110,6 +112,38 @@ class Chooser:
                 return True
         return False
 
+    # ---- tasks that are about to be placed ---------------------------------------------
+
+    def arrived(self, tasks: Iterable[Any]) -> None:
+        """Of tasks that have come in one graph those count at once whose inputs are all there."""
+        self.settle()
+        for ts in tasks:
+            valid, demand = self._state.valid_workers(ts), self.estimates.demand(ts)
+            holders = self._holders(demand.inputs)
+            home = next((ws for ws in holders if valid is None or ws in valid), None)
+            if home is not None:
+                self.estimates.arriving(ts, demand, home.address)
+                self._look_at_again(home.address)
+
+    def placing(self, ts: Any) -> None:
+        """A task is about to be placed: it is not expected anywhere any more."""
+        self._look_at_again(self.estimates.arrivals.remove(ts.key))
+
+    def ended(self, key: Key) -> None:
+        """A task is no longer on its worker."""
+        self._look_at_again(self.estimates.left(key))
+
+    def settle(self) -> None:
+        """All tasks of a graph that could be placed have been."""
+        if self.estimates.arrivals:
+            for address in self.estimates.arrivals.clear():
+                self._look_at_again(address)
+
+    def _look_at_again(self, worker: str | None) -> None:
+        ws = self._state.workers.get(worker) if worker is not None else None
+        if ws is not None and ws in self._state.running:
+            self.look_at(ws)
+
     # ---- tasks with inputs -------------------------------------------------------------
 
     def candidates(self, ts: Any, valid: Collection[Any] | None) -> list[Candidate]:
@@ -127,9 +161,10 @@ class Chooser:
         found = {ws.address: estimate(ws) for ws in holders}
         if found:
             first = cost.best(found.values())
-            if not first.terms.fits or _waits_for_inputs(first) or (_is_late(first) and self._may_move(ts)):
-                near = self._near(holders[0], first)
-                found.update((ws.address, estimate(ws)) for ws in near if ws in allowed)
+            forced = not first.terms.fits or _waits_for_inputs(first)
+            if forced or (_is_late(first) and self._may_move(ts)):
+                near = [estimate(ws) for ws in self._near(holders[0], first) if ws in allowed]
+                found.update((each.worker, each) for each in near if forced or self._pays(each, first))
         if not any(candidate.terms.fits for candidate in found.values()):
             found.update((ws.address, estimate(ws)) for ws in self._far(allowed))
         return list(found.values())
@@ -152,6 +187,15 @@ class Chooser:
         root tasks are queued: then no worker is idle for long.
         """
         return ts.prefix.duration_average >= 0 and not self._state.queued
+
+    def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
+        """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier.
+
+        What is on its way before them comes while others run.
+        """
+        before = self.estimates.seconds_inbound(self._state.workers[candidate.worker])
+        alone = candidate.terms.moving - (before if candidate.missing else 0.0)
+        return alone - holder.terms.moving <= holder.terms.running + holder.terms.room
 
     def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
         """Workers around a holder with less to do than the first choice so far, and than any nearer one."""

@@ -6,10 +6,14 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Any, NamedTuple
 
+from dask.typing import Key
+
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import NO_WAY, Candidate, Space, Terms
+from dask_gpurt.placement.expected import Expected
 from dask_gpurt.placement.headroom import Headroom
+from dask_gpurt.placement.lengths import Lengths
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.topology import Topology
 
@@ -61,6 +65,11 @@ class Estimates:
         self._state = state
         self._headroom = headroom
         self.routes, self.routes_of_shards = Routes(topology), Routes(topology, by_comms=False)
+        self.lengths = Lengths()
+        #: Tasks of a graph that are about to be placed, where most of their inputs are.
+        self.arrivals = Expected()
+        # How much longer than usual the tasks take that were given to workers, by their inputs.
+        self._surplus = Expected()
         self._paces: dict[str, float] = {}
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
         self._inbound: dict[str, float] = {}
@@ -71,7 +80,16 @@ class Estimates:
         """What a task asks of workers."""
         prefix, dependencies = ts.prefix, ts.dependencies
         sources = {dts.prefix.name for dts in dependencies} if dependencies else ()
-        return Demand(self.needs(ts), sources, self._state._get_prefix_duration(prefix), size(prefix))
+        needs = self.needs(ts)
+        seconds = self.lengths.seconds(prefix.name, sum([nbytes for _, nbytes, _ in needs]))
+        if seconds is None:
+            seconds = self._state._get_prefix_duration(prefix)
+        return Demand(needs, sources, seconds, size(prefix))
+
+    def _usual(self, prefix: Any) -> float:
+        """Seconds of work of a task of a prefix, whatever its inputs."""
+        seconds = self.lengths.mean(prefix.name)
+        return float(self._state._get_prefix_duration(prefix)) if seconds is None else seconds
 
     def needs(self, ts: Any) -> Collection[Need]:
         """The inputs of a task."""
@@ -92,13 +110,25 @@ class Estimates:
         needs, sources, seconds, nbytes = demand
         missing, moving, coming = self.inputs(needs, ws) if needs else NOTHING
         if missing or coming:
-            moving += self._seconds_inbound(ws)
+            moving += self.seconds_inbound(ws)
         address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
         work, promised = self._work(sources, ws) if tasks else (0.0, ws._network_occ)
         pace = self.pace(address)
         room, fits = self._room(ws, missing + nbytes, promised)
+        if self.arrivals:
+            work += sum(self.arrivals.seconds(address).values())
+            tasks += self.arrivals.number(address)
         terms = Terms(cost.waiting(work, tasks, threads, pace), seconds * pace, moving, room, fits)
-        return Candidate(address, terms, tasks / threads, ws.nbytes, missing)
+        return Candidate(address, terms, self.load(ws) / threads, ws.nbytes, missing)
+
+    def load(self, ws: Any) -> float:
+        """How many usual tasks a worker has to do."""
+        tasks: float = len(ws.processing)
+        if self.arrivals:
+            tasks += self.arrivals.weight(ws.address)
+        if self._surplus:
+            tasks += self._surplus.weight(ws.address)
+        return tasks
 
     def inputs(self, needs: Collection[Need], ws: Any) -> tuple[int, float, bool]:
         """Bytes of inputs that a worker lacks, the seconds to get all, and whether some are on their way.
@@ -129,12 +159,14 @@ class Estimates:
         since Dask goes through graphs depth first. What is promised is what comes in, and the results of the
         tasks that run next; later ones find inputs gone.
         """
-        prefixes, duration = self._state.task_prefixes, self._state._get_prefix_duration
+        prefixes, usual, surplus = self._state.task_prefixes, self._usual, self._surplus.seconds(ws.address)
         work, results, threads = 0.0, 0.0, ws.nthreads
         for name, count in ws.task_prefix_count.items():
             prefix = prefixes[name]
-            before = threads if count > threads and name in sources else count
-            work += duration(prefix) * before
+            if count > threads and name in sources:
+                work += usual(prefix) * threads
+            else:
+                work += max(0.0, usual(prefix) * count + surplus.get(name, 0.0))
             results += size(prefix) * count
         tasks = len(ws.processing)
         if tasks > threads:
@@ -170,13 +202,23 @@ class Estimates:
         """A worker has told its room anew."""
         self._told[ws.address] = ws.nbytes
 
-    def took(self, candidate: Candidate, ws: Any) -> None:
+    def took(self, ts: Any, candidate: Candidate, ws: Any) -> None:
         """A task is about to be given to a worker: the inputs that it lacks will be on their way."""
         if candidate.missing:
             nbytes = ws._network_occ + candidate.missing
             self._inbound[candidate.worker] = candidate.terms.moving / nbytes
+        usual = self.lengths.mean(ts.prefix.name)
+        if usual is not None:
+            seconds = candidate.terms.running / self.pace(candidate.worker)
+            self._surplus.add(ts.key, candidate.worker, ts.prefix.name, seconds - usual, seconds / usual - 1)
 
-    def _seconds_inbound(self, ws: Any) -> float:
+    def arriving(self, ts: Any, demand: Demand, worker: str) -> None:
+        """A task is about to be placed, probably on a worker."""
+        usual = self._usual(ts.prefix)
+        weight = demand.seconds / usual if usual else 1.0
+        self.arrivals.add(ts.key, worker, ts.prefix.name, demand.seconds, weight)
+
+    def seconds_inbound(self, ws: Any) -> float:
         """Until what is on its way to a worker has come."""
         if not ws._network_occ:
             return 0.0
@@ -185,6 +227,17 @@ class Estimates:
     def pace(self, worker: str) -> float:
         """How many times as long as others a worker takes for its work."""
         return self._paces.get(worker, 1.0)
+
+    def finished(self, ts: Any, worker: str, seconds: float) -> None:
+        """A task has taken so many seconds of work on a worker."""
+        prefix, nbytes = ts.prefix, sum([dts.get_nbytes() for dts in ts.dependencies])
+        usual = self.lengths.seconds(prefix.name, nbytes)
+        self.observe_pace(worker, seconds, prefix.duration_average if usual is None else usual)
+        self.lengths.observe(prefix.name, nbytes, seconds)
+
+    def left(self, key: Key) -> str | None:
+        """A task is no longer on the worker that it was given to; tell which if that changes its load."""
+        return self._surplus.remove(key)
 
     def observe_pace(self, worker: str, seconds: float, usual: float) -> None:
         """A task has taken so many seconds of work, where others like it usually take ``usual``."""

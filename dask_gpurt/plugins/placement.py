@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dask.typing import Key
@@ -50,10 +50,18 @@ class SchedulerPlacement:
         """A worker has reported what its tiers hold."""
         self._placement.told(worker)
 
+    def submitted(self, keys: Iterable[Key]) -> None:
+        """A graph of these has come."""
+        self._placement.submitted(keys)
+
     def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
         """A worker has computed a task, at these times."""
         seconds = sum(each["stop"] - each["start"] for each in startstops if each["action"] == "compute")
-        self._placement.finished(self._scheduler.tasks[key].prefix.name, worker, seconds)
+        self._placement.ended(key, worker, seconds)
+
+    def stopped(self, key: Key) -> None:
+        """A task is no longer on its worker, which has not computed it."""
+        self._placement.ended(key)
 
     def remove(self, worker: str) -> None:
         """A worker has left."""

@@ -6,7 +6,7 @@ its methods are replaced on that one instance; each replacement ends in the orig
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dask.typing import Key
@@ -186,9 +186,17 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.uninstall()
             self.placement = None
 
+    def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **_: Any) -> None:
+        if self.placement is not None:
+            self.placement.submitted(tasks)
+
     def transition(self, key: Key, start: str, finish: str, *_: Any, **told: Any) -> None:
-        if self.placement is not None and (start, finish) == ("processing", "memory"):
+        if self.placement is None or start != "processing":
+            return
+        if finish == "memory":
             self.placement.finished(key, told["worker"], told["startstops"])
+        else:
+            self.placement.stopped(key)
 
     def explain(self, key: Key) -> list[dict[str, Any]] | None:
         """Handler: the last decision about a key; None where Dask chooses."""

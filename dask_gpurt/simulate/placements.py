@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dask.typing import Key
@@ -83,13 +83,17 @@ class _Watch(SchedulerPlugin):
         self._topology.remove(worker)
         self._placement.left(worker)
 
+    def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **kwargs: Any) -> None:
+        self._placement.submitted(tasks)
+
     def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        if start != "processing" or finish != "memory":
+        if start != "processing":
             return
-        prefix = self._simulation.scheduler.tasks[key].prefix.name
-        for one in kwargs.get("startstops", ()):
-            if one["action"] == "compute":
-                self._placement.finished(prefix, kwargs["worker"], one["stop"] - one["start"])
+        if finish != "memory":
+            self._placement.ended(key)
+            return
+        seconds = [one["stop"] - one["start"] for one in kwargs["startstops"] if one["action"] == "compute"]
+        self._placement.ended(key, kwargs["worker"], sum(seconds))
 
 
 def bind(simulation: Simulation) -> None:
