@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from clusters_of_machines import GB, NO_OVERHEADS
 from hypothesis import given
@@ -189,6 +191,17 @@ def test_what_is_held_stays_and_the_worker_is_over() -> None:
     assert mine.free == -30
     mine.let_go(["a", "b"], 30)
     assert mine.free == 0
+
+
+@pytest.mark.parametrize("keys", [["a"], {"a": 60}], ids=["names", "names with sizes"])
+def test_what_is_let_go_may_go_down(keys: Any) -> None:
+    mine = tiers()
+    mine["a"] = 60
+    mine.hold(keys, 0)
+    mine.let_go(keys, 0)
+    mine["b"] = 60
+    assert mine.tier("a") is Tier.HOST
+    assert not mine.over
 
 
 def test_without_a_device_work_is_done_in_the_host_tier() -> None:

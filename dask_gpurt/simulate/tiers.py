@@ -132,7 +132,7 @@ class Tiers(MutableMapping[Key, Any]):
         float
             Seconds until all of this is done.
         """
-        self._holders.update(keys)
+        self._holders.update(list(keys))  # a counter takes the values of a mapping for numbers
         self._reserved += reserve
         seconds = sum([self._raise(key) for key in keys if key in self._tier])
         return seconds + self._make_room()
