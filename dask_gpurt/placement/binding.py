@@ -114,11 +114,12 @@ class Placement:
 
     # ---- what has happened -------------------------------------------------------------
 
-    def finished(self, prefix: str, worker: str, seconds: float) -> None:
-        """A worker has computed a task of a prefix for so long; Dask has counted that already."""
-        known = self._state.task_prefixes.get(prefix)
-        if known is not None:
-            self._chooser.estimates.observe_pace(worker, seconds, known.duration_average)
+    def finished(self, key: Key, worker: str, seconds: float) -> None:
+        """A worker has computed a task for so long; Dask has counted that already."""
+        ts = self._state.tasks.get(key)
+        if ts is not None:
+            self._chooser.estimates.observe_pace(worker, seconds, ts.prefix.duration_average)
+            self._chooser.estimates.observe_size(ts)
 
     def told(self, worker: str) -> None:
         """A worker has told what room it has now."""

@@ -52,7 +52,7 @@ class SchedulerPlacement:
     def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
         """A worker has computed a task, at these times."""
         seconds = sum(each["stop"] - each["start"] for each in startstops if each["action"] == "compute")
-        self._placement.finished(self._scheduler.tasks[key].prefix.name, worker, seconds)
+        self._placement.finished(key, worker, seconds)
 
     def remove(self, worker: str) -> None:
         """A worker has left."""

@@ -64,7 +64,8 @@ class VirtualHeadroom:
             return Room(0)
         below = known.tiers.free_below()
         first = next((tier for tier, free in below.items() if free > 0), None)
-        return Room(known.tiers.free, sum(max(0.0, free) for free in below.values()), first)
+        left = sum(max(0.0, free) for free in below.values())
+        return Room(known.tiers.free, left, first, known.tiers.capacity.live)
 
 
 class _Watch(SchedulerPlugin):
@@ -86,10 +87,9 @@ class _Watch(SchedulerPlugin):
     def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         if start != "processing" or finish != "memory":
             return
-        prefix = self._simulation.scheduler.tasks[key].prefix.name
         for one in kwargs.get("startstops", ()):
             if one["action"] == "compute":
-                self._placement.finished(prefix, kwargs["worker"], one["stop"] - one["start"])
+                self._placement.finished(key, kwargs["worker"], one["stop"] - one["start"])
 
 
 def bind(simulation: Simulation) -> None:
