@@ -70,8 +70,11 @@ class Estimates:
         self._least: dict[str, float] = {}
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
         self._inbound: dict[str, float] = {}
-        #: What Dask counted on a worker when it last told its room.
+        #: What Dask counted on a worker when it last told its room, what its live tier holds, and the most
+        #: that one holds: for what is larger than all of them those are as good as any.
         self._told: dict[str, int] = {}
+        self._live: dict[str, float] = {}
+        self._largest = 0.0
 
     def demand(self, ts: Any) -> Demand:
         """What a task asks of workers."""
@@ -155,11 +158,12 @@ class Estimates:
 
     def _room(self, ws: Any, need: float, promised: float, together: float) -> tuple[float, bool]:
         free, below, tier, live = self.room(ws)
-        if need <= free - promised and together <= live:
+        holds = together <= live or live >= self._largest
+        if holds and need <= free - promised:
             return 0.0, True
         spill = NO_WAY if tier is None else self.routes.out_of(tier, ws.address)
         seconds, fits = cost.room(need, Space(free - promised, below, spill))
-        return seconds, fits and together <= live
+        return seconds, fits and holds
 
     def room(self, ws: Any) -> Room:
         """The room that a worker has told, less what has come there since."""
@@ -182,6 +186,8 @@ class Estimates:
     def told(self, ws: Any) -> None:
         """A worker has told its room anew."""
         self._told[ws.address] = ws.nbytes
+        self._live[ws.address] = live = self._headroom.room(ws.address).live
+        self._largest = max(live, self._largest)
 
     def took(self, candidate: Candidate, ws: Any) -> None:
         """A task is about to be given to a worker: the inputs that it lacks will be on their way."""
@@ -217,6 +223,8 @@ class Estimates:
         self._paces.pop(worker, None)
         self._inbound.pop(worker, None)
         self._told.pop(worker, None)
+        if self._live.pop(worker, 0.0) == self._largest:
+            self._largest = max(self._live.values(), default=0.0)
 
 
 def size(prefix: Any) -> float:
