@@ -38,7 +38,7 @@ def columns(nbytes: int) -> dict[str, np.ndarray]:
 
 
 def limit(figures: Sample) -> float:
-    """Bytes per second of the fastest link on which a codec pays: where its pace is WORTH of the plain one."""
+    """Bytes per second of the fastest link on which a codec pays, with its pace WORTH of the plain one."""
     return max(0.0, WORTH - figures.ratio) / (1 / figures.compress_rate + 1 / figures.decompress_rate)
 
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
-from dask_gpurt.memory.admission import RUNS, Admission, Needs
+from dask_gpurt.memory.admission import FETCH, RUNS, SEND, TASK, Admission, Holder, Needs
 
 MIB = 2**20
 
@@ -26,15 +27,16 @@ MIB = 2**20
 # ---- needs -----------------------------------------------------------------------------
 
 
-def test_nothing_is_known_of_a_prefix_that_has_not_run() -> None:
-    assert Needs().of("join", 100) == 0
+def test_a_prefix_that_has_not_run_may_leave_as_much_as_it_takes_and_work_with_as_much() -> None:
+    assert Needs().of("join", 100) == 200
+    assert Needs().of("read", 0) == 0
 
 
 def test_a_need_grows_with_the_inputs() -> None:
     needs = Needs()
     needs.learn("join", 100, 250)
     assert needs.of("join", 150) == 375
-    assert needs.of("sort", 150) == 0
+    assert needs.of("sort", 150) == 300
 
 
 def test_a_need_far_above_all_that_was_seen_is_a_mistake() -> None:
@@ -47,7 +49,7 @@ def test_a_prefix_without_inputs_needs_what_it_needed() -> None:
     needs = Needs()
     needs.learn("read", 0, 300)
     assert needs.of("read", 0) == 300
-    assert needs.of("read", 10) == 0
+    assert needs.of("read", 10) == 20
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=3 * RUNS))
@@ -63,47 +65,66 @@ def test_most_of_the_last_runs_would_have_had_enough_and_none_is_overdone(peaks:
 # ---- who waits for whom ----------------------------------------------------------------
 
 
-class Explored:
-    """All that can happen to a few tasks that share some room, one thing after another."""
+Step = tuple[str, Holder]
+History = tuple[Step, ...]
 
-    def __init__(self, needs: tuple[int, ...], room: int):
+
+class Explored:
+    """All that can happen to a few holders that share some room, one thing after another."""
+
+    def __init__(self, needs: dict[Holder, int], room: int):
         self.needs, self.room = needs, room
 
-    def replay(self, history: tuple[tuple[str, int], ...]) -> tuple[Admission, set[int], set[int]]:
-        """The state after a history: who has begun to run, and who has finished."""
-        admission, began, done = Admission(), set[int](), set[int]()
-        for what, task in history:
+    def replay(self, history: History) -> tuple[Admission, set[Holder], set[Holder]]:
+        """The state after a history: who has begun, and who has finished."""
+        admission, began, done = Admission(), set[Holder](), set[Holder]()
+        for what, who in history:
             if what == "ask":
                 taken = sum(self.needs[other] for other in began - done)
-                if admission.ask(task, taken + self.needs[task] <= self.room):
-                    began.add(task)
+                if admission.ask(who, who.kind == SEND or taken + self.needs[who] <= self.room):
+                    began.add(who)
             else:
-                admission.leave(task)
+                admission.leave(who)
                 if what == "finish":
-                    done.add(task)
+                    done.add(who)
         return admission, began, done
 
-    def steps(self, history: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
+    def steps(self, history: History) -> list[Step]:
         """What can happen next. A task that has seceded may need tasks of its own: it ends last."""
         admission, began, done = self.replay(history)
-        tasks = range(len(self.needs))
-        asks = [("ask", task) for task in tasks if task not in began]
-        running = [task for task in tasks if task in admission.running]
-        seceded = [task for task in began - done if task not in admission.running]
+        asks = [("ask", who) for who in self.needs if who not in began]
+        running = [who for who in self.needs if who in admission.running]
+        seceded = [who for who in began - done if who not in admission.running]
         # Only when nobody else is left: whatever it waits for has to have had its turn.
         ends = seceded if not asks and not running else []
-        leaves = [(what, task) for task in running for what in ("finish", "secede")]
-        return asks + leaves + [("finish", task) for task in ends]
+        leaves = [("finish", who) for who in running]
+        leaves += [("secede", who) for who in running if who.kind == TASK]
+        return asks + leaves + [("finish", who) for who in ends]
+
+
+def holders(tasks: tuple[int, ...], fetches: tuple[int, ...] = (), sends: tuple[int, ...] = ()) -> Any:
+    kinds = ((TASK, tasks), (FETCH, fetches), (SEND, sends))
+    return {Holder(kind, i): need for kind, needs in kinds for i, need in enumerate(needs)}
 
 
 @pytest.mark.parametrize(
-    ("needs", "room"), [((5, 5, 5), 10), ((9, 9, 9), 3), ((1, 4, 9), 8), ((3, 3, 3), 3), ((0, 20, 0), 5)]
+    ("needs", "room"),
+    [
+        (holders((5, 5, 5)), 10),
+        (holders((9, 9, 9)), 3),
+        (holders((1, 4, 9)), 8),
+        (holders((3, 3, 3)), 3),
+        (holders((0, 20, 0)), 5),
+        (holders((5, 9), (3, 6)), 8),
+        (holders((9,), (3, 3), (4,)), 8),
+        (holders((2, 8), (9,), (5,)), 8),
+    ],
 )
-def test_in_no_state_does_everybody_wait(needs: tuple[int, ...], room: int) -> None:
-    """Every reachable state: whoever waits there, somebody runs, or the first to ask may."""
+def test_in_no_state_does_everybody_wait(needs: dict[Holder, int], room: int) -> None:
+    """Every reachable state: whoever waits there, somebody goes on, or the first to ask may."""
     explored = Explored(needs, room)
     states: set[Any] = set()
-    histories: list[tuple[tuple[str, int], ...]] = [()]
+    histories: list[History] = [()]
     while histories:
         history = histories.pop()
         admission, began, done = explored.replay(history)
@@ -124,16 +145,34 @@ def test_in_no_state_does_everybody_wait(needs: tuple[int, ...], room: int) -> N
     assert len(states) > 20
 
 
+A, B, C = (Holder(TASK, name) for name in "abc")
+
+
 def test_whoever_leaves_names_the_one_that_waits_longest() -> None:
     admission = Admission()
-    assert admission.ask("a", True)
-    assert not admission.ask("b", False)
-    assert not admission.ask("c", False)
-    assert admission.waiting == ("b", "c")
-    assert admission.leave("a") == "b"
-    assert admission.ask("b", False)
-    assert admission.leave("b") == "c"
-    assert admission.leave("c") is None
+    assert admission.ask(A, True)
+    assert not admission.ask(B, False)
+    assert not admission.ask(C, False)
+    assert admission.waiting == (B, C)
+    assert admission.leave(A) == B
+    assert admission.ask(B, False)
+    assert admission.leave(B) == C
+    assert admission.ask(C, False)
+    assert admission.leave(C) is None
+
+
+def test_a_task_waits_for_what_is_sent_and_nothing_more_comes_or_goes_meanwhile() -> None:
+    admission, send, fetch = Admission(), Holder(SEND, 0), Holder(FETCH, 1)
+    assert admission.ask(send, True)
+    assert not admission.short
+    assert not admission.ask(A, False)
+    assert admission.short
+    assert not admission.ask(fetch, True), "there is room, but the task has waited longer"
+    assert admission.ask(B, True)
+    assert not admission.short, "it waits for another task as well, and peers need not"
+    assert admission.leave(B) == admission.leave(send) == A
+    assert admission.ask(A, False), "nobody is left to wait for"
+    assert admission.ask(fetch, True)
 
 
 # ---- on a worker -----------------------------------------------------------------------
@@ -185,6 +224,31 @@ def _overlap(_: int) -> int:
     with _lock:
         _at_once["running"] -= 1
     return found
+
+
+def _slow_sum(*parts: Any) -> int:
+    time.sleep(0.2)
+    return sum(int(part[-1]) for part in parts)
+
+
+def test_what_peers_send_waits_for_room_as_tasks_do() -> None:
+    """Two workers that want each other's data, three times as much as fits, one by one."""
+    one_by_one = dask.config.set({"distributed.worker.transfer.message-bytes-limit": MIB})
+    with one_by_one, cluster("pandas", workers=2, threads=1, **TIGHT) as client:
+        here, there = client.scheduler_info()["workers"]
+        made = {
+            name: client.map(np.full, [3 * MIB] * 8, range(8), dtype="u1", workers=[name], pure=False)
+            for name in (here, there)
+        }
+        wait([*made[here], *made[there]])
+        sums = [
+            client.submit(_slow_sum, *two, workers=[name], pure=False)
+            for name, other in ((here, there), (there, here))
+            for two in zip(*[iter(made[other])] * 2, strict=True)
+        ]
+        assert client.gather(sums) == [1, 5, 9, 13] * 2
+        peaks = client.run(lambda dask_worker: dask_worker.plugins["gpurt"].metrics.snapshot())
+        assert max(one["counters"]["memory.device.peak"] for one in peaks.values()) <= 8 * MIB
 
 
 def test_a_task_that_waits_for_tasks_of_its_own_does_not_stop_them(two_threads: Client) -> None:

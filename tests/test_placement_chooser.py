@@ -29,10 +29,14 @@ class Rooms:
 
     def __init__(self, **free: float):
         self.free: dict[str, float] = {}
+        self.live: dict[str, float] = {}
         self.tiers: dict[tuple[str, Any], Tier] = {}
 
     def room(self, worker: str) -> Room:
-        return Room(self.free.get(worker, 80 * GB))
+        free = self.free.get(worker, 80 * GB)
+        if worker not in self.live:
+            return Room(free)
+        return Room(min(free, self.live[worker]), 1000 * GB, Tier.HOST, self.live[worker])
 
     def told(self, worker: str) -> bool:
         return True
@@ -465,6 +469,45 @@ def test_never_a_forbidden_worker_nor_one_without_room(
     chosen = cluster.place("here", "x", worker_restrictions={cluster.addresses[number] for number in allowed})
     assert chosen in (allowed - full or allowed)
     assert not cluster.fallbacks()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    live=st.lists(st.integers(1, 40), min_size=12, max_size=12),
+    inputs=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), min_size=1, max_size=4),
+    result=st.integers(0, 12),
+)
+def test_never_a_live_tier_too_small_for_a_task_while_another_holds_it(
+    live: list[int], inputs: list[tuple[int, int]], result: int
+) -> None:
+    cluster = Cluster(12)
+    for number, size in enumerate(live):
+        cluster.rooms.live[cluster.addresses[number]] = size * GB
+        cluster.placement.told(cluster.addresses[number])
+    for i, (size, holder) in enumerate(inputs):
+        cluster.data(f"x{i}", holder, nbytes=size * GB)
+    cluster.data("y-1", nbytes=result * GB)  # what is known of the prefix
+    chosen = cluster.place("y-2", *[f"x{i}" for i in range(len(inputs))])
+    together = sum(size for size, _ in inputs) + result
+    assert chosen is not None
+    assert live[chosen] >= min(together, max(live))
+    assert not cluster.fallbacks()
+
+
+def test_a_result_grows_with_its_inputs_as_those_before_did() -> None:
+    cluster = Cluster(12)
+    cluster.rooms.live = dict.fromkeys(cluster.addresses, 24 * GB)
+    cluster.rooms.live[cluster.addresses[3]] = 80 * GB
+    for address in cluster.addresses:
+        cluster.placement.told(address)
+    for number, size in enumerate((1, 2, 14)):
+        cluster.data(f"x-{number}", 5, nbytes=size * GB)
+    for number in range(2):
+        cluster.data(f"join-{number}", 5, nbytes=(number + 1) * GB)
+        cluster.state.tasks[f"join-{number}"].add_dependency(cluster.state.tasks[f"x-{number}"])
+        cluster.placement.ended(f"join-{number}", cluster.addresses[5], 1.0)
+    assert cluster.place("join-2", "x-2") == 3  # 14 and 14 GB
+    assert cluster.place("other-2", "x-2") == 5
 
 
 @settings(max_examples=20, deadline=None)

@@ -356,7 +356,7 @@ def test_what_there_is_not_is_named() -> None:
         build_workload("sort", build_cluster("dgx"))
     with pytest.raises(ValueError, match="at least two partitions, not 1"):
         build_workload("pipeline", build_cluster("dgx"), partitions=1)
-    with pytest.raises(ValueError, match="no placement 'best'; there are stock, gpurt"):
+    with pytest.raises(ValueError, match="no placement 'best'; there are stock, placement, gpurt"):
         simulate(build_cluster("dgx"), workload(work("a")), "best")
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import dask
 import pytest
 from clusters_of_machines import GB, NO_OVERHEADS
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.simulate import Capacity, Cluster, Machine, Simulation, Submission, Work, Workload
+from dask_gpurt.simulate import Capacity, Cluster, Machine, Result, Simulation, Submission, Work, Workload
 from dask_gpurt.simulate.clock import Clock, Name
 from dask_gpurt.simulate.network import Network
+from dask_gpurt.simulate.tiered_worker import TieredWorker
 from dask_gpurt.simulate.tiers import Tiers
+from dask_gpurt.simulate.worker import VirtualWorker
 from dask_gpurt.topology import Link, Place, Speed, Topology
 
 SPEEDS = {Link.SHARED_MEMORY: Speed(100.0, 0.0), Link.TCP: Speed(10.0, 0.0), Link.RDMA: Speed(50.0, 0.5)}
@@ -189,6 +194,93 @@ def test_what_is_held_stays_and_the_worker_is_over() -> None:
     assert mine.free == -30
     mine.let_go(["a", "b"], 30)
     assert mine.free == 0
+
+
+@pytest.mark.parametrize("keys", [["a"], {"a": 60}], ids=["names", "names with sizes"])
+def test_what_is_let_go_may_go_down(keys: Any) -> None:
+    mine = tiers()
+    mine["a"] = 60
+    mine.hold(keys, 0)
+    mine.let_go(keys, 0)
+    mine["b"] = 60
+    assert mine.tier("a") is Tier.HOST
+    assert not mine.over
+
+
+def test_what_is_lent_stays_where_it_lies() -> None:
+    mine = tiers()
+    for key in "abc":
+        mine[key] = 40
+    held, seconds = mine.lend("ab")  # a is below, and is read in 1 + 40 / 10 s
+    assert (held, seconds) == (["b"], pytest.approx(5))
+    assert [mine.tier(key) for key in "abc"] == [Tier.PINNED, Tier.DEVICE, Tier.DEVICE]
+    assert mine.fits("c", 20)
+    assert not mine.fits("c", 21), "b can not go down"
+
+
+keys = st.sets(st.integers(0, 7))
+
+
+@given(st.lists(st.integers(1, 60), min_size=8, max_size=8), keys, keys, st.integers(0, 120))
+def test_what_fits_leaves_a_worker_within_its_memory(
+    sizes: list[int], held: set[int], wanted: set[int], reserve: int
+) -> None:
+    mine = tiers()
+    for key, nbytes in enumerate(sizes):
+        mine[key] = nbytes
+    mine.lend(held)
+    fits = mine.fits(wanted, reserve)
+    mine.hold(wanted, reserve)
+    assert fits == (mine.live_bytes <= mine.capacity.live)
+
+
+# ---- workers with the runtime's tiers ----------------------------------------------------
+
+
+def joins(pairs: list[tuple[int, int]], nbytes: int) -> Workload:
+    """Kept data, and then tasks that each take two of them and leave as much."""
+    kept = [Work(Name(f"('kept', {i})"), (), 0.1, nbytes) for i in range(12)]
+    made = [
+        Work(Name(f"('join', {i})"), (kept[a].key, kept[b].key), 1.0, 2 * nbytes)
+        for i, (a, b) in enumerate(pairs)
+    ]
+    first = Submission(kept, frozenset(one.key for one in kept), keep=True)
+    return Workload("joins", [first, Submission(made, frozenset(one.key for one in made))])
+
+
+def joined(pairs: list[tuple[int, int]], worker: type[VirtualWorker], workers: int = 3) -> Result:
+    machines = [Machine(Place("host0", device=f"gpu{i}"), Capacity(100, 0, 100_000)) for i in range(workers)]
+    cluster = Cluster("small", machines, speeds=dict.fromkeys(Link, Speed(10.0, 0.0)))
+    # A message of several keys would be larger than a worker.
+    with dask.config.set({"distributed.worker.transfer.message-bytes-limit": 24}):
+        return Simulation(cluster, joins(pairs, 24), worker=worker).run()
+
+
+some_pairs = st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pair: pair[0] != pair[1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(some_pairs, min_size=1, max_size=30), st.integers(1, 5))
+def test_with_the_tiers_of_the_runtime_nobody_waits_for_ever(
+    pairs: list[tuple[int, int]], workers: int
+) -> None:
+    """Each task needs 96 of 100 bytes: beside one nothing may come, and nothing that is live may go."""
+    result = joined(pairs, TieredWorker, workers)
+    assert result.runs == result.tasks
+
+
+def test_dasks_own_workers_do_not_wait() -> None:
+    pairs = [(i, (5 * i + 1) % 12) for i in range(12)]
+    assert joined(pairs, VirtualWorker).over_memory > 0
+    assert joined(pairs, TieredWorker).over_memory == 0
+
+
+def test_tasks_that_no_worker_holds_are_counted() -> None:
+    machines = [Machine(Place("host0", device=f"gpu{i}"), Capacity(95, 0, 1000)) for i in range(3)]
+    cluster = Cluster("small", machines, speeds=dict.fromkeys(Link, Speed(10.0, 0.0)))
+    result = Simulation(cluster, joins([(0, 1), (2, 3)], 24), worker=TieredWorker).run()
+    assert result.too_large == 2
+    assert 0 < result.over_memory <= 2
 
 
 def test_without_a_device_work_is_done_in_the_host_tier() -> None:

@@ -189,6 +189,7 @@ def _print(results: Sequence[Result]) -> None:
     table.add_row("spilled", *[format_bytes(one.spilled) for one in results])
     table.add_row("worst memory", *[f"{one.worst_memory:.0%}" for one in results])
     table.add_row("workers over memory", *[f"{one.over_memory:,}" for one in results])
+    table.add_row("tasks too large for any", *[f"{one.too_large:,}" for one in results])
     table.add_row("steals", *[f"{one.steals:,}" for one in results])
     table.add_row("a decision", *[f"{one.decision_us:.0f} µs" for one in results])
     table.add_row("scheduler, a task", *[f"{one.scheduler_us:.0f} µs" for one in results])

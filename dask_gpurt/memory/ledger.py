@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict
@@ -39,11 +40,14 @@ class Room(NamedTuple):
         Bytes that its lower tiers take.
     tier
         The first of those with room; None when there is none.
+    live
+        Bytes that its live tier holds when nothing else is in it.
     """
 
     free: float
     below: float = 0
     tier: Tier | None = None
+    live: float = math.inf
 
 
 class Ledger:
@@ -198,7 +202,9 @@ class Picture:
         if room is None and (capacity := self._capacity.get(worker)):
             live, *lower = [(tier, self._row(worker, str(tier), capacity[tier])["headroom"]) for tier in Tier]
             below = {tier: left for tier, left in lower if left > 0}
-            room = self._rooms[worker] = Room(live[1], sum(below.values()), next(iter(below), None))
+            holds = capacity[str(live[0])]
+            room = Room(live[1], sum(below.values()), next(iter(below), None), holds)
+            self._rooms[worker] = room
         return room
 
     def spilled(self, worker: str) -> bool:

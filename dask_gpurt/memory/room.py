@@ -8,7 +8,7 @@ device that is busy is waited for once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -61,13 +61,30 @@ class Room(Entries):
 
         A trifle may go above the limit, as long as all that is above it is one.
         """
-        trifle = self._trifle(tier)
         with self._lock:
-            if self._excess(nbytes, tier) > (trifle if nbytes <= trifle else 0):
+            if self._excess(nbytes, tier) > self._beyond(nbytes, tier):
                 return False
             self._live.promise(key, tier, nbytes)
             self._account()
             return True
+
+    def pass_on(self, old: Key, promises: Mapping[Key, tuple[int, Tier]]) -> bool:
+        """Promise bytes of a tier to keys in the place of what another was promised; whether they fit.
+
+        Nobody takes the room in between. Does not block; what does not fit is promised all the same.
+        """
+        with self._lock:
+            self._live.forget(old)
+            for key, (nbytes, tier) in promises.items():
+                self._live.promise(key, tier, nbytes)
+            self._account()
+            wanted = promises.values()
+            return all(self._excess(0, tier) <= self._beyond(nbytes, tier) for nbytes, tier in wanted)
+
+    def _beyond(self, nbytes: int, tier: Tier) -> int:
+        """By how much an object of so many bytes may go above the limit of a tier."""
+        trifle = self._trifle(tier)
+        return trifle if nbytes <= trifle else 0
 
     def _trifle(self, tier: Tier) -> int:
         limit = self.limits.device if tier is Tier.DEVICE else self.limits.host
@@ -81,6 +98,10 @@ class Room(Entries):
         with self._lock:  # at once, so that nobody else takes the room that is made
             self._live.promise(key, tier, nbytes)
             self._account()
+        self.keep_promises(tier)
+
+    def keep_promises(self, tier: Tier) -> None:
+        """Spill for what has been promised, as far as that goes. Blocks."""
         while self.make_room(0, tier):
             pass
 

@@ -136,6 +136,7 @@ class Placement:
         ts = self._state.tasks.get(key)
         if ts is not None and worker is not None:
             self._chooser.estimates.finished(ts, worker, seconds)
+            self._chooser.estimates.observe_size(ts)
 
     def told(self, worker: str) -> None:
         """A worker has told what room it has now."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from dask.typing import Key
 
+from dask_gpurt.memory.ledger import Room
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import NO_WAY, Candidate, Space, Terms
@@ -40,12 +41,15 @@ class Demand(NamedTuple):
         Its work on a worker of pace 1.
     nbytes
         Its result.
+    together
+        Its inputs and its result: what has to be live on its worker at once.
     """
 
     inputs: Collection[Need]
     sources: Collection[str]
     seconds: float
     nbytes: float
+    together: float
 
 
 class Estimates:
@@ -71,20 +75,30 @@ class Estimates:
         # How much longer than usual the tasks take that were given to workers, by their inputs.
         self._surplus = Expected()
         self._paces: dict[str, float] = {}
+        #: By prefix, the least part of its inputs that the result of a task has been.
+        self._least: dict[str, float] = {}
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
         self._inbound: dict[str, float] = {}
-        #: What Dask counted on a worker when it last told its room.
+        #: What Dask counted on a worker when it last told its room, what its live tier holds, and the most
+        #: that one holds: for what is larger than all of them those are as good as any.
         self._told: dict[str, int] = {}
+        self._live: dict[str, float] = {}
+        self._largest = 0.0
 
     def demand(self, ts: Any) -> Demand:
         """What a task asks of workers."""
         prefix, dependencies = ts.prefix, ts.dependencies
-        sources = {dts.prefix.name for dts in dependencies} if dependencies else ()
         needs = self.needs(ts)
-        seconds = self.lengths.seconds(prefix.name, sum([nbytes for _, nbytes, _ in needs]))
+        inputs = sum([nbytes for _, nbytes, _ in needs])
+        seconds = self.lengths.seconds(prefix.name, inputs)
         if seconds is None:
             seconds = self._state._get_prefix_duration(prefix)
-        return Demand(needs, sources, seconds, size(prefix))
+        if not needs:
+            nbytes = size(prefix)
+            return Demand((), (), seconds, nbytes, nbytes)
+        nbytes = max(size(prefix), self._least.get(prefix.name, 0.0) * inputs)
+        sources = {dts.prefix.name for dts in dependencies}
+        return Demand(needs, sources, seconds, nbytes, inputs + nbytes)
 
     def _usual(self, prefix: Any) -> float:
         """Seconds of work of a task of a prefix, whatever its inputs."""
@@ -107,14 +121,14 @@ class Estimates:
 
     def cost(self, demand: Demand, ws: Any) -> Candidate:
         """What a task costs on a worker."""
-        needs, sources, seconds, nbytes = demand
+        needs, sources, seconds, nbytes, together = demand
         missing, moving, coming = self.inputs(needs, ws) if needs else NOTHING
         if missing or coming:
             moving += self.seconds_inbound(ws)
         address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
         work, promised = self._work(sources, ws) if tasks else (0.0, ws._network_occ)
         pace = self.pace(address)
-        room, fits = self._room(ws, missing + nbytes, promised)
+        room, fits = self._room(ws, missing + nbytes, promised, together)
         if self.arrivals:
             work += sum(self.arrivals.seconds(address).values())
             tasks += self.arrivals.number(address)
@@ -173,19 +187,21 @@ class Estimates:
             results *= threads / tasks
         return work, ws._network_occ + results
 
-    def _room(self, ws: Any, need: float, promised: float) -> tuple[float, bool]:
-        free, below, tier = self.room(ws)
-        if need <= free - promised:
+    def _room(self, ws: Any, need: float, promised: float, together: float) -> tuple[float, bool]:
+        free, below, tier, live = self.room(ws)
+        holds = together <= live or live >= self._largest
+        if holds and need <= free - promised:
             return 0.0, True
         spill = NO_WAY if tier is None else self.routes.out_of(tier, ws.address)
-        return cost.room(need, Space(free - promised, below, spill))
+        seconds, fits = cost.room(need, Space(free - promised, below, spill))
+        return seconds, fits and holds
 
-    def room(self, ws: Any) -> tuple[float, float, Tier | None]:
-        """The room that a worker has told, as in :class:`Room`, less what has come there since."""
-        free, below, tier = self._headroom.room(ws.address)
+    def room(self, ws: Any) -> Room:
+        """The room that a worker has told, less what has come there since."""
+        room = self._headroom.room(ws.address)
         nbytes = ws.nbytes
         come = nbytes - self._told.get(ws.address, nbytes)
-        return (free - come if come > 0 else free), below, tier
+        return room._replace(free=room.free - come) if come > 0 else room
 
     def has_room(self, ws: Any) -> bool:
         """Whether a worker has room for what comes there, and in the end for the next of Dask's queue."""
@@ -193,14 +209,16 @@ class Estimates:
         queued = self._state.queued
         if queued:
             need += (len(ws.processing) + 1) * size(queued.peek().prefix)
-        free, below, _ = self.room(ws)
-        return free + below > need
+        room = self.room(ws)
+        return room.free + room.below > need
 
     # ---- what decisions and workers show ---------------------------------------------
 
     def told(self, ws: Any) -> None:
         """A worker has told its room anew."""
         self._told[ws.address] = ws.nbytes
+        self._live[ws.address] = live = self._headroom.room(ws.address).live
+        self._largest = max(live, self._largest)
 
     def took(self, ts: Any, candidate: Candidate, ws: Any) -> None:
         """A task is about to be given to a worker: the inputs that it lacks will be on their way."""
@@ -246,11 +264,19 @@ class Estimates:
             seen = min(max(seconds / usual, FASTEST), SLOWEST)
             self._paces[worker] = pace + PACE_WEIGHT * (seen - pace)
 
+    def observe_size(self, ts: Any) -> None:
+        """A task has a result: the others of its prefix leave at least such a part of their inputs."""
+        if inputs := sum([dts.get_nbytes() for dts in ts.dependencies]):
+            name, part = ts.prefix.name, ts.get_nbytes() / inputs
+            self._least[name] = min(part, self._least.get(name, part))
+
     def forget(self, worker: str) -> None:
         """Dask has removed a worker."""
         self._paces.pop(worker, None)
         self._inbound.pop(worker, None)
         self._told.pop(worker, None)
+        if self._live.pop(worker, 0.0) == self._largest:
+            self._largest = max(self._live.values(), default=0.0)
 
 
 def size(prefix: Any) -> float:

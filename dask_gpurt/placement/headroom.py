@@ -43,15 +43,17 @@ class LedgerHeadroom:
 
     def room(self, worker: str) -> Room:
         """The room on a worker; without end on one that is gone, or has no memory limit."""
-        return self._picture.room(worker) or Room(self._left_by_dask(worker))
+        return self._picture.room(worker) or self._known_to_dask(worker)
 
     def told(self, worker: str) -> bool:
         """Whether a worker has sent its ledger."""
         return self._picture.room(worker) is not None
 
-    def _left_by_dask(self, worker: str) -> float:
+    def _known_to_dask(self, worker: str) -> Room:
         state = self._workers.get(worker)
-        return state.memory_limit - state.nbytes if state and state.memory_limit else math.inf
+        if not state or not state.memory_limit:
+            return Room(math.inf)
+        return Room(state.memory_limit - state.nbytes, live=state.memory_limit)
 
     def tier(self, worker: str, key: Key) -> Tier:
         """The tier with most of the bytes that tasks of the same prefix have left on a worker."""

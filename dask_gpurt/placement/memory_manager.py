@@ -83,7 +83,7 @@ class MemoryManager:
 
     def _space(self, worker: str) -> Space:
         """The room on a worker, less what its tasks will fetch."""
-        free, below, tier = self._headroom.room(worker)
+        free, below, tier, _ = self._headroom.room(worker)
         if not self._headroom.told(worker):  # it spills Dask's way, and nobody knows how much it may
             below = math.inf
         promised = self._state.workers[worker]._network_occ

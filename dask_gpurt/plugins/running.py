@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 from dask.typing import Key
@@ -16,13 +17,11 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.device.failing import Failures
-from dask_gpurt.memory.admission import Admission, Needs, reservation
+from dask_gpurt.memory.admission import Holder, Needs, reservation
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
-
-#: Seconds after which a task that waits looks again, should nobody have told it to.
-LOOK_AGAIN = 0.5
+from dask_gpurt.plugins.turns import Turns
 
 
 class TaskRunner:
@@ -50,17 +49,16 @@ class TaskRunner:
         self._execute = execute
         self._failures = Failures(settings.failures)
         self._needs = Needs()
-        self._admission = Admission()
-        self._turns: dict[Key, asyncio.Event] = {}
+        self.turns = Turns(worker, tiers.ladder, metrics)
 
     async def run(self, key: Key, stimulus_id: str) -> Any:
         """Run a task; the event that tells Dask how it went."""
         task = self._worker.state.tasks[key]
-        inputs = [dependency.key for dependency in task.dependencies]
-        nbytes = sum(dependency.nbytes or 0 for dependency in task.dependencies)
+        inputs = {dependency.key: dependency.nbytes or 0 for dependency in task.dependencies}
+        nbytes = sum(inputs.values())
         try:
             await self._admitted(key, self._needs.of(key_split(key), nbytes), inputs)
-            held = await self.hold(inputs)
+            held = await self.hold(list(inputs))
             before = self._ladder.came(Tier.DEVICE)
             try:
                 self._prefetch()
@@ -73,15 +71,13 @@ class TaskRunner:
                 await self._keep(key, event.value, nbytes, self._tiers.device.peak() - came)
             return event
         finally:
-            self._ladder.forget_promise(reservation(key))
-            self._leave(key)
+            self.turns.leave(reservation(key))
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
         added = self._ladder.added_by(result, self._tiers.home(result))
         self._needs.learn(key_split(key), inputs, max(added, peak))
-        self._ladder.forget_promise(reservation(key))
-        await self.make_room({key: result})
+        await self.make_room({key: result}, reservation(key))
 
     async def hold(self, keys: list[Key]) -> Any:
         """Make inputs live and keep them so, spilling what else there is if need be."""
@@ -100,53 +96,42 @@ class TaskRunner:
                     raise self._tiers.out_of_memory(error) from error
                 await self._spill_all()
 
-    async def make_room(self, values: dict[Key, Any]) -> None:
-        """Promise room in its tier to each object that is about to be stored."""
-        for key, value in values.items():
-            home = self._tiers.home(value)
-            nbytes = self._ladder.added_by(value, home)
-            if not self._ladder.promise_at_once(key, nbytes, home):
-                await self._tiers.offload(self._ladder.promise, key, nbytes, home)
-            # A task that was cancelled meanwhile stores nothing.
+    async def make_room(self, values: dict[Key, Any], reserved: Holder) -> None:
+        """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
+        homes = {key: self._tiers.home(value) for key, value in values.items()}
+        promises = {key: (self._ladder.added_by(values[key], home), home) for key, home in homes.items()}
+        if not self._ladder.pass_on(reserved, promises):
+            for home in set(homes.values()):
+                await self._tiers.offload(self._ladder.keep_promises, home)
+        # A task that was cancelled meanwhile stores nothing.
+        for key in values:
             asyncio.get_running_loop().call_later(1, self._ladder.forget_promise, key)
 
     # ---- admission -------------------------------------------------------------------
 
-    async def _admitted(self, key: Key, need: int, inputs: list[Key]) -> None:
+    async def _admitted(self, key: Key, need: int, inputs: dict[Key, int]) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
-        need = min(need, self._ladder.limits.device)
-        while True:
-            fits = not need or await self._reserve(reservation(key), need, inputs)
-            self._let_seceded_go()
-            if self._admission.ask(key, fits):
-                return
-            self._metrics.add("memory.waits")
-            turn = self._turns.setdefault(key, asyncio.Event())
-            turn.clear()
-            with contextlib.suppress(TimeoutError):  # room may have come from elsewhere
-                await asyncio.wait_for(turn.wait(), LOOK_AGAIN)
+        task, lower = reservation(key), sum(inputs[each] for each in self._ladder.lower(inputs))
+        await self.turns.wait(task, partial(self._reserve, nbytes=need + lower, inputs=inputs))
+        if lower:  # these bring their own promises, as they come up
+            self._ladder.forget_promise(task)
+            self._ladder.promise_at_once(task, min(need, self._ladder.limits.device), Tier.DEVICE)
 
-    async def _reserve(self, reservation: Key, need: int, inputs: list[Key]) -> bool:
-        if self._ladder.promise_at_once(reservation, need, Tier.DEVICE):
+    def receiving(self, nbytes: int) -> AbstractAsyncContextManager[Holder]:
+        """While so many bytes come from a peer; waits for others first if there is no room."""
+        return self.turns.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
+
+    async def _reserve(self, who: Holder, nbytes: int, inputs: Iterable[Key]) -> bool:
+        nbytes = min(nbytes, self._ladder.limits.device)
+        if not nbytes or self._ladder.promise_at_once(who, nbytes, Tier.DEVICE):
             return True
         # The inputs would only come up again at once: they make no room.
         held, _ = self._ladder.hold_where_live(inputs)
         try:
-            fits: bool = await self._tiers.offload(self._ladder.try_promise, reservation, need, Tier.DEVICE)
+            fits: bool = await self._tiers.offload(self._ladder.try_promise, who, nbytes, Tier.DEVICE)
         finally:
             self._ladder.release(held.values())
         return fits
-
-    def _let_seceded_go(self) -> None:
-        for key in self._admission.running:
-            task = self._worker.state.tasks.get(key)
-            if task is None or task.state == "long-running":
-                self._leave(key)
-
-    def _leave(self, key: Any) -> None:
-        self._turns.pop(key, None)
-        if (following := self._admission.leave(key)) in self._turns:
-            self._turns[following].set()
 
     # ---- when memory is short all the same -------------------------------------------
 

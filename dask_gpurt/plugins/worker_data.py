@@ -136,19 +136,23 @@ class WorkerData:
         return event
 
     async def gather_dep(self, worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
-        """Make room for what has come from a peer."""
-        event = await self._gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
-        if isinstance(event, GatherDepSuccessEvent):
-            await self._runner.make_room(event.data)
+        """Ask a peer once there is room, and keep that for what has come."""
+        async with self._runner.receiving(total_nbytes) as reserved:
+            event = await self._gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+            if isinstance(event, GatherDepSuccessEvent):
+                await self._runner.make_room(event.data, reserved)
         return event
 
     async def get_data(
         self, comm: Any, keys: Iterable[Any], who: str | None = None, serializers: Any = None
     ) -> Any:
         """Serve a peer; what has been spilled from where it lies, without making it live."""
+        if who is not None and self._runner.turns.short:
+            return {"status": "busy"}
         keys = list(keys)
         held, lower = self._ladder.hold_where_live(keys)
         with ExitStack() as sending:
+            sending.enter_context(self._runner.turns.sending())
             sending.callback(self._ladder.release, held.values())
             sending.callback(serving.set, None)
             found: dict[Key, Any] = {}

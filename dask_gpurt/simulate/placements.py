@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask.typing import Key
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -12,7 +12,9 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import Placement, Room
 from dask_gpurt.simulate.cluster import Cluster
 from dask_gpurt.simulate.simulation import Simulation
+from dask_gpurt.simulate.tiered_worker import TieredWorker
 from dask_gpurt.simulate.work import Workload
+from dask_gpurt.simulate.worker import VirtualWorker
 from dask_gpurt.topology import Topology
 
 #: Virtual seconds between two reports of a worker's memory to the scheduler.
@@ -64,7 +66,8 @@ class VirtualHeadroom:
             return Room(0)
         below = known.tiers.free_below()
         first = next((tier for tier, free in below.items() if free > 0), None)
-        return Room(known.tiers.free, sum(max(0.0, free) for free in below.values()), first)
+        left = sum(max(0.0, free) for free in below.values())
+        return Room(known.tiers.free, left, first, known.tiers.capacity.live)
 
 
 class _Watch(SchedulerPlugin):
@@ -96,7 +99,7 @@ class _Watch(SchedulerPlugin):
         self._placement.ended(key, kwargs["worker"], sum(seconds))
 
 
-def bind(simulation: Simulation) -> None:
+def bind_placement(simulation: Simulation) -> None:
     """Let our placement decide in a simulation."""
     topology = simulation.cluster.topology()
     for worker in simulation.workers:
@@ -113,8 +116,27 @@ def bind(simulation: Simulation) -> None:
     placement.bind()
 
 
-#: By name; ``stock`` is what Dask does.
-PLACEMENTS: Mapping[str, Callable[[Simulation], None] | None] = {"stock": None, "gpurt": bind}
+class Way(NamedTuple):
+    """A way to decide, and the workers that it is used with.
+
+    Parameters
+    ----------
+    bind
+        See :class:`Simulation`; None where Dask decides.
+    worker
+        What every worker is.
+    """
+
+    bind: Callable[[Simulation], None] | None
+    worker: type[VirtualWorker]
+
+
+#: By name. ``stock`` is Dask as it is, ``placement`` ours on Dask's workers, ``gpurt`` the whole runtime.
+PLACEMENTS: Mapping[str, Way] = {
+    "stock": Way(None, VirtualWorker),
+    "placement": Way(bind_placement, VirtualWorker),
+    "gpurt": Way(bind_placement, TieredWorker),
+}
 
 
 def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **options: Any) -> Simulation:
@@ -141,6 +163,7 @@ def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **o
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"no placement {placement!r}; there are {', '.join(PLACEMENTS)}")
-    simulation = Simulation(cluster, workload, bind=PLACEMENTS[placement], name=placement, **options)
+    bind, worker = PLACEMENTS[placement]
+    simulation = Simulation(cluster, workload, bind=bind, worker=worker, name=placement, **options)
     simulation.run()
     return simulation

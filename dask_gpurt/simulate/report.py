@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.simulate.tiers import Tiers
+from dask_gpurt.simulate.work import Work
 from dask_gpurt.topology import Link
 
 if TYPE_CHECKING:
@@ -67,6 +69,9 @@ class Result:
         The most that a worker had in its live tier, as a part of what the tier holds.
     over_memory
         How many workers were ever over what their live tier holds.
+    too_large
+        Tasks whose inputs, result and workspace together no live tier of the cluster holds: whoever runs one
+        is over.
     runs
         Tasks that were run to their end; more than ``tasks`` where data was lost.
     steals
@@ -90,6 +95,7 @@ class Result:
     spilled: int
     worst_memory: float
     over_memory: int
+    too_large: int
     runs: int
     steals: int
     decisions: int
@@ -118,6 +124,7 @@ class Result:
             spilled=sum(one.spilled for one in tiers),
             worst_memory=max(one.peak / one.capacity.live for one in tiers),
             over_memory=sum(one.over for one in tiers),
+            too_large=_too_large(simulation.works, max(one.capacity.live for one in tiers)),
             runs=sum(simulation.runs.values()),
             steals=stealing._request_counter if stealing else 0,
             decisions=scheduler.deciding.count,
@@ -129,3 +136,12 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
+
+
+def _too_large(works: Mapping[str, Work], largest: int) -> int:
+    """How many tasks need more at once than the largest live tier holds."""
+    needed = (
+        sum(works[need].nbytes for need in work.needs) + work.nbytes + work.workspace
+        for work in works.values()
+    )
+    return sum(nbytes > largest for nbytes in needed)

@@ -70,6 +70,8 @@ class Simulation:
         What Dask itself takes.
     bind
         Called with the simulation when all workers are there: it may change how decisions are made.
+    worker
+        What every worker is: Dask's own, or one with the tiers of the runtime.
     name
         What the result calls this way to decide.
 
@@ -93,6 +95,7 @@ class Simulation:
         changes: Sequence[Leave | Join] = (),
         overheads: Overheads | None = None,
         bind: Callable[[Simulation], object] | None = None,
+        worker: type[VirtualWorker] = VirtualWorker,
         name: str = "stock",
     ):
         self.cluster = cluster
@@ -100,6 +103,7 @@ class Simulation:
         self.name = name
         self.works: Mapping[str, Work] = workload.works
         self.overheads = overheads or Overheads()
+        self._worker = worker
         self.clock = Clock()
         #: The links as they are. Whoever decides gets a picture of his own, since he may learn.
         self.topology = cluster.topology()
@@ -215,7 +219,7 @@ class Simulation:
         self._machines[name] = machine
         self.topology.add(name, machine.place)
         tiers = Tiers(machine.capacity, lambda link: self.topology.tier_speed(link, name))
-        worker = VirtualWorker(name, machine.threads, machine.speed, tiers, self)
+        worker = self._worker(name, machine.threads, machine.speed, tiers, self)
         self.workers[name] = worker
 
         def send(*messages: dict[str, Any]) -> None:

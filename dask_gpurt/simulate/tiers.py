@@ -132,10 +132,32 @@ class Tiers(MutableMapping[Key, Any]):
         float
             Seconds until all of this is done.
         """
-        self._holders.update(keys)
+        self._holders.update(list(keys))  # of a mapping a counter would add the values
         self._reserved += reserve
         seconds = sum([self._raise(key) for key in keys if key in self._tier])
         return seconds + self._make_room()
+
+    def fits(self, keys: Collection[Key], reserve: int) -> bool:
+        """Whether :meth:`hold` would leave the live tier within its capacity, whatever else goes down."""
+        room = self.capacity.live - self._reserved - reserve
+        coming = sum(self[key] for key in keys if self._tier.get(key) not in (self.live, None))
+        if self._used[self.live] + coming <= room:
+            return True
+        staying = {key for key in (*self._holders, *keys) if self._tier.get(key) is self.live}
+        return sum(self[key] for key in staying) + coming <= room
+
+    def lend(self, keys: Collection[Key]) -> tuple[list[Key], float]:
+        """Read keys from where they lie: those in the live tier are kept there until they are let go.
+
+        Returns
+        -------
+        list, float
+            The keys that are held, and the seconds that it takes to read the others.
+        """
+        held = [key for key in keys if self.tier(key) is self.live]
+        self.hold(held, 0)
+        below = [key for key in keys if self.tier(key) not in (self.live, None)]
+        return held, sum(self._seconds(self._tier[key], self.live, self[key]) for key in below)
 
     def let_go(self, keys: Collection[Key], reserve: int) -> None:
         """What :meth:`hold` held is free to go down, and the room is free."""
@@ -163,6 +185,9 @@ class Tiers(MutableMapping[Key, Any]):
         source, nbytes = self._tier[key], self[key]
         del self[key]
         self._put(key, nbytes, target)
+        return self._seconds(source, target, nbytes)
+
+    def _seconds(self, source: Tier, target: Tier, nbytes: int) -> float:
         return self._speed(_between(source, target)).seconds(nbytes)
 
     def _make_room(self) -> float:

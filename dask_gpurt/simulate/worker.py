@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -266,14 +266,12 @@ class VirtualWorker:
         nbytes = sum(found.values())
         began = self._clock.now
         self._outgoing += 1
-        ready = max(
-            self._after_moves(self.tiers.hold(found, 0)),
-            target._after_moves(target.tiers.hold((), nbytes)),
-        )
+        held, seconds = self._lend(found)
+        ready = max(self._after_moves(seconds), target._after_moves(target.tiers.hold((), nbytes)))
 
         def over() -> None:
             self._outgoing -= 1
-            self.tiers.let_go(found, 0)
+            self._get_back(held)
             target.tiers.let_go((), nbytes)
 
         def arrived() -> None:
@@ -293,6 +291,14 @@ class VirtualWorker:
                 self._peers.network.send(self.address, target.address, nbytes, arrived, lost)
 
         self._clock.at(ready, begin)
+
+    def _lend(self, keys: Collection[Key]) -> tuple[Collection[Key], float]:
+        """Hold keys while they are sent; Dask reads what it sends into the live tier."""
+        return keys, self.tiers.hold(keys, 0)
+
+    def _get_back(self, keys: Collection[Key]) -> None:
+        """What was lent has been sent."""
+        self.tiers.let_go(keys, 0)
 
     def _learn_bandwidth(self, nbytes: int, seconds: float) -> None:
         """As Dask's worker does; the next heartbeat tells the scheduler."""

@@ -1,0 +1,98 @@
+"""What waits for room on a worker, and is told when to ask again. On the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, Holder
+from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.observe import Metrics
+
+#: Seconds after which somebody who waits looks again, should nobody have told him to.
+LOOK_AGAIN = 0.5
+
+
+class Turns:
+    """The :class:`Admission` of a worker, with those that wait for it.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker.
+    ladder
+        Where room has been promised to whoever asks.
+    """
+
+    def __init__(self, worker: Any, ladder: Ladder, metrics: Metrics):
+        self._worker = worker
+        self._ladder = ladder
+        self._metrics = metrics
+        self._admission = Admission()
+        self._numbers = itertools.count()
+        self._told: dict[Holder, asyncio.Event] = {}
+
+    @property
+    def short(self) -> bool:
+        """Whether peers are to ask later."""
+        return self._admission.short
+
+    async def wait(self, who: Holder, reserve: Callable[[Holder], Awaitable[bool]]) -> None:
+        """Wait until somebody may go on.
+
+        Parameters
+        ----------
+        reserve
+            Promises him room if there is some, and says whether there is.
+        """
+        while True:
+            fits = await reserve(who)
+            self._let_seceded_go()
+            if self._admission.ask(who, fits):
+                self._tell(self._admission.first)  # there may be room for more
+                return
+            self._ladder.forget_promise(who)
+            self._metrics.add("memory.waits")
+            turn = self._told.setdefault(who, asyncio.Event())
+            turn.clear()
+            with contextlib.suppress(TimeoutError):  # room may have come from elsewhere
+                await asyncio.wait_for(turn.wait(), LOOK_AGAIN)
+
+    def leave(self, who: Holder) -> None:
+        """Somebody is done with his room, or wants none any more."""
+        self._ladder.forget_promise(who)
+        self._told.pop(who, None)
+        self._tell(self._admission.leave(who))
+
+    @contextlib.asynccontextmanager
+    async def receiving(self, reserve: Callable[[Holder], Awaitable[bool]]) -> AsyncIterator[Holder]:
+        """While something comes from a peer, for which there was room, or nobody to wait for; who has it."""
+        who = Holder(FETCH, next(self._numbers))
+        try:
+            await self.wait(who, reserve)
+            yield who
+        finally:
+            self.leave(who)
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """While something goes to a peer, which keeps it from going down."""
+        who = Holder(SEND, next(self._numbers))
+        self._admission.ask(who, True)
+        try:
+            yield
+        finally:
+            self.leave(who)
+
+    def _tell(self, who: Holder | None) -> None:
+        if who in self._told:
+            self._told[who].set()
+
+    def _let_seceded_go(self) -> None:
+        for who in self._admission.running:
+            task = self._worker.state.tasks.get(who.key) if who.kind == TASK else None
+            if who.kind == TASK and (task is None or task.state == "long-running"):
+                self.leave(who)

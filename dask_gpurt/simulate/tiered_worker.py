@@ -1,0 +1,97 @@
+"""A worker with the runtime's tiers in virtual time: who finds no room waits, as on a real one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from dask.typing import Key
+from dask.utils import key_split
+from distributed.worker_state_machine import GatherDep, GatherDepDoneEvent, StateMachineEvent
+
+from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, Holder, Needs
+from dask_gpurt.simulate.work import Work
+from dask_gpurt.simulate.worker import VirtualWorker
+
+#: Whether there is room, and what to do then.
+Turn = tuple[Callable[[], bool], Callable[[], None]]
+
+
+class TieredWorker(VirtualWorker):
+    """Decides with the runtime's own :class:`Admission` and :class:`Needs` who may take memory.
+
+    What is sent is read from where it lies.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._needs = Needs()
+        self._admission = Admission()
+        self._numbers = itertools.count()
+        self._turns: dict[Holder, Turn] = {}
+        #: The one fetch from a peer that is on its way, and what is being sent.
+        self._fetches: dict[str, Holder] = {}
+
+    # ---- tasks -----------------------------------------------------------------------
+
+    def _execute(self, key: str) -> None:
+        work = self._peers.works[key]
+        need = min(self._needs.of(key_split(key), self._inputs(work)), self.tiers.capacity.live)
+        begin = partial(super()._execute, key)
+        self._admit(Holder(TASK, key), (partial(self.tiers.fits, work.needs, need), begin))
+
+    def _finish(self, work: Work, run_id: int, start: float) -> None:
+        if not self.gone:
+            self._needs.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
+        super()._finish(work, run_id, start)
+        self._leave(Holder(TASK, work.key))
+
+    def _inputs(self, work: Work) -> int:
+        return sum(self.tiers[key] for key in work.needs if key in self.tiers)
+
+    # ---- transfers -------------------------------------------------------------------
+
+    def _gather(self, asked: GatherDep) -> None:
+        self._fetches[asked.worker] = who = Holder(FETCH, next(self._numbers))
+        begin = partial(super()._gather, asked)
+        self._admit(who, (partial(self.tiers.fits, (), asked.total_nbytes), begin))
+
+    def _stimulate(self, event: StateMachineEvent) -> None:
+        over = self._fetches.pop(event.worker) if isinstance(event, GatherDepDoneEvent) else None
+        super()._stimulate(event)
+        if over is not None:
+            self._leave(over)
+
+    def busy_for(self, host: str) -> bool:
+        """Peers are told to ask later, too, while a task waits for what is being sent."""
+        return self._admission.short or super().busy_for(host)
+
+    def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
+        held, seconds = self.tiers.lend(keys)
+        who = Holder(SEND, next(self._numbers))
+        self._admission.ask(who, True)
+        return (who, held), seconds
+
+    def _get_back(self, lent: Any) -> None:
+        who, held = lent
+        super()._get_back(held)
+        self._leave(who)
+
+    # ---- admission -------------------------------------------------------------------
+
+    def _admit(self, who: Holder, turn: Turn) -> None:
+        fits, begin = turn
+        if self._admission.ask(who, fits()):
+            self._turns.pop(who, None)
+            begin()
+        else:
+            self._turns[who] = turn
+
+    def _leave(self, who: Holder) -> None:
+        """Something is over: those that wait have their turns, until one has to go on waiting."""
+        following = self._admission.leave(who)
+        while following in self._turns and not self.gone:
+            self._admit(following, self._turns[following])
+            following = None if following in self._turns else self._admission.first
