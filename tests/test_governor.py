@@ -10,6 +10,7 @@ from curves import (
     CAP4,
     CAP8,
     CURVES,
+    LINK,
     SPLIT,
     UNCONTROLLED,
     Curve,
@@ -26,6 +27,7 @@ from dask_gpurt.overlap.estimate import Estimate
 from dask_gpurt.overlap.governor import BUDGET, FEW_STEPS, Fixed, Governor
 from dask_gpurt.overlap.knowledge import (
     FEW,
+    FEW_STEPS_ALONE,
     MOST_KERNELS,
     OFF,
     PRIORITY,
@@ -105,9 +107,25 @@ def test_a_step_costs_what_communication_adds_to_compute_alone(work: Work, speed
         known.add(Alone("join", 1.0, run.task))
     run.governor.learn_step = known.add_step  # type: ignore[method-assign]
     total = run.run(1)
-    measured = known.kernels["join"].beside[PRIORITY].cost.mean
+    measured = known.kernels["join"].beside[PRIORITY].adds.mean
     if speeds.compute + speeds.communication >= 1:
         assert measured * known.moved == pytest.approx(total - run.work.compute, abs=1e-6 * total)
+
+
+@given(work, speeds)
+def test_steps_in_the_middle_tell_what_is_waited_for_at_the_end(work: Work, speeds: Speeds) -> None:
+    """Steps in which both run all the time, and those of communication alone, tell how long all of it takes."""
+    if speeds.compute + speeds.communication < 1:
+        return
+    known = Knowledge()
+    for _ in range(FEW):
+        known.add(Alone("join", 1e-9, 1e-9))
+    for _ in range(FEW_STEPS_ALONE):
+        known.add_step(Step(1.0, LINK))
+    known.add_step(Step(0.0, speeds.communication * LINK, {"join": Ran(speeds.compute, 1.0)}))
+    known.kernels["join"].work, known.moved = work.compute, work.communication * LINK
+    total = known.total(known.kernels["join"].beside[PRIORITY].bounds(0.0))
+    assert total == pytest.approx(side_by_side(work, speeds).total)
 
 
 def test_the_speed_that_costs_are_against_is_that_alone_once_it_is_known() -> None:

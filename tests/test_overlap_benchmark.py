@@ -76,9 +76,9 @@ def test_a_leg_tells_what_communication_has_added(
     known = Knowledge()
     for _ in range(FEW):
         known.add(Alone("kernel", 10.0, compute))
-    cost = known.cost(collectives.step("kernel", PRIORITY, times, 10.0, 100.0))
-    assert cost is not None
-    assert 100.0 * cost == pytest.approx(max(ends) - compute, abs=1e-6)
+    costs = known.costs(collectives.step("kernel", PRIORITY, times, 10.0, 100.0))
+    assert costs is not None
+    assert 100.0 * costs.adds == pytest.approx(max(ends) - compute, abs=1e-6)
 
 
 # ---- as a user types it ------------------------------------------------------------------

@@ -66,9 +66,9 @@ class CudaCodec:
             if not hasattr(packed, "__cuda_array_interface__"):
                 [packed] = self._device.from_host([np.frombuffer(packed, np.uint8)])
             buffers, whole = self._room_for(sizes)
-            restored = self._codec(stream).decode(
-                self._array(packed, stream), out=self._device.for_comm(whole)
-            )
+            # Into an array of its own: others crash it.
+            into = self._array(whole, stream)
+            restored = self._codec(stream).decode(self._array(packed, stream), out=into)
             stream.synchronize()
             check(self.name, restored.buffer_size, whole.nbytes)
             return buffers

@@ -39,29 +39,27 @@ def _of_kernel(known: Knowledge, name: str) -> list[dict[str, Any]]:
         {
             "kernel": name,
             "setting": str(setting),
-            "samples": round(kernel.beside[setting].cost.count),
+            "samples": round(kernel.beside[setting].adds.count),
             "compute": kernel.beside[setting].compute.mean / kernel.speed(),
-            **_figures(governor, outlook, outlooks[PRIORITY]),
+            **_figures(outlook, outlooks[PRIORITY], known.moved * kernel.beside[setting].adds.mean),
             "used": setting == used,
-            "why": _why(governor, outlook, outlooks[used]),
+            "why": _why(outlook, outlooks[used]),
         }
         for setting, outlook in outlooks.items()
     ]
 
 
-def _figures(governor: Governor, outlook: Outlook, usual: Outlook) -> dict[str, float]:
-    step = governor.total(usual.expected) or 1.0
-    costs = {"total": outlook.expected, "best": outlook.best, "worst": outlook.worst}
-    totals = {name: governor.total(cost) / step for name, cost in costs.items()}
-    return {"adds": governor.known.moved * outlook.expected / step, **totals}
+def _figures(outlook: Outlook, usual: Outlook, adds: float) -> dict[str, float]:
+    step = usual.expected or 1.0
+    totals = {"total": outlook.expected, "best": outlook.best, "worst": outlook.worst}
+    return {"adds": adds / step, **{name: seconds / step for name, seconds in totals.items()}}
 
 
-def _why(governor: Governor, outlook: Outlook, used: Outlook) -> str:
-    best, enough = governor.total(outlook.best), governor.total(used.expected)
+def _why(outlook: Outlook, used: Outlook) -> str:
     if outlook is used:
         return "no other is faster at its worst"
-    if best < enough * (1 - INDIFFERENT):
+    if outlook.best < used.expected * (1 - INDIFFERENT):
         return "may be faster, is not known well enough"
-    if best < enough:
+    if outlook.best < used.expected:
         return "hardly faster even at its best"
     return "slower even at its best"

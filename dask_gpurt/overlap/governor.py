@@ -1,6 +1,6 @@
 """Which setting a kernel runs under beside communication: chosen by what was measured. Pure.
 
-A setting is the arm of a bandit. What it costs is the time that communication adds to a step
+A setting is the arm of a bandit. What it costs is the time that the last steps would have taken under it
 (``knowledge``), known within an interval. Used is the setting with the best worst case. Those that may be
 better still take turns with it, a step each, until they can not (successive elimination: E. Even-Dar,
 S. Mannor, Y. Mansour, Journal of Machine Learning Research 7, 2006), but only while what trying has lost,
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
-from dask_gpurt.overlap.knowledge import PRIORITY, Alone, Kernel, Knowledge, Setting, Step
+from dask_gpurt.overlap.knowledge import PRIORITY, Alone, Costs, Kernel, Knowledge, Setting, Step
 
 #: The share of the time that trying may lose. Half of the promised 1 %, since losses are estimates.
 BUDGET = 0.005
@@ -40,7 +40,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Seconds that a byte of communication costs under a setting: as measured, at worst and at best."""
+    """Seconds that the last steps would have taken under a setting: at worst, as measured, and at best."""
 
     worst: float
     expected: float
@@ -109,8 +109,8 @@ class Governor:
         self.elapsed = self.lost = 0.0
         self._turn = 0
         self._decisions: dict[str, Decision] = {}
-        #: The kernel that something is tried on in this step, and what a byte would cost without.
-        self._trial: tuple[str, float] | None = None
+        #: The kernel that something is tried on in this step, and the costs that are expected without.
+        self._trial: tuple[str, Costs] | None = None
 
     def choose(self, kernel: str) -> Decision:
         """The setting for a kernel that runs while communication does; the same for a whole step."""
@@ -126,10 +126,11 @@ class Governor:
     def learn_step(self, step: Step) -> str | None:
         """Take what the step was that ends here; another one begins."""
         self.elapsed += step.seconds
-        tried, expected = self._trial or (None, 0.0)
-        if tried in step.ran and step.moved and (cost := self.known.cost(step)) is not None:
+        tried, without = self._trial or (None, Costs(0.0, None))
+        if tried in step.ran and step.moved and (costs := self.known.costs(step)) is not None:
             # What one trial seems to have lost may be noise: many of them tell.
-            self.lost = max(0.0, self.lost + step.moved * (cost - expected))
+            lost = (self.known.total(costs) - self.known.total(without)) / self.known.steps
+            self.lost = max(0.0, self.lost + lost)
         self._turn += 1
         self._trial = None
         self._decisions.clear()
@@ -137,27 +138,27 @@ class Governor:
 
     def outlooks(self, kernel: Kernel) -> dict[Setting, Outlook]:
         """What each setting promises for a kernel of which enough was measured; priority only comes first."""
-        usual = kernel.beside[PRIORITY].cost
-        # Tasks that were measured too slow alone hide more than all of it.
-        least = min(0.0, *(beside.cost.mean for beside in kernel.beside.values()))
+        known, usual = self.known, kernel.beside[PRIORITY]
+        # Tasks or bytes that were measured too slow alone hide more than all of it.
+        means = [beside.bounds(0.0) for beside in kernel.beside.values()]
+        least = Costs(
+            min(0.0, *(mean.adds for mean in means)), min(0.0, *(mean.delays or 0.0 for mean in means))
+        )
         found = {}
         for setting, keeps in self.candidates.items():
-            worst = usual.mean + usual.uncertainty + usual.size * (1 / keeps - 1)
-            if (beside := kernel.beside.get(setting)) is None or not beside.cost.count:
-                found[setting] = Outlook(worst, worst, least)
+            worst = known.total(usual.bounds(1.0)) + known.moved * usual.adds.size * (1 / keeps - 1)
+            if (beside := kernel.beside.get(setting)) is None or not beside.adds.count:
+                found[setting] = Outlook(worst, worst, known.total(least))
             else:
-                mean, off = beside.cost.mean, beside.cost.uncertainty
-                found[setting] = Outlook(min(mean + off, max(worst, mean)), mean, max(mean - off, least))
+                mean = known.total(beside.bounds(0.0))
+                best = max(known.total(beside.bounds(-1.0)), known.total(least))
+                found[setting] = Outlook(min(known.total(beside.bounds(1.0)), max(worst, mean)), mean, best)
         return found
-
-    def total(self, cost: float) -> float:
-        """Seconds of the last steps, if a byte of communication had added so many."""
-        return self.known.compute() + self.known.moved * cost
 
     def missing(self, kernel: Kernel) -> str:
         """What has to be measured before anything but priority only is used; empty for nothing."""
         usual = kernel.beside.get(PRIORITY)
-        return "both together" if usual is None or usual.cost.count < FEW_STEPS else ""
+        return "both together" if usual is None or usual.adds.count < FEW_STEPS else ""
 
     def _decide(self, name: str) -> Decision:
         kernel = self.known.kernels.get(name)
@@ -168,7 +169,7 @@ class Governor:
         if self._trial is None and self._is_tried(name):
             trial = self._next(kernel, outlooks, used)
             if trial != used and self._affords(outlooks[trial], outlooks[used]):
-                self._trial = name, outlooks[used].expected
+                self._trial = name, kernel.beside[used].bounds(0.0)
                 return Decision(trial, f"on trial against {used}")
         return Decision(used, f"the best worst case of {len(outlooks)} settings")
 
@@ -180,14 +181,14 @@ class Governor:
 
     def _next(self, kernel: Kernel, outlooks: Mapping[Setting, Outlook], used: Setting) -> Setting:
         """The setting whose turn it is among what is used and what may be better."""
-        enough = self.total(outlooks[used].expected) * (1 - INDIFFERENT)
-        turns = [one for one in outlooks if one == used or self.total(outlooks[one].best) < enough]
+        enough = outlooks[used].expected * (1 - INDIFFERENT)
+        turns = [one for one in outlooks if one == used or outlooks[one].best < enough]
         return turns[kernel.steps % len(turns)]
 
     def _affords(self, tried: Outlook, used: Outlook) -> bool:
         """Whether a step of a trial that goes as badly as may be keeps within the budget."""
-        moved = self.known.moved / self.known.steps
-        return self.lost + moved * max(0.0, tried.worst - used.expected) <= self.budget * self.elapsed
+        loss = max(0.0, tried.worst - used.expected) / self.known.steps
+        return self.lost + loss <= self.budget * self.elapsed
 
 
 def safest(outlooks: Mapping[Setting, Outlook]) -> Setting:

@@ -2,17 +2,18 @@
 
 A kernel goes by a name; where kernels cannot be told apart, by that of the task prefix that launches them.
 
-What communication costs is the time that it adds: that of the tasks beside it, less what they take alone, and
-that in which nothing else ran. Divided by the bytes that were moved, it is what a setting is judged by. It is
-taken over a whole step, from the begin of one run to that of the next: a run first splits, then moves, then
-waits for others, and a single task beside it sees only one of that.
+What a setting is judged by is what each of the two costs the other: the time that a byte of communication
+adds to the tasks beside it, and the time for which a second of compute holds communication up. Which of them
+counts depends on what a program waits for. Both are taken over a whole step, from the begin of one run to
+that of the next: a run first splits, then moves, then waits for others, and a single task beside it sees only
+one of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_gpurt.overlap.estimate import Estimate
 
@@ -22,8 +23,10 @@ STEPS_KEPT = 0.9
 STALE = 2000
 #: The most kernels that are known; of more, those with the fewest samples are forgotten.
 MOST_KERNELS = 500
-#: Tasks alone from which it is known how fast that is.
-FEW = 5
+#: The least share of its bytes that communication is taken to have moved beside tasks.
+FEWEST = 0.2
+#: Tasks alone from which it is known how fast that is, and steps of communication alone.
+FEW, FEW_STEPS_ALONE = 5, 3
 
 
 @dataclass(frozen=True)
@@ -128,16 +131,40 @@ class Step:
         return self.idle + sum(ran.seconds for ran in self.ran.values())
 
 
+class Costs(NamedTuple):
+    """What compute and communication cost each other.
+
+    Parameters
+    ----------
+    adds
+        Seconds that a byte of communication adds to compute.
+    delays
+        Seconds that a second of compute delays communication; None until its pace alone is known.
+    """
+
+    adds: float
+    delays: float | None
+
+
 @dataclass
 class Beside:
-    """How it is under a setting: work a second of the kernel, and seconds that a byte of communication costs.
+    """How it is under a setting: work a second of the kernel, and what both cost each other.
 
     ``at`` is how many steps of the kernel there had been at the last one of this setting.
     """
 
     compute: Estimate = field(default_factory=Estimate)
-    cost: Estimate = field(default_factory=Estimate)
+    adds: Estimate = field(default_factory=Estimate)
+    delays: Estimate = field(default_factory=Estimate)
     at: int = 0
+
+    def bounds(self, off: float) -> Costs:
+        """The costs, so many times as far off as they may be."""
+        adds, delays = (
+            estimate.mean + off * estimate.uncertainty if estimate.count else None
+            for estimate in (self.adds, self.delays)
+        )
+        return Costs(adds or 0.0, delays)
 
 
 @dataclass
@@ -171,20 +198,27 @@ class Kernel:
             return self.beside[PRIORITY].compute.mean
         return self.alone.mean
 
-    def add(self, ran: Ran, cost: float | None, seconds: float) -> bool:
+    def add(self, ran: Ran, costs: Costs | None, seconds: float, work: float, moved: float) -> bool:
         """Take the part of this kernel in a step; whether something of it has changed.
 
         Parameters
         ----------
-        cost, seconds
-            That communication cost, and that the step took, for each byte; None if that is not known.
+        costs
+            Those of the step; None if they are not known.
+        seconds, work, moved
+            That the step took, those of its tasks alone, and its bytes.
         """
         self.steps += 1
         beside = self.beside.setdefault(ran.setting, Beside())
         beside.at = self.steps
         self.beside = {setting: of for setting, of in self.beside.items() if self.steps - of.at < STALE}
         beside.compute.add(ran.work / ran.seconds)
-        return cost is not None and beside.cost.add(cost, seconds)
+        if costs is None:
+            return False
+        changed = beside.adds.add(costs.adds, seconds / moved)
+        if costs.delays is not None:
+            changed |= beside.delays.add(costs.delays, seconds / work)
+        return changed
 
 
 class Knowledge:
@@ -194,10 +228,28 @@ class Knowledge:
         self.kernels: dict[str, Kernel] = {}
         #: Bytes of communication of the last steps, and how many steps these were.
         self.moved = self.steps = 0.0
+        #: Seconds that a byte takes alone.
+        self.pace = Estimate()
 
     def compute(self) -> float:
         """What tasks did in the last steps, in seconds alone."""
         return sum(kernel.seconds() for kernel in self.kernels.values())
+
+    def communication(self) -> float | None:
+        """What communication did in the last steps, in seconds alone; None as long as that is not known."""
+        return self.moved * self.pace.mean if self.pace.count >= FEW_STEPS_ALONE else None
+
+    def total(self, costs: Costs) -> float:
+        """Seconds of the last steps, if compute and communication had cost each other so much.
+
+        As they run side by side until one is done, and the other then goes on alone: the longer of compute
+        with what communication adds to it, and of communication with what compute delays it by.
+        """
+        alone = self.communication()
+        total = self.compute() + self.moved * costs.adds
+        if alone is None or costs.delays is None:
+            return total
+        return max(total, alone + self.compute() * costs.delays)
 
     def add(self, alone: Alone) -> str | None:
         """Take a task; what has changed, so that what was known of it was forgotten."""
@@ -226,22 +278,42 @@ class Knowledge:
             self._kernel(name).work += ran.work
         if not step.steady or not step.moved:
             return None
-        cost = self.cost(step)
+        if not step.ran:
+            self._alone(step)
+            return None
+        costs, work = self.costs(step), self._work(step)
         changed = [
             name
             for name, ran in step.ran.items()
-            if of in (None, name) and self.kernels[name].add(ran, cost, step.seconds / step.moved)
+            if of in (None, name) and self.kernels[name].add(ran, costs, step.seconds, work, step.moved)
         ]
         for name in changed:
             self.kernels[name].beside.clear()
         return ", ".join(changed) or None
 
-    def cost(self, step: Step) -> float | None:
-        """Seconds that each byte of a step has added; None until it is known how fast its kernels are."""
+    def _alone(self, step: Step) -> None:
+        self.pace.add(step.idle / step.moved)
+        if self.pace.count == FEW_STEPS_ALONE:
+            for kernel in self.kernels.values():
+                kernel.beside.clear()  # costs so far were told apart in another way
+
+    def costs(self, step: Step) -> Costs | None:
+        """What both have cost each other in a step; None until it is known how fast its kernels are."""
+        if not (work := self._work(step)):
+            return None
+        if self.communication() is None:
+            return Costs((step.seconds - work) / step.moved, None)
+        pace = self.pace.mean
+        # In idle seconds communication went on as it does alone.
+        beside = max(step.moved - step.idle / pace, FEWEST * step.moved)
+        return Costs((step.seconds - step.idle - work) / beside, (step.seconds - step.moved * pace) / work)
+
+    def _work(self, step: Step) -> float:
+        """Of the tasks of a step, in seconds alone; 0 until it is known how fast that is."""
         speeds = {name: self.kernels[name].speed() for name in step.ran}
         if not all(speeds.values()):
-            return None
-        return (step.seconds - sum(ran.work / speeds[name] for name, ran in step.ran.items())) / step.moved
+            return 0.0
+        return sum(ran.work / speeds[name] for name, ran in step.ran.items())
 
     def _kernel(self, name: str) -> Kernel:
         if name not in self.kernels and len(self.kernels) >= MOST_KERNELS:
@@ -255,6 +327,7 @@ class Knowledge:
         return {
             "moved": self.moved,
             "steps": self.steps,
+            "pace": self.pace.plain(),
             "kernels": {name: _plain(kernel) for name, kernel in self.kernels.items()},
         }
 
@@ -269,6 +342,7 @@ class Knowledge:
         """
         known = cls()
         known.moved, known.steps = float(values["moved"]), float(values["steps"])
+        known.pace = Estimate.of(values["pace"])
         known.kernels = {str(name): _kernel(of) for name, of in values["kernels"].items()}
         return known
 
@@ -279,7 +353,7 @@ def _plain(kernel: Kernel) -> dict[str, Any]:
         "work": kernel.work,
         "alone": kernel.alone.plain(),
         "beside": {
-            str(setting): [beside.at, beside.compute.plain(), beside.cost.plain()]
+            str(setting): [beside.at, *(one.plain() for one in (beside.compute, beside.adds, beside.delays))]
             for setting, beside in kernel.beside.items()
         },
     }
@@ -287,7 +361,7 @@ def _plain(kernel: Kernel) -> dict[str, Any]:
 
 def _kernel(values: Mapping[str, Any]) -> Kernel:
     beside = {
-        Setting.parse(name): Beside(Estimate.of(compute), Estimate.of(cost), int(at))
-        for name, (at, compute, cost) in values["beside"].items()
+        Setting.parse(name): Beside(Estimate.of(compute), Estimate.of(adds), Estimate.of(delays), int(at))
+        for name, (at, compute, adds, delays) in values["beside"].items()
     }
     return Kernel(Estimate.of(values["alone"]), beside, int(values["steps"]), float(values["work"]))
