@@ -78,8 +78,9 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 def main(size: int, repeat: int, output: Path | None) -> None:
     devices = discover(2**30)
     device = devices.get("cuda", devices["host"])
+    codecs = [*device.own_codecs().values(), *device.host_codecs().values()]
     found = {
-        name: {codec.name: measure(codec, device, column, repeat) for codec in device.codecs().values()}
+        name: {codec.name: measure(codec, device, column, repeat) for codec in codecs}
         for name, column in columns(size).items()
     }
     write(

@@ -24,7 +24,7 @@ ME, SLOW, QUICK = "tcp://here:1", "tcp://slow:1", "tcp://quick:1"
 class Quiet(HostDevice):
     """Whether its codecs are here does not matter: nothing is compressed."""
 
-    def codecs(self) -> dict[str, Codec]:
+    def host_codecs(self) -> dict[str, Codec]:
         return {name: HostCodec(name, self.to_host) for name in CODECS}
 
 
@@ -56,7 +56,7 @@ class Worker:
 
 def comms_of(worker: Worker) -> Comms:
     nothing: Any = None  # fetching needs no pool
-    return Comms(worker, nothing, Links(worker), Traffic(), Metrics(), True, at_once)
+    return Comms(worker, nothing, Links(worker), Traffic(), Metrics(), "auto", at_once)
 
 
 async def at_once(function: Any, *args: Any) -> Any:

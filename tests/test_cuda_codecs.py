@@ -27,7 +27,7 @@ def device() -> Any:
 
 
 def of_the_gpu(device: Any) -> list[Any]:
-    found = [codec for codec in device.codecs().values() if not codec.on_host]
+    found = list(device.own_codecs().values())
     assert found, "nvCOMP for Python is not installed"
     return found
 
@@ -49,7 +49,8 @@ def test_sections_come_out_as_they_went_in(device: Any, sizes: list[int], seed: 
 
 def test_a_codec_of_the_gpu_is_the_soonest(device: Any) -> None:
     numbers = np.random.default_rng(0).integers(0, 1000, 2**21).view(np.uint8)
-    found = Compressor(Metrics()).pack(RUN, device.from_host([numbers]), 1e9, device.codecs().values())
+    codecs = [*device.own_codecs().values(), *device.host_codecs().values()]
+    found = Compressor(Metrics()).pack(RUN, device.from_host([numbers]), 1e8, codecs)
     assert found is not None
     codec, packed = found
     assert not codec.on_host
@@ -81,7 +82,7 @@ def test_over_a_slow_link_shards_are_compressed(protocol: str, monkeypatch: pyte
         numbers = np.random.default_rng(part).integers(0, 999, 100_000)
         return cudf.DataFrame({"key": numbers, "text": [f"number {number}" for number in numbers]})
 
-    with cluster("cudf", exchange__paths=["comms"]) as client:
+    with cluster("cudf", exchange__paths=["comms"], exchange__compression="gpu") as client:
         client.run(pretend_to_be_far)
         df = dd.from_map(make, range(4), meta=make(0).iloc[:0])
         ours = partitions(df.shuffle("key", ignore_index=True))

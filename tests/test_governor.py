@@ -114,7 +114,7 @@ def test_a_step_costs_what_communication_adds_to_compute_alone(work: Work, speed
 
 @given(work, speeds)
 def test_steps_in_the_middle_tell_what_is_waited_for_at_the_end(work: Work, speeds: Speeds) -> None:
-    """Steps in which both run all the time, and those of communication alone, tell how long all of it takes."""
+    """Steps in which both run all the time, and those of communication alone, tell how long all takes."""
     if speeds.compute + speeds.communication < 1:
         return
     known = Knowledge()

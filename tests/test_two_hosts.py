@@ -67,7 +67,8 @@ class OfTheDevice:
 def have_a_codec_of_the_device(refuses: bool, dask_worker: Any) -> None:
     device = dask_worker.plugins["gpurt"].exchange.pools.device("host")
     inner = next(iter(host_codecs(device.to_host).values()))
-    device.codecs = lambda: {"far": OfTheDevice(inner, refuses)}
+    device.own_codecs = lambda: {"far": OfTheDevice(inner, refuses)}
+    device.host_codecs = dict
 
 
 def shuffled(df: Any) -> list[pd.DataFrame]:
@@ -148,7 +149,7 @@ def test_over_a_slow_link_shards_are_compressed(tmp_path: Path) -> None:
 @pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
 @pytest.mark.parametrize("refuses", [False, True])
 def test_where_a_codec_of_the_device_fails_shards_come_otherwise(refuses: bool, tmp_path: Path) -> None:
-    with two_hosts(tmp_path, workers=1, rate=SLOW) as client:
+    with two_hosts(tmp_path, workers=1, rate=SLOW, exchange__compression="gpu") as client:
         client.run(partial(have_a_codec_of_the_device, refuses))
         partitions(collection(rows=ROWS).shuffle("key"))  # shows how slow it is
         df = collection(rows=2 * ROWS)

@@ -31,13 +31,14 @@ class ExchangeSettings:
     paths
         The ways that a shard may take; ``"comms"`` is always one.
     compression
-        Whether shards may be compressed on their way to another host.
+        Whether shards may be compressed on their way to another host: ``"auto"``, ``"gpu"`` for those of a
+        GPU on that too, or ``"off"``.
     """
 
     pool: Size | None = _setting(values.size_or_auto)
     inflight: int = _setting(values.nbytes)
     paths: frozenset[str] = _setting(values.paths)
-    compression: bool = _setting(values.auto_or_off)
+    compression: str = _setting(values.compression)
 
 
 @dataclass(frozen=True)

@@ -202,11 +202,15 @@ def paths(key: str, value: object) -> frozenset[str]:
     return frozenset(names | {"comms"})
 
 
-def auto_or_off(key: str, value: object) -> bool:
+#: Whether shards may be compressed, and whether also on a GPU.
+COMPRESSIONS = ("auto", "gpu", "off")
+
+
+def compression(key: str, value: object) -> str:
     word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
-    if word not in ("auto", "off"):
-        raise wrong(key, value, "'auto' or 'off'")
-    return word == "auto"
+    if word not in COMPRESSIONS:
+        raise wrong(key, value, "'auto', 'gpu' or 'off'")
+    return word
 
 
 def _hint(word: str, known: Iterable[str]) -> str:

@@ -240,10 +240,13 @@ class CudaDevice:
         memory = cupy.cuda.UnownedMemory(source.ptr, source.size, source)
         return cupy.ndarray(source.size, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
-    def codecs(self) -> dict[str, Codec]:
+    def host_codecs(self) -> dict[str, Codec]:
+        return host_codecs(self.to_host)
+
+    def own_codecs(self) -> dict[str, Codec]:
         if self._codecs is None:
             self._codecs = _codecs_of(self)
-        return {**self._codecs, **host_codecs(self.to_host)}
+        return self._codecs
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         return self._copied([(source.ptr, source.size) for source in sources])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+import nvidia
 import rmm
 from nvidia import nvcomp
 from nvidia.nvcomp.external_memory import ExternalMemory
@@ -19,6 +21,9 @@ from dask_gpurt.device.copies import Copy
 from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, cut
 from dask_gpurt.device.cuda_copies import begin
 from dask_gpurt.device.protocol import Buffer
+
+# It takes the loader of its library away, which libcudf looks for when it is imported later.
+vars(nvidia).setdefault("libnvcomp", sys.modules.get("nvidia.libnvcomp"))
 
 #: nvCOMP's names, by ours: one that is fast, and one that makes less of the bytes.
 ALGORITHMS = {"nvcomp-lz4": "LZ4", "nvcomp-zstd": "Zstd"}

@@ -231,8 +231,11 @@ class HostDevice:
     def for_comm(self, source: Buffer) -> Any:
         return source
 
-    def codecs(self) -> dict[str, Codec]:
+    def host_codecs(self) -> dict[str, Codec]:
         return host_codecs(self.to_host)
+
+    def own_codecs(self) -> dict[str, Codec]:
+        return {}
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         return [np.array(source) for source in sources]

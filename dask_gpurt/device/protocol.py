@@ -247,8 +247,12 @@ class Device(Protocol):
         """``source`` as such a comm takes it, without a copy."""
         ...
 
-    def codecs(self) -> dict[str, Codec]:
-        """What compresses its buffers, by the name that peers know it by."""
+    def host_codecs(self) -> dict[str, Codec]:
+        """What compresses its buffers in host memory, by the name that peers know it by."""
+        ...
+
+    def own_codecs(self) -> dict[str, Codec]:
+        """What compresses its buffers where they are, if that is not in host memory."""
         ...
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:

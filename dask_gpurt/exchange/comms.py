@@ -38,8 +38,9 @@ class Comms:
     ----------
     worker
         The Dask worker.
-    compress
-        Whether shards may be compressed on their way to another host.
+    compression
+        Whether shards may be compressed on their way to another host: "auto", "gpu" for those of a GPU on
+        that too, or "off".
     offload
         Runs what blocks on a thread.
     """
@@ -51,7 +52,7 @@ class Comms:
         links: Links,
         traffic: Traffic,
         metrics: Metrics,
-        compress: bool,
+        compression: str,
         offload: Callable[..., Awaitable[Any]],
     ):
         self._worker = worker
@@ -59,7 +60,7 @@ class Comms:
         self._links = links
         self._traffic = traffic
         self._metrics = metrics
-        self._compress = compress
+        self._compress, self._on_gpu = compression != "off", compression == "gpu"
         self._offload = offload
         self._compressor = Compressor(metrics)
         #: By peer, for as long as somebody waits for its first shard.
@@ -134,8 +135,8 @@ class Comms:
             return None
         codecs = await self._offload(self._codecs, device)  # the first time they are loaded
         if not codecs:
-            if self._compress:  # so that it is counted once
-                self._compress = False
+            if self._compress and not (self._carries(device) and not self._on_gpu):
+                self._compress = False  # so that it is counted once
                 self._metrics.fallback(AS_THEY_ARE, _what_to_install(device))
             return None
         names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
@@ -143,10 +144,8 @@ class Comms:
 
     def _codecs(self, device: Device) -> dict[str, Codec]:
         """Those for shards of a device; what the comms take from it does not go into host memory for them."""
-        known = device.codecs()
-        if self._carries(device):
-            return {name: codec for name, codec in known.items() if not codec.on_host}
-        return known
+        by_host = {} if self._carries(device) else device.host_codecs()
+        return {**device.own_codecs(), **by_host} if self._on_gpu else by_host
 
     def _note(self, peer: str, data: list[Any], seconds: float) -> None:
         """Learn what the link did, apart from what the peer took to copy and compress."""
@@ -164,12 +163,12 @@ class Comms:
             return [received(data) for data in reply["data"]]
         with self._metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])
-            return parcel.device.codecs()[reply["codec"]].decompress(packed, sizes)
+            return self._codecs(parcel.device)[reply["codec"]].decompress(packed, sizes)
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
         """What makes buffers of a device out of fetched sections."""
         if reply["codec"] is not None:
-            there = not device.codecs()[reply["codec"]].on_host
+            there = not self._codecs(device)[reply["codec"]].on_host
         else:
             there = self._carries(device) and not reply["staged"]
         return list if there or device.on_host else device.from_host
