@@ -60,7 +60,7 @@ def test_defaults() -> None:
     assert settings.memory.device is None
     assert settings.exchange.paths == set(PATHS)
     assert settings.shuffle.retries == 10
-    assert settings.overlap.mode == "priority"
+    assert settings.overlap.mode == "adaptive"
     assert problems(DEFAULTS) == []
 
 
@@ -95,8 +95,9 @@ def test_fixed_takes_the_numbers_that_are_set() -> None:
 
 
 def test_a_cap_that_counts_always_leaves_nothing_to_choose() -> None:
-    (problem,) = problems({"gpurt": {"overlap": {"mode": "adaptive", "residency": 4}}})
-    assert problem == "'gpurt.overlap.residency' is 4: expected 'auto' in the mode 'adaptive'"
+    fixed = {"mode": "fixed", "fixed": {"residency": 8}, "residency": 4}
+    (problem,) = problems({"gpurt": {"overlap": fixed}})
+    assert problem == "'gpurt.overlap.residency' is 4: expected 'auto' in the mode 'fixed'"
 
 
 def test_defaults_are_in_dask_config() -> None:

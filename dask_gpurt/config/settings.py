@@ -147,7 +147,7 @@ class OverlapSettings:
     Raises
     ------
     ConfigError
-        When the mode is ``fixed``, and nothing is; when a cap counts always in a mode that sets caps.
+        When the mode is ``fixed``, and nothing is, or a cap counts always besides.
     """
 
     residency: int | str = _setting(values.residency)
@@ -160,7 +160,7 @@ class OverlapSettings:
         if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
             keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
             raise wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")
-        if self.mode in ("adaptive", "fixed") and isinstance(self.residency, int):
+        if self.mode == "fixed" and isinstance(self.residency, int):
             raise wrong("gpurt.overlap.residency", self.residency, f"'auto' in the mode {self.mode!r}")
 
 

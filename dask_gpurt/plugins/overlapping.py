@@ -74,9 +74,11 @@ class WorkerOverlap:
 
     def prepare(self) -> None:
         """Find out what can be confined, and read what was learnt. Blocks."""
-        if self._settings.mode not in ("adaptive", "fixed"):
+        if self._settings.mode not in ("adaptive", "fixed") or self._is_nothing_asked():
             return
-        caps = ResidencyCaps(self._residency.actuator) if self._residency.actuator else None
+        # A cap that counts always is not for us to change.
+        free = self._residency.actuator if self._residency.setting == "auto" else None
+        caps = ResidencyCaps(free) if free else None
         try:
             self._share, precedence = self._sm_share(), self._precedence()
             if caps is None and self._share is None and precedence is None:
@@ -94,6 +96,14 @@ class WorkerOverlap:
             self.decisions,
             self._metrics,
         )
+
+    def _is_nothing_asked(self) -> bool:
+        """Whether there is no GPU, and nobody has asked for anything that confines: as by default."""
+        settings = self._settings
+        asked = (
+            settings.mode == "fixed" or self._residency.setting != "off" or settings.adaptive.sms is not None
+        )
+        return self._device.on_host and not asked
 
     def _sm_share(self) -> SmShare | None:
         """What confines to SMs, tried out; None if the settings do not ask for it."""
