@@ -10,7 +10,7 @@ from typing import Any
 import dask
 import placement as bare
 import pytest
-from dask._task_spec import Task, TaskRef
+from dask._task_spec import Alias, Task, TaskRef
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from hypothesis import given, settings
@@ -128,6 +128,29 @@ def test_a_busy_holder_hands_over_to_an_idle_neighbour_with_nvlink() -> None:
     assert terms[cluster.addresses[5]]["missing"] == 0
     assert terms[cluster.addresses[chosen]]["chosen"]
     assert terms[cluster.addresses[chosen]]["missing"] == GB
+
+
+@pytest.mark.parametrize(("seconds", "moves"), [(1.0, True), (4.0, False)])
+def test_a_task_moves_only_where_it_gains_half_of_what_it_takes(seconds: float, moves: bool) -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.busy(5, 1)
+    assert (cluster.place("y", "x", duration=seconds) != 5) == moves
+
+
+def test_a_worker_with_aliases_has_what_waits_for_them_to_do() -> None:
+    """Persisted data come as aliases, which take no time; as soon as they are there their readers run."""
+    cluster = Cluster(2)
+    cluster.data("x", 0)
+    cluster.busy(0, 3)
+    for number in range(4):
+        cluster.data(f"data-{number}", 1)
+        alias = cluster.task(f"made-{number}", f"data-{number}", duration=0.01)
+        alias.run_spec = Alias(alias.key, f"data-{number}")
+        cluster.task(f"read-{number}", alias.key)
+        cluster.state.transitions({alias.key: "waiting"}, "test")
+        assert alias.processing_on is cluster.ws(1)
+    assert cluster.place("y", "x") == 0
 
 
 def test_what_joins_the_gpus_does_not_count_where_dask_sends_by_tcp() -> None:

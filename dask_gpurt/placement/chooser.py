@@ -191,11 +191,14 @@ class Chooser:
     def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
         """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier.
 
-        What is on its way before them comes while others run.
+        What is on its way before them comes while others run. A task is to be done earlier by half of what it
+        takes at least: nobody knows better than that who will be idle when.
         """
         before = self.estimates.seconds_inbound(self._state.workers[candidate.worker])
         alone = candidate.terms.moving - (before if candidate.missing else 0.0)
-        return alone - holder.terms.moving <= holder.terms.running + holder.terms.room
+        running = holder.terms.running
+        gained = holder.terms.seconds - candidate.terms.seconds
+        return alone - holder.terms.moving <= running + holder.terms.room and gained >= running / 2
 
     def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
         """Workers around a holder with less to do than the first choice so far, and than any nearer one."""

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Any, NamedTuple
 
+from dask._task_spec import Alias
 from dask.typing import Key
 
 from dask_gpurt.memory.ledger import Room
@@ -20,6 +21,8 @@ from dask_gpurt.topology import Topology
 
 #: The most replicas of an input that are looked at.
 MOST_REPLICAS = 4
+#: Tasks behind an alias that are looked at.
+MOST_DEPENDENTS = 8
 #: What the pace of a worker changes with each task that it has done, and what it stays within.
 PACE_WEIGHT, FASTEST, SLOWEST = 0.1, 0.1, 10.0
 #: An input, its bytes, and the tiers that it is in on some workers that have it.
@@ -74,6 +77,8 @@ class Estimates:
         self.arrivals = Expected()
         # How much longer than usual the tasks take that were given to workers, by their inputs.
         self._surplus = Expected()
+        # Tasks behind aliases, where these are.
+        self._behind = Expected()
         self._paces: dict[str, float] = {}
         #: By prefix, the least part of its inputs that the result of a task has been.
         self._least: dict[str, float] = {}
@@ -90,7 +95,7 @@ class Estimates:
         prefix, dependencies = ts.prefix, ts.dependencies
         needs = self.needs(ts)
         inputs = sum([nbytes for _, nbytes, _ in needs])
-        seconds = self.lengths.seconds(prefix.name, inputs)
+        seconds = 0.0 if is_alias(ts) else self.lengths.seconds(prefix.name, inputs)
         if seconds is None:
             seconds = self._state._get_prefix_duration(prefix)
         if not needs:
@@ -142,6 +147,8 @@ class Estimates:
             tasks += self.arrivals.weight(ws.address)
         if self._surplus:
             tasks += self._surplus.weight(ws.address)
+        if self._behind:
+            tasks += self._behind.weight(ws.address)
         return tasks
 
     def inputs(self, needs: Collection[Need], ws: Any) -> tuple[int, float, bool]:
@@ -174,7 +181,7 @@ class Estimates:
         tasks that run next; later ones find inputs gone.
         """
         prefixes, usual, surplus = self._state.task_prefixes, self._usual, self._surplus.seconds(ws.address)
-        work, results, threads = 0.0, 0.0, ws.nthreads
+        work, results, threads = sum(self._behind.seconds(ws.address).values()), 0.0, ws.nthreads
         for name, count in ws.task_prefix_count.items():
             prefix = prefixes[name]
             if count > threads and name in sources:
@@ -225,10 +232,21 @@ class Estimates:
         if candidate.missing:
             nbytes = ws._network_occ + candidate.missing
             self._inbound[candidate.worker] = candidate.terms.moving / nbytes
-        usual = self.lengths.mean(ts.prefix.name)
-        if usual is not None:
+        name = ts.prefix.name
+        usual = self.lengths.mean(name)
+        if is_alias(ts):
+            usual = self._usual(ts.prefix)
+            seconds, number = self._behind_alias(ts)
+            self._behind.add(ts.key, candidate.worker, name, seconds, number)
+        if usual:
             seconds = candidate.terms.running / self.pace(candidate.worker)
-            self._surplus.add(ts.key, candidate.worker, ts.prefix.name, seconds - usual, seconds / usual - 1)
+            self._surplus.add(ts.key, candidate.worker, name, seconds - usual, seconds / usual - 1)
+
+    def _behind_alias(self, ts: Any) -> tuple[float, float]:
+        """Seconds of the tasks that will run where an alias is, as soon as it is there, and how many."""
+        parts = [(dts, 1 / len(dts.dependencies)) for dts in islice(ts.dependents, MOST_DEPENDENTS)]
+        seconds = sum([self._state._get_prefix_duration(dts.prefix) * part for dts, part in parts])
+        return seconds, sum([part for _, part in parts])
 
     def arriving(self, ts: Any, demand: Demand, worker: str) -> None:
         """A task is about to be placed, probably on a worker."""
@@ -248,6 +266,8 @@ class Estimates:
 
     def finished(self, ts: Any, worker: str, seconds: float) -> None:
         """A task has taken so many seconds of work on a worker."""
+        if is_alias(ts):
+            return
         prefix, nbytes = ts.prefix, sum([dts.get_nbytes() for dts in ts.dependencies])
         usual = self.lengths.seconds(prefix.name, nbytes)
         self.observe_pace(worker, seconds, prefix.duration_average if usual is None else usual)
@@ -255,7 +275,8 @@ class Estimates:
 
     def left(self, key: Key) -> str | None:
         """A task is no longer on the worker that it was given to; tell which if that changes its load."""
-        return self._surplus.remove(key)
+        behind = self._behind.remove(key)
+        return self._surplus.remove(key) or behind
 
     def observe_pace(self, worker: str, seconds: float, usual: float) -> None:
         """A task has taken so many seconds of work, where others like it usually take ``usual``."""
@@ -287,3 +308,11 @@ def size(prefix: Any) -> float:
     states = prefix.states
     done: int = states["memory"] + states["released"] + states["forgotten"] + states["erred"]
     return nbytes / done if done > 1 else nbytes
+
+
+def is_alias(ts: Any) -> bool:
+    """Whether a task only names what there is already, as for data that were persisted.
+
+    It has the prefix of what has made them, and none of its length.
+    """
+    return isinstance(ts.run_spec, Alias)
