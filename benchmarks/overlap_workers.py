@@ -34,7 +34,7 @@ from dask_gpurt.overlap.actuators import Precedence, ResidencyCaps, SmShare, Tog
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
-from dask_gpurt.overlap.knowledge import PRIORITY, Setting
+from dask_gpurt.overlap.steps import PRIORITY, Setting
 
 Frame = Any
 #: Nannies load the interposer where these are set as they start.

@@ -247,7 +247,7 @@ def test_shuffle_benchmark_checks_and_writes_its_results(tmp_path: Path) -> None
     done = run("benchmarks/shuffle.py", *arguments, "--repeat", "1", "--json", output)
     assert "gpurt against p2p" in done.stdout
     results = json.loads(output.read_text())
-    assert len(results["runs"]) == 3 * 3 * 2
+    assert len(results["runs"]) == 3 * 4 * 2
     assert {figure["operation"] for figure in results["figures"]} == {"shuffle", "merge", "set_index"}
     for figure in results["figures"]:
         assert 0 < figure["share_of_link_limit"] < 1

@@ -25,19 +25,8 @@ from hypothesis import strategies as st
 
 from dask_gpurt.overlap.estimate import Estimate
 from dask_gpurt.overlap.governor import BUDGET, FEW_STEPS, Fixed, Governor
-from dask_gpurt.overlap.knowledge import (
-    FEW,
-    FEW_STEPS_ALONE,
-    MOST_KERNELS,
-    OFF,
-    PRIORITY,
-    STALE,
-    Alone,
-    Knowledge,
-    Ran,
-    Setting,
-    Step,
-)
+from dask_gpurt.overlap.knowledge import FEW, FEW_STEPS_ALONE, MOST_KERNELS, STALE, Knowledge
+from dask_gpurt.overlap.steps import OFF, PRIORITY, Alone, Ran, Setting, Step
 
 each_kernel = pytest.mark.parametrize("kernel", CURVES)
 #: Of a step; on H200s 3 to 8 per cent.

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from overlap_plan import rotated
 
-from dask_gpurt.overlap.knowledge import FEW, PRIORITY, Alone, Knowledge
+from dask_gpurt.overlap.knowledge import FEW, Knowledge
+from dask_gpurt.overlap.steps import PRIORITY, Alone
 
 pytestmark = pytest.mark.slow
 

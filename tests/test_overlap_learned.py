@@ -14,8 +14,9 @@ from curves import CANDIDATES, CURVES, Steps
 from dask_gpurt.cli import main
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Governor, safest
-from dask_gpurt.overlap.knowledge import Alone, Knowledge
+from dask_gpurt.overlap.knowledge import Knowledge
 from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, load, merged, read, write
+from dask_gpurt.overlap.steps import Alone
 
 H200 = Ground("NVIDIA H200", {"cudf": "26.10.2"})
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dask_gpurt.overlap.governor import INDIFFERENT, Governor, Outlook, safest
-from dask_gpurt.overlap.knowledge import PRIORITY, Knowledge
+from dask_gpurt.overlap.knowledge import Knowledge
+from dask_gpurt.overlap.steps import PRIORITY
 
 #: The share of its speed that a step keeps at worst, where nobody says: what was measured counts alone.
 UNSAID = 0.01

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
-from dask_gpurt.overlap.knowledge import PRIORITY, Alone, Costs, Kernel, Knowledge, Setting, Step
+from dask_gpurt.overlap.knowledge import Costs, Kernel, Knowledge
+from dask_gpurt.overlap.steps import PRIORITY, Alone, Setting, Step
 
 #: The share of the time that trying may lose. Half of the promised 1 %, since losses are estimates.
 BUDGET = 0.005

@@ -1,7 +1,5 @@
 """What is known of kernels beside communication: measured, remembered, forgotten once it changed. Pure.
 
-A kernel goes by a name; where kernels cannot be told apart, by that of the task prefix that launches them.
-
 What a setting is judged by is what each of the two costs the other: the time that a byte of communication
 adds to the tasks beside it, and the time for which a second of compute holds communication up. Which of them
 counts depends on what a program waits for. Both are taken over a whole step, from the begin of one run to
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dask_gpurt.overlap.estimate import Estimate
+from dask_gpurt.overlap.steps import PRIORITY, Alone, Ran, Setting, Step
 
 #: What the work of a step counts in the next one: so the last ten steps or so are remembered.
 STEPS_KEPT = 0.9
@@ -27,108 +26,6 @@ MOST_KERNELS = 500
 FEWEST = 0.2
 #: Tasks alone from which it is known how fast that is, and steps of communication alone.
 FEW, FEW_STEPS_ALONE = 5, 3
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How compute and communication share a device.
-
-    Parameters
-    ----------
-    residency
-        The most blocks of a kernel on an SM; None for as many as fit.
-    sms
-        The SMs that compute may use; None for all.
-    first
-        Whether communication has the higher priority.
-    """
-
-    residency: int | None = None
-    sms: int | None = None
-    first: bool = True
-
-    def __str__(self) -> str:
-        parts = [
-            f"residency {self.residency}" if self.residency else "",
-            f"{self.sms} SMs" if self.sms else "",
-            "" if self.first else "no priority",
-        ]
-        return ", ".join(part for part in parts if part) or "priority only"
-
-    @classmethod
-    def parse(cls, text: str) -> Setting:
-        """Read what ``str`` has written; ValueError for anything else."""
-        found: dict[str, Any] = {}
-        for part in text.split(", ") if text != str(PRIORITY) else ():
-            words = part.split(" ")
-            match words:
-                case ["residency", number]:
-                    found["residency"] = int(number)
-                case [number, "SMs"]:
-                    found["sms"] = int(number)
-                case ["no", "priority"]:
-                    found["first"] = False
-                case _:
-                    raise ValueError(f"{text!r} is no setting: expected such as 'residency 4' or '116 SMs'")
-        return cls(**found)
-
-
-#: Communication comes first, and compute is not confined.
-PRIORITY = Setting()
-#: Nothing is done.
-OFF = Setting(first=False)
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A task without communication beside it.
-
-    Parameters
-    ----------
-    work
-        How much it did, in a unit of its kernel's own, such as bytes of inputs.
-    """
-
-    kernel: str
-    work: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Ran:
-    """The tasks of a kernel in a step: how much they did, how long they took, what they were confined to."""
-
-    work: float
-    seconds: float
-    setting: Setting = PRIORITY
-
-
-@dataclass(frozen=True)
-class Step:
-    """Communication from the begin of a run to that of the next, and what ran beside it.
-
-    Parameters
-    ----------
-    idle
-        Seconds in flight in which no task ran.
-    moved
-        Bytes of communication.
-    ran
-        The tasks that communication was beside, by kernel.
-    steady
-        Whether each kernel had one setting throughout, and the device to itself; if not, a step only counts
-        as work done.
-    """
-
-    idle: float
-    moved: float
-    ran: Mapping[str, Ran] = field(default_factory=dict)
-    steady: bool = True
-
-    @property
-    def seconds(self) -> float:
-        """Of tasks, and in which nothing but communication ran."""
-        return self.idle + sum(ran.seconds for ran in self.ran.values())
 
 
 class Costs(NamedTuple):

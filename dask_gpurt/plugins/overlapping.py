@@ -24,8 +24,9 @@ from dask_gpurt.overlap.actuators import Actuator, Precedence, ResidencyCaps, Sm
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
-from dask_gpurt.overlap.knowledge import Knowledge, Setting
+from dask_gpurt.overlap.knowledge import Knowledge
 from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read, write
+from dask_gpurt.overlap.steps import Setting
 from dask_gpurt.plugins.residency import WorkerResidency
 
 #: Prefixes of tasks that are communication themselves.
