@@ -248,7 +248,12 @@ def test_shuffle_benchmark_checks_and_writes_its_results(tmp_path: Path) -> None
     assert "gpurt against p2p" in done.stdout
     results = json.loads(output.read_text())
     assert len(results["runs"]) == 3 * 4 * 2
-    assert {figure["operation"] for figure in results["figures"]} == {"shuffle", "merge", "set_index"}
+    assert {figure["operation"] for figure in results["figures"]} == {
+        "shuffle",
+        "merge",
+        "groupby",
+        "set_index",
+    }
     for figure in results["figures"]:
         assert 0 < figure["share_of_link_limit"] < 1
         assert figure["peak_bytes"]["host"] > 0
