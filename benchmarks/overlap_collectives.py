@@ -29,8 +29,8 @@ from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Governor
 from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, with_preload
 from dask_gpurt.overlap.knowledge import FEW
-from dask_gpurt.overlap.knowledge import OFF as NO_PRIORITY
 from dask_gpurt.overlap.occupancy import Residency
+from dask_gpurt.overlap.steps import OFF as NO_PRIORITY
 from dask_gpurt.overlap.steps import Alone, Ran, Setting, Step
 
 COLLECTIVES = ("all-to-all", "all-reduce")
