@@ -26,6 +26,8 @@ MOST_HOLDERS = 4
 NEAR, FAR = 2, 16
 #: Bytes of a result that nobody has seen yet: enough to keep siblings together, too few to outweigh a task.
 UNKNOWN_SIZE = 1 << 20
+#: Seconds by which it is certain that a task will be done earlier elsewhere.
+CERTAIN = 0.05
 
 
 class Chooser:
@@ -191,14 +193,16 @@ class Chooser:
     def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
         """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier.
 
-        What is on its way before them comes while others run. A task is to be done earlier by half of what it
-        takes at least: nobody knows better than that who will be idle when.
+        What is on its way before them comes while others run. A short task is to be done earlier by half of
+        what it takes at least: nobody knows better than that who will be idle when.
         """
         before = self.estimates.seconds_inbound(self._state.workers[candidate.worker])
         alone = candidate.terms.moving - (before if candidate.missing else 0.0)
         running = holder.terms.running
         gained = holder.terms.seconds - candidate.terms.seconds
-        return alone - holder.terms.moving <= running + holder.terms.room and gained >= running / 2
+        return alone - holder.terms.moving <= running + holder.terms.room and gained >= min(
+            running / 2, CERTAIN
+        )
 
     def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
         """Workers around a holder with less to do than the first choice so far, and than any nearer one."""
