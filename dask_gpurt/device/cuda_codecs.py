@@ -23,7 +23,8 @@ from dask_gpurt.device.cuda_copies import begin
 from dask_gpurt.device.protocol import Buffer
 
 # It takes the loader of its library away, which libcudf looks for when it is imported later.
-vars(nvidia).setdefault("libnvcomp", sys.modules.get("nvidia.libnvcomp"))
+if "nvidia.libnvcomp" in sys.modules:
+    vars(nvidia).setdefault("libnvcomp", sys.modules["nvidia.libnvcomp"])
 
 #: nvCOMP's names, by ours: one that is fast, and one that makes less of the bytes.
 ALGORITHMS = {"nvcomp-lz4": "LZ4", "nvcomp-zstd": "Zstd"}
