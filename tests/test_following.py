@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator
 
 import dask
+import dask.dataframe as dd
 import numpy as np
+import pandas as pd
 import pytest
 from clusters import cluster
 from distributed import Client
@@ -62,3 +64,15 @@ def test_a_worker_that_dask_pauses_stays_paused(tight: Client) -> None:
     tight.run(pause)
     time.sleep(0.3)
     assert not any(tight.run(running).values())
+
+
+def keys(number: int) -> pd.DataFrame:
+    return pd.DataFrame({"key": np.arange(SIZE // 8) * 20 + number})
+
+
+def test_all_that_reads_a_result_comes_first_whatever_dask_has_in_mind(tight: Client) -> None:
+    # Quantiles, the smallest and the largest key of each partition: Dask would read the keys for
+    # the latter two again at the end.
+    divisions = dd.from_map(keys, range(20)).set_index("key", npartitions=20).divisions
+    assert (divisions[0], divisions[-1]) == (0, SIZE // 8 * 20 - 1)
+    assert spilled(tight) < 20 * SIZE / 2

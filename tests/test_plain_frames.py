@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
+from dask.dataframe.shuffle import set_partitions_pre
+from hypothesis import given
+from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from dask_gpurt.device import Block
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.table import Hashed, Part
+from dask_gpurt.table import Hashed, Part, Ranged, Routed
+from dask_gpurt.table.order import order_of
 from dask_gpurt.table.pandas import PandasTable
 from dask_gpurt.table.plain import Layout
 
@@ -54,7 +59,16 @@ def hashed(frame: pd.DataFrame, by: list[str]) -> Hashed:
     return Hashed(frame, tuple(by), frame, frame[:0], assign)
 
 
-def outputs(table: PandasTable, frames: list[Any], groups: list[list[int]], **how: Any) -> list[pd.DataFrame]:
+def ranged(frame: pd.DataFrame, by: str, divisions: pd.Series) -> Ranged:
+    def assign() -> pd.DataFrame:
+        return frame.assign(_partitions=set_partitions_pre(frame[by], divisions))
+
+    return Ranged(frame, by, divisions, assign)
+
+
+def outputs(
+    table: PandasTable, frames: list[Any], groups: list[list[int]], order_by: Any = None, **how: Any
+) -> list[pd.DataFrame]:
     parts: dict[int, list[Part]] = {output: [] for group in groups for output in group}
     for frame in frames:
         for piece in table.split(frame, "_partitions", groups, OUTPUTS, drop_column=True, **how):
@@ -63,10 +77,11 @@ def outputs(table: PandasTable, frames: list[Any], groups: list[list[int]], **ho
                 for at, output in enumerate(piece.partitions):
                     parts[output].append(Part(packed.header, packed.block.buffer, piece.offsets, at, {}))
     meta = frames[0].frame[:0]
-    return [table.assemble(parts[output], meta, ignore_index=how["ignore_index"]) for output in sorted(parts)]
+    how = {"ignore_index": how["ignore_index"], "order_by": order_by}
+    return [table.assemble(parts[output], meta, **how) for output in sorted(parts)]
 
 
-def expected(frames: list[Hashed]) -> list[pd.DataFrame]:
+def expected(frames: Sequence[Routed]) -> list[pd.DataFrame]:
     rows = pd.concat([frame.assign() for frame in frames])
     return [rows[rows["_partitions"] == p].drop(columns="_partitions") for p in range(OUTPUTS)]
 
@@ -110,3 +125,70 @@ def test_dtypes_that_differ_are_brought_together() -> None:
 )
 def test_others_are_pickled(frame: pd.DataFrame) -> None:
     assert Layout.of(frame, ignore_index=False) is None
+
+
+DIVISIONS = {
+    "even": [-50, -30, -20, -5, 10, 12, 40, 49],
+    "twice": [-50, -50, -20, -20, 10, 12, 49, 49],
+    "rows before the first": [-20, -10, 0, 10, 20, 30, 40, 50],
+    "rows behind the last": [-50, -49, -48, -47, -46, -45, -44, -43],
+    "floats": np.linspace(-50.5, 50.5, OUTPUTS + 1),
+}
+
+
+@pytest.mark.parametrize("by", ["key", "small", "flag"])
+@pytest.mark.parametrize("ignore_index", [False, True])
+@pytest.mark.parametrize("divisions", DIVISIONS.values(), ids=list(DIVISIONS))
+def test_rows_go_into_the_ranges_that_dask_says(divisions: Any, ignore_index: bool, by: str) -> None:
+    frames = [ranged(frame_of(pd.RangeIndex(5000), seed), by, pd.Series(divisions)) for seed in range(3)]
+    table = PandasTable(HostDevice(1 << 30))
+    groups = [[2, 3, 5], [0, 1], [4, 6]]
+    found = outputs(table, frames, groups, by, ignore_index=ignore_index)
+    unordered = outputs(table, frames, groups, ignore_index=ignore_index)
+    for frame, other, wanted in zip(found, unordered, expected(frames), strict=True):
+        wanted = wanted.reset_index(drop=True) if ignore_index else wanted
+        assert_frame_equal(other, wanted)
+        # Keys are there many times: in which order these come is up to who sorts.
+        assert_frame_equal(frame, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int16"])
+def test_what_has_only_one_order_comes_in_that_order(dtype: str) -> None:
+    keys = np.random.default_rng(0).permutation(6000).astype(dtype)
+    whole = pd.DataFrame({"key": keys, "ratio": keys / 7})
+    divisions = pd.Series([0, 10, 1000, 1000, 4000, 5000, 5500, 5999], dtype=dtype)
+    frames = [ranged(whole[start : start + 2000], "key", divisions) for start in (0, 2000, 4000)]
+    table = PandasTable(HostDevice(1 << 30))
+    found = outputs(table, frames, [[2, 3, 5], [0, 1], [4, 6]], "key", ignore_index=True)
+    for frame, wanted in zip(found, expected(frames), strict=True):
+        assert_frame_equal(frame, wanted.sort_values("key", ignore_index=True))
+
+
+NUMBERS = st.sampled_from(["i1", "u1", "i4", "i8", "u8"]).flatmap(
+    lambda dtype: st.tuples(
+        st.just(dtype),
+        st.integers(int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)),
+        st.lists(st.integers(0, 2**70), max_size=50),
+    )
+)
+
+
+@given(NUMBERS)
+def test_numbers_are_ordered_as_by_a_stable_sort(drawn: tuple[str, int, list[int]]) -> None:
+    dtype, lowest, steps = drawn
+    highest = int(np.iinfo(dtype).max)
+    numbers = np.array([lowest + step % (highest - lowest + 1) for step in steps], dtype)
+    order = order_of(numbers)
+    if order is None:  # only where they are far apart
+        assert int(numbers.max()) - int(numbers.min()) >= 2**56
+    else:
+        assert order.tolist() == np.argsort(numbers, kind="stable").tolist()
+        only = order_of(numbers, distinct=True)
+        assert (None if only is None else only.tolist()) == (
+            order.tolist() if len(set(numbers.tolist())) == len(numbers) else None
+        )
+
+
+def test_what_is_no_whole_number_has_no_order() -> None:
+    assert order_of(np.array([0.5, np.nan])) is None
+    assert order_of(np.array([False, True])) is None

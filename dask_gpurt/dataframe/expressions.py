@@ -8,14 +8,18 @@ from typing import Any
 from dask._task_spec import Task
 from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection
 from dask.dataframe.dask_expr._merge import HashJoinP2P
-from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, P2PShuffle
+from dask.dataframe.dask_expr._shuffle import (
+    AssignPartitioningIndex,
+    P2PShuffle,
+    _SetPartitionsPreSetIndex,
+)
 from dask.dataframe.dask_expr._util import _convert_to_list
 from distributed.shuffle._core import P2PBarrierTask
 from distributed.shuffle._merge import merge_transfer
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.table import Hashed
+from dask_gpurt.table import Hashed, Ranged
 
 
 class GpurtShuffle(P2PShuffle):
@@ -38,8 +42,10 @@ class GpurtShuffle(P2PShuffle):
         return bool(self.ignore_index) and (set_index or _is_numbering(self.frame._meta.index))
 
     def _layer(self) -> dict[Any, Any]:
-        layer = _with_our_spec(P2PShuffle._layer(self), ignore_index=self._drops_index)
-        if _computes_targets(self.frame, self.partitioning_index):
+        targets = _targets(self.frame, self.partitioning_index)
+        order_by = targets.by if isinstance(targets, RangeTargets) else None
+        layer = _with_our_spec(P2PShuffle._layer(self), ignore_index=self._drops_index, order_by=order_by)
+        if targets is not None:
             for task in [task for task in layer.values() if task.func.__name__ == "_shuffle_transfer"]:
                 (producer,) = task.dependencies
                 layer[task.key] = Task.fuse(self.frame._task(producer, producer[1]), task, key=task.key)
@@ -84,6 +90,40 @@ class HashTargets(AssignPartitioningIndex):
             kept = [column for column in columns if column != self.index_name]
             return HashTargets(*self.operands[:-1], kept)
         return None
+
+
+class RangeTargets(Blockwise):
+    """Says which ranges of a column decide on the output partition, and leaves the rest to the transfer."""
+
+    _parameters = ["frame", "by", "name", "divisions", "na_position"]
+    _is_length_preserving = True
+
+    @classmethod
+    def of(cls, assigned: Assign) -> Blockwise:
+        """In the place of what Dask makes to sort by a column of the same frame; anything else as it is."""
+        frame, *pairs = assigned.operands
+        if len(pairs) != 2 or type(pairs[1]) is not _SetPartitionsPreSetIndex:
+            return assigned
+        column, divisions, ascending, na_position = (
+            getattr(pairs[1], name) for name in _SetPartitionsPreSetIndex._parameters
+        )
+        if type(column) is not Projection or column.frame._name != frame._name or not ascending:
+            return assigned
+        return cls(frame, column.operand("columns"), pairs[0], divisions, na_position)
+
+    @functools.cached_property
+    def _meta(self) -> Any:
+        by, name, divisions, na_position = self.operands[1:]
+        targets = _SetPartitionsPreSetIndex(self.frame[by], divisions, True, na_position)
+        return Assign(self.frame, name, targets)._meta
+
+    @staticmethod
+    def operation(frame: Any, by: Any, name: str, divisions: Any, na_position: str) -> Ranged:
+        def assign() -> Any:
+            targets = _SetPartitionsPreSetIndex.operation(frame[by], divisions, True, na_position)
+            return frame.assign(**{name: targets})
+
+        return Ranged(frame, by, divisions, assign)
 
 
 def _hash_join_transfer(
@@ -136,22 +176,23 @@ class _WholeHashJoin(HashJoinP2P):
         return int(self._npartitions)
 
 
-def _with_our_spec(layer: dict[Any, Any], *, ignore_index: bool) -> dict[Any, Any]:
+def _with_our_spec(layer: dict[Any, Any], *, ignore_index: bool, order_by: Any = None) -> dict[Any, Any]:
     barriers = [task for task in layer.values() if isinstance(task, P2PBarrierTask)]
     for task in barriers:
         assert isinstance(task.spec, DataFrameShuffleSpec)
-        spec = ShuffleSpec.of(task.spec, ignore_index=ignore_index)
+        spec = ShuffleSpec.of(task.spec, ignore_index=ignore_index, order_by=order_by)
         layer[task.key] = P2PBarrierTask(task.key, task.func, *task.args, spec=spec)
     return layer
 
 
-def _computes_targets(frame: Any, column: str) -> bool:
-    """Whether ``frame`` only exists to add the output partitions of this one shuffle.
+def _targets(frame: Any, column: str) -> Any:
+    """What adds the output partitions of a shuffle, if ``frame`` only exists for that; else None.
 
     Then its work is done within the transfer task: no task of its own, and no partition
     with the extra column is kept.
     """
     if not isinstance(frame, Blockwise):
-        return False
+        return None
     root = frame.exprs[0] if isinstance(frame, Fused) else frame
-    return isinstance(root, (AssignPartitioningIndex, Assign)) and column in root.columns
+    adds = isinstance(root, (AssignPartitioningIndex, Assign, RangeTargets)) and column in root.columns
+    return root if adds else None

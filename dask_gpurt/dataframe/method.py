@@ -10,11 +10,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from dask.dataframe.dask_expr._expr import Assign
 from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge
 from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, Shuffle
 from dask.utils import get_default_shuffle_method
 
-from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets
+from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets, RangeTargets
 from dask_gpurt.table import library
 
 METHOD = "gpurt"
@@ -68,6 +69,8 @@ def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any]
         and isinstance(frame.partitioning_index, list)
     ):
         frame = HashTargets(*frame.operands, None)
+    elif type(frame) is Assign:
+        frame = RangeTargets.of(frame)
     return GpurtShuffle(
         frame,
         expr.partitioning_index,

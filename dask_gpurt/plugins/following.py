@@ -26,6 +26,8 @@ RATE = 1e9
 #: Seconds between looks, the most that anybody waits, and how often in a row it may be in vain after
 #: tasks of one prefix.
 LOOK, MOST, PATIENCE = 0.001, 0.1, 3
+#: How much of a priority is the same for all tasks of a graph: what the user says, and which graph.
+_GRAPH = 2
 
 
 class Following:
@@ -55,7 +57,7 @@ class Following:
 
     def _look(self, key: Key, result: int, end: float) -> None:
         loop = asyncio.get_running_loop()
-        followed = not self._outlived(key) and (self._roomy(result) or self._followed(key))
+        followed = not self._outlived(key) and (self._brought_forward(key) or self._roomy(result))
         if not followed and loop.time() < end:
             loop.call_later(LOOK, self._look, key, result, end)
             return
@@ -68,10 +70,23 @@ class Following:
         # Shards that a task reads are as large as what it makes of them, and no inputs of Dask's.
         return self._ladder.has_room(2 * nbytes, Tier.DEVICE)
 
-    def _followed(self, key: Key) -> bool:
-        """Whether a task that reads the result is here."""
+    def _brought_forward(self, key: Key) -> bool:
+        """Whether tasks that read the result are here; they come first now.
+
+        Dask may want some of them later, but until the last of them has run the result takes room.
+        """
         task = self._worker.state.tasks.get(key)
-        return task is None or any(follower.state == "ready" for follower in task.dependents)
+        if task is None:
+            return True
+        ready = self._worker.state.ready
+        readers = [reader for reader in task.dependents if reader.state == "ready"]
+        for reader in readers:
+            first = ready.peek().priority
+            if reader.priority[:_GRAPH] == first[:_GRAPH]:  # the order between graphs is the user's
+                ready.remove(reader)
+                reader.priority = (*first[:-1], first[-1] - 1)
+                ready.add(reader)
+        return bool(readers)
 
     def _outlived(self, key: Key) -> bool:
         """Whether an input that nobody here needs any more is still here."""

@@ -96,7 +96,9 @@ class Consumer:
                 _part(parcel.shard.sections[which], at, *bytes_)
                 for (parcel, which, at), bytes_ in zip(wanted, found, strict=True)
             ]
-            frame = table.assemble(parts, self._meta, ignore_index=self.spec.ignore_index)
+            frame = table.assemble(
+                parts, self._meta, ignore_index=self.spec.ignore_index, order_by=self.spec.order_by
+            )
             fence = table.fence()
             for parcel, _ in places:
                 parcel.read_until(fence)

@@ -14,7 +14,7 @@ from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import Hashed, Packed, Piece, Table, backend_for
+from dask_gpurt.table import Packed, Piece, Routed, Table, backend_for
 
 
 class Producer:
@@ -58,7 +58,7 @@ class Producer:
         Blocks while the exchange pool is full.
         """
         frame = self._validated(frame, source)
-        plain = frame.frame if isinstance(frame, Hashed) else frame
+        plain = frame.frame if isinstance(frame, Routed) else frame
         table = backend_for(plain, self.exchange.pools.device)
         outbox = self.exchange.pools.outbox(table.device.kind)
         metrics = self.exchange.metrics
@@ -89,7 +89,7 @@ class Producer:
 
     def _validated(self, frame: Any, source: int) -> Any:
         """The partition with its columns in order; refused before anything of it is published."""
-        if isinstance(frame, Hashed):
+        if isinstance(frame, Routed):
             plain = self._in_order(
                 frame.frame, [c for c in self.spec.columns if c != self.spec.column], source
             )

@@ -92,6 +92,11 @@ class ShuffleRun:
         if self.closed or self._exchange.closed:
             raise ShuffleClosedError(f"{self} is over")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing has ended it; from any thread."""
+        return not self.closed and self._exception is None and not self._exchange.closed
+
     def fail(self, exception: Exception) -> None:
         """End the run with an error that everybody who waits in it will see."""
         if not self.closed and self._exception is None:

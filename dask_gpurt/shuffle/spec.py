@@ -39,6 +39,8 @@ class ShuffleSpec(DaskShuffleSpec[int]):
         The output partitions that are wanted.
     drop_column, ignore_index
         Whether ``column`` and the index are left out of the outputs.
+    order_by
+        The column that outputs are about to be sorted by, None where nobody says so.
     """
 
     npartitions: int
@@ -48,9 +50,12 @@ class ShuffleSpec(DaskShuffleSpec[int]):
     parts_out: tuple[int, ...]
     drop_column: bool
     ignore_index: bool
+    order_by: Any = None
 
     @classmethod
-    def of(cls, spec: DataFrameShuffleSpec, *, ignore_index: bool = False) -> ShuffleSpec:
+    def of(
+        cls, spec: DataFrameShuffleSpec, *, ignore_index: bool = False, order_by: Any = None
+    ) -> ShuffleSpec:
         """Our spec for the shuffle that a spec of Dask's p2p describes."""
         wanted = range(spec.parts_out) if isinstance(spec.parts_out, int) else spec.parts_out
         return cls(
@@ -63,6 +68,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
             parts_out=tuple(wanted),
             drop_column=spec.drop_column,
             ignore_index=ignore_index,
+            order_by=order_by,
         )
 
     @property

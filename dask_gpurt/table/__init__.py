@@ -1,5 +1,27 @@
 """What a partition is: split, pack, unpack, concatenate."""
 
-from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room, Table, backend_for, library
+from dask_gpurt.table.protocol import (
+    Hashed,
+    Packed,
+    Part,
+    Piece,
+    Ranged,
+    Room,
+    Routed,
+    Table,
+    backend_for,
+    library,
+)
 
-__all__ = ["Hashed", "Packed", "Part", "Piece", "Room", "Table", "backend_for", "library"]
+__all__ = [
+    "Hashed",
+    "Packed",
+    "Part",
+    "Piece",
+    "Ranged",
+    "Room",
+    "Routed",
+    "Table",
+    "backend_for",
+    "library",
+]

@@ -26,7 +26,7 @@ from dask_gpurt.device.copies import Copy
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.device.cuda_copies import begin
 from dask_gpurt.table.cudf_plain import Layout, PlainRows
-from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
+from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room, Routed
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
@@ -91,7 +91,7 @@ class CudfTable:
 
     def split(
         self,
-        frame: cudf.DataFrame | Hashed,
+        frame: cudf.DataFrame | Routed,
         column: str,
         groups: Sequence[Sequence[int]],
         npartitions: int,
@@ -199,7 +199,9 @@ class CudfTable:
         begin(copies, raw.ptr)
         raw.synchronize()
 
-    def assemble(self, parts: Sequence[Part], meta: cudf.DataFrame, *, ignore_index: bool) -> cudf.DataFrame:
+    def assemble(
+        self, parts: Sequence[Part], meta: cudf.DataFrame, *, ignore_index: bool, order_by: Any = None
+    ) -> cudf.DataFrame:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)
@@ -245,7 +247,7 @@ class _Spare:
 
 
 def _hashing(
-    frame: cudf.DataFrame | Hashed, column: str, *, drop_column: bool
+    frame: cudf.DataFrame | Routed, column: str, *, drop_column: bool
 ) -> tuple[cudf.DataFrame, list[ColumnBase], hash_id]:
     """The rows to split, the columns to hash, and the function that gives output partitions then.
 
@@ -256,6 +258,7 @@ def _hashing(
         keys = _hashable(frame) if drop_column else None
         if keys is not None:
             return frame.frame, keys, MURMUR
+    if isinstance(frame, Routed):
         frame = frame.assign()
     target = frame[column]._column
     numbers = target if target.dtype.kind in "iu" else target.astype("int32")

@@ -20,8 +20,9 @@ from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-de
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.table.order import is_whole, order_of
 from dask_gpurt.table.plain import Layout, Plain
-from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Room
+from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Ranged, Room, Routed
 
 #: Smaller arrays (labels, above all) travel inside the header.
 _INLINE = 4096
@@ -56,7 +57,7 @@ class PandasTable:
 
     def split(
         self,
-        frame: pd.DataFrame | Hashed,
+        frame: pd.DataFrame | Routed,
         column: str,
         groups: Sequence[Sequence[int]],
         npartitions: int,
@@ -94,12 +95,14 @@ class PandasTable:
     def settle(self) -> None:
         pass
 
-    def assemble(self, parts: Sequence[Part], meta: pd.DataFrame, *, ignore_index: bool) -> pd.DataFrame:
+    def assemble(
+        self, parts: Sequence[Part], meta: pd.DataFrame, *, ignore_index: bool, order_by: Any = None
+    ) -> pd.DataFrame:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)
         if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
-            return read.read(parts)
+            return read.read(parts, order_by)
         frames, leases = [], []
         for part in parts:
             lease = part.buffer.view(_Lease)
@@ -140,7 +143,7 @@ def _pickled(rows: pd.DataFrame, room: Room) -> Packed:
 
 
 def _targets(
-    frame: pd.DataFrame | Hashed, column: str, npartitions: int, *, drop_column: bool
+    frame: pd.DataFrame | Routed, column: str, npartitions: int, *, drop_column: bool
 ) -> tuple[pd.DataFrame, np.ndarray]:
     """The rows to split, and the output partition of each in as few bytes as will do."""
     narrow = np.min_scalar_type(npartitions - 1)
@@ -148,9 +151,33 @@ def _targets(
         keys = _hashable(frame) if drop_column else None
         if keys is not None:
             return frame.frame, _hashed(keys, npartitions, narrow)
-    rows: pd.DataFrame = frame.assign() if isinstance(frame, Hashed) else frame
+    if isinstance(frame, Ranged) and drop_column and (found := _in_ranges(frame, narrow)) is not None:
+        return frame.frame, found
+    rows: pd.DataFrame = frame.assign() if isinstance(frame, Routed) else frame
     targets = np.asarray(rows[column]).astype(narrow, copy=False)
     return rows.drop(columns=column) if drop_column else rows, targets
+
+
+def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
+    """The range of each row, where the column is whole numbers.
+
+    To sort these and look the divisions up takes less time than to look each row up.
+    """
+    keys, divisions = ranged.frame[ranged.by], ranged.divisions
+    if keys.ndim != 1 or not (is_whole(keys.dtype) and is_whole(divisions.dtype)):
+        return None
+    if not is_whole(np.result_type(keys.dtype, divisions.dtype)):
+        return None  # as of int64 and uint64, which are looked up as floats
+    numbers = keys.to_numpy()
+    order = order_of(numbers)
+    if order is None:
+        return None
+    starts = np.searchsorted(numbers, divisions.to_numpy()[:-1], sorter=order)
+    if starts[0]:
+        return None  # what lies before the first division Dask puts elsewhere
+    targets = np.empty(len(order), dtype)
+    targets[order] = np.repeat(np.arange(len(starts), dtype=dtype), np.diff(starts, append=len(order)))
+    return targets
 
 
 def _hashable(hashed: Hashed) -> list[np.ndarray] | None:

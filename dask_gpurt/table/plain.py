@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.table.order import order_of
 from dask_gpurt.table.protocol import Part
 
 try:
@@ -69,22 +70,38 @@ class Layout:
             yield buffer[start : start + nbytes].view(dtype)
             start += _padded(nbytes)
 
-    def read(self, parts: Sequence[Part]) -> pd.DataFrame:
-        """Parts of this layout one behind the other, in memory of its own."""
+    def read(self, parts: Sequence[Part], order_by: Hashable = None) -> pd.DataFrame:
+        """Parts of this layout one behind the other, in memory of its own.
+
+        In the order of a column, where that is known at once, and is the same whoever sorts.
+        """
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         index = [] if self.index is None else [np.empty(rows, self.index)]
         blocks = self._blocks(rows)
         placed = [pair for block, places in blocks for pair in zip(places, block, strict=True)]
         targets = [*index, *(column for _, column in sorted(placed, key=itemgetter(0)))]
-        end = 0
-        for part in parts:
-            start, stop = part.offsets[part.index : part.index + 2]
-            begin, end = end, end + stop - start
-            for target, source in zip(targets, self.views(part.buffer, part.offsets[-1]), strict=True):
-                target[begin:end] = source[start:stop]
+        sources = list(zip(*map(self._rows, parts), strict=True))
+        order = self._order(sources[len(index) :], order_by)
+        for target, pieces in zip(targets, sources, strict=True):
+            if order is None:
+                np.concatenate(pieces, out=target)
+            else:
+                _take(np.concatenate(pieces), order, target)
         labels = pd.Index(index[0], name=self.name, copy=False) if index else pd.RangeIndex(rows)
         frame: pd.DataFrame = create_dataframe_from_blocks(blocks, labels, self.columns)
         return frame
+
+    def _rows(self, part: Part) -> list[np.ndarray]:
+        """The index, if it is there, and the columns of a part."""
+        start, stop = part.offsets[part.index : part.index + 2]
+        return [view[start:stop] for view in self.views(part.buffer, part.offsets[-1])]
+
+    def _order(self, columns: Sequence[Sequence[np.ndarray]], by: Hashable) -> np.ndarray | None:
+        """The order of a column, in pieces; None if it is not to be told, or there is no such column."""
+        found = [column for label, column in zip(self.columns, columns, strict=True) if label == by]
+        return (
+            order_of(np.concatenate(found[0]), distinct=True) if by is not None and len(found) == 1 else None
+        )
 
     def _blocks(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Memory for the columns of each dtype, and which columns these are."""

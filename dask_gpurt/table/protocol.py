@@ -79,6 +79,32 @@ class Hashed:
 
 
 @dataclass(frozen=True)
+class Ranged:
+    """A partition whose rows go where ranges of one column say, as Dask sorts.
+
+    Attributes
+    ----------
+    frame
+        The partition.
+    by
+        The column.
+    divisions
+        A series of where the ranges begin, in ascending order, and where the last one ends.
+    assign
+        Has Dask make ``frame`` with one more column, of output partitions.
+    """
+
+    frame: Frame
+    by: Any
+    divisions: Any
+    assign: Callable[[], Frame]
+
+
+#: A partition that does not have the column of output partitions yet.
+Routed = Hashed | Ranged
+
+
+@dataclass(frozen=True)
 class Packed:
     """A packed piece: its block in a pool, and what is needed to read it."""
 
@@ -129,7 +155,7 @@ class Table(Protocol):
 
     def split(
         self,
-        frame: Frame | Hashed,
+        frame: Frame | Routed,
         column: str,
         groups: Sequence[Sequence[int]],
         npartitions: int,
@@ -143,7 +169,7 @@ class Table(Protocol):
         ----------
         column
             Holds the output partition of each row, from 0 to ``npartitions - 1``; the frame
-            of a :class:`Hashed` does not have it yet.
+            of a :class:`Hashed` or a :class:`Ranged` does not have it yet.
         groups
             The output partitions of each owner. Rows for a partition in no group are
             dropped.
@@ -175,8 +201,13 @@ class Table(Protocol):
         """Wait until all that this thread has packed is there for peers to read."""
         ...
 
-    def assemble(self, parts: Sequence[Part], meta: Frame, *, ignore_index: bool) -> Frame:
+    def assemble(
+        self, parts: Sequence[Part], meta: Frame, *, ignore_index: bool, order_by: Any = None
+    ) -> Frame:
         """Concatenate parts; ``meta`` is the result where there are none.
+
+        Where ``order_by`` names a column the rows are about to be sorted by it: a backend may
+        bring them into its order, equal ones as they come.
 
         The result shares no memory with the buffers. They may be read until the
         :meth:`fence` that is asked for next has been passed.
