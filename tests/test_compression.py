@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -254,10 +257,90 @@ def test_what_a_device_can_not_compress_goes_as_it_is_and_that_is_said() -> None
     assert metrics.snapshot()["fallbacks"][AS_THEY_ARE]["reason"] == "no room"
 
 
+class Held(HostCodec):
+    """One that takes until it is let, and counts how often it was tried out."""
+
+    def __init__(self) -> None:
+        super().__init__(CODECS[0].name, memoryview)
+        self.tried = 0
+        self.begun, self.let = threading.Event(), threading.Event()
+
+    def part(self, whole: memoryview) -> memoryview:
+        self.tried += 1
+        return super().part(whole)
+
+    def compress(self, whole: memoryview) -> memoryview:
+        self.begun.set()
+        assert self.let.wait(60)
+        return super().compress(whole)
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+SHRINKING = sections(np.zeros(2 * LEAST, np.uint8))
+
+
+@has_codec
+def test_while_a_run_is_sampled_others_are_packed(thread: ThreadPoolExecutor) -> None:
+    compressor, held = Compressor(Metrics()), Held()
+    sampling = thread.submit(compressor.pack, RUN, SHRINKING, 1e6, [held])
+    try:
+        assert held.begun.wait(60)
+        other = thread.submit(compressor.pack, ("another", 2), SHRINKING, 1e6, CODECS)
+        assert other.result(60) is not None
+    finally:
+        held.let.set()
+    assert sampling.result(60) is not None
+
+
+@has_codec
+def test_a_run_is_sampled_once_and_its_other_shards_go_on_with_what_is_known(
+    thread: ThreadPoolExecutor,
+) -> None:
+    compressor, held = Compressor(Metrics()), Held()
+    sampling = thread.submit(compressor.pack, RUN, SHRINKING, 1e6, [held])
+    try:
+        assert held.begun.wait(60)
+        meanwhile = thread.submit(compressor.pack, RUN, SHRINKING, 1e6, [held])
+        assert meanwhile.result(60) is None
+    finally:
+        held.let.set()
+    assert sampling.result(60) is not None
+    assert compressor.pack(RUN, SHRINKING, 1e6, [held]) is not None
+    assert held.tried == 1
+
+
+@has_codec
+def test_a_run_that_ends_while_it_is_sampled_leaves_nothing_behind(thread: ThreadPoolExecutor) -> None:
+    compressor, held = Compressor(Metrics()), Held()
+    sampling = thread.submit(compressor.pack, RUN, SHRINKING, 1e6, [held])
+    try:
+        assert held.begun.wait(60)
+        thread.submit(compressor.forget, RUN).result(60)
+    finally:
+        held.let.set()
+    assert sampling.result(60) is not None
+    compressor.pack(RUN, SHRINKING, 1e6, [held])
+    assert held.tried == 2
+
+
+@has_codec
+def test_a_sample_that_fails_is_taken_of_the_next_shard() -> None:
+    compressor, held = Compressor(Metrics()), Held()
+    held.let.set()
+    assert compressor.pack(RUN, SHRINKING, 1e6, [held, Refusing("another", memoryview)]) is None
+    assert compressor.pack(RUN, SHRINKING, 1e6, [held]) is not None
+    assert held.tried == 1
+
+
 @has_codec
 @given(st.floats(1e6, 1e12))
 def test_a_codec_is_not_even_tried_where_its_link_is_too_fast(bandwidth: float) -> None:
-    compressor = Compressor(Metrics())
-    compressor.pack(RUN, sections(np.zeros(LEAST, np.uint8)), bandwidth, CODECS)
-    tried = compressor._samples.get(RUN, {})
-    assert bool(tried) == (bandwidth < FAST)
+    held = Held()
+    held.let.set()
+    Compressor(Metrics()).pack(RUN, SHRINKING, bandwidth, [held])
+    assert held.tried == (bandwidth < FAST)

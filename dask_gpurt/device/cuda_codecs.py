@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
-import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import cupy
 import numpy as np
@@ -30,6 +32,9 @@ if "nvidia.libnvcomp" in sys.modules:
 ALGORITHMS = {"nvcomp-lz4": "LZ4", "nvcomp-zstd": "Zstd"}
 #: Bytes per second of a link at which they gain nothing.
 FAST = 20e9
+#: By address, those that nvCOMP was told to work on: what it allocates is freed on one of them.
+_STREAMS: dict[int, Stream] = {}
+_USED: WeakSet[CudaCodec] = WeakSet()
 
 
 class CudaCodec:
@@ -46,8 +51,11 @@ class CudaCodec:
 
     def __init__(self, name: str, device: CudaDevice):
         self.name = name
-        self._device = device
-        self._codecs = threading.local()
+        # A codec that is found to be garbage together with the device would go after the streams it frees on.
+        self._device = weakref.proxy(device)
+        #: nvCOMP's own by the address of a stream, and so of one thread: they are not thread-safe.
+        self._codecs: dict[int, Any] = {}
+        _USED.add(self)
 
     def whole(self, sections: Sequence[Buffer]) -> Buffer:
         if len(sections) == 1:
@@ -89,21 +97,24 @@ class CudaCodec:
         return nvcomp.as_array(buffer, cuda_stream=stream.ptr)
 
     def _codec(self, stream: Any) -> Any:
-        """A codec of nvCOMP's own for this thread and stream: they are not thread-safe."""
-        known: dict[str, Any] = self._codecs.__dict__
-        name = str(stream.ptr)
-        if name not in known:
-            known[name] = nvcomp.Codec(
+        if stream.ptr not in self._codecs:
+            self._codecs[stream.ptr] = nvcomp.Codec(
                 algorithm=ALGORITHMS[self.name], device_id=self._device.index, cuda_stream=stream.ptr
             )
-        return known[name]
+        return self._codecs[stream.ptr]
+
+    def close(self) -> None:
+        """Free what nvCOMP holds."""
+        self._codecs.clear()
 
     @contextmanager
     def _working(self) -> Iterator[Any]:
         """This thread's communication stream; what goes wrong on it is an error of the codec."""
         cupy.cuda.Device(self._device.index).use()
+        ours, stream = self._device.stream()
+        _STREAMS.setdefault(stream.ptr, ours)
         try:
-            yield self._device.stream()[1]
+            yield stream
         except (MemoryError, RuntimeError) as error:
             raise CodecError(f"{self.name}: {error}") from error
 
@@ -114,6 +125,14 @@ def codecs(device: CudaDevice) -> dict[str, Codec]:
     return {name: CudaCodec(name, device) for name in ALGORITHMS}
 
 
+@atexit.register
+def _close() -> None:
+    """Have nvCOMP hold nothing any more: it would free it, and its allocator, after Python has ended."""
+    for codec in list(_USED):
+        codec.close()
+    nvcomp.set_device_allocator(None)
+
+
 def _allocate(nbytes: int, stream: Any) -> Any:
-    ours = Stream(cupy.cuda.ExternalStream(stream.ptr))
+    ours = _STREAMS.get(stream.ptr) or Stream(cupy.cuda.ExternalStream(stream.ptr))
     return ExternalMemory(rmm.DeviceBuffer(size=nbytes, stream=ours), stream)

@@ -185,6 +185,8 @@ class Comms:
     ) -> dict[str, Any]:
         """Handler: the bytes of a shard, and the seconds that it took.
 
+        What is sent is the pool itself, where it can be: it is nobody else's before the peer has let go.
+
         Parameters
         ----------
         packing

@@ -106,13 +106,36 @@ def sample(codec: Codec, whole: Any) -> Sample:
 # ---- runs ----------------------------------------------------------------------------
 
 
+class _Run:
+    """What is known of a run, by codec."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, Sample] = {}
+        self._trying = threading.Lock()
+
+    def try_out(self, codecs: Iterable[Codec], sections: Sequence[Buffer]) -> None:
+        """Sample those that are new to the run, unless somebody is at it.
+
+        Who comes meanwhile goes on with what is known: to wait would take a thread of the exchange, and they
+        are few, from other runs.
+        """
+        if not self._trying.acquire(blocking=False):
+            return
+        try:
+            for codec in codecs:
+                if codec.name not in self.samples:
+                    self.samples[codec.name] = sample(codec, codec.whole(sections))
+        finally:
+            self._trying.release()
+
+
 class Compressor:
     """Compresses the shards of this worker where that pays. Thread-safe; its methods take a while."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._samples: LRU[RunKey, dict[str, Sample]] = LRU(RUNS, {})
+        self._runs: LRU[RunKey, _Run] = LRU(RUNS, {})
 
     def pack(
         self, run: RunKey, sections: Sequence[Buffer], bandwidth: float, codecs: Iterable[Codec]
@@ -123,6 +146,7 @@ class Compressor:
         ----------
         run
             Of the shard; the first of a run is the sample for it, and those that are compressed correct that.
+            While it is taken, other shards of the run go by what is known.
         bandwidth
             Bytes per second of the link that it will cross.
         codecs
@@ -134,7 +158,7 @@ class Compressor:
             return None
         try:
             samples = self._of(run, sections, tried.values())
-            name = best((samples[name] for name in tried), bandwidth)
+            name = best((samples[name] for name in tried if name in samples), bandwidth)
             return None if name is None else self._packed(tried[name], sections, samples)
         except CodecError as error:
             self._metrics.fallback(AS_THEY_ARE, str(error))
@@ -154,14 +178,12 @@ class Compressor:
 
     def _of(self, run: RunKey, sections: Sequence[Buffer], codecs: Iterable[Codec]) -> dict[str, Sample]:
         with self._lock:
-            samples: dict[str, Sample] = self._samples.setdefault(run, {})
-            for codec in codecs:
-                if codec.name not in samples:
-                    with self._metrics.seconds("exchange.seconds.compressing"):
-                        samples[codec.name] = sample(codec, codec.whole(sections))
-            return samples
+            known = self._runs.setdefault(run, _Run())
+        with self._metrics.seconds("exchange.seconds.compressing"):
+            known.try_out(codecs, sections)
+        return known.samples
 
     def forget(self, run: RunKey) -> None:
         """A run is over."""
         with self._lock:
-            self._samples.pop(run, None)
+            self._runs.pop(run, None)

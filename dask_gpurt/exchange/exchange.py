@@ -11,6 +11,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from distributed.shuffle._limiter import ResourceLimiter
@@ -19,9 +20,10 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.device.codecs import CodecError
 from dask_gpurt.exchange.comms import Comms
-from dask_gpurt.exchange.inbox import Parcel
+from dask_gpurt.exchange.inbox import Parcel, Place
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers, close
 from dask_gpurt.exchange.pools import Pools
@@ -139,8 +141,21 @@ class Exchange:
             self.worker._ongoing_background_tasks.call_soon(self._pull, parcel, on_error)
 
     async def _pull(self, parcel: Parcel, on_error: Callable[[Exception], None] | None) -> None:
+        try:
+            await self._limiter.wait_for_available()
+            if parcel.place is Place.GONE:
+                await self.offload(parcel.stop_moving)  # which may wait for a device
+            else:
+                await self._pull_now(parcel)
+        except Exception as error:
+            parcel.fail(error)
+            if on_error is not None:
+                on_error(error)
+        finally:
+            parcel.stop_moving()
+
+    async def _pull_now(self, parcel: Parcel) -> None:
         nbytes = parcel.shard.nbytes
-        await self._limiter.wait_for_available()
         self._limiter.increase(nbytes)
         self.metrics.peak("exchange.inflight.peak", self._limiter._acquired)
         try:
@@ -150,11 +165,6 @@ class Exchange:
                 else:
                     with self.metrics.seconds("exchange.seconds.pulling"):
                         await self.offload(self._pull_mapped, parcel)
-        except Exception as error:
-            parcel.fail(error)
-            parcel.moved_in_vain()
-            if on_error is not None:
-                on_error(error)
         finally:
             await self._limiter.decrease(nbytes)
 
@@ -206,8 +216,12 @@ class Exchange:
     def discard(self, parcels: Iterable[Parcel]) -> None:
         """Let go of parcels that nobody will read any more. Blocks while they are read."""
         for parcel in parcels:
-            self._parcels[parcel.shard.producer].discard(parcel)
             parcel.discard()
+            # Not before: until then its producer has to hear that it is being read.
+            parcel.let_go.add_done_callback(partial(self._unlist, parcel))
+
+    def _unlist(self, parcel: Parcel, _: object) -> None:
+        self._parcels[parcel.shard.producer].discard(parcel)
 
     def discard_soon(self, parcels: Iterable[Parcel]) -> None:
         """Let go of parcels on a thread of the exchange."""
@@ -229,15 +243,17 @@ class Exchange:
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
         self.comms.forget(run)
-        me = self.worker.address
         while published := self.pools.owners(run):  # for one who was asking, more may be staged meanwhile
-            for outbox, owner in published:
-                with contextlib.suppress(OSError):  # a dead owner does not read
-                    if owner == me:
-                        await self.forget(producer=me, run=list(run))
-                    else:
-                        await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
-                outbox.drop(run, owner)
+            await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
+
+    async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
+        me = self.worker.address
+        with contextlib.suppress(OSError):  # a dead owner does not read
+            if owner == me:
+                await self.forget(producer=me, run=list(run))
+            else:
+                await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
+        outbox.drop(run, owner)
 
     # ---- what peers call -------------------------------------------------------------
 
@@ -262,8 +278,13 @@ class Exchange:
     async def forget(self, producer: str, run: list[Any]) -> None:
         """Handler: a producer ends a run; returns when nothing of it is being read."""
         key = (run[0], run[1])
+        parcels = [parcel for parcel in list(self._parcels[producer]) if parcel.run == key]
         with contextlib.suppress(ExchangeClosed):
-            await self.offload(self.discard, [p for p in list(self._parcels[producer]) if p.run == key])
+            await self.offload(self.discard, parcels)
+            # Only here is known when that is: what a producer sends of its pool is on its way long after
+            # the comm has taken it, and what is mapped is read without the producer.
+            waiting = [asyncio.wrap_future(parcel.let_go) for parcel in parcels]
+            await asyncio.gather(*waiting, return_exceptions=True)  # these are raised where they happen
 
     # ---- life ------------------------------------------------------------------------
 

@@ -61,8 +61,11 @@ class Parcel:
         self._release = release
         self._lock = threading.Condition()
         self._readers = 0
+        self._moving = False
         self._held = True
         self._landed: Future[None] = Future()
+        #: Done once nothing here reads the producer's block any more.
+        self.let_go: Future[None] = Future()
         #: What the table backend remembers of each section, while it lies in the producer's pool.
         self.memos: list[dict[str, Any]] = [{} for _ in shard.sections]
         self._fences: list[Callable[[], None]] = []
@@ -73,12 +76,14 @@ class Parcel:
             if self.place is not Place.PRODUCER:
                 return False
             self.place = Place.MOVING
+            self._moving = True
             return True
 
     def land(self, put: Callable[[str], None]) -> None:
         """End the move: ``put`` stores the bytes in the landing under the key given."""
         put(self.key)
         with self._lock:
+            self._moving = False
             in_vain = self.place is Place.GONE
             if not in_vain:
                 self.place = Place.LANDED
@@ -150,21 +155,21 @@ class Parcel:
             before, self.place = self.place, Place.GONE
             while self._readers:
                 self._lock.wait()
-            # A mover still reads the producer's block; it lets go when it has finished.
-            let_go = before is not Place.MOVING and self._lets_go()
-        self._pass_fences()
+            let_go = self._lets_go()
         if let_go:
             self._let_go()
         if before is Place.LANDED:
+            self._pass_fences()
             self._landing.discard(self.key)
         self._forget()
 
     def _forget(self) -> None:
         self.memos = [{} for _ in self.shard.sections]
 
-    def moved_in_vain(self) -> None:
-        """The mover has stopped without landing."""
+    def stop_moving(self) -> None:
+        """The mover reads no more, whether it has landed the bytes or not."""
         with self._lock:
+            self._moving = False
             let_go = self.place is Place.GONE and self._lets_go()
         if let_go:
             self._let_go()
@@ -175,18 +180,24 @@ class Parcel:
             self._fences.append(fence)
 
     def _pass_fences(self) -> None:
-        while self._fences:
-            self._fences.pop()()
+        # All of them for whoever comes: one that another thread is at is not passed yet.
+        for fence in list(self._fences):
+            fence()
 
     def _lets_go(self) -> bool:
         """Whether the producer's block is ours to give back now, once. Under the lock."""
-        held, self._held = self._held, self._held and self._readers > 0
+        held, self._held = self._held, self._held and (self._moving or self._readers > 0)
         return held and not self._held
 
     def _let_go(self) -> None:
         # Not under the lock, which the event loop takes too: a fence may be a while away.
-        self._pass_fences()
-        self._release(self.shard)
+        try:
+            self._pass_fences()
+            self._release(self.shard)
+        except BaseException as error:
+            self.let_go.set_exception(error)  # nobody shall wait for ever
+            raise
+        self.let_go.set_result(None)
 
 
 @contextmanager

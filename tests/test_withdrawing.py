@@ -1,0 +1,234 @@
+"""A run ends while its shards are read elsewhere: their blocks are nobody else's before that is through.
+
+Two ends of the exchange in one process, and between them a wire that holds what was sent until it is let.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed.core import AsyncTaskGroup
+
+from dask_gpurt import config
+from dask_gpurt.exchange import Exchange, Shard
+from dask_gpurt.exchange.inbox import Parcel, Place
+from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.exchange.shard import Section
+from dask_gpurt.observe import Metrics
+
+RUN, NEXT = ("a shuffle", 1), ("a shuffle", 2)
+NBYTES = 2**16
+OURS, OTHERS = 1, 2
+
+
+class Worker:
+    """What an exchange needs of a worker. Replies to ``gpurt_fetch`` are read off the wire once it is let."""
+
+    def __init__(self, address: str, all_of_them: dict[str, Worker]):
+        loop = asyncio.get_running_loop()
+        self.address, self.handlers = address, dict[str, Any]()
+        self.loop = SimpleNamespace(time=loop.time, add_callback=self._call_soon)
+        self.scheduler = SimpleNamespace(gpurt_links=self._links)
+        self._ongoing_background_tasks = AsyncTaskGroup()
+        self._loop, self._peers = loop, all_of_them
+        self.sent, self.wire = asyncio.Event(), asyncio.Event()
+        all_of_them[address] = self
+
+    def _call_soon(self, function: Callable[..., Any], *args: Any) -> None:
+        async def call() -> None:
+            if inspect.isawaitable(done := function(*args)):
+                await done
+
+        self._loop.call_soon_threadsafe(lambda: self._ongoing_background_tasks.call_soon(call))
+
+    async def _links(self, worker: str, peers: list[str]) -> dict[str, Any]:
+        return {"links": {}, "classes": {}}
+
+    def rpc(self, peer: str) -> Any:
+        there = self._peers[peer]
+
+        async def fetch(**message: Any) -> Any:
+            reply = await there.handlers["gpurt_fetch"](**message)
+            there.sent.set()
+            await there.wire.wait()
+            return {**reply, "data": [np.array(one.data) for one in reply["data"]]}
+
+        async def other(name: str, **message: Any) -> Any:
+            done = there.handlers[name](**message)
+            return await done if inspect.isawaitable(done) else done
+
+        def call(name: str) -> Callable[..., Awaitable[Any]]:
+            return lambda **message: other(name, **message)
+
+        names = ("ticket", "release", "drain", "forget")
+        return SimpleNamespace(
+            gpurt_fetch=fetch, **{f"gpurt_{name}": call(f"gpurt_{name}") for name in names}
+        )
+
+
+class Landed:
+    """In the place of the tiers: the bytes of shards, copied from where they lie once that is let."""
+
+    def __init__(self) -> None:
+        self.found: list[np.ndarray] = []
+        self.begun, self.let = threading.Event(), threading.Event()
+
+    def put(self, key: str, shard: Shard, sources: Any, *_: Any) -> None:
+        self.begun.set()
+        assert self.let.wait(60)
+        self.found = [np.array(source) for source in sources]
+
+    def discard(self, key: str) -> None:
+        pass
+
+
+class Pair:
+    """A producer that has published one shard, and its owner."""
+
+    def __init__(self, *paths: str):
+        workers: dict[str, Worker] = {}
+        settings = config.load_over({"exchange": {"paths": list(paths)}})
+        self.producer, self.owner = (
+            self._end(Worker(at, workers), settings) for at in ("tcp://a", "tcp://b")
+        )
+        self.landed: Any = Landed()
+        self.owner.landing = self.landed
+        self.outbox: Outbox = self.producer.pools.outbox("host")
+        block = self.outbox.allocate(NBYTES)
+        block.buffer[:] = OURS
+        number = self.outbox.publish(RUN, self.owner.worker.address, [block])
+        section = Section((0,), (0, 1), block.offset, NBYTES, b"")
+        self.shard = Shard(number, self.producer.worker.address, "host", 0, 0, 0, (section,))
+
+    def _end(self, worker: Worker, settings: config.Settings) -> Exchange:
+        ladder: Any = None  # nothing lands there
+        metrics = Metrics()
+        return Exchange(worker, Pools(config.Size(4 * NBYTES), 2**30, metrics), ladder, settings, metrics)
+
+    async def accepted(self) -> Parcel:
+        return await self.owner.accept(RUN, self.shard, lambda error: None)
+
+    def overwrite(self) -> None:
+        """Whatever may be reused is: the pool gives memory back, and another run takes some of it."""
+        self.producer.pools.trim()
+        self.outbox.allocate(NBYTES).buffer[:] = OTHERS
+
+    async def settled(self) -> None:
+        """Wait until whoever does not wait for a test has done what there is to do."""
+        for _ in range(50):
+            for end in (self.producer, self.owner):
+                await end.offload(int)
+
+    async def ends(self, parcel: Parcel, *, owner_first: bool, go_on: Callable[[], object]) -> None:
+        """The run ends; ``go_on`` lets whoever is reading, after what may be reused has been."""
+        let_go = []
+        if owner_first:
+            let_go.append(asyncio.create_task(self.owner.offload(self.owner.discard, [parcel])))
+            await self.settled()
+        let_go.append(asyncio.create_task(self.producer.withdraw(RUN)))
+        await self.settled()
+        assert parcel.place is Place.GONE
+        self.overwrite()
+        go_on()
+        await asyncio.gather(*let_go)
+        assert self.outbox.pool.used == NBYTES  # what the other run has
+        assert not self.owner._parcels[self.producer.worker.address]
+        for end in (self.producer, self.owner):
+            await asyncio.to_thread(end.close)
+
+
+def session(test: Awaitable[None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+whoever_ends_first = pytest.mark.parametrize("owner_first", [False, True])
+
+
+@whoever_ends_first
+def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
+    async def test() -> None:
+        pair = Pair("comms")
+        parcel = await pair.accepted()
+        await pair.producer.worker.sent.wait()
+        pair.landed.let.set()
+        await pair.ends(parcel, owner_first=owner_first, go_on=pair.producer.worker.wire.set)
+        assert set(np.concatenate(pair.landed.found)) == {OURS}
+
+    session(test())
+
+
+@whoever_ends_first
+def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
+    """By its owner, out of the mapped pool."""
+
+    async def test() -> None:
+        pair = Pair("shared-memory", "comms")
+        parcel = await pair.accepted()
+        pair.owner.drain(pair.producer.worker.address)
+        await asyncio.to_thread(pair.landed.begun.wait, 60)
+        await pair.ends(parcel, owner_first=owner_first, go_on=pair.landed.let.set)
+        assert set(np.concatenate(pair.landed.found)) == {OURS}
+
+    session(test())
+
+
+@whoever_ends_first
+def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> None:
+    async def test() -> None:
+        pair = Pair("shared-memory", "comms")
+        parcel = await pair.accepted()
+        begun, go_on = threading.Event(), threading.Event()
+
+        def read() -> set[int]:
+            with parcel.staying(lambda: None):
+                begun.set()
+                assert go_on.wait(60)
+                return set(parcel.source(0))
+
+        reading = asyncio.create_task(asyncio.to_thread(read))
+        await asyncio.to_thread(begun.wait, 60)
+        await pair.ends(parcel, owner_first=owner_first, go_on=go_on.set)
+        assert await reading == {OURS}
+
+    session(test())
+
+
+def test_a_pull_that_fails_leaves_nothing_behind() -> None:
+    async def test() -> None:
+        pair = Pair("comms")
+        pair.producer.worker.handlers["gpurt_fetch"] = failing
+        failed = asyncio.Event()
+        parcel = await pair.owner.accept(RUN, pair.shard, lambda error: failed.set())
+        await failed.wait()
+        await pair.ends(parcel, owner_first=False, go_on=lambda: None)
+
+    async def failing(**_: Any) -> Any:
+        raise ValueError("no")
+
+    session(test())
+
+
+def test_a_fence_that_fails_keeps_nobody_waiting() -> None:
+    def fence() -> None:
+        raise RuntimeError("an illegal address")
+
+    async def test() -> None:
+        pair = Pair("shared-memory", "comms")
+        parcel = await pair.accepted()
+        parcel.read_until(fence)
+        with pytest.raises(RuntimeError, match="illegal address"):
+            await pair.owner.offload(pair.owner.discard, [parcel])
+        await pair.producer.withdraw(RUN)
+        assert not pair.outbox.pool.used
+        for end in (pair.producer, pair.owner):
+            await asyncio.to_thread(end.close)
+
+    session(test())
