@@ -15,6 +15,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dask_gpurt.device.host import HostDevice
+from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.shard import Section, Shard
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.ladder import Ladder, serving
 from dask_gpurt.memory.ledger import Ledger
@@ -230,6 +232,23 @@ def test_full_everywhere_loses_nothing(tmp_path: Any) -> None:
     assert all(np.array_equal(ladder[f"x{fill}"], array(fill)) for fill in range(5))
     assert "objects stay live above their tier's limit" in ladder._metrics.snapshot()["fallbacks"]
     ladder.close()
+
+
+def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: Ladder) -> None:
+    """Though the ladder had: the allocator knows better."""
+    metrics, given = Metrics(), array(1)
+    landing = Landing(ladder, "host", metrics)
+    section = Section((0,), (0, 1), 0, given.nbytes, b"")
+    shard = Shard(0, "tcp://a:1", "host", 0, 0, 0, (section,))
+
+    def bring(sources: Any) -> Any:
+        raise MemoryError("std::bad_alloc")
+
+    landing.put("x", shard, [given], HostDevice(1 << 30), bring)
+    assert ladder.tier("x") is Tier.PINNED
+    with landing.reading([("x", 0)], "a task") as found:
+        assert np.array_equal(np.frombuffer(found["x", 0][0], np.uint8), given)
+    assert metrics.snapshot()["fallbacks"]["shards do not stay on the device"]["count"] == 1
 
 
 def test_serving_overrides_what_lies_there(ladder: Ladder) -> None:

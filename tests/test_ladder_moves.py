@@ -85,6 +85,12 @@ def test_objects_that_share_memory_make_room_together(ladder: Ladder) -> None:
     assert np.array_equal(ladder["a"][:10], ladder["b"])
 
 
+def test_a_small_result_pushes_nothing_down_that_was_too_large_before(ladder: Ladder) -> None:
+    ladder["large"] = array(1, 30)
+    assert ladder.pass_on("task", {"small": (1, Tier.DEVICE)})
+    assert not ladder.pass_on("task", {"other": (10 * KIB, Tier.DEVICE)})
+
+
 @pytest.mark.parametrize(
     "value",
     [bytes(50 * KIB), np.zeros((100, KIB), np.uint8)[:, ::2], [str(i) for i in range(10000)]],

@@ -11,12 +11,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tiers import content, frames
 
 from dask_gpurt.memory.disk import CorruptFile, DiskTier
+from dask_gpurt.memory.files import aligned
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 
@@ -37,6 +39,16 @@ def test_files_of_any_size(disk: DiskTier, size: int) -> None:
     [file] = Path(disk.path).iterdir()
     assert file.stat().st_size == disk.used
     assert file.stat().st_mode & 0o077 == 0
+
+
+def test_parts_are_read_into_memory_that_is_there(disk: DiskTier) -> None:
+    given = frames(600, 5000, 0, 4096)
+    disk["a"] = given
+    for which, part in enumerate(given.buffers):
+        room = aligned(disk.part_room("a", which))
+        [read] = disk.part("a", which, room)
+        assert bytes(read) == b"".join(bytes(piece) for piece in part)
+        assert not read.size or np.shares_memory(read, room)
 
 
 @settings(deadline=None, max_examples=200)

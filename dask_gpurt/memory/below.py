@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from dask_gpurt.device import Device
 from dask_gpurt.device.protocol import Fence, passed
+from dask_gpurt.memory.files import aligned
 from dask_gpurt.memory.frames import Frames, Scattered, on_device
 from dask_gpurt.memory.ledger import Label, Ledger
 from dask_gpurt.memory.tiers import NoRoom, Tier
@@ -133,15 +136,26 @@ class Below:
         wanted
             Each with whether it may go to the device at once, if it lies in a file.
         """
-        if any(tier is Tier.DISK for (tier, _, _), _ in wanted):
-            return list(self._readers.map(self._part, wanted))
-        return [self._part(part) for part in wanted]
+        if not any(tier is Tier.DISK for (tier, _, _), _ in wanted):
+            return [self._part(part) for part in wanted]
+        rooms = [0 if to_device else self._room(part) for part, to_device in wanted]
+        memory = np.split(aligned(sum(rooms)), np.cumsum(rooms)[:-1])
+        return list(self._readers.map(self._part, wanted, memory))
 
-    def _part(self, wanted: tuple[PartOf, bool]) -> Scattered:
+    def _room(self, part: PartOf) -> int:
+        tier, name, which = part
+        return int(self._tiers[tier].part_room(name, which)) if tier is Tier.DISK else 0
+
+    def _part(self, wanted: tuple[PartOf, bool], memory: np.ndarray | None = None) -> Scattered:
         (tier, name, which), to_device = wanted
         mapping = self._tiers[tier]
-        read = mapping.part_to_device if to_device and tier is Tier.DISK else mapping.part
-        pieces: Scattered = read(name, which)
+        pieces: Scattered
+        if tier is not Tier.DISK:
+            pieces = mapping.part(name, which)
+        elif to_device:
+            pieces = mapping.part_to_device(name, which)
+        else:
+            pieces = mapping.part(name, which, memory)
         return pieces
 
     def discard(self, tier: Tier, name: str) -> None:

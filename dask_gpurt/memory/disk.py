@@ -26,6 +26,7 @@ from dask_gpurt.memory.files import (
     CorruptFile,
     Span,
     corrupt,
+    extent,
     file_size,
     read,
     read_to_device,
@@ -173,10 +174,14 @@ class DiskTier(MutableMapping[str, Frames]):
         found |= zip(there, self._read_to_device(file, [file.spans[n] for n in there]), strict=True)
         return Frames(found[0].tobytes(), tuple([found[number]] for number in numbers[1:]))
 
-    def part(self, key: str, which: int) -> Scattered:
-        """One buffer of an object, without reading the others."""
+    def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
+        """One buffer of an object, without reading the others; ``into`` memory of its :meth:`part_room`."""
         file = self._files[key]
-        return self._read(file, [file.spans[1 + which]])
+        return self._read(file, [file.spans[1 + which]], into)
+
+    def part_room(self, key: str, which: int) -> int:
+        """Bytes of memory that reading one buffer takes."""
+        return extent([self._files[key].spans[1 + which]])[1]
 
     def part_to_device(self, key: str, which: int) -> Scattered:
         """The same in new memory of the device."""
@@ -187,8 +192,8 @@ class DiskTier(MutableMapping[str, Frames]):
         """Bytes of one buffer of an object."""
         return self._files[key].spans[1 + which].nbytes
 
-    def _read(self, file: _File, spans: list[Span]) -> list[np.ndarray]:
-        return self._reading(file, lambda fd: read(fd, file.path, spans))
+    def _read(self, file: _File, spans: list[Span], into: np.ndarray | None = None) -> list[np.ndarray]:
+        return self._reading(file, lambda fd: read(fd, file.path, spans, into))
 
     def _read_to_device(self, file: _File, spans: list[Span]) -> list[Buffer]:
         files = self._device_files

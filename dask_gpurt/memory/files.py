@@ -101,8 +101,30 @@ def write_from_device(
     return [Span(at, source.nbytes, crc) for (source, at), crc in zip(parts, checksums, strict=True)]
 
 
-def read(fd: int, path: str, spans: Sequence[Span]) -> list[np.ndarray]:
-    """Read neighbouring buffers into host memory; they share new memory of their own.
+def aligned(nbytes: int) -> np.ndarray:
+    """New host memory that begins at a page.
+
+    From 4 MiB on numpy asks for huge pages, which cost a fraction of small ones to touch: it is
+    worth while to take as much at once as will be needed.
+    """
+    memory = np.empty(nbytes + PAGE, np.uint8)
+    return memory[-memory.ctypes.data % PAGE :][:nbytes]
+
+
+def extent(spans: Sequence[Span]) -> tuple[int, int]:
+    """Where the pages of neighbouring buffers begin in their file, and the bytes of these."""
+    first = min(span.offset for span in spans) // PAGE * PAGE
+    end = max(span.offset + span.nbytes for span in spans)
+    return first, file_size(end - first)
+
+
+def read(fd: int, path: str, spans: Sequence[Span], into: np.ndarray | None = None) -> list[np.ndarray]:
+    """Read neighbouring buffers into host memory; they share it.
+
+    Parameters
+    ----------
+    into
+        As many bytes as the :func:`extent` says, at a page; by default new ones.
 
     Raises
     ------
@@ -111,9 +133,9 @@ def read(fd: int, path: str, spans: Sequence[Span]) -> list[np.ndarray]:
     """
     if not spans:
         return []
-    first = min(span.offset for span in spans) // PAGE * PAGE
-    end = max(span.offset + span.nbytes for span in spans)
-    memory = _read(fd, path, first, file_size(end - first))
+    first, size = extent(spans)
+    memory = aligned(size) if into is None else into
+    _fill(fd, path, first, memory)
     found = [memory[span.offset - first :][: span.nbytes] for span in spans]
     for buffer, span in zip(found, spans, strict=True):
         _check(path, span, zlib.crc32(buffer.data))
@@ -136,13 +158,10 @@ def _check(path: str, span: Span, checksum: int) -> None:
         raise corrupt(path, f"the checksum of its bytes from {span.offset} on is wrong")
 
 
-def _read(fd: int, path: str, start: int, size: int) -> np.ndarray:
-    memory = np.empty(size + PAGE, np.uint8)
-    aligned = memory[-memory.ctypes.data % PAGE :][:size]
+def _fill(fd: int, path: str, start: int, memory: np.ndarray) -> None:
     filled = 0
-    while filled < size:
-        nbytes = os.preadv(fd, [aligned[filled : filled + _BOUNCE].data], start + filled)
+    while filled < memory.size:
+        nbytes = os.preadv(fd, [memory[filled : filled + _BOUNCE].data], start + filled)
         if not nbytes:
             raise corrupt(path, "it ends too early")
         filled += nbytes
-    return aligned

@@ -72,6 +72,8 @@ class Room(Entries):
         """Promise bytes of a tier to keys in the place of what another was promised; whether they fit.
 
         Nobody takes the room in between. Does not block; what does not fit is promised all the same.
+        A trifle always fits: what is above the limit then has been there before, such as an input
+        that is about to go.
         """
         with self._lock:
             self._live.forget(old)
@@ -79,7 +81,7 @@ class Room(Entries):
                 self._live.promise(key, tier, nbytes)
             self._account()
             wanted = promises.values()
-            return all(self._excess(0, tier) <= self._beyond(nbytes, tier) for nbytes, tier in wanted)
+            return all(nbytes <= self._trifle(tier) or self._excess(0, tier) <= 0 for nbytes, tier in wanted)
 
     def _beyond(self, nbytes: int, tier: Tier) -> int:
         """By how much an object of so many bytes may go above the limit of a tier."""
