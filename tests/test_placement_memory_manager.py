@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import placement as bare
 import pytest
 from distributed.active_memory_manager import (
     ActiveMemoryManagerExtension,
@@ -16,7 +17,7 @@ from distributed.active_memory_manager import (
 from distributed.core import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_placement_chooser import GB, Rooms, bare
+from placed_cluster import GB, Rooms
 from test_topology_reports import FILE, all_placed, on_cluster, until
 
 from dask_gpurt.memory.ledger import Ledger

@@ -14,7 +14,7 @@ from distributed import Client, wait
 from distributed.shuffle._core import ShuffleSpec as DaskShuffleSpec
 from hypothesis import given
 from hypothesis import strategies as st
-from test_placement_chooser import Cluster
+from placed_cluster import Cluster
 
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier

@@ -261,12 +261,19 @@ some_pairs = st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pai
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(some_pairs, min_size=1, max_size=30), st.integers(1, 5))
-def test_with_the_tiers_of_the_runtime_nobody_waits_for_ever(
+def test_with_the_tiers_of_the_runtime_nobody_waits_for_ever_or_is_over(
     pairs: list[tuple[int, int]], workers: int
 ) -> None:
     """Each task needs 96 of 100 bytes: beside one nothing may come, and nothing that is live may go."""
     result = joined(pairs, TieredWorker, workers)
     assert result.runs == result.tasks
+    assert result.over_memory == 0
+
+
+def test_room_is_promised_when_a_fetch_begins_and_not_when_a_peer_sends() -> None:
+    """A task began while the request was on its way, and then there was no room for what came."""
+    pairs = [(7, 0), (4, 1), (2, 0), (0, 3), (1, 0), (2, 1), (2, 1), (1, 0)]
+    assert joined(pairs, TieredWorker, 2).over_memory == 0
 
 
 def test_dasks_own_workers_do_not_wait() -> None:

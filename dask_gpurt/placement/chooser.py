@@ -28,6 +28,8 @@ NEAR, FAR = 2, 16
 UNKNOWN_SIZE = 1 << 20
 #: Seconds by which it is certain that a task will be done earlier elsewhere.
 CERTAIN = 0.05
+#: By how much the work before a task may take longer or shorter than expected, as a part of it.
+UNSURE = 1 / 3
 
 
 class Chooser:
@@ -162,6 +164,8 @@ class Chooser:
         holders = [ws for ws in self._holders(demand.inputs) if ws in allowed]
         found = {ws.address: estimate(ws) for ws in holders}
         if found:
+            stays = _with_most(found.values())
+            found = {worker: each for worker, each in found.items() if self._is_no_worse(each, stays)}
             first = cost.best(found.values())
             forced = not first.terms.fits or _waits_for_inputs(first)
             if forced or (_is_late(first) and self._may_move(ts)):
@@ -190,19 +194,23 @@ class Chooser:
         """
         return ts.prefix.duration_average >= 0 and not self._state.queued
 
+    def _is_no_worse(self, holder: Candidate, most: Candidate) -> bool:
+        """Whether one that holds inputs moves no more than the one with most of them, or it pays."""
+        return holder.missing <= most.missing or self._pays(holder, most)
+
     def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
         """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier.
 
         What is on its way before them comes while others run. A short task is to be done earlier by half of
-        what it takes at least: nobody knows better than that who will be idle when.
+        what it takes at least, and one that waits there, too, by a part of that: nobody knows better than
+        that who will be idle when, and whoever is first may still steal it.
         """
         before = self.estimates.seconds_inbound(self._state.workers[candidate.worker])
         alone = candidate.terms.moving - (before if candidate.missing else 0.0)
         running = holder.terms.running
         gained = holder.terms.seconds - candidate.terms.seconds
-        return alone - holder.terms.moving <= running + holder.terms.room and gained >= min(
-            running / 2, CERTAIN
-        )
+        enough = max(min(running / 2, CERTAIN), UNSURE * candidate.terms.waiting)
+        return alone - holder.terms.moving <= running + holder.terms.room and gained >= enough
 
     def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
         """Workers around a holder with less to do than the first choice so far, and than any nearer one."""
@@ -282,6 +290,11 @@ class Chooser:
 def _at_once(candidate: Candidate) -> Candidate:
     """The same without waiting."""
     return candidate._replace(terms=candidate.terms._replace(waiting=0.0))
+
+
+def _with_most(holders: Iterable[Candidate]) -> Candidate:
+    """The holder for which the fewest bytes move, of those with room if there are any."""
+    return min(holders, key=lambda each: (not each.terms.fits, each.missing, cost.rank(each)))
 
 
 def _is_late(candidate: Candidate) -> bool:

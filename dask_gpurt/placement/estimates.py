@@ -16,6 +16,7 @@ from dask_gpurt.placement.cost import NO_WAY, Candidate, Space, Terms
 from dask_gpurt.placement.expected import Expected
 from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.lengths import Lengths
+from dask_gpurt.placement.paces import Paces
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.topology import Topology
 
@@ -23,8 +24,6 @@ from dask_gpurt.topology import Topology
 MOST_REPLICAS = 4
 #: Tasks behind an alias that are looked at.
 MOST_DEPENDENTS = 8
-#: What the pace of a worker changes with each task that it has done, and what it stays within.
-PACE_WEIGHT, FASTEST, SLOWEST = 0.1, 0.1, 10.0
 #: An input, its bytes, and the tiers that it is in on some workers that have it.
 Need = tuple[Any, int, dict[str, Tier]]
 #: Of a task without inputs: none is missing, in no time, and none is coming.
@@ -72,14 +71,13 @@ class Estimates:
         self._state = state
         self._headroom = headroom
         self.routes, self.routes_of_shards = Routes(topology), Routes(topology, by_comms=False)
-        self.lengths = Lengths()
+        self.lengths, self.paces = Lengths(), Paces()
         #: Tasks of a graph that are about to be placed, where most of their inputs are.
         self.arrivals = Expected()
         # How much longer than usual the tasks take that were given to workers, by their inputs.
         self._surplus = Expected()
         # Tasks behind aliases, where these are.
         self._behind = Expected()
-        self._paces: dict[str, float] = {}
         #: By prefix, the least part of its inputs that the result of a task has been.
         self._least: dict[str, float] = {}
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
@@ -132,7 +130,7 @@ class Estimates:
             moving += self.seconds_inbound(ws)
         address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
         work, promised = self._work(sources, ws) if tasks else (0.0, ws._network_occ)
-        pace = self.pace(address)
+        pace = self.paces.of(address)
         room, fits = self._room(ws, missing + nbytes, promised, together)
         if self.arrivals:
             work += sum(self.arrivals.seconds(address).values())
@@ -239,7 +237,7 @@ class Estimates:
             seconds, number = self._behind_alias(ts)
             self._behind.add(ts.key, candidate.worker, name, seconds, number)
         if usual:
-            seconds = candidate.terms.running / self.pace(candidate.worker)
+            seconds = candidate.terms.running / self.paces.of(candidate.worker)
             self._surplus.add(ts.key, candidate.worker, name, seconds - usual, seconds / usual - 1)
 
     def _behind_alias(self, ts: Any) -> tuple[float, float]:
@@ -260,30 +258,19 @@ class Estimates:
             return 0.0
         return float(ws._network_occ * self._inbound.get(ws.address, 1 / self._state.bandwidth))
 
-    def pace(self, worker: str) -> float:
-        """How many times as long as others a worker takes for its work."""
-        return self._paces.get(worker, 1.0)
-
     def finished(self, ts: Any, worker: str, seconds: float) -> None:
         """A task has taken so many seconds of work on a worker."""
         if is_alias(ts):
             return
         prefix, nbytes = ts.prefix, sum([dts.get_nbytes() for dts in ts.dependencies])
         usual = self.lengths.seconds(prefix.name, nbytes)
-        self.observe_pace(worker, seconds, prefix.duration_average if usual is None else usual)
+        self.paces.observe(worker, seconds, prefix.duration_average if usual is None else usual)
         self.lengths.observe(prefix.name, nbytes, seconds)
 
     def left(self, key: Key) -> str | None:
         """A task is no longer on the worker that it was given to; tell which if that changes its load."""
         behind = self._behind.remove(key)
         return self._surplus.remove(key) or behind
-
-    def observe_pace(self, worker: str, seconds: float, usual: float) -> None:
-        """A task has taken so many seconds of work, where others like it usually take ``usual``."""
-        if usual > 0 and seconds > 0:
-            pace = self._paces.get(worker, 1.0)
-            seen = min(max(seconds / usual, FASTEST), SLOWEST)
-            self._paces[worker] = pace + PACE_WEIGHT * (seen - pace)
 
     def observe_size(self, ts: Any) -> None:
         """A task has a result: the others of its prefix leave at least such a part of their inputs."""
@@ -293,7 +280,7 @@ class Estimates:
 
     def forget(self, worker: str) -> None:
         """Dask has removed a worker."""
-        self._paces.pop(worker, None)
+        self.paces.forget(worker)
         self._inbound.pop(worker, None)
         self._told.pop(worker, None)
         if self._live.pop(worker, 0.0) == self._largest:

@@ -63,7 +63,7 @@ def sites(inputs: Inputs, workers: Sequence[Any], estimates: Estimates) -> list[
 
 def _site(ws: Any, moving: float, inputs: Inputs, estimates: Estimates) -> Site:
     free, below, _, _ = estimates.room(ws)
-    pace = moving + WORK * estimates.pace(ws.address) / ws.nthreads
+    pace = moving + WORK * estimates.paces.of(ws.address) / ws.nthreads
     return Site(ws.address, pace, free + inputs.going[ws.address] - ws._network_occ, below)
 
 

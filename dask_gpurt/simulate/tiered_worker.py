@@ -33,6 +33,8 @@ class TieredWorker(VirtualWorker):
         self._turns: dict[Holder, Turn] = {}
         #: The one fetch from a peer that is on its way, and what is being sent.
         self._fetches: dict[str, Holder] = {}
+        #: What they will take, by peer.
+        self._promised: dict[str, int] = {}
 
     # ---- tasks -----------------------------------------------------------------------
 
@@ -55,11 +57,25 @@ class TieredWorker(VirtualWorker):
 
     def _gather(self, asked: GatherDep) -> None:
         self._fetches[asked.worker] = who = Holder(FETCH, next(self._numbers))
-        begin = partial(super()._gather, asked)
-        self._admit(who, (partial(self.tiers.fits, (), asked.total_nbytes), begin))
+        self._admit(who, (partial(self.tiers.fits, (), asked.total_nbytes), partial(self._ask_now, asked)))
+
+    def _ask_now(self, asked: GatherDep) -> None:
+        """The room is promised at once: until the peer has read the request others would take it."""
+        self._promised[asked.worker] = asked.total_nbytes
+        ready = self._after_moves(self.tiers.hold((), asked.total_nbytes))
+        self._clock.at(ready, super()._gather, asked)
+
+    def _expect(self, nbytes: int) -> float:
+        return 0.0
+
+    def _expect_no_more(self, nbytes: int) -> None:
+        """That is known when the fetch is over."""
 
     def _stimulate(self, event: StateMachineEvent) -> None:
-        over = self._fetches.pop(event.worker) if isinstance(event, GatherDepDoneEvent) else None
+        over = None
+        if isinstance(event, GatherDepDoneEvent):
+            over = self._fetches.pop(event.worker)
+            self.tiers.let_go((), self._promised.pop(event.worker, 0))
         super()._stimulate(event)
         if over is not None:
             self._leave(over)

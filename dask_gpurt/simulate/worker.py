@@ -267,12 +267,12 @@ class VirtualWorker:
         began = self._clock.now
         self._outgoing += 1
         held, seconds = self._lend(found)
-        ready = max(self._after_moves(seconds), target._after_moves(target.tiers.hold((), nbytes)))
+        ready = max(self._after_moves(seconds), target._after_moves(target._expect(nbytes)))
 
         def over() -> None:
             self._outgoing -= 1
             self._get_back(held)
-            target.tiers.let_go((), nbytes)
+            target._expect_no_more(nbytes)
 
         def arrived() -> None:
             over()
@@ -291,6 +291,14 @@ class VirtualWorker:
                 self._peers.network.send(self.address, target.address, nbytes, arrived, lost)
 
         self._clock.at(ready, begin)
+
+    def _expect(self, nbytes: int) -> float:
+        """Reserve room for what a peer begins to send; tell the seconds until it is there."""
+        return self.tiers.hold((), nbytes)
+
+    def _expect_no_more(self, nbytes: int) -> None:
+        """It has come, or will not."""
+        self.tiers.let_go((), nbytes)
 
     def _lend(self, keys: Collection[Key]) -> tuple[Collection[Key], float]:
         """Hold keys while they are sent; Dask reads what it sends into the live tier."""

@@ -1,0 +1,113 @@
+"""A cluster to place tasks on: the real state of Dask's scheduler, without a running one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import placement as bare
+from dask._task_spec import Task
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import Placement, Room
+from dask_gpurt.topology import Topology
+
+GB = 10**9
+
+
+class Rooms:
+    """Room as a test says."""
+
+    def __init__(self, **free: float):
+        self.free: dict[str, float] = {}
+        self.live: dict[str, float] = {}
+        self.tiers: dict[tuple[str, Any], Tier] = {}
+
+    def room(self, worker: str) -> Room:
+        free = self.free.get(worker, 80 * GB)
+        if worker not in self.live:
+            return Room(free)
+        return Room(min(free, self.live[worker]), 1000 * GB, Tier.HOST, self.live[worker])
+
+    def told(self, worker: str) -> bool:
+        return True
+
+    def tier(self, worker: str, key: Any) -> Tier:
+        return self.tiers.get((worker, key), Tier.DEVICE)
+
+
+class Watch(SchedulerPlugin):
+    """Tells a placement what our scheduler plugin tells it."""
+
+    def __init__(self, placement: Placement):
+        self.placement = placement
+
+    def update_graph(self, scheduler: Any, *, tasks: Any, **_: Any) -> None:
+        self.placement.submitted(tasks)
+
+    def transition(self, key: Any, start: str, finish: str, *_: Any, **told: Any) -> None:
+        if start == "processing":
+            self.placement.ended(
+                key, told["worker"] if finish == "memory" else None, told.get("seconds", 0.1)
+            )
+
+
+class Cluster:
+    """A bare state with placement on it; workers are named by number, eight to a host."""
+
+    def __init__(self, workers: int = 16, topology: Topology | None = None):
+        self.state = bare.BareState(workers)
+        self.addresses = list(self.state.workers)
+        self.rooms, self.metrics = Rooms(), Metrics()
+        known = bare.topology_of(self.state) if topology is None else topology
+        self.placement = Placement(self.state, known, self.rooms, self.metrics)
+        self.placement.bind()
+        self.state.add_plugin(Watch(self.placement), name="watch")
+
+    def ws(self, number: int) -> Any:
+        return self.state.workers[self.addresses[number]]
+
+    def data(self, key: str, *numbers: int, nbytes: int = GB) -> None:
+        """A key that lies on some workers, as if it had been scattered."""
+        ts = self.state.new_task(key, None, "released")
+        ts.state = "memory"
+        ts.set_nbytes(nbytes)
+        for number in numbers:
+            self.state.add_replica(ts, self.ws(number))
+
+    def task(self, key: str, *inputs: str, duration: float = 1.0, **attributes: Any) -> Any:
+        ts = self.state.new_task(key, lambda: None, "released")
+        ts.run_spec, ts.priority = Task(key, tuple), (0, 0, len(self.state.tasks))
+        ts.prefix.duration_average = duration
+        ts.who_wants = {self.state.clients["fire-and-forget"]}
+        for name in inputs:
+            ts.add_dependency(self.state.tasks[name])
+        for name, value in attributes.items():
+            setattr(ts, name, value)
+        return ts
+
+    def takes(self, prefix: str, seconds: float) -> None:
+        """Let it be known how long the tasks of a prefix take."""
+        self.state.new_task(f"{prefix}-0", None, "released").prefix.duration_average = seconds
+
+    def place(self, key: str, *inputs: str, **options: Any) -> int | None:
+        """Run a task; tell which worker got it."""
+        ts = self.task(key, *inputs, **options)
+        self.state.transitions({key: "waiting"}, "test")
+        return self.addresses.index(ts.processing_on.address) if ts.processing_on else None
+
+    def busy(self, number: int, tasks: int) -> None:
+        for i in range(tasks):
+            key = f"busy{number}-{i}"
+            assert self.place(key, worker_restrictions={self.addresses[number]}) == number
+
+    def fallbacks(self) -> dict[str, Any]:
+        return dict(self.metrics.snapshot()["fallbacks"])
+
+
+def run(state: Any, graph: Any) -> list[tuple[Any, str]]:
+    state.submit(*bare.graph_of(graph))
+    done = state.run()
+    assert len(done) == len(state.tasks)
+    return list(done)
