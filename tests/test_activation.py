@@ -144,6 +144,20 @@ def test_takeover_can_be_forbidden(tmp_path: Path) -> None:
     assert knowing == {"right": True, "runs": [1, 1], "knows": True, "after": None}
 
 
+def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a Dask of tomorrow has frames of yet another library."""
+    monkeypatch.setattr("dask_gpurt.plugins.scheduler.library", lambda frame: None)
+    dask_gpurt.enable(plain)
+    try:
+        with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            dd.from_pandas(pd.DataFrame({"key": range(50)}), npartitions=3).shuffle("key").compute()
+        report = dask_gpurt.report(plain)
+    finally:
+        dask_gpurt.disable(plain)
+    assert "DataFrame" in report["fallbacks"]["shuffles stay with Dask"]["reason"]
+    assert "shuffle.runs" not in report["counters"]
+
+
 #: A nanny whose worker, like those of dask-cuda, has a list of preloads of its own.
 NANNY = """\
 import asyncio, sys

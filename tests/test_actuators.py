@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -232,3 +234,16 @@ def test_where_priorities_do_not_change_the_rest_is_tried(start: Starting) -> No
         known = reply["fallbacks"]["communication always has its priority"]
         assert known["reason"] == "copies of a processor have no priority"
         assert "compute is not confined" not in reply["fallbacks"]
+
+
+def test_what_was_learnt_and_can_not_be_written_is_told_of(start: Starting, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    path = tmp_path / "a file" / "learned.json"
+    client = start(mode="adaptive", adaptive={"sms": "none"}, learned=str(path))
+    client.run(_save)
+    for reply in dask_gpurt.report(client)["workers"].values():
+        assert "a file" in reply["fallbacks"]["what was learnt of kernels is not kept"]["reason"]
+
+
+async def _save(dask_worker: Any) -> None:
+    await dask_worker.plugins["gpurt"].overlap.save()

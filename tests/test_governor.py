@@ -439,3 +439,13 @@ def test_what_was_not_the_same_throughout_counts_as_work_only() -> None:
     known.add_step(Step(100.0, 1e9, {"kernel": Ran(1.0, 100.0)}, steady=False))
     assert known.plain()["kernels"]["kernel"]["beside"] == before["beside"]
     assert known.kernels["kernel"].work > work
+
+
+def test_what_is_never_alone_is_held_against_one_speed() -> None:
+    """Its first step compiles, say: costs so far are not against how fast it is from then on."""
+    governor = Governor({OFF: 0.5}, budget=0.0)
+    for seconds in (30.0, *30 * [1.0]):
+        governor.learn_step(Step(0.0, 1e9, {"fused": Ran(1.0, seconds)}))
+    usual = governor.outlooks(governor.known.kernels["fused"])[PRIORITY]
+    assert usual.expected / governor.known.steps == pytest.approx(1.0, rel=0.05)
+    assert 0 < usual.best <= usual.expected <= usual.worst

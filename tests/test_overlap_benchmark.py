@@ -99,7 +99,8 @@ def test_a_rehearsal_on_this_host(tmp_path: Path) -> None:
         assert {"off", "priority", "adaptive"} <= set(cell["settings"])
         assert len(cell["rounds"]) == 1
     assert set(parts["pipeline"]["figures"]["modes"]) == {"off", "priority", "adaptive"}
-    assert len(parts["pipeline"]["runs"]) == 3
+    assert len(parts["pipeline"]["run"]) == 3
+    assert set(parts["pipeline"]["figures"]["f"]) == {"off", "priority", "adaptive"}
     assert "adaptive / off, worst cell" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -20,13 +20,20 @@ import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.overlap.knowledge import Knowledge
 from dask_gpurt.overlap.learned import Ground, load, write
+from dask_gpurt.overlap.steps import Alone, Ran, Step
+from dask_gpurt.plugins.overlapping import COMMUNICATION
 
 FRAME = pd.DataFrame({"key": range(2000), "value": 0.5})
 
 
 def shuffled() -> pd.DataFrame:
     frame = dd.from_pandas(FRAME, npartitions=4).shuffle("key")
-    return frame.map_partitions(lambda part: part.assign(value=part.value * 2)).compute()
+    result: pd.DataFrame = frame.map_partitions(doubled).compute()
+    return result
+
+
+def doubled(part: pd.DataFrame) -> pd.DataFrame:
+    return part.assign(value=part["value"] * 2)
 
 
 def assert_right(frame: pd.DataFrame) -> None:
@@ -91,6 +98,39 @@ def test_what_runs_beside_a_shuffle_is_measured(start: Starting, tmp_path: Path)
     assert not any("transfer" in kernel for kernel in kernels)
     dask_gpurt.disable(client)
     assert set(load(path)[1].kernels) >= kernels
+
+
+def learn(kernel: str, dask_worker: Any) -> None:
+    """Have a worker see a kernel that communication makes slower, on one of them by more."""
+    governor, speed = dask_worker.plugins["gpurt"].overlap._governor, (0.5, 1.0)[dask_worker.name]
+    for _ in range(5):
+        governor.learn(Alone(kernel, 1.0, 1.0))
+        governor.learn_step(Step(0.1, 1e9, {kernel: Ran(1.0, 1 / speed)}))
+
+
+async def share(dask_worker: Any) -> None:
+    await dask_worker.plugins["gpurt"].overlap._sharing.share()
+
+
+def test_workers_decide_from_what_all_have_learnt(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dask_gpurt.plugins.sharing.FRESH", 0.0)
+    client = start(mode="adaptive", learned="auto")
+    for _ in range(2):  # in the first round nobody else may have told anything yet
+        client.run(learn, "join")
+        client.run(share)
+    for reply in replies(client):
+        (row,) = reply["kernels"]
+        assert 0.5 < row["compute"] < 1.0
+
+
+def test_what_is_computed_in_the_task_that_splits_is_compute(start: Starting) -> None:
+    client = start(mode="adaptive", learned="auto")
+    frame = dd.from_pandas(FRAME, npartitions=4).shuffle("key")
+    frame = frame.map_partitions(doubled).shuffle("value").map_partitions(doubled)
+    assert len(frame.persist()) == len(FRAME)  # which lets Dask fuse
+    kernels = {row["kernel"] for reply in replies(client) for row in reply["kernels"]}
+    assert "doubled-operation+shuffle-transfer" in kernels
+    assert not kernels & COMMUNICATION
 
 
 def test_after_a_shuffle_nothing_is_in_flight(start: Starting) -> None:

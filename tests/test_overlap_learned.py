@@ -49,13 +49,13 @@ def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
 
 
 def broken(**changes: Any) -> bytes:
-    values = {"format": 2, "device": "x", "libraries": {}, "known": Knowledge().plain(), **changes}
+    values = {"format": 3, "device": "x", "libraries": {}, "known": Knowledge().plain(), **changes}
     return json.dumps(values).encode()
 
 
 def knowing(alone: list[Any]) -> dict[str, Any]:
     """Knowledge of a kernel of which something is said of its speed alone."""
-    kernel = {"steps": 1, "work": 1.0, "alone": alone, "beside": {}}
+    kernel = {"steps": 1, "usual": 0.0, "work": 1.0, "alone": alone, "beside": {}}
     return {**Knowledge().plain(), "kernels": {"join": kernel}}
 
 

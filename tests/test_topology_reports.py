@@ -22,8 +22,10 @@ import dask_gpurt
 from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
+from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology, system
 from dask_gpurt.topology.file import TopologyError, parse
+from dask_gpurt.topology.hosts import Host
 
 #: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
 FILE = """\
@@ -242,6 +244,25 @@ def test_the_file_counts_before_what_workers_say(file: Path) -> None:
         assert told["workers"][c.address] == {"host": "two"}
 
     run()
+
+
+def test_a_gpu_that_the_file_does_not_have_counts_as_its_worker_says(file: Path) -> None:
+    worker, metrics = "tcp://here:1", Metrics()
+    scheduler: Any = SimpleNamespace(workers={worker: SimpleNamespace(name="unlisted")})
+    ours = SchedulerTopology(scheduler, str(file), metrics)
+    ours.placed(worker, vars(Place("told", "GPU-z")), "one", "5")
+    place = ours.topology.place(worker)
+    assert (place.host, place.device) == ("one", "GPU-z")
+    assert worker in metrics.snapshot()["fallbacks"]["a worker's own word counts for its GPU"]["reason"]
+
+
+def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dask_gpurt.plugins.topology_reports.discover", lambda: Host("here"))
+    metrics = Metrics()
+    worker = SimpleNamespace(address="tcp://here:1")
+    assert TopologyReporter(worker, Traffic(), True, metrics)._look_around().device is None
+    known = metrics.snapshot()["fallbacks"]["this worker's GPU has no place in the topology"]
+    assert "set 'gpurt.topology.file'" in known["reason"]
 
 
 def test_the_picture_is_shown_on_the_command_line(file: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: Samples that a mean is taken over.
 MEMORY = 200
@@ -95,3 +95,18 @@ class Estimate:
         if not math.isfinite(mean) or not all(0 <= value < math.inf for value in (count, scatter, size)):
             raise ValueError(f"{list(values)} is no estimate: expected count, mean, scatter and size")
         return cls(count, mean, scatter, size)
+
+
+def mean_of(several: Iterable[Estimate]) -> Estimate:
+    """What several have measured of one quantity, as a mean one of them would know it.
+
+    Those that have more samples count for more. How they differ from each other is a part of the scatter.
+    """
+    found = [one for one in several if one.count]
+    if not found:
+        return Estimate()
+    samples = sum(one.count for one in found)
+    mean = sum(one.count * one.mean for one in found) / samples
+    size = sum(one.count * one.size for one in found) / samples
+    scatter = sum(one._scatter + one.count * (one.mean - mean) ** 2 for one in found)
+    return Estimate(samples / len(found), mean, scatter / len(found), size)

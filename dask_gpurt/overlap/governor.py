@@ -8,7 +8,8 @@ together with what this trial may lose at worst, is within a small share of all 
 R. Shariff, T. Lattimore, C. Szepesvári, Conservative Bandits, ICML 2016, arXiv:1602.04282).
 
 Whose turn it is follows from the number of the step, and one kernel is tried at a time. So workers that
-take part in the same runs mostly try the same at once, as they will when they have found it.
+take part in the same runs mostly try the same at once. What they use they decide from what all have measured
+(``common``), as far as they have told each other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
+from dask_gpurt.overlap.common import preferred
 from dask_gpurt.overlap.knowledge import Costs, Kernel, Knowledge
 from dask_gpurt.overlap.steps import PRIORITY, Alone, Setting, Step
 
@@ -110,6 +112,8 @@ class Governor:
         self.elapsed = self.lost = 0.0
         self._turn = 0
         self._decisions: dict[str, Decision] = {}
+        self._agreed: Knowledge | None = None
+        self._basis: Knowledge | None = None
         #: The kernel that something is tried on in this step, and the costs that are expected without.
         self._trial: tuple[str, Costs] | None = None
 
@@ -133,13 +137,29 @@ class Governor:
             lost = (self.known.total(costs) - self.known.total(without)) / self.known.steps
             self.lost = max(0.0, self.lost + lost)
         self._turn += 1
-        self._trial = None
+        self._trial = self._basis = None
         self._decisions.clear()
         return self.known.add_step(step, tried)
 
+    def agree(self, common: Knowledge | None) -> None:
+        """Take what all workers have learnt; the next step is decided from it, or from ``known`` without."""
+        self._agreed = common
+
+    @property
+    def steps(self) -> int:
+        """So many steps have been learnt from."""
+        return self._turn
+
+    @property
+    def basis(self) -> Knowledge:
+        """What is decided from throughout a step: ``known`` where there is nobody to agree with."""
+        if self._basis is None:
+            self._basis = preferred(self._agreed, self.known) if self._agreed else self.known
+        return self._basis
+
     def outlooks(self, kernel: Kernel) -> dict[Setting, Outlook]:
         """What each setting promises for a kernel of which enough was measured; priority only comes first."""
-        known, usual = self.known, kernel.beside[PRIORITY]
+        known, usual = self.basis, kernel.beside[PRIORITY]
         # Tasks or bytes that were measured too slow alone hide more than all of it.
         means = [beside.bounds(0.0) for beside in kernel.beside.values()]
         least = Costs(
@@ -162,7 +182,7 @@ class Governor:
         return "both together" if usual is None or usual.adds.count < FEW_STEPS else ""
 
     def _decide(self, name: str) -> Decision:
-        kernel = self.known.kernels.get(name)
+        kernel = self.basis.kernels.get(name)
         if kernel is None or (missing := self.missing(kernel)):
             return Decision(PRIORITY, f"to be measured: {missing if kernel else 'both together'}")
         outlooks = self.outlooks(kernel)
@@ -176,19 +196,19 @@ class Governor:
 
     def _is_tried(self, name: str) -> bool:
         """Whether it is the turn of a kernel: by lot, since those that take turns may do so in step."""
-        least = MINOR * self.known.compute()
-        major = [other for other, of in self.known.kernels.items() if of.seconds() >= least]
+        least = MINOR * self.basis.compute()
+        major = [other for other, of in self.basis.kernels.items() if of.seconds() >= least]
         return name in major and crc32(f"{name} {self._turn}".encode()) % len(major) == 0
 
     def _next(self, kernel: Kernel, outlooks: Mapping[Setting, Outlook], used: Setting) -> Setting:
         """The setting whose turn it is among what is used and what may be better."""
         enough = outlooks[used].expected * (1 - INDIFFERENT)
         turns = [one for one in outlooks if one == used or outlooks[one].best < enough]
-        return turns[kernel.steps % len(turns)]
+        return turns[self._turn % len(turns)]
 
     def _affords(self, tried: Outlook, used: Outlook) -> bool:
         """Whether a step of a trial that goes as badly as may be keeps within the budget."""
-        loss = max(0.0, tried.worst - used.expected) / self.known.steps
+        loss = max(0.0, tried.worst - used.expected) / self.basis.steps
         return self.lost + loss <= self.budget * self.elapsed
 
 

@@ -69,13 +69,14 @@ class Kernel:
     """What is known of a kernel.
 
     Its work a second ``alone``, how it was ``beside`` communication, in how many ``steps``, and its ``work``
-    in the last ones.
+    in the last ones. ``usual`` is the work a second that its costs are against as long as it is never alone.
     """
 
     alone: Estimate = field(default_factory=Estimate)
     beside: dict[Setting, Beside] = field(default_factory=dict)
     steps: int = 0
     work: float = 0.0
+    usual: float = 0.0
 
     @property
     def samples(self) -> float:
@@ -87,12 +88,12 @@ class Kernel:
         return self.work / speed if (speed := self.speed()) else 0.0
 
     def speed(self) -> float:
-        """Work a second alone; until that is measured, that beside communication with priority only.
+        """Work a second alone; until that is measured, that of its first steps with priority only.
 
-        As long as no task is ever alone the value makes no difference between settings.
+        As long as no task is ever alone the value makes no difference between settings, if it stays.
         """
         if self.alone.count < FEW and PRIORITY in self.beside:
-            return self.beside[PRIORITY].compute.mean
+            return self.usual or self.beside[PRIORITY].compute.mean
         return self.alone.mean
 
     def add(self, ran: Ran, costs: Costs | None, seconds: float, work: float, moved: float) -> bool:
@@ -110,12 +111,27 @@ class Kernel:
         beside.at = self.steps
         self.beside = {setting: of for setting, of in self.beside.items() if self.steps - of.at < STALE}
         beside.compute.add(ran.work / ran.seconds)
+        if not self.usual and ran.setting == PRIORITY and beside.compute.count >= FEW:
+            self.usual = beside.compute.mean
+            if self.alone.count < FEW:
+                self._begin_again()
+                return False
         if costs is None:
             return False
         changed = beside.adds.add(costs.adds, seconds / moved)
         if costs.delays is not None:
             changed |= beside.delays.add(costs.delays, seconds / work)
         return changed
+
+    def _begin_again(self) -> None:
+        """Forget costs that are against another speed."""
+        for beside in self.beside.values():
+            beside.adds, beside.delays = Estimate(), Estimate()
+
+    def forget(self) -> None:
+        """Forget how it was beside communication."""
+        self.beside.clear()
+        self.usual = 0.0
 
 
 class Knowledge:
@@ -185,7 +201,7 @@ class Knowledge:
             if of in (None, name) and self.kernels[name].add(ran, costs, step.seconds, work, step.moved)
         ]
         for name in changed:
-            self.kernels[name].beside.clear()
+            self.kernels[name].forget()
         return ", ".join(changed) or None
 
     def _alone(self, step: Step) -> None:
@@ -248,6 +264,7 @@ def _plain(kernel: Kernel) -> dict[str, Any]:
     return {
         "steps": kernel.steps,
         "work": kernel.work,
+        "usual": kernel.usual,
         "alone": kernel.alone.plain(),
         "beside": {
             str(setting): [beside.at, *(one.plain() for one in (beside.compute, beside.adds, beside.delays))]
@@ -261,4 +278,5 @@ def _kernel(values: Mapping[str, Any]) -> Kernel:
         Setting.parse(name): Beside(Estimate.of(compute), Estimate.of(adds), Estimate.of(delays), int(at))
         for name, (at, compute, adds, delays) in values["beside"].items()
     }
-    return Kernel(Estimate.of(values["alone"]), beside, int(values["steps"]), float(values["work"]))
+    numbers = int(values["steps"]), float(values["work"]), float(values["usual"])
+    return Kernel(Estimate.of(values["alone"]), beside, *numbers)

@@ -16,7 +16,7 @@ from typing import Any
 from dask_gpurt.overlap.knowledge import Knowledge
 
 #: The layout of the file, as this version of the package writes it.
-FORMAT = 2
+FORMAT = 3
 
 
 class LearnedError(ValueError):

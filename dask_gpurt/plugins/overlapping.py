@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from dask._task_spec import GraphNode
 from dask.typing import Key
 from dask.utils import key_split
 from distributed.worker_state_machine import ExecuteSuccessEvent
@@ -28,10 +29,11 @@ from dask_gpurt.overlap.knowledge import Knowledge
 from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read, write
 from dask_gpurt.overlap.steps import Setting
 from dask_gpurt.plugins.residency import WorkerResidency
+from dask_gpurt.plugins.sharing import Sharing
 
-#: Prefixes of tasks that are communication themselves.
+#: Prefixes of tasks that are communication themselves; "operation" is what chooses output partitions.
 COMMUNICATION = frozenset(
-    {"shuffle-transfer", "shuffle-barrier", "hash-join-transfer", "gpurtshuffle", "p2pshuffle"}
+    {"operation", "shuffle-transfer", "shuffle-barrier", "hash-join-transfer", "gpurtshuffle", "p2pshuffle"}
 )
 #: The libraries that launch kernels, where they are in use.
 LIBRARIES = ("cudf", "cupy", "pandas")
@@ -71,6 +73,7 @@ class WorkerOverlap:
         self._share: SmShare | None = None
         self._governor: Governor | None = None
         self._control: Control | None = None
+        self._sharing: Sharing | None = None
         self._saving = PeriodicCallback(self.save, SAVE * 1000)
 
     def prepare(self) -> None:
@@ -154,9 +157,14 @@ class WorkerOverlap:
             self._exchange.in_flight = self._control.in_flight
             self._hand_over_threads()
             self._saving.start()
+        if self._governor is not None:
+            self._sharing = Sharing(self._worker, self._ground, self._governor, self._metrics)
+            self._sharing.start()
 
     def uninstall(self) -> None:
         """Be told of nothing any more, after the tiers have given ``execute`` back."""
+        if self._sharing is not None:
+            self._sharing.stop()
         if self._control is not None:
             self._saving.stop()
             self._worker.__dict__.pop("execute", None)
@@ -188,12 +196,11 @@ class WorkerOverlap:
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
         """Run a task, confined while runs are in flight."""
         assert self._control is not None
-        prefix = key_split(key)
-        if prefix in COMMUNICATION:
-            return await self._execute(key, stimulus_id=stimulus_id)
         task = self._worker.state.tasks[key]
+        if (kernel := kernel_of(key, task.run_spec)) is None:
+            return await self._execute(key, stimulus_id=stimulus_id)
         event = None
-        self._control.begins(key, prefix, sum(one.nbytes or 0 for one in task.dependencies) or 1)
+        self._control.begins(key, kernel, sum(one.nbytes or 0 for one in task.dependencies) or 1)
         try:
             event = await self._execute(key, stimulus_id=stimulus_id)
         finally:
@@ -207,10 +214,23 @@ class WorkerOverlap:
             "mode": self._settings.mode,
             "elapsed": governor.elapsed if governor else 0.0,
             "lost": governor.lost if governor else 0.0,
-            "kernels": rows(governor.known) if governor else [],
+            "kernels": rows(governor.basis) if governor else [],
             "launches": self._control.counters() if self._control else {},
             "decisions": self.decisions.snapshot(),
         }
+
+
+def kernel_of(key: Key, spec: Any) -> str | None:
+    """What stands for the kernels of a task; None if it is communication and nothing else.
+
+    Dask fuses tasks: what is computed may be a part of what splits its result for a shuffle.
+    """
+    match getattr(spec, "args", ()):
+        case ({**fused}, *_) if fused and all(isinstance(task, GraphNode) for task in fused.values()):
+            prefixes = dict.fromkeys(key_split(inner) for inner in fused)
+        case _:
+            prefixes = {key_split(key): None}
+    return None if prefixes.keys() <= COMMUNICATION else "+".join(prefixes)
 
 
 def ground(device: Mapping[str, Any]) -> Ground:

@@ -25,12 +25,14 @@ from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
+from dask_gpurt.plugins.sharing import HANDLER, CommonKnowledge
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.worker import NAME, GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
 from dask_gpurt.table import library
 
+_HANDLERS = ("gpurt_report", "gpurt_gone", "gpurt_disable", "gpurt_memory", "gpurt_explain", HANDLER)
 _REPLACED = ("_retrieve_spec", "_create", "_calculate_worker_for")
 
 
@@ -63,6 +65,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.picture = Picture()
         self.places = places
         self.places.install()
+        self.learned = CommonKnowledge()
         self.placement: SchedulerPlacement | None = None
         self.place(settings.placement.enabled)
         self._replace(scheduler.extensions["shuffle"])
@@ -71,6 +74,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         scheduler.handlers["gpurt_disable"] = self.stop
         scheduler.handlers["gpurt_memory"] = self.memory
         scheduler.handlers["gpurt_explain"] = self.explain
+        scheduler.handlers[HANDLER] = self.learned.learned
         scheduler.stream_handlers[OP] = self.memory_changed
         scheduler.stream_handlers[LOST] = self.lost
         replies = await scheduler.register_worker_plugin(
@@ -88,7 +92,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             scheduler.extensions["shuffle"].__dict__.pop(name, None)
         scheduler.extensions.pop(NAME, None)
         self.place(False)
-        for handler in ("gpurt_report", "gpurt_gone", "gpurt_disable", "gpurt_memory", "gpurt_explain"):
+        for handler in _HANDLERS:
             scheduler.handlers.pop(handler, None)
         if NAME in scheduler.worker_plugins:
             await scheduler.unregister_worker_plugin(None, NAME)
@@ -107,10 +111,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
         def _retrieve_spec(shuffle_id: Any) -> Any:
             spec = retrieve_spec(shuffle_id)
-            if type(spec) is DataFrameShuffleSpec and self.settings.takeover and library(spec.meta):
-                self.metrics.add("shuffle.taken-over")
-                return ShuffleSpec.of(spec)
-            return spec
+            if type(spec) is not DataFrameShuffleSpec or not self.settings.takeover:
+                return spec
+            if library(spec.meta) is None:
+                reason = f"{type(spec.meta)} is no frame of pandas or cudf"
+                self.metrics.fallback("shuffles stay with Dask", reason)
+                return spec
+            self.metrics.add("shuffle.taken-over")
+            return ShuffleSpec.of(spec)
 
         def _create(shuffle_id: Any, key: Any, worker: str) -> Any:
             self._refuse_after_retries(extension, shuffle_id)
@@ -171,6 +179,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.picture.forget(worker)
         self.places.remove(worker)
+        self.learned.remove(worker)
         if self.placement is not None:
             self.placement.remove(worker)
 

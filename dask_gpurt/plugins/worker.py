@@ -21,6 +21,7 @@ from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.plugins.finding import RunFinder
 from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
@@ -66,6 +67,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.topology.start()
             await self.exchange.offload(self.overlap.prepare)
             self.overlap.install()
+            self.finder.install()
             self.gathering.install()
             if settings.memory.tiers:
                 await self.exchange.offload(self.tiers.guard)
@@ -91,6 +93,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.gathering = Gathering(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
+        self.finder = RunFinder(worker, self.metrics)
 
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
@@ -101,6 +104,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
         self.gathering.uninstall()
+        self.finder.uninstall()
         self.overlap.uninstall()
         await self.overlap.save()
         self.residency.close()
