@@ -7,7 +7,7 @@ collectives
 workers
     Groupby, join, sort, string split and matrix products beside running shuffles of the runtime.
 pipeline
-    Ten shuffles with a groupby and a join after each, through Dask, under each mode of the runtime.
+    Ten shuffles with a groupby and a join after each, through Dask: under each mode, and both alone.
 
 Settings take turns, and in each round both are timed alone as well. Every part runs in a process of its own
 that has to be done within its time; each cell is written to ``--json`` as soon as it is measured. Without the
@@ -32,8 +32,8 @@ import click
 from commandline import in_bytes, split_list, write
 from distributed.diagnostics import nvml
 from overlap_collectives import CELLS, collectives_part
-from overlap_figures import Round, against, figures, plot, print_cells, spread
-from overlap_pipeline import pipeline_part, seconds_of
+from overlap_figures import Round, figures, plot, print_cells
+from overlap_pipeline import modes, pipeline_part
 from overlap_plan import MODES, Plan
 from overlap_workers import workers_part
 from overlap_workloads import NAMES
@@ -82,10 +82,11 @@ class Results:
             rounds = [Round(**one) for one in measured["rounds"]]
             known.setdefault("cells", {})[name] = {**figures(rounds), **measured}
             say(f"{part}: {name} is done")
-        elif kind == "run":
-            known.setdefault("runs", []).append(value)
-            known["figures"] = modes(known["runs"])
-            say(f"{part}: {value['mode']}, run {value['turn']}: {value['seconds']:.2f} s")
+        elif kind in ("run", "alone"):
+            known.setdefault(kind, []).append(value)
+            known["figures"] = modes(known.get("run", ()), known.get("alone", ()))
+            told = (f"{of:.2f} s {name}" if isinstance(of, float) else str(of) for name, of in value.items())
+            say(f"{part}: {', '.join(told)}")
         else:
             known[kind] = value
         self.write()
@@ -103,12 +104,6 @@ class Results:
     def cells(self) -> dict[str, dict[str, Any]]:
         """The cells of each part that has any."""
         return {part: known["cells"] for part, known in self.found["parts"].items() if "cells" in known}
-
-
-def modes(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The seconds of each mode, and what the adaptive one takes relative to the others."""
-    spreads = {mode: spread(seconds) for mode, seconds in seconds_of(runs).items()}
-    return {"modes": spreads, **against({mode: of["median"] for mode, of in spreads.items()})}
 
 
 def measure(part: str, program: Callable[[Path], tuple[Any, ...]], seconds: float, results: Results) -> None:
@@ -132,20 +127,23 @@ def print_results(results: Results) -> None:
     console = Console(highlight=False, markup=False)
     for part, cells in results.cells().items():
         print_cells(part, cells)
-    if of_pipeline := results.found["parts"].get("pipeline", {}).get("figures", {}).get("modes"):
-        console.print(_pipeline_table(of_pipeline, results.found["parts"]["pipeline"]["figures"]))
+    if of_pipeline := results.found["parts"].get("pipeline", {}).get("figures"):
+        console.print(_pipeline_table(of_pipeline))
     for failed in results.found["errors"]:
         console.print(f"{failed['part']} ended early: {failed['error'].strip().splitlines()[-1]}")
 
 
-def _pipeline_table(spreads: Mapping[str, Mapping[str, float]], ratios: Mapping[str, float | None]) -> Table:
-    table = Table(title="pipeline", caption="Seconds of a run", box=SIMPLE_HEAD)
-    for heading in ("mode", "median", "least", "most"):
+def _pipeline_table(found: Mapping[str, Any]) -> Table:
+    table = Table(title="pipeline", caption="Seconds of a run; f by medians", box=SIMPLE_HEAD)
+    for heading in ("mode", "median", "least", "most", "f"):
         table.add_column(heading, justify="left" if heading == "mode" else "right")
-    for mode, of in spreads.items():
-        table.add_row(mode, *(f"{of[which]:.3f}" for which in ("median", "least", "most")))
+    for name, of in {f"{part} alone": found[part] for part in ("compute", "shuffles")}.items():
+        table.add_row(name, *(f"{of[which]:.3f}" for which in ("median", "least", "most") if of))
+    for mode, of in found["modes"].items():
+        hidden = f"{found['f'][mode]:.2f}" if mode in found["f"] else ""
+        table.add_row(mode, *(f"{of[which]:.3f}" for which in ("median", "least", "most")), hidden)
     for name in ("against_off", "against_best"):
-        if (ratio := ratios[name]) is not None:
+        if (ratio := found[name]) is not None:
             table.add_row(f"adaptive {name.replace('_', ' ')}", f"{ratio:.3f}")
     return table
 

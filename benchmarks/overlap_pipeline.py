@@ -1,17 +1,17 @@
-"""A pipeline of shuffles, each followed by a groupby and a join, under each mode of the runtime."""
+"""A pipeline of shuffles, each with a groupby and a join after it: under each mode, and in parts."""
 
 from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import dask
 import dask.dataframe as dd
 from distributed import Client, wait
-from overlap_figures import ADAPTIVE
+from overlap_figures import ADAPTIVE, Round, against, spread
 from overlap_plan import LEARNING, Plan, rotated
 from overlap_workers import LOADED
 
@@ -52,8 +52,23 @@ def pipeline(frame: Frame) -> Frame:
     return frame
 
 
+def only_shuffles(frame: Frame) -> Frame:
+    """The shuffles of the pipeline, and nothing between them."""
+    for step in range(STEPS):
+        frame = frame.shuffle("ab"[step % 2])
+    return frame
+
+
+def only_compute(shuffled: Frame) -> Frame:
+    """What the pipeline computes, on a frame that is shuffled by the first key."""
+    meta = shuffled._meta
+    for _ in range(STEPS):
+        shuffled = shuffled.map_partitions(group_and_join, "a", meta=meta)
+    return shuffled
+
+
 def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
-    """Run the pipeline under each mode in turn, on one cluster; every run is told of at once.
+    """Run the pipeline under each mode in turn, and its parts alone, on one cluster; each is told of at once.
 
     Before, the governor learns for a while. What it learns lies in a file, as it does between runs.
     """
@@ -69,10 +84,14 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
         frame = frame.persist()
         wait(frame)
         expected = learn(client, frame, plan, folder / "learned.json")
+        shuffled = frame.shuffle("a").persist()
         for turn in range(plan.repeat):
+            compute, _ = timed(only_compute(shuffled))
+            shuffles, _ = timed(only_shuffles(frame))
+            yield "alone", {"turn": turn, "compute": compute, "shuffles": shuffles}
             for mode in rotated(plan.modes, turn):
                 switch(client, mode, folder / "learned.json")
-                seconds, total = timed(frame)
+                seconds, total = timed(pipeline(frame))
                 if total != expected:
                     raise ValueError(f"the payloads add up to {total} in the mode {mode!r}, not {expected}")
                 yield "run", {"mode": mode, "turn": turn, "seconds": seconds}
@@ -104,23 +123,38 @@ def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
     client.run(_allow)
     ends = time.monotonic() + (PATIENCE * plan.learn if ADAPTIVE in plan.modes else 0)
     while True:
-        _, total = timed(frame)
+        _, total = timed(pipeline(frame))
         if time.monotonic() > ends:
             return total
 
 
-def timed(frame: Frame) -> tuple[float, int]:
-    """The seconds of a pipeline, and what tells whether it was right."""
+def timed(program: Frame) -> tuple[float, int]:
+    """The seconds of a program, and what tells whether it was right."""
     began = time.perf_counter()
-    result = pipeline(frame).persist()
+    result = program.persist()
     wait(result)
     seconds = time.perf_counter() - began
     return seconds, int(result["payload"].sum().compute())
 
 
-def seconds_of(runs: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """The seconds of all runs, by mode."""
+def modes(runs: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Sum the pipeline up.
+
+    Returns
+    -------
+    dict
+        The seconds of ``modes``, and of ``compute`` and ``shuffles`` alone, as median, least and most; ``f``
+        of each mode, by medians; what the adaptive mode takes relative to the others.
+    """
     seconds: dict[str, list[float]] = {}
     for run in runs:
         seconds.setdefault(run["mode"], []).append(run["seconds"])
-    return seconds
+    parts = {part: spread([one[part] for one in alone]) for part in ("compute", "shuffles")}
+    medians = {mode: spread(of)["median"] for mode, of in seconds.items()}
+    both = Round(*(of["median"] for of in parts.values()), medians) if alone else None
+    return {
+        "modes": {mode: spread(of) for mode, of in seconds.items()},
+        **parts,
+        "f": {mode: both.hidden(mode) for mode in medians} if both else {},
+        **against(medians),
+    }

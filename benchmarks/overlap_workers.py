@@ -35,6 +35,8 @@ from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
 from dask_gpurt.overlap.steps import PRIORITY, Setting
+from dask_gpurt.plugins.overlapping import ground
+from dask_gpurt.plugins.sharing import Sharing
 
 Frame = Any
 #: Nannies load the interposer where these are set as they start.
@@ -102,6 +104,7 @@ class Beside:
         self.key = 0
         self.work = overlap_workloads.make(name, plan.backend, plan.rows, plan.side)
         self.inner = self.tasks = self.shuffles = 1
+        self.sharing: Sharing | None = None
 
     def _share(self) -> SmShare | None:
         """What confines to SMs, if the plan asks for it and the device can."""
@@ -222,12 +225,18 @@ class Beside:
         for other in filter(None, (self.share, self.precedence)):
             candidates |= other.settings()
         governor = Governor(candidates, budget=LEARNING)
+        # As workers do.
+        self.sharing = Sharing(self.worker, ground(self.device.describe()), governor, self.plugin.metrics)
+        self._tell(self.sharing.start)
         turns = max(2, round(self.plan.learn / (1.5 * MOSTLY * self.plan.seconds)))
         for turn in range(turns):
             if turn % MOSTLY == 0:
                 self.leg(governor, self.tasks, 0)
             self.leg(governor, MOSTLY * self.tasks, MOSTLY * self.shuffles)
-        return Governor(candidates, governor.known)
+        learnt = Governor(candidates, governor.known)
+        learnt.agree(governor.basis)
+        self.sharing.governor = learnt
+        return learnt
 
     def rounds(self, governor: Governor) -> Iterator[Round]:
         """Measure all settings time and again, each alone before."""
@@ -244,6 +253,8 @@ class Beside:
 
     def close(self) -> None:
         """Leave the worker as it was."""
+        if self.sharing is not None:
+            self._tell(self.sharing.stop)
         self.device.prioritised = self.prioritised
         self.exchange.in_flight = self.told
         self.threads.shutdown(wait=False)
@@ -254,7 +265,7 @@ class Beside:
             "tasks": self.tasks,
             "runs of a task": self.inner,
             "shuffles": self.shuffles,
-            "learned": rows(governor.known),
+            "learned": rows(governor.basis),
             "decisions": self.decisions.snapshot(),
             "launches": dict(self.actuator.counters()),
         }

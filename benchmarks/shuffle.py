@@ -198,7 +198,9 @@ def place(dask_scheduler: Any, on: bool) -> None:
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Warm runs.")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
-@click.option("--rmm-pool-size", default="0.5", show_default=True, help="RMM pool: share of a GPU, or size.")
+@click.option(
+    "--rmm-pool-size", default="0.5", show_default=True, help="RMM pool: share of a GPU, size, or none."
+)
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
     size: int,
@@ -214,7 +216,8 @@ def main(
 ) -> None:
     backend = choose_backend(backend)
     workers = workers or (nvml.device_get_count() if backend == "cudf" else 2)
-    pool = float(rmm_pool_size) if rmm_pool_size.replace(".", "", 1).isdigit() else rmm_pool_size
+    share = rmm_pool_size.replace(".", "", 1).isdigit()
+    pool = None if rmm_pool_size == "none" else float(rmm_pool_size) if share else rmm_pool_size
     parameters = {
         "size": size,
         "partitions": partitions,
