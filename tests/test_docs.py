@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,29 @@ def test_messages_are_quoted_as_they_are(said: str) -> None:
     strings = list(literals())
     missing = [part for part in fragments(said) if not any(part in string for string in strings)]
     assert not missing
+
+
+def fallbacks() -> Iterator[str]:
+    """What the package counts as fallen back; of a name that is put together, its beginning."""
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    constants = {
+        ast.unparse(node.targets[0]): node.value.value
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        given = [call.func, *call.args]  # or as partial(metrics.fallback, what)
+        for function, what in pairwise(given):
+            if isinstance(function, ast.Attribute) and function.attr == "fallback":
+                first = what.values[0] if isinstance(what, ast.JoinedStr) else what
+                yield str(first.value if isinstance(first, ast.Constant) else constants[ast.unparse(first)])
+
+
+def test_each_fallback_is_explained() -> None:
+    page, found = text("docs/troubleshooting.md"), set(fallbacks())
+    assert len(found) > 15
+    assert [what for what in sorted(found) if f"`{what}" not in page] == []
 
 
 def test_counters_exist() -> None:
