@@ -99,7 +99,7 @@ def gpurt_leg(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
     with config, cluster as started, Client(started) as client:
         dask_gpurt.enable(client)
         yield "link_limit", link_limit(client, plan.backend)
-        addresses = list(client.scheduler_info(n_workers=-1)["workers"])
+        addresses = list(client.nthreads())
         inputs = [
             client.map(plan.source, list(plan.sources(rank)), workers=[address], pure=False)
             for rank, address in enumerate(addresses)

@@ -33,7 +33,7 @@ def link_limit(client: Client, backend: str) -> dict[str, Any]:
     dict
         ``bytes_per_second`` of all workers together, and ``what`` was measured.
     """
-    workers = list(client.scheduler_info(n_workers=-1)["workers"])
+    workers = list(client.nthreads())
     if backend == "pandas":
         return _measure_shared_memory(client, workers)
     if len(workers) == 1:

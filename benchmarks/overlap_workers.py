@@ -296,7 +296,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
     ):
         dask_gpurt.enable(client)
         yield "residency", client.run(_residency)
-        addresses = list(client.scheduler_info(n_workers=-1)["workers"])
+        addresses = list(client.nthreads())
         inputs = scattered(client, plan, addresses)
         turn = 0
         for name in names:

@@ -82,7 +82,7 @@ def array(nbytes: float, *, at: int = 0) -> np.ndarray:
 
 def dealt(client: Client, made: Sequence[Any], chance: random.Random, workers: int = 0) -> list[Any]:
     """Compute each on one of the workers, or of the first ones, by chance."""
-    known = client.scheduler_info(n_workers=-1)["workers"]
+    known = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     addresses = sorted(known, key=lambda address: str(known[address]["name"]))[: workers or None]
     held = [client.persist(one, workers=[chance.choice(addresses)]) for one in made]
     wait(held)
@@ -140,7 +140,7 @@ def tree(client: Client, leaves: Any) -> Any:
 def prepare_reuse(client: Client, nbytes: int, chance: random.Random) -> Any:
     """All data are on half of the workers, as if they had been read before the others came."""
     made = [dask.delayed(array)(nbytes / PARTITIONS, at=at) for at in range(PARTITIONS)]
-    return dealt(client, made, chance, len(client.scheduler_info(n_workers=-1)["workers"]) // 2)
+    return dealt(client, made, chance, len(client.nthreads()) // 2)
 
 
 def reuse(client: Client, data: Any) -> Any:

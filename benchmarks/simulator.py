@@ -102,7 +102,7 @@ def cluster(workers: int, memory: int) -> Iterator[Client]:
 
 def measure_speed(client: Client) -> Speed:
     """How fast each worker gets bytes from the next while all do: they share the cores that copy."""
-    workers = list(client.scheduler_info(n_workers=-1)["workers"])
+    workers = list(client.nthreads())
 
     def seconds(nbytes: int) -> float:
         made = [client.submit(np.ones, nbytes, dtype="u1", workers=[one], pure=False) for one in workers]

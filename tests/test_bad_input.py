@@ -228,7 +228,7 @@ def test_a_peer_of_another_version_is_named(off: Client) -> None:
         own, exchange.__version__ = exchange.__version__, version
         return str(own)
 
-    odd = min(off.scheduler_info(n_workers=-1)["workers"])
+    odd = min(off.nthreads())
     dask_gpurt.enable(off)
     own = off.run(pretend, "99.0", workers=[odd])[odd]
     try:

@@ -89,7 +89,7 @@ def test_another_worker_is_killed_during_transfer(own: Client, library: Library)
     out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
     Event("go-reached", client=own).wait(timeout=60)
     busy = Variable("go-worker", client=own).get()
-    kill(own, next(w for w in own.scheduler_info(n_workers=-1)["workers"] if w != busy))
+    kill(own, next(w for w in own.nthreads() if w != busy))
     Event("go", client=own).set()
     assert_right(out)
 
@@ -110,7 +110,7 @@ def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> Non
 
         run.ShuffleRun.inputs_done = dying
 
-    victim = next(iter(own.scheduler_info(n_workers=-1)["workers"]))
+    victim = next(iter(own.nthreads()))
     own.run(die_once, workers=[victim])
     assert_right(build(library).shuffle("key").persist())
 
@@ -134,7 +134,7 @@ def test_a_worker_is_killed_during_unpack(own: Client, library: Library) -> None
 def test_a_worker_is_killed_after_the_shuffle(own: Client, library: Library) -> None:
     out = build(library).shuffle("key").persist()
     wait(out)
-    kill(own, next(iter(own.scheduler_info(n_workers=-1)["workers"])))
+    kill(own, next(iter(own.nthreads())))
     assert_right(out)
 
 
@@ -241,7 +241,7 @@ def test_nothing_is_left_behind(library: Library) -> None:
         out = build(library).shuffle("key").persist()
         wait(out)
         assert counters(client)["shuffle.runs"]
-        kill(client, next(iter(client.scheduler_info(n_workers=-1)["workers"])))
+        kill(client, next(iter(client.nthreads())))
         assert_right(out)
         del out
     assert set(os.listdir("/dev/shm")) <= before

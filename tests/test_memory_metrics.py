@@ -45,7 +45,7 @@ def spilled(library: Library) -> Iterator[tuple[Client, Any]]:
 def pages(client: Client) -> dict[str, Samples]:
     """Samples from the pages of all workers: by name, then by the values of the labels."""
     found: dict[str, Samples] = {}
-    for address, worker in client.scheduler_info(n_workers=-1)["workers"].items():
+    for address, worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].items():
         port = worker["services"]["dashboard"]
         with urlopen(f"http://{urlsplit(address).hostname}:{port}/metrics") as page:
             text = page.read().decode()
@@ -86,7 +86,7 @@ def test_pages_say_what_the_tiers_hold(spilled: tuple[Client, Any]) -> None:
         assert time.monotonic() < deadline
     assert shown.keys() == known.keys()
     assert {kind for *_, kind in shown} == {"capacity", *KINDS}
-    for worker in client.scheduler_info(n_workers=-1)["workers"]:
+    for worker in client.nthreads():
         assert shown[worker, "device", "capacity"] == 4 * MIB
         assert shown[worker, "disk", "partitions"] > 0
 

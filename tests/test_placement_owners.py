@@ -192,7 +192,7 @@ def merged(client: Client) -> Any:
 
 def test_both_sides_of_a_merge_share_owners_with_room(runs: list[dict[int, str]]) -> None:
     with cluster(workers=3, placement__enabled=True) as client:
-        full, *others = sorted(client.scheduler_info()["workers"])
+        full, *others = sorted(client.nthreads())
         fill_up(client, full)
         result = merged(client)
         assert len(result.compute()) == 1000
@@ -204,7 +204,7 @@ def test_both_sides_of_a_merge_share_owners_with_room(runs: list[dict[int, str]]
 
 def test_off_owners_are_those_of_dask(runs: list[dict[int, str]]) -> None:
     with cluster(workers=3) as client:
-        workers = list(client.scheduler_info()["workers"])
+        workers = list(client.nthreads())
         fill_up(client, workers[0])
         assert len(merged(client).compute()) == 1000
         for owners in runs:

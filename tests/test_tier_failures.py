@@ -46,7 +46,7 @@ def right(count: int) -> list[tuple[int, int, int]]:
 
 
 def workers(client: Client) -> list[str]:
-    return list(client.scheduler_info(n_workers=-1)["workers"])
+    return list(client.nthreads())
 
 
 def until(condition: Callable[[], bool]) -> None:

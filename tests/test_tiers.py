@@ -46,7 +46,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
     collection = frames(library)
     wait(collection)
     rows = dask_gpurt.memory(small)
-    assert set(rows.worker) == set(small.scheduler_info(n_workers=-1)["workers"])
+    assert set(rows.worker) == set(small.nthreads())
     assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["Ladder"] * 2
     assert set(rows.tier) == {"device", "pinned", "host", "disk"}
     total = sum(on_workers(small, lambda dask_worker: len(dask_worker.data)))
@@ -86,7 +86,7 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
 
 
 def test_peers_read_what_is_spilled_without_making_it_live(small: Client, library: Library) -> None:
-    here, there = small.scheduler_info(n_workers=-1)["workers"]
+    here, there = small.nthreads()
     made = small.submit(np.arange, MIB, workers=[here], pure=False)
     wait(made)
 
@@ -115,7 +115,7 @@ def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None
         return str(dask_worker.data.tier(key))
 
     with cluster(library.name, memory__tiers=True, memory__device=64 * MIB, **first) as client:
-        here, there = client.scheduler_info(n_workers=-1)["workers"]
+        here, there = client.nthreads()
         made = client.submit(library.frame, frame, workers=[here], pure=False)
         wait(made)
         key = made.key

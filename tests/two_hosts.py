@@ -174,5 +174,5 @@ def host_of(worker: str) -> str:
 
 def on_other_host(client: Client) -> list[str]:
     """The workers that are not on the scheduler's host."""
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = client.nthreads()
     return [worker for worker in workers if host_of(worker) != ADDRESSES[0]]

@@ -123,7 +123,7 @@ def learn(client: Client, backend: str, size: int, seconds: float) -> int:
         For which it goes on; each query runs at least once.
     """
     client.run(_allow, BUDGET)
-    workers = len(client.scheduler_info(n_workers=-1)["workers"])
+    workers = len(client.nthreads())
     frame, small = tables(backend, size, PARTITIONS * workers)
     ends = time.monotonic() + seconds
     steps = 0
