@@ -69,6 +69,19 @@ def test_the_one_with_most_of_the_inputs_gives_way_to_another_only_if_that_gains
     assert cluster.place("y", "large", "small") == chosen
 
 
+def test_of_many_holders_that_one_is_looked_at_which_has_the_least_work_however_many_tasks() -> None:
+    cluster = Cluster(48)
+    holders = range(0, 48, 8)  # each on a host of its own
+    for number in holders:
+        cluster.data(f"x{number}", number)
+    for number in holders[:-1]:
+        cluster.busy(number, 2)
+    for i in range(9):
+        cluster.place(f"split-{i}", duration=0.001, worker_restrictions={cluster.addresses[holders[-1]]})
+    cluster.place("y", *(f"x{number}" for number in holders))
+    assert cluster.addresses[holders[-1]] in {row["worker"] for row in cluster.placement.explain("y")}
+
+
 def test_a_worker_with_aliases_has_what_waits_for_them_to_do() -> None:
     """Persisted data come as aliases, which take no time; as soon as they are there their readers run."""
     cluster = Cluster(2)
