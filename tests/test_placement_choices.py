@@ -97,6 +97,22 @@ def test_a_worker_with_aliases_has_what_waits_for_them_to_do() -> None:
     assert cluster.place("y", "x") == 0
 
 
+def test_what_waits_for_aliases_counts_with_what_is_known_of_it_when_one_asks() -> None:
+    cluster = Cluster(2)
+    cluster.data("x", 0)
+    cluster.busy(0, 5)
+    for number in range(4):
+        cluster.data(f"data-{number}", 1)
+        alias = cluster.task(f"made-{number}", f"data-{number}", duration=0.01)
+        alias.run_spec = Alias(alias.key, f"data-{number}")
+        cluster.task(f"read-{number}", alias.key, duration=-1)
+        cluster.state.transitions({alias.key: "waiting"}, "test")
+    cluster.takes("read", 0.001)
+    assert cluster.place("y", "x") == 1
+    rows = {row["worker"]: row for row in cluster.placement.explain("y")}
+    assert rows[cluster.addresses[1]]["waiting"] == pytest.approx(0.004)
+
+
 def test_what_joins_the_gpus_does_not_count_where_dask_sends_by_tcp() -> None:
     topology = Topology()
     for address in bare.BareState(16).workers:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from dask.typing import Key
 from dask_gpurt.memory.ledger import Room
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
+from dask_gpurt.placement.behind import Behind
 from dask_gpurt.placement.cost import NO_WAY, Candidate, Space, Terms
 from dask_gpurt.placement.expected import Expected
 from dask_gpurt.placement.headroom import Headroom
@@ -77,7 +79,7 @@ class Estimates:
         # How much longer than usual the tasks take that were given to workers, by their inputs.
         self._surplus = Expected()
         # Tasks behind aliases, where these are.
-        self._behind = Expected()
+        self._behind = Behind()
         #: By prefix, the least part of its inputs that the result of a task has been.
         self._least: dict[str, float] = {}
         #: Seconds per byte of what is on its way to a worker, by the costs that it was chosen with.
@@ -146,7 +148,7 @@ class Estimates:
         if self._surplus:
             tasks += self._surplus.weight(ws.address)
         if self._behind:
-            tasks += self._behind.weight(ws.address)
+            tasks += self._behind.number(ws.address)
         return tasks
 
     def inputs(self, needs: Collection[Need], ws: Any) -> tuple[int, float, bool]:
@@ -179,7 +181,9 @@ class Estimates:
         tasks that run next; later ones find inputs gone.
         """
         prefixes, usual, surplus = self._state.task_prefixes, self._usual, self._surplus.seconds(ws.address)
-        work, results, threads = sum(self._behind.seconds(ws.address).values()), 0.0, ws.nthreads
+        work, results, threads = 0.0, 0.0, ws.nthreads
+        for name, part in self._behind.parts(ws.address).items():
+            work += usual(prefixes[name]) * part
         for name, count in ws.task_prefix_count.items():
             prefix = prefixes[name]
             if count > threads and name in sources:
@@ -234,17 +238,10 @@ class Estimates:
         usual = self.lengths.mean(name)
         if is_alias(ts):
             usual = self._usual(ts.prefix)
-            seconds, number = self._behind_alias(ts)
-            self._behind.add(ts.key, candidate.worker, name, seconds, number)
+            self._behind.add(ts.key, candidate.worker, _behind_alias(ts))
         if usual:
             seconds = candidate.terms.running / self.paces.of(candidate.worker)
             self._surplus.add(ts.key, candidate.worker, name, seconds - usual, seconds / usual - 1)
-
-    def _behind_alias(self, ts: Any) -> tuple[float, float]:
-        """Seconds of the tasks that will run where an alias is, as soon as it is there, and how many."""
-        parts = [(dts, 1 / len(dts.dependencies)) for dts in islice(ts.dependents, MOST_DEPENDENTS)]
-        seconds = sum([self._state._get_prefix_duration(dts.prefix) * part for dts, part in parts])
-        return seconds, sum([part for _, part in parts])
 
     def arriving(self, ts: Any, demand: Demand, worker: str) -> None:
         """A task is about to be placed, probably on a worker."""
@@ -303,3 +300,11 @@ def is_alias(ts: Any) -> bool:
     It has the prefix of what has made them, and none of its length.
     """
     return isinstance(ts.run_spec, Alias)
+
+
+def _behind_alias(ts: Any) -> Mapping[str, float]:
+    """The tasks that will run where an alias is, as soon as it is there, by prefix."""
+    parts: defaultdict[str, float] = defaultdict(float)
+    for dts in islice(ts.dependents, MOST_DEPENDENTS):
+        parts[dts.prefix.name] += 1 / len(dts.dependencies)
+    return parts
