@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.placement.behind import Behind
 from dask_gpurt.placement.expected import Expected
 from dask_gpurt.placement.lengths import LEAST, Lengths
 
@@ -103,3 +104,25 @@ def test_what_is_expected_is_the_sum_of_the_tasks_that_are(steps: list[object]) 
         assert expected.weight(worker) == pytest.approx(sum(known[3] for known in here), abs=1e-6)
     assert expected.clear() == {known[0] for known in model.values()}
     assert not expected
+
+
+parts = st.dictionaries(st.sampled_from("pq"), st.floats(0.1, 1))
+
+
+@given(st.lists(st.one_of(st.tuples(keys, st.sampled_from("ab"), parts), keys)))
+def test_what_waits_is_the_sum_of_what_waits_for_each_task(steps: list[object]) -> None:
+    behind, model = Behind(), dict[object, tuple[str, dict[str, float]]]()
+    for step in steps:
+        if isinstance(step, tuple):
+            behind.add(*step)
+            model[step[0]] = step[1:]
+        else:
+            known = model.pop(step, None)
+            assert behind.remove(step) == (known[0] if known else None)
+    assert bool(behind) == bool(model)
+    for worker in "ab":
+        here = [waiting for where, waiting in model.values() if where == worker]
+        for prefix in "pq":
+            wanted = sum(waiting.get(prefix, 0.0) for waiting in here)
+            assert behind.parts(worker).get(prefix, 0.0) == pytest.approx(wanted, abs=1e-6)
+        assert behind.number(worker) == pytest.approx(sum(sum(each.values()) for each in here), abs=1e-6)
