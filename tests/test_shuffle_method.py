@@ -168,6 +168,30 @@ def test_reductions_with_split_out(client: Client, library: Library, what: str) 
     )
 
 
+@pytest.mark.parametrize("by", ["key", ["key", "other"]])
+def test_a_groupby_moves_its_keys_and_values_and_no_numbers_of_rows(
+    client: Client, library: Library, by: Any
+) -> None:
+    rows = 5000
+    keys = np.arange(4 * rows).reshape(4, rows)
+    df = library.collection([pd.DataFrame({"key": key, "other": key % 7, 5: key * 2.0}) for key in keys])
+
+    def grouped() -> Any:
+        columns = [*([by] if isinstance(by, str) else by), 5]
+        return df[columns].groupby(by, sort=False).sum(split_out=4)
+
+    before = offered(client)
+    ours = with_method("gpurt", grouped)
+    each = 8 * (2 if by == "key" else 3)
+    assert 4 * rows * each <= offered(client) - before < 4 * rows * (each + 4)
+    assert_same_partitions(ours, with_method("tasks", grouped), in_order=False)
+
+
+def offered(client: Client) -> float:
+    """Bytes of shards, by whatever path."""
+    return sum(n for name, n in counters(client).items() if name.startswith("exchange.bytes."))
+
+
 def test_groupby_apply(client: Client, library: Library) -> None:
     df = library.collection(flights())
     meta = library.frame(pd.DataFrame({"id": [0]}, index=pd.Index([0], name="key"))).id.iloc[:0]

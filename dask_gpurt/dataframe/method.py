@@ -1,6 +1,6 @@
 """The shuffle method "gpurt" inside dask-expr, which has no registry of methods.
 
-Three members of two of its classes are replaced. Each replacement concerns only what would
+Four members of three of its classes are replaced. Each replacement concerns only what would
 use the method "gpurt" and hands everything else to the original.
 """
 
@@ -10,9 +10,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from dask.dataframe.dask_expr._expr import Assign
+from dask.dataframe.dask_expr._expr import Assign, RenameFrame, ResetIndex
 from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge
-from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, Shuffle
+from dask.dataframe.dask_expr._reductions import ShuffleReduce
+from dask.dataframe.dask_expr._shuffle import (
+    AssignPartitioningIndex,
+    RearrangeByColumn,
+    SetIndexBlockwise,
+    Shuffle,
+)
 from dask.utils import get_default_shuffle_method
 
 from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets, RangeTargets
@@ -35,6 +41,7 @@ def install(is_usable: Callable[[], bool]) -> None:
     if _originals:
         return
     _replace(Shuffle, "_lower", functools.partial(_lower_shuffle, is_usable))
+    _replace(ShuffleReduce, "_lower", _lower_reduction)
     _replace(Merge, "_lower", functools.partial(_lower_merge, is_usable))
     _replace(Merge, "is_broadcast_join", _is_broadcast_join)
 
@@ -79,6 +86,30 @@ def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any]
         expr.options,
         expr.original_partitioning_index,
     )
+
+
+def _lower_reduction(original: Callable[[Any], Any], expr: Any) -> Any:
+    """Leave the numbers of rows behind that a groupby has only until it sets its keys as the index again.
+
+    Dask makes columns of the keys before it shuffles, and keeps the index that comes of it: 8 bytes a row.
+    """
+    lowered = original(expr)
+    if not _uses_our_method(expr):
+        return lowered
+    node = lowered
+    while not isinstance(node, (SetIndexBlockwise, RearrangeByColumn)) and hasattr(node, "frame"):
+        node = node.frame
+    if not isinstance(node, SetIndexBlockwise):
+        return lowered
+    shuffle = _but_names(node.frame)
+    if type(shuffle) is not RearrangeByColumn or type(_but_names(shuffle.frame)) is not ResetIndex:
+        return lowered
+    return lowered.substitute(shuffle, shuffle.substitute_parameters({"ignore_index": True}))
+
+
+def _but_names(expr: Any) -> Any:
+    """The same under the names that columns had before."""
+    return expr.frame if type(expr) is RenameFrame else expr
 
 
 def _lower_merge(is_usable: Callable[[], bool], original: Callable[[Any], Any], expr: Any) -> Any:
