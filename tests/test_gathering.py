@@ -54,7 +54,8 @@ def sources(worker: Any) -> set[str]:
 
 
 async def fetch_from_several(client: Any, reader: Any, *holders: Any) -> None:
-    """Have a worker fetch what several others have."""
+    """Have a worker fetch what several others have, none of which Dask's memory manager drops before."""
+    await client.amm.stop()
     data = await client.scatter(
         {f"data-{at}": bytes(10_000) for at in range(KEYS)}, workers=[holders[0].address]
     )
