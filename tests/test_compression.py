@@ -298,19 +298,18 @@ def test_while_a_run_is_sampled_others_are_packed(thread: ThreadPoolExecutor) ->
 
 
 @has_codec
-def test_a_run_is_sampled_once_and_its_other_shards_go_on_with_what_is_known(
-    thread: ThreadPoolExecutor,
-) -> None:
+def test_a_run_is_sampled_once_and_its_other_shards_wait_for_that(thread: ThreadPoolExecutor) -> None:
     compressor, held = Compressor(Metrics()), Held()
     sampling = thread.submit(compressor.pack, RUN, SHRINKING, 1e6, [held])
     try:
         assert held.begun.wait(60)
         meanwhile = thread.submit(compressor.pack, RUN, SHRINKING, 1e6, [held])
-        assert meanwhile.result(60) is None
+        with pytest.raises(TimeoutError):
+            meanwhile.result(0.1)
     finally:
         held.let.set()
     assert sampling.result(60) is not None
-    assert compressor.pack(RUN, SHRINKING, 1e6, [held]) is not None
+    assert meanwhile.result(60) is not None
     assert held.tried == 1
 
 

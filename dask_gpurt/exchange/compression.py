@@ -114,19 +114,15 @@ class _Run:
         self._trying = threading.Lock()
 
     def try_out(self, codecs: Iterable[Codec], sections: Sequence[Buffer]) -> None:
-        """Sample those that are new to the run, unless somebody is at it.
+        """Sample those that are new to the run; who comes meanwhile waits for what is found.
 
-        Who comes meanwhile goes on with what is known: to wait would take a thread of the exchange, and they
-        are few, from other runs.
+        A sample is small and a link where it matters is slow: a shard that does not wait crosses it in full,
+        and all others wait for that.
         """
-        if not self._trying.acquire(blocking=False):
-            return
-        try:
+        with self._trying:
             for codec in codecs:
                 if codec.name not in self.samples:
                     self.samples[codec.name] = sample(codec, codec.whole(sections))
-        finally:
-            self._trying.release()
 
 
 class Compressor:
@@ -146,7 +142,7 @@ class Compressor:
         ----------
         run
             Of the shard; the first of a run is the sample for it, and those that are compressed correct that.
-            While it is taken, other shards of the run go by what is known.
+            While it is taken, other shards of the run wait, and those of other runs do not.
         bandwidth
             Bytes per second of the link that it will cross.
         codecs
