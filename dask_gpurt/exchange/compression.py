@@ -109,8 +109,9 @@ def sample(codec: Codec, whole: Any) -> Sample:
 class _Run:
     """What is known of a run, by codec."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self.samples: dict[str, Sample] = {}
+        self._metrics = metrics
         self._trying = threading.Lock()
 
     def try_out(self, codecs: Iterable[Codec], sections: Sequence[Buffer]) -> None:
@@ -122,7 +123,8 @@ class _Run:
         with self._trying:
             for codec in codecs:
                 if codec.name not in self.samples:
-                    self.samples[codec.name] = sample(codec, codec.whole(sections))
+                    with self._metrics.seconds("exchange.seconds.compressing"):
+                        self.samples[codec.name] = sample(codec, codec.whole(sections))
 
 
 class Compressor:
@@ -154,7 +156,7 @@ class Compressor:
             return None
         try:
             samples = self._of(run, sections, tried.values())
-            name = best((samples[name] for name in tried if name in samples), bandwidth)
+            name = best((samples[name] for name in tried), bandwidth)
             return None if name is None else self._packed(tried[name], sections, samples)
         except CodecError as error:
             self._metrics.fallback(AS_THEY_ARE, str(error))
@@ -174,9 +176,8 @@ class Compressor:
 
     def _of(self, run: RunKey, sections: Sequence[Buffer], codecs: Iterable[Codec]) -> dict[str, Sample]:
         with self._lock:
-            known = self._runs.setdefault(run, _Run())
-        with self._metrics.seconds("exchange.seconds.compressing"):
-            known.try_out(codecs, sections)
+            known = self._runs.setdefault(run, _Run(self._metrics))
+        known.try_out(codecs, sections)
         return known.samples
 
     def forget(self, run: RunKey) -> None:
