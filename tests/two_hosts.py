@@ -163,7 +163,7 @@ def _join(one: Host, other: Host, rate: int | None) -> None:
         host.configure("ip", "address", "add", f"{host.address}/24", "dev", LINK)
         host.configure("ip", "link", "set", LINK, "up")
         if rate is not None:
-            limit = ("tbf", "rate", f"{8 * rate}bit", "burst", "256kb", "latency", "50ms")
+            limit = ("tbf", "rate", f"{8 * rate}bit", "burst", "64kb", "latency", "50ms")
             host.configure("tc", "qdisc", "add", "dev", LINK, "root", *limit)
 
 
