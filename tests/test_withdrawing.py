@@ -9,15 +9,17 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from distributed.comm import CommClosedError
 from distributed.core import AsyncTaskGroup
 
 from dask_gpurt import config
-from dask_gpurt.exchange import Exchange, Shard
+from dask_gpurt.exchange import Exchange, Shard, exchange
 from dask_gpurt.exchange.inbox import Parcel, Place
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.pools import Pools
@@ -36,7 +38,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         self.address, self.handlers = address, dict[str, Any]()
         self.loop = SimpleNamespace(time=loop.time, add_callback=self._call_soon)
-        self.scheduler = SimpleNamespace(gpurt_links=self._links)
+        self.scheduler = SimpleNamespace(gpurt_links=self._links, gpurt_gone=self._gone)
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._peers = loop, all_of_them
         self.sent, self.wire = asyncio.Event(), asyncio.Event()
@@ -52,7 +54,16 @@ class Worker:
     async def _links(self, worker: str, peers: list[str]) -> dict[str, Any]:
         return {"links": {}, "classes": {}}
 
+    async def _gone(self, peers: list[str]) -> list[str]:
+        return [peer for peer in peers if peer not in self._peers]
+
+    def leaves(self) -> None:
+        """The scheduler has removed it."""
+        del self._peers[self.address]
+
     def rpc(self, peer: str) -> Any:
+        if peer not in self._peers:
+            raise CommClosedError(f"{peer} has left")
         there = self._peers[peer]
 
         async def fetch(**message: Any) -> Any:
@@ -197,6 +208,48 @@ def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> No
         await asyncio.to_thread(begun.wait, 60)
         await pair.ends(parcel, owner_first=owner_first, go_on=go_on.set)
         assert await reading == {OURS}
+
+    session(test())
+
+
+def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "ASK_AGAIN", 0.0)
+
+    async def test() -> None:
+        pair = Pair("shared-memory", "comms")
+        parcel = await pair.accepted()
+        begun, go_on, asked = threading.Event(), threading.Event(), count(1)
+
+        def read() -> set[int]:
+            with parcel.staying(lambda: None):
+                begun.set()
+                assert go_on.wait(60)
+                return set(parcel.source(0))
+
+        async def asks(**message: Any) -> None:
+            if next(asked) <= 3:
+                raise CommClosedError("a comm between two that live has broken")
+            await forget(**message)
+
+        handlers = pair.owner.worker.handlers
+        forget, handlers["gpurt_forget"] = handlers["gpurt_forget"], asks
+        reading = asyncio.create_task(asyncio.to_thread(read))
+        await asyncio.to_thread(begun.wait, 60)
+        await pair.ends(parcel, owner_first=False, go_on=go_on.set)
+        assert await reading == {OURS}
+
+    session(test())
+
+
+def test_an_owner_that_has_left_keeps_nothing() -> None:
+    async def test() -> None:
+        pair = Pair("shared-memory", "comms")
+        await pair.accepted()
+        pair.owner.worker.leaves()
+        await pair.producer.withdraw(RUN)
+        assert not pair.outbox.pool.used
+        for end in (pair.producer, pair.owner):
+            await asyncio.to_thread(end.close)
 
     session(test())
 

@@ -36,6 +36,8 @@ from dask_gpurt.observe import Metrics
 IDLE = 10.0
 #: Seconds for which a producer that asked for room counts as short of it.
 PRESSED = 1.0
+#: Seconds until an owner that could not be reached, but has not left, is asked again.
+ASK_AGAIN = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
 THREADS = 4
 
@@ -247,13 +249,24 @@ class Exchange:
             await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
-        me = self.worker.address
-        with contextlib.suppress(OSError):  # a dead owner does not read
-            if owner == me:
-                await self.forget(producer=me, run=list(run))
-            else:
-                await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
+        while not (await self._has_let_go(owner, run) or self.closed):
+            await asyncio.sleep(ASK_AGAIN)
         outbox.drop(run, owner)
+
+    async def _has_let_go(self, owner: str, run: RunKey) -> bool:
+        """Ask an owner to, and wait until it has; False if it could not be asked and may still read."""
+        me = self.worker.address
+        if owner == me:
+            await self.forget(producer=me, run=list(run))
+            return True
+        try:
+            await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
+            return True
+        except OSError:
+            with contextlib.suppress(OSError):  # without a scheduler this worker ends too
+                gone = await self.worker.scheduler.gpurt_gone(peers=[owner])
+                return gone is None or owner in gone  # None: the runtime has been switched off there
+            return True
 
     # ---- what peers call -------------------------------------------------------------
 
