@@ -185,3 +185,28 @@ def test_a_gpu_writes_and_reads_files(tmp_path: Path, way: str, sizes: list[int]
         with pytest.raises(CorruptFile):
             disk.to_device("a")
     disk.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_without_kvikio_files_are_moved_otherwise_and_that_is_said_once(
+    tmp_path: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    from dask_gpurt.device import cuda_files
+    from dask_gpurt.device.cuda import CudaDevice
+
+    def refuses() -> Any:
+        raise error("no kvikio here")
+
+    monkeypatch.setattr(cuda_files, "_kvikio", refuses)
+    said: list[str] = []
+    disk = DiskTier(str(tmp_path), None, cuda_files.CudaFiles(CudaDevice(), said.append))
+    for seed, key in enumerate("ab"):
+        disk[key] = Frames(b"header", ([cupy.asarray(data(10_000, seed))],))
+    for seed, key in enumerate("ab"):
+        [[piece]] = disk.to_device(key).buffers
+        assert cupy.asnumpy(cupy.asarray(piece)).tobytes() == data(10_000, seed).tobytes()
+    assert said == ["no kvikio here"]
+    disk.close()
