@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import caps
 import dask
 import dask.dataframe as dd
 import pandas as pd
@@ -21,6 +22,7 @@ QUICK = {
     "distributed.scheduler.allowed-failures": 20,
     # How many allocations there are to one that fails, in a run of the tests that is about that.
     "gpurt.memory.failures": int(os.environ.get("GPURT_TEST_FAILURES", 0)),
+    **caps.SETTINGS,
 }
 
 
@@ -43,6 +45,7 @@ def cluster(
             with contextlib.suppress(OSError, TimeoutError):
                 client.wait_for_workers(workers, timeout=30)
             with contextlib.suppress(OSError, TimeoutError):
+                caps.count(client)
                 dask_gpurt.disable(client)
 
 

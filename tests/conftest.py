@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import caps
 import pytest
 from clusters import Library, cluster
 from distributed import Client
@@ -46,6 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger("distributed.shuffle._scheduler_plugin").setLevel(logging.ERROR)
     if os.environ.get("GPURT_REQUIRE_GPU") == "1" and not cuda_devices():
         raise pytest.UsageError("GPURT_REQUIRE_GPU=1 is set, but there is no CUDA device")
+    caps.confine()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in caps.summary():
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
