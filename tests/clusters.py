@@ -110,7 +110,7 @@ def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool
             assert list(getattr(mine, "columns", ())) == list(getattr(other, "columns", ()))
             continue
         compare = pd.testing.assert_series_equal if mine.ndim == 1 else pd.testing.assert_frame_equal
-        compare(mine, other, check_categorical=False)
+        compare(mine, other, check_categorical=False, check_exact=True)
 
 
 def counters(client: Client) -> dict[str, float]:
