@@ -38,7 +38,7 @@ def test_a_choice_is_explained_with_its_terms(client: Client) -> None:
 
 
 def test_the_scheduler_chooses_on_after_a_restart(client: Client) -> None:
-    client.restart()
+    client.restart(timeout=120)
     futures = client.map(add, range(50))
     assert client.submit(sum, futures).result() == sum(range(50))
     assert not _fallbacks(client)
@@ -73,7 +73,7 @@ def test_a_restart_in_the_middle_of_work(client: Client) -> None:
     first = client.map(slow, range(200), pure=False)
     total = client.submit(sum, first)
     next(iter(as_completed(first)))
-    client.restart()
+    client.restart(timeout=120)
     assert total.cancelled()
     before = counters(client)["placement.decisions"]
     again = client.map(slow, range(20), pure=False)
