@@ -15,13 +15,17 @@ import pandas as pd
 from distributed import Client, LocalCluster, wait
 
 import dask_gpurt
+from dask_gpurt.plugins.worker import TOO_EARLY
 
+CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
 QUICK = {
     "distributed.worker.memory.terminate": False,
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
     # How many allocations there are to one that fails, in a run of the tests that is about that.
     "gpurt.memory.failures": int(os.environ.get("GPURT_TEST_FAILURES", 0)),
+    # Whether the workers of all tests look at memory that changes hands, which none of them may do too early.
+    "gpurt.overlap.check": CHECK,
     **caps.SETTINGS,
 }
 
@@ -46,7 +50,15 @@ def cluster(
                 client.wait_for_workers(workers, timeout=30)
             with contextlib.suppress(OSError, TimeoutError):
                 caps.count(client)
+                too_early = told_too_early(client) if CHECK else []
                 dask_gpurt.disable(client)
+                assert not too_early, too_early
+
+
+def told_too_early(client: Client) -> list[Any]:
+    """What workers tell of memory that has changed hands too early."""
+    workers = dask_gpurt.report(client)["workers"].values()
+    return [worker["fallbacks"][TOO_EARLY] for worker in workers if TOO_EARLY in worker.get("fallbacks", ())]
 
 
 def _local(backend: str, workers: int, threads: int) -> Any:

@@ -184,3 +184,16 @@ def test_a_row_larger_than_the_pool_is_an_error_that_names_the_setting(library: 
         assert "gpurt.exchange.pool" in str(caught.value.__cause__)
         assert_like_tasks(collection(library, 500))
         assert counters(client)["shuffle.runs"]
+
+
+def test_the_threads_of_the_exchange_are_an_executor_of_the_worker(library: Library) -> None:
+    def thread() -> str:
+        import threading
+
+        return threading.current_thread().name
+
+    with cluster(library.name) as client:
+        with dask.annotate(executor="gpurt-comm"):
+            assert client.submit(thread, pure=False).result().startswith("gpurt-comm")
+        dask_gpurt.disable(client)
+        assert not any(client.run(lambda dask_worker: "gpurt-comm" in dask_worker.executors).values())

@@ -143,6 +143,8 @@ class OverlapSettings:
         What the mode ``adaptive`` may try besides caps.
     learned
         The file for what is learnt in the mode ``adaptive``; None leaves it to the worker.
+    check
+        Whether memory that changes hands is looked at each time, to find faults.
 
     Raises
     ------
@@ -155,6 +157,7 @@ class OverlapSettings:
     fixed: FixedSettings = _section(FixedSettings)
     adaptive: AdaptiveSettings = _section(AdaptiveSettings)
     learned: str | None = _setting(values.path_or_auto)
+    check: bool = _setting(values.boolean)
 
     def __post_init__(self) -> None:
         if self.mode == "fixed" and self.fixed == FixedSettings(None, None):

@@ -19,6 +19,7 @@ from distributed.shuffle._limiter import ResourceLimiter
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.device.codecs import CodecError
+from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.inbox import Parcel, Place
 from dask_gpurt.exchange.landing import Landing
@@ -31,6 +32,8 @@ from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.observe import Metrics
+from dask_gpurt.table import Table, backend_for
+from dask_gpurt.table.watching import watch
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
 IDLE = 10.0
@@ -55,12 +58,23 @@ class Exchange:
         Where pulled shards go.
     settings, metrics
         Shared by all rooms of this worker.
+    handovers
+        Told of memory that changes hands, where that is looked at.
     """
 
-    def __init__(self, worker: Any, pools: Pools, ladder: Ladder, settings: Settings, metrics: Metrics):
+    def __init__(
+        self,
+        worker: Any,
+        pools: Pools,
+        ladder: Ladder,
+        settings: Settings,
+        metrics: Metrics,
+        handovers: Handovers | None = None,
+    ):
         self.worker = worker
         self.settings = settings
         self.metrics = metrics
+        self.handovers = handovers
         self.pools = pools
         self.pools.ask_for_room = self._ask_for_room
         self.landing = Landing(ladder, pools.main, metrics)
@@ -115,6 +129,11 @@ class Exchange:
             self._pulls -= 1
             self.in_flight(len(self._runs), self._pulls)
 
+    def table(self, frame: Any) -> Table:
+        """The backend for a frame; see :func:`~dask_gpurt.table.backend_for`."""
+        table = backend_for(frame, self.pools.device)
+        return table if self.handovers is None else watch(table, self.handovers)
+
     # ---- reading ---------------------------------------------------------------------
 
     async def accept(self, run: RunKey, shard: Shard, on_error: Callable[[Exception], None]) -> Parcel:
@@ -127,7 +146,7 @@ class Exchange:
         """
         path = await self.peers.path(shard.producer, shard.device, shard.nbytes)
         device = self.pools.device(shard.device)
-        parcel = Parcel(run, shard, path, device, self.landing, self._release_soon)
+        parcel = Parcel(run, shard, path, device, self.landing, partial(self._release_soon, path))
         self._parcels[shard.producer].add(parcel)
         self.moved += shard.nbytes
         headers = sum(len(section.header) for section in shard.sections)
@@ -197,8 +216,11 @@ class Exchange:
 
     # ---- releasing -------------------------------------------------------------------
 
-    def _release_soon(self, shard: Shard) -> None:
+    def _release_soon(self, path: Path, shard: Shard) -> None:
         """Tell the producer, with others, that a block is free. From any thread."""
+        if self.handovers is not None and path.mapping is not None:
+            blocks = [path.mapping.view(each.offset, each.nbytes) for each in shard.sections]
+            self.handovers.changes_hands("a shard is let go", blocks)
         self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id)
 
     async def _note_release(self, producer: str, kind: str, shard: int) -> None:

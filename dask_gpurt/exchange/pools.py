@@ -11,6 +11,7 @@ from dask.utils import format_bytes
 from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import Device
 from dask_gpurt.device.discover import discover
+from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
@@ -34,18 +35,26 @@ class Pools:
         The setting ``gpurt.exchange.pool``; None leaves it to us.
     memory_limit
         Bytes of host memory that the worker may use.
+    handovers
+        Told of memory that changes hands, where that is looked at.
     """
 
     #: Called from waiting producers with the owners whose shards fill a pool; must not block.
     ask_for_room: Callable[[set[str]], None]
 
-    def __init__(self, size: Size | None, memory_limit: int, metrics: Metrics):
+    def __init__(
+        self, size: Size | None, memory_limit: int, metrics: Metrics, handovers: Handovers | None = None
+    ):
         self.devices: dict[str, Device] = discover(memory_limit)
+        if handovers is not None:
+            for device in self.devices.values():
+                handovers.watch(device)
         #: The kind of device that this worker is for.
         self.main = next((kind for kind, device in self.devices.items() if not device.on_host), "host")
         self._size = size
         self._memory_limit = memory_limit
         self._metrics = metrics
+        self._handovers = handovers
         self._outboxes: dict[str, Outbox] = {}
         self._lock = threading.Lock()
 
@@ -64,7 +73,7 @@ class Pools:
             if kind not in self._outboxes:
                 device = self.device(kind)
                 pool = device.create_pool(self._size_for(device))
-                self._outboxes[kind] = Outbox(pool, self.ask_for_room, self._metrics)
+                self._outboxes[kind] = Outbox(pool, self.ask_for_room, self._metrics, self._handovers)
             return self._outboxes[kind]
 
     def known(self, kind: str) -> Outbox:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from distributed import WorkerPlugin
@@ -17,6 +18,7 @@ from dask_gpurt import config
 from dask_gpurt._version import __version__
 from dask_gpurt.device import Device
 from dask_gpurt.device.failing import Failures
+from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
@@ -32,6 +34,10 @@ from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.table.protocol import import_backends, warm_up
 
 NAME = "gpurt"
+#: The name by which Dask knows the threads of the exchange.
+COMM = "gpurt-comm"
+#: What is told where memory changes hands while something that was begun still has it.
+TOO_EARLY = "memory changes hands too early"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -58,6 +64,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
         worker.handlers["gpurt_report"] = self.report
+        worker.executors[COMM] = self.exchange.executor
         self._housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
         self._housekeeping.start()
         prometheus.register(worker.address, self.metrics, self._amounts)
@@ -82,18 +89,27 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     def _build(self, worker: Any, settings: config.Settings) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
-        pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
+        handovers = self._handovers() if settings.overlap.check else None
+        pools = Pools(settings.exchange.pool, memory_limit, self.metrics, handovers)
         for device in pools.devices.values():
             Failures(settings.memory.failures).inject(device)
             device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
-        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
+        if handovers is not None:
+            handovers.watch_giving_back(self.tiers.pinned, list)
+        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics, handovers)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.gathering = Gathering(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
         self.finder = RunFinder(worker, self.metrics)
+
+    def _handovers(self) -> Handovers:
+        """What looks at memory that changes hands, and tells of what is too early."""
+        return Handovers(
+            partial(self.metrics.fallback, TOO_EARLY), partial(self.metrics.add, "overlap.handovers")
+        )
 
     async def teardown(self, worker: Any) -> None:
         self._housekeeping.stop()
@@ -103,6 +119,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.data is not None and worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
         worker.handlers.pop("gpurt_report", None)
+        worker.executors.pop(COMM, None)
         self.gathering.uninstall()
         self.finder.uninstall()
         self.overlap.uninstall()

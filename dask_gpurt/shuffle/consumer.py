@@ -15,7 +15,7 @@ from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import Part, backend_for
+from dask_gpurt.table import Part
 
 
 class Consumed(Exception):
@@ -86,7 +86,7 @@ class Consumer:
             places = [(p, unread[partition]) for p, unread in self._unread.items() if partition in unread]
         places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
         wanted = [(parcel, which, at) for parcel, mine in places for which, at in mine]
-        table = backend_for(self._meta, self.exchange.pools.device)
+        table = self.exchange.table(self._meta)
         metrics = self.exchange.metrics
         landing = self.exchange.landing
         sections = [(parcel, which) for parcel, which, _ in wanted]

@@ -14,7 +14,7 @@ from dask_gpurt.exchange import Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import Packed, Piece, Routed, Table, backend_for
+from dask_gpurt.table import Packed, Piece, Routed, Table
 
 
 class Producer:
@@ -59,7 +59,7 @@ class Producer:
         """
         frame = self._validated(frame, source)
         plain = frame.frame if isinstance(frame, Routed) else frame
-        table = backend_for(plain, self.exchange.pools.device)
+        table = self.exchange.table(plain)
         outbox = self.exchange.pools.outbox(table.device.kind)
         metrics = self.exchange.metrics
         metrics.add("shuffle.rows", len(plain))
@@ -142,8 +142,13 @@ class _Packing:
                     self._pack(owner, piece)
                 self._publish()
             finally:  # when the run has ended meanwhile, or a piece could not be packed
-                for _, _, packed in self._packed:
-                    self.outbox.give_back(packed.block)
+                self._give_back()
+
+    def _give_back(self) -> None:
+        if self._packed:
+            self.table.settle()  # whoever gets these blocks next shall not meet what still writes them
+            for _, _, packed in self._packed:
+                self.outbox.give_back(packed.block)
 
     def _pack(self, owner: str, piece: Piece) -> None:
         """Pack a piece, in halves where it does not fit into the pool as a whole."""
