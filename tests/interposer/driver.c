@@ -241,6 +241,10 @@ CUresult cuLaunchKernelEx_ptsz(const struct config *config, void *f, void **para
     return launch_ex(1, config, f, parameters, extra);
 }
 
+CUresult cuCtxSynchronize(void) { return OK; }
+CUresult cuStreamSynchronize(void *stream) { return (uintptr_t)stream < 16 ? OK : INVALID_HANDLE; }
+CUresult cuStreamSynchronize_ptsz(void *stream) { return cuStreamSynchronize(stream); }
+
 CUresult cuModuleUnload(void *module) { return module ? OK : INVALID_HANDLE; }
 CUresult cuLibraryUnload(void *library) { return library ? OK : INVALID_HANDLE; }
 
@@ -255,7 +259,7 @@ CUresult cuGetProcAddress(const char *name, void **found, int cuda, uint64_t fla
     static void *self;
     char full[64] = "";
     strncat(full, name, 50);
-    if (!strncmp(name, "cuLaunchKernel", 14) && flags & 2)
+    if ((!strncmp(name, "cuLaunchKernel", 14) || !strcmp(name, "cuStreamSynchronize")) && flags & 2)
         strcat(full, "_ptsz");
     if (!strcmp(name, "cuGetProcAddress") && cuda >= 12000)
         strcat(full, "_v2");

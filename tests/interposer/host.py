@@ -123,6 +123,11 @@ class Host:
                 self.own[key] = ctypes.CFUNCTYPE(ctypes.c_int)(found.value)
         return self.own[key]
 
+    def call(self, name: str, *args: int, **door: Any) -> int:
+        """Call a function of the driver with pointers."""
+        done: int = self.door(name, **door)(*map(POINTER, args))
+        return done
+
     def launch(
         self,
         handle: int,

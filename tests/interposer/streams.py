@@ -1,0 +1,95 @@
+"""What the runtime does on a GPU waits for, step by step; one line of JSON.
+
+LD_PRELOAD=trap.so python tests/interposer/streams.py trap.so
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cudf
+import cupy
+import numpy as np
+
+from dask_gpurt.device.cuda import CudaDevice
+from dask_gpurt.table.cudf import CudfTable
+from dask_gpurt.table.protocol import Part
+
+ROWS = 1 << 16
+
+
+class Room:
+    """A pool."""
+
+    def __init__(self, pool: Any):
+        self.allocate, self.give_back = pool.allocate, pool.free
+
+
+def shuffle(frame: cudf.DataFrame, device: CudaDevice, table: CudfTable) -> dict[str, Callable[[], Any]]:
+    """A partition that is split, packed and assembled; its steps go in order."""
+    room, kept = Room(device.create_pool(1 << 24)), {}
+    options = {"drop_column": True, "ignore_index": True}
+
+    def split() -> None:
+        kept["pieces"] = table.split(frame, "to", [[0, 1], [2, 3]], 4, **options)
+
+    def pack() -> None:
+        kept["packed"] = [table.pack(piece, room) for piece in kept["pieces"]]
+        table.settle()
+
+    def assemble() -> None:
+        parts = [
+            Part(packed.header, packed.block.buffer, piece.offsets, 0, {})
+            for piece, packed in zip(kept["pieces"], kept["packed"], strict=True)
+        ]
+        kept["frame"] = table.assemble(parts, frame.drop(columns="to"), ignore_index=True)
+
+    def let_go() -> None:
+        table.fence()()
+
+    return {step.__name__: step for step in (split, pack, assemble, let_go)}
+
+
+def tiers(device: CudaDevice) -> dict[str, Callable[[], Any]]:
+    """Buffers that are spilled, come up, are pulled and go to the host."""
+    buffers = [cupy.arange(ROWS, dtype="u1") for _ in range(3)]
+    sources = device.from_host([np.arange(ROWS, dtype="u1")])
+    pieces = [[np.empty(ROWS // 2, np.uint8) for _ in range(2)] for _ in buffers]
+    return {
+        "spill": lambda: device.scatter(buffers, pieces)(),
+        "bring up": lambda: device.gather_all(pieces)[1](),
+        "pull": lambda: device.land(sources),
+        "to the host": lambda: device.to_host(sources[0]),
+    }
+
+
+def main(path: str) -> None:
+    trap, device = ctypes.CDLL(path), CudaDevice()
+    columns = {"to": cupy.arange(ROWS, dtype="i4") % 4, "number": cupy.arange(ROWS)}
+    plain = cudf.DataFrame(columns)
+    strings = plain.assign(text=plain["number"].astype(str))
+    steps = {
+        **{f"plain: {name}": step for name, step in shuffle(plain, device, CudfTable(device)).items()},
+        **{f"strings: {name}": step for name, step in shuffle(strings, device, CudfTable(device)).items()},
+        **tiers(device),
+        # What it has to see.
+        "a fault: device": cupy.cuda.runtime.deviceSynchronize,
+        "a fault: default stream": cupy.cuda.Stream.null.synchronize,
+    }
+    found = {}
+    for trapped in (False, True):  # once before, to load what has to be
+        for name, step in steps.items():
+            before = trap.trap_device(), trap.trap_default()
+            (trap.trap_on if trapped else trap.trap_off)()
+            step()
+            trap.trap_off()
+            found[name] = [trap.trap_device() - before[0], trap.trap_default() - before[1]]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
