@@ -14,6 +14,7 @@ from dask_gpurt.table.protocol import Packed, Part, Piece, Room, Table
 def watch(table: Table, handovers: Handovers) -> Table:
     """Look at the blocks that a table packs into until it settles, and reads until its fence is passed."""
     pack, settle, assemble, fence = table.pack, table.settle, table.assemble, table.fence
+    stream = None if table.device.on_host else COMPUTE
     packing: list[Fence] = []
     reading: list[Fence] = []
 
@@ -28,7 +29,7 @@ def watch(table: Table, handovers: Handovers) -> Table:
 
     def watched_assemble(parts: Sequence[Part], meta: Any, **options: Any) -> Any:
         buffers = {id(part.buffer): part.buffer for part in parts}
-        over = handovers.begins("putting an output together", reads=buffers.values(), stream=COMPUTE)
+        over = handovers.begins("putting an output together", reads=buffers.values(), stream=stream)
         try:
             frame = assemble(parts, meta, **options)
         except BaseException:
