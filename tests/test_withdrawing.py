@@ -156,6 +156,25 @@ class Pair:
             await asyncio.to_thread(end.close)
 
 
+class Reading:
+    """Somebody who reads a shard where it lies, on a thread, until let go on."""
+
+    def __init__(self, parcel: Parcel):
+        self._parcel = parcel
+        self._begun, self.go_on = threading.Event(), threading.Event()
+
+    async def begins(self) -> asyncio.Task[set[int]]:
+        found = asyncio.create_task(asyncio.to_thread(self._read))
+        await asyncio.to_thread(self._begun.wait, 60)
+        return found
+
+    def _read(self) -> set[int]:
+        with self._parcel.staying(lambda: None):
+            self._begun.set()
+            assert self.go_on.wait(60)
+            return set(self._parcel.source(0))
+
+
 def session(test: Awaitable[None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
@@ -196,18 +215,10 @@ def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> No
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
         parcel = await pair.accepted()
-        begun, go_on = threading.Event(), threading.Event()
-
-        def read() -> set[int]:
-            with parcel.staying(lambda: None):
-                begun.set()
-                assert go_on.wait(60)
-                return set(parcel.source(0))
-
-        reading = asyncio.create_task(asyncio.to_thread(read))
-        await asyncio.to_thread(begun.wait, 60)
-        await pair.ends(parcel, owner_first=owner_first, go_on=go_on.set)
-        assert await reading == {OURS}
+        reading = Reading(parcel)
+        found = await reading.begins()
+        await pair.ends(parcel, owner_first=owner_first, go_on=reading.go_on.set)
+        assert await found == {OURS}
 
     session(test())
 
@@ -218,13 +229,7 @@ def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: py
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
         parcel = await pair.accepted()
-        begun, go_on, asked = threading.Event(), threading.Event(), count(1)
-
-        def read() -> set[int]:
-            with parcel.staying(lambda: None):
-                begun.set()
-                assert go_on.wait(60)
-                return set(parcel.source(0))
+        reading, asked = Reading(parcel), count(1)
 
         async def asks(**message: Any) -> None:
             if next(asked) <= 3:
@@ -233,10 +238,9 @@ def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: py
 
         handlers = pair.owner.worker.handlers
         forget, handlers["gpurt_forget"] = handlers["gpurt_forget"], asks
-        reading = asyncio.create_task(asyncio.to_thread(read))
-        await asyncio.to_thread(begun.wait, 60)
-        await pair.ends(parcel, owner_first=False, go_on=go_on.set)
-        assert await reading == {OURS}
+        found = await reading.begins()
+        await pair.ends(parcel, owner_first=False, go_on=reading.go_on.set)
+        assert await found == {OURS}
 
     session(test())
 
