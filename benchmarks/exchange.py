@@ -28,13 +28,12 @@ from typing import Any
 import click
 import dask
 from commandline import in_bytes, write
-from distributed.diagnostics import nvml
 from exchange_figures import compare, print_summary, summarise
 from exchange_legs import LEGS
 from exchange_sides import Plan
 from processes import GRACE, Child, say
 
-from dask_gpurt.cli.cluster import choose_backend
+from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment
 
 
@@ -115,7 +114,7 @@ def main(timeout: float, rapidsmpf: bool, output: Path | None, **parameters: Any
     deadline = time.monotonic() + timeout - GRACE
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # our processes end with us
     backend = parameters["backend"] = choose_backend(parameters["backend"])
-    parameters["workers"] = parameters["workers"] or (nvml.device_get_count() if backend == "cudf" else 2)
+    parameters["workers"] = parameters["workers"] or default_workers(backend)
     plan = Plan(**parameters)
     results = describe(plan, measure(plan, choose_sides(backend, rapidsmpf), deadline))
     write(results, output)

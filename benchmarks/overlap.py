@@ -30,7 +30,6 @@ from typing import Any
 
 import click
 from commandline import in_bytes, split_list, write
-from distributed.diagnostics import nvml
 from overlap_collectives import CELLS, collectives_part
 from overlap_figures import Round, figures, plot, print_cells
 from overlap_pipeline import modes, pipeline_part

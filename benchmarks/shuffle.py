@@ -25,7 +25,6 @@ import dask
 import dask.dataframe as dd
 from commandline import in_bytes, split_list, write
 from distributed import Client, wait
-from distributed.diagnostics import nvml
 from links import link_limit
 from moved import moved
 from peaks import PeakMemory, take_peaks
@@ -45,7 +44,7 @@ from rows import (
 from shuffle_figures import Run, print_summary, summarise, warm_seconds
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, local_cluster
+from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.demo import METHODS, exchange_bytes
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.cli.report import speedups
@@ -215,7 +214,7 @@ def main(
     output: Path | None,
 ) -> None:
     backend = choose_backend(backend)
-    workers = workers or (nvml.device_get_count() if backend == "cudf" else 2)
+    workers = workers or default_workers(backend)
     share = rmm_pool_size.replace(".", "", 1).isdigit()
     pool = None if rmm_pool_size == "none" else float(rmm_pool_size) if share else rmm_pool_size
     parameters = {

@@ -15,11 +15,10 @@ import dask
 import dask.dataframe as dd
 from dask.utils import parse_bytes
 from distributed import Client, wait
-from distributed.diagnostics import nvml
 from rich.console import Console
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, local_cluster
+from dask_gpurt.cli.cluster import choose_backend, local_cluster, visible_gpus
 from dask_gpurt.cli.overlap import of_files, print_part
 from dask_gpurt.overlap.learned import directory
 from dask_gpurt.plugins.overlapping import FALLBACK
@@ -58,7 +57,7 @@ def calibrate(seconds: float, size: str, protocol: str | None, learned: Path | N
     Groupby, join, sort, strings and arithmetic run beside shuffles, under every setting that may pay. What is
     learnt is added to the file that workers in the mode "adaptive" read.
     """
-    workers = nvml.device_get_count()
+    workers = visible_gpus()
     if not workers:
         raise click.ClickException("there is no GPU on this host: what is calibrated is what shares one")
     backend = choose_backend("cudf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ def choose_backend(backend: str) -> str:
     """Resolve ``auto``: cudf where there are GPUs and the packages for them, else pandas."""
     missing = [name for name in ("dask_cudf", "dask_cuda") if importlib.util.find_spec(name) is None]
     if backend == "auto":
-        return "pandas" if missing or not nvml.device_get_count() else "cudf"
+        return "pandas" if missing or not visible_gpus() else "cudf"
     if backend == "cudf" and missing:
         raise click.UsageError(
             f"--backend cudf needs {' and '.join(missing)}: pip install 'dask-gpurt[cuda13]' (or [cuda12])"
@@ -27,22 +28,44 @@ def choose_backend(backend: str) -> str:
     return backend
 
 
+def visible_gpus() -> int:
+    """How many GPUs a cluster started by this process can have: all, or those in ``CUDA_VISIBLE_DEVICES``."""
+    there: int = nvml.device_get_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not there:
+        return there
+    # One GPU may be named in several parts (MIG), so the names count.
+    return sum(name.strip() not in ("", "-1") for name in named.split(","))
+
+
+def default_workers(backend: str) -> int:
+    """Workers where nobody says how many: two, or one per GPU."""
+    return visible_gpus() if backend == "cudf" else 2
+
+
 @contextmanager
 def local_cluster(
-    backend: str, workers: int, protocol: str | None = None, rmm_pool_size: str | float | None = 0.5
+    backend: str,
+    workers: int,
+    protocol: str | None = None,
+    rmm_pool_size: str | float | None = 0.5,
+    *,
+    threads: int = 1,
 ) -> Iterator[Cluster]:
     """Start a cluster on this machine on which ``p2p`` stays as Dask ships it.
 
     Parameters
     ----------
     backend
-        ``pandas`` for processes of one thread, ``cudf`` for one process per GPU.
+        ``pandas`` for processes on the host, ``cudf`` for one process per GPU.
     workers
         How many worker processes.
     protocol
         Protocol of the cluster; Dask's default when not given.
     rmm_pool_size
         Size of the RMM pool of each GPU worker, in bytes, as text, or as a share of the device.
+    threads
+        For tasks, of each worker.
 
     Yields
     ------
@@ -53,7 +76,7 @@ def local_cluster(
     with dask.config.set({"gpurt.takeover": False, "dataframe.backend": backend}):
         common = {
             "n_workers": workers,
-            "threads_per_worker": 1,
+            "threads_per_worker": threads,
             "protocol": protocol,
             "dashboard_address": None,
             # Any free port will do for the scheduler's HTTP server; its default may be taken.

@@ -20,14 +20,13 @@ import click
 import dask
 import pandas as pd
 from distributed import Client, wait
-from distributed.diagnostics import nvml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, local_cluster
+from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.cli.flights import OPERATIONS, Frames, Operation, canonical, check, distribute, load_tables
 from dask_gpurt.cli.report import speedups, write_report
@@ -85,7 +84,7 @@ def demo(
     """
     chosen = choose_methods(methods)
     backend = choose_backend(backend)
-    workers = workers or (nvml.device_get_count() if backend == "cudf" else 2)
+    workers = workers or default_workers(backend)
     partitions = partitions or 4 * workers
     tables = load_tables(scale, data)
     started = time.perf_counter()
