@@ -34,6 +34,7 @@ from dask_gpurt.overlap.actuators import Precedence, ResidencyCaps, SmShare, Tog
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
+from dask_gpurt.overlap.interposer import NotLoadedError, put_instead
 from dask_gpurt.overlap.steps import PRIORITY, Setting
 from dask_gpurt.plugins.overlapping import ground
 from dask_gpurt.plugins.sharing import Sharing
@@ -110,11 +111,11 @@ class Beside:
         """What confines to SMs, if the plan asks for it and the device can."""
         note = partial(self.plugin.metrics.fallback, "compute is not confined to SMs")
         try:
-            contexts = self.device.sm_contexts()
+            contexts = self.device.sm_contexts(put_instead)
             for sms in self.plan.sms:
                 contexts.try_out(sms)
             return SmShare(contexts, note, self.plan.sms) if self.plan.sms else None
-        except SmsError as error:
+        except (SmsError, NotLoadedError) as error:
             note(str(error))
             return None
 

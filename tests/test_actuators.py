@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,7 +170,7 @@ def test_communication_comes_first_unless_a_setting_says_otherwise() -> None:
 
 def test_tasks_beside_a_run_are_confined_to_sms(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = Contexts()
-    monkeypatch.setattr(HostDevice, "sm_contexts", lambda self: contexts)
+    monkeypatch.setattr(HostDevice, "sm_contexts", lambda self, instead: contexts)
     # Where a task finds them: they do not travel.
     monkeypatch.setattr(HostDevice, "here", contexts.here, raising=False)
     client = start(mode="fixed", fixed={"residency": "none", "sms": 116})
@@ -207,13 +207,34 @@ def test_where_there_are_no_such_contexts_there_is_priority_only(
     said: str,
 ) -> None:
     if refuse is not None:
-        monkeypatch.setattr(HostDevice, "sm_contexts", lambda self: Contexts(refuse))
+        monkeypatch.setattr(HostDevice, "sm_contexts", lambda self, instead: Contexts(refuse))
     client = start(mode=mode, **{mode: asked})
     assert_right(shuffled())
     for reply in dask_gpurt.report(client)["workers"].values():
         reason = reply["fallbacks"]["compute is not confined"]["reason"]
         assert said in reason
         assert reason.endswith("The shuffle has its priority")
+
+
+def test_without_the_interposer_no_context_is_entered(
+    start: Starting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kept(Contexts):
+        def __init__(self, instead: Callable[[int, int], None]):
+            super().__init__()
+            self.instead = instead
+
+        @contextmanager
+        def entered(self, sms: int) -> Iterator[None]:
+            self.instead(1, 2)
+            with super().entered(sms):
+                yield
+
+    monkeypatch.setattr(HostDevice, "sm_contexts", lambda self, instead: Kept(instead))
+    client = start(mode="fixed", fixed={"residency": "none", "sms": 116})
+    for reply in dask_gpurt.report(client)["workers"].values():
+        reason = reply["fallbacks"]["compute is not confined"]["reason"]
+        assert reason.startswith("this process was started without the interposer in LD_PRELOAD")
 
 
 def test_a_device_whose_priorities_change_may_go_without(

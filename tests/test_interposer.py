@@ -76,6 +76,49 @@ def only(launch: dict[str, Any]) -> int:
     return int(shared)
 
 
+# ---- which context is current ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        {"name": "cuCtxSetCurrent"},
+        {"name": "cuCtxSetCurrent", "door": "cuGetProcAddress_v2"},
+        {"name": "cuCtxPushCurrent_v2"},
+        {"name": "cuCtxPushCurrent"},
+        {"name": "cuCtxPushCurrent", "door": "cuGetProcAddress_v2"},
+        {"name": "cuCtxPushCurrent", "door": "cuGetProcAddress_v2", "cuda": 3020},
+    ],
+    ids=lambda door: "-".join(map(str, door.values())),
+)
+def test_whoever_makes_the_usual_context_current_gets_the_other_one(
+    one: Process, door: dict[str, Any]
+) -> None:
+    usual, other = one.context(0), one.context(1)
+
+    def made_current(context: int) -> int:
+        one.fake("fake_use", -1)
+        assert one.call(door["name"], context, **{key: door[key] for key in door if key != "name"}) == 0
+        current: int = one.current()
+        return current
+
+    assert made_current(usual) == usual
+    one.put_instead(usual, other)
+    assert made_current(usual) == other
+    assert made_current(other) == other
+    assert made_current(0) == 0
+    one.put_instead(0, 0)
+    assert made_current(usual) == usual
+
+
+def test_a_context_is_another_one_on_its_own_thread_only(one: Process) -> None:
+    usual, other = one.context(0), one.context(1)
+    one.put_instead(usual, other)
+    assert one.on_a_thread("call", "cuCtxSetCurrent", usual, then="current") == usual
+    one.call("cuCtxSetCurrent", usual)
+    assert one.current() == other
+
+
 # ---- what it changes -----------------------------------------------------------------
 
 
@@ -116,7 +159,7 @@ def test_of_any_kernel_no_more_blocks_than_the_cap_stay_on_an_sm(
     blocks: int,
 ) -> None:
     ordinal, limits = device
-    shared_process.fake("cuCtxSetCurrent", ordinal)
+    shared_process.fake("fake_use", ordinal)
     shared_process.apply(cap)
     function = shared_process.function("kernel", registers, static)
     given = only(shared_process.launch(function, grid=(blocks, 1, 1), block=(threads, 1, 1), shared=dynamic))
@@ -163,9 +206,9 @@ def test_a_kernel_of_a_library_is_resolved_for_each_device(one: Process) -> None
     kernel = one.kernel(*functions)
     one.apply(4)
     assert only(one.launch(kernel)) == FOUR - 1024
-    one.fake("cuCtxSetCurrent", 1)
+    one.fake("fake_use", 1)
     assert only(one.launch(kernel)) == shared_for(SMALL, 4) - 2048
-    one.fake("cuCtxSetCurrent", 0)
+    one.fake("fake_use", 0)
     assert only(one.launch(kernel, attributes=[])) == FOUR - 1024
 
 
@@ -234,7 +277,7 @@ def test_what_goes_into_a_graph_is_left_alone(one: Process) -> None:
 def test_without_a_context_nothing_is_done(one: Process) -> None:
     one.apply(4)
     function = one.function()
-    one.fake("cuCtxSetCurrent", -1)
+    one.fake("fake_use", -1)
     assert only(one.launch(function)) == 0
     assert one.counters() == {"seen": 1, "left.unknown": 1}
 
@@ -394,7 +437,7 @@ def test_without_it_the_reason_is_told(built: Path) -> None:
 
 def test_a_library_of_another_version_is_not_touched(built: Path, tmp_path: Path) -> None:
     source = tmp_path / "other.c"
-    source.write_text(INTERPOSER.read_text().replace("LAYOUT = 1", "LAYOUT = 2"))
+    source.write_text(INTERPOSER.read_text().replace("LAYOUT = 2", "LAYOUT = 1"))
     other = compile_c(tmp_path / "other.so", source, flags=("-std=c11", "-shared", "-fPIC"))
     with (
         process(built / "libcuda.so.1", other) as one,

@@ -99,6 +99,15 @@ def test_off_nothing_is_loaded(packages: Path) -> None:
     assert found["fallbacks"] == []
 
 
+@pytest.mark.parametrize("mode", ["fixed", "adaptive"])
+def test_sms_that_are_asked_for_take_it_too(packages: Path, mode: str) -> None:
+    asked = {
+        "DASK_GPURT__OVERLAP__MODE": mode,
+        f"DASK_GPURT__OVERLAP__{mode.upper()}__SMS": "116",
+    }
+    assert worker(packages, "built", "off", **asked)["loaded"]
+
+
 @pytest.mark.parametrize(
     ("which", "residency", "enabled", "reason"),
     [

@@ -159,6 +159,12 @@ class OverlapSettings:
     learned: str | None = _setting(values.path_or_auto)
     check: bool = _setting(values.boolean)
 
+    @property
+    def intercepts(self) -> bool:
+        """Whether what is asked for takes the interposer in the processes of workers."""
+        asked = {"fixed": self.fixed.sms, "adaptive": self.adaptive.sms}
+        return self.residency != "off" or asked.get(self.mode) is not None
+
     def __post_init__(self) -> None:
         if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
             keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"

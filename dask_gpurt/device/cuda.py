@@ -209,8 +209,8 @@ class CudaDevice:
             "allocator": _allocator(rmm.mr.get_per_device_resource(self.index)),
         }
 
-    def sm_contexts(self) -> SmContexts:
-        return GreenContexts(self.index)
+    def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
+        return GreenContexts(self.index, instead)
 
     def memory(self) -> tuple[int, int]:
         with usual_context(self.index):

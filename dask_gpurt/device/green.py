@@ -1,14 +1,17 @@
 """Green contexts: contexts of a GPU that have some of its SMs, for what a thread launches meanwhile.
 
 A thread that has one current launches into it whatever names no other stream. Its default stream is
-another than that of the GPU's usual context, so both are joined by events on the way in and out.
+another than that of the GPU's usual context, so both are joined by events on the way in and out. In between
+the thread has to stay in it: cupy and others make the usual context current before they copy (cudaSetDevice),
+and a copy there would not wait for what the thread has launched. So they are given the green one instead.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cupy
@@ -26,16 +29,34 @@ UNIT, UNIT_BEFORE = 8, 2
 TRIAL = 1000
 
 
+#: Has a thread get its context, the second, instead of the usual one, the first.
+Instead = Callable[[int, int], None]
+
+
+class _Kept(threading.local):
+    """How this thread is kept in a context, and what ends that; None while it is not."""
+
+    again: Callable[[], None] | None = None
+    end: Callable[[], None] | None = None
+
+
+_kept = _Kept()
+
+
 @contextmanager
 def usual_context(device: int) -> Iterator[None]:
     """Have the context that all threads share current meanwhile, whatever this thread has."""
     _, before = driver.cuCtxGetCurrent()  # None before anything else was asked of the driver
+    if _kept.end:
+        _kept.end()
     runtime.setDevice(device)
     try:
         yield
     finally:
         if before is not None and int(before):
             _checked(driver.cuCtxSetCurrent(before))
+        if _kept.again:
+            _kept.again()
 
 
 class GreenContexts:
@@ -45,6 +66,8 @@ class GreenContexts:
     ----------
     device
         The ordinal of the GPU.
+    instead
+        Has the current thread get a context instead of another one; 0 and 0 end it.
 
     Raises
     ------
@@ -52,11 +75,13 @@ class GreenContexts:
         When the driver has none (before CUDA 12.4), or threads have default streams of their own.
     """
 
-    def __init__(self, device: int):
+    def __init__(self, device: int, instead: Instead):
         if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD:
             raise SmsError("default streams of threads can not be confined: unset CUDF_PER_THREAD_STREAM")
         self._index = device
+        self._instead = instead
         runtime.setDevice(device)
+        self._usual = int(_checked(driver.cuCtxGetCurrent()))
         try:
             self._device = _checked(driver.cuDeviceGet(device))
             kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
@@ -74,21 +99,36 @@ class GreenContexts:
         # What was launched before comes first, and what is launched inside before what follows.
         _checked(driver.cuEventRecord(event, 0))
         _checked(driver.cuGreenCtxWaitEvent(green, event))
+        self._keep(int(context))
         _checked(driver.cuCtxPushCurrent(context))
         try:
             yield
         finally:
+            self._let_go()
             _checked(driver.cuCtxPopCurrent())
             _checked(driver.cuGreenCtxRecordEvent(green, event))
             _checked(driver.cuStreamWaitEvent(0, event, 0))
+
+    def _keep(self, context: int) -> None:
+        """Whoever makes the usual context current on this thread gets this one from now on."""
+        again, end = partial(self._instead, self._usual, context), partial(self._instead, 0, 0)
+        again()
+        _kept.again, _kept.end = again, end
+
+    def _let_go(self) -> None:
+        _kept.again = _kept.end = None
+        self._instead(0, 0)
 
     def try_out(self, sms: int) -> None:
         """Run a kernel of this process confined to so many SMs; SmsError when that does not work."""
         try:
             with self.entered(sms):
                 total = int(cupy.arange(TRIAL).sum())
+                stays = int(_checked(driver.cuCtxGetCurrent())) == int(self._made(sms)[1])
         except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
             raise SmsError(f"green contexts: {error}") from error
+        if not stays:
+            raise SmsError("green contexts: cupy leaves one, past the interposer")
         if total != TRIAL * (TRIAL - 1) // 2:
             raise SmsError("green contexts: a kernel gave a wrong result in one")
 

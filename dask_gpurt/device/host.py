@@ -185,7 +185,7 @@ class HostDevice:
             "shm_free": free,
         }
 
-    def sm_contexts(self) -> SmContexts:
+    def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
         raise SmsError("a processor has no SMs")
 
     def try_priorities(self) -> None:

@@ -203,8 +203,14 @@ class Device(Protocol):
         """Name, memory and whatever else helps a person who reads ``doctor``."""
         ...
 
-    def sm_contexts(self) -> SmContexts:
+    def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
         """Contexts that have some of its SMs.
+
+        Parameters
+        ----------
+        instead
+            Has this thread get a context, the second, where code makes another current, the first; as
+            numbers, and 0 and 0 end it.
 
         Raises
         ------

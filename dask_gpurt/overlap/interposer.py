@@ -1,12 +1,13 @@
 """The library that is preloaded into workers: where it is, whether it is loaded, and what it shares.
 
-``_interposer.c`` changes launches by a policy that is written here, in its memory. It has to be in the
-process before CUDA is, so a nanny names it in ``LD_PRELOAD``.
+``_interposer.c`` changes launches by a policy that is written here, in its memory, and keeps threads in
+contexts. It has to be in the process before CUDA is, so a nanny names it in ``LD_PRELOAD``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from pathlib import Path
 
 from dask_gpurt.overlap.occupancy import MOST_KERNELS, Kernel, Limits
 
-__all__ = ["Interposer", "NotLoadedError", "library", "with_preload"]
+__all__ = ["Interposer", "NotLoadedError", "library", "put_instead", "with_preload"]
 
 #: The layout of what is shared, as the library of this version of the package has it.
-LAYOUT = 1
+LAYOUT = 2
 #: What becomes of a launch, as counted there.
 OUTCOMES = (
     "capped",
@@ -157,6 +158,16 @@ class Interposer:
         finally:
             self._process.gpurt_residency_changed()
 
+    def put_instead(self, usual: int, other: int) -> None:
+        """Give this thread the context ``other`` where code of any library makes ``usual`` current.
+
+        Parameters
+        ----------
+        usual, other
+            Contexts of the driver, as numbers; 0 and 0 end it.
+        """
+        self._process.gpurt_instead(ctypes.c_void_p(usual), ctypes.c_void_p(other))
+
     def limits(self, device: int) -> Limits | None:
         """What a device has; None while the driver does not say."""
         found = _Limits()
@@ -185,11 +196,25 @@ class Interposer:
         ]
 
 
+_loaded = functools.cache(Interposer)
+
+
+def put_instead(usual: int, other: int) -> None:
+    """Have the interposer of this process do it, see :meth:`Interposer.put_instead`.
+
+    Raises
+    ------
+    NotLoadedError
+        When there is none.
+    """
+    _loaded().put_instead(usual, other)
+
+
 def _why_not() -> str:
     path = library()
     if str(path) in re.split(r"[\s:]+", os.environ.get("LD_PRELOAD", "")):
         return f"the loader did not take {path} from LD_PRELOAD: what this process wrote first says why"
     return (
         "this process was started without the interposer in LD_PRELOAD: a nanny names it there, if "
-        "'gpurt.enabled' is true and 'gpurt.overlap.residency' not 'off' when the nanny starts"
+        "'gpurt.enabled' is true, and residency caps or SMs are asked for, when the nanny starts"
     )

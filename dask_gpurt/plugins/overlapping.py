@@ -25,6 +25,7 @@ from dask_gpurt.overlap.actuators import Actuator, Precedence, ResidencyCaps, Sm
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Fixed, Governing, Governor
+from dask_gpurt.overlap.interposer import NotLoadedError, put_instead
 from dask_gpurt.overlap.knowledge import Knowledge
 from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read, write
 from dask_gpurt.overlap.steps import Setting
@@ -89,7 +90,7 @@ class WorkerOverlap:
                 raise UnfitSetting(self._residency.reason or "'gpurt.overlap.residency' is 'off'")
             actuator = Together(caps, self._share, precedence)
             governing = self._governing(actuator)
-        except (SmsError, ValueError) as error:
+        except (SmsError, NotLoadedError, ValueError) as error:
             self._metrics.fallback(FALLBACK, f"{error}. The shuffle has its priority")
             return
         self._control = Control(
@@ -115,7 +116,7 @@ class WorkerOverlap:
         sms = settings.adaptive.sms if adaptive else settings.fixed.sms
         if sms is None:
             return None
-        contexts = self._device.sm_contexts()
+        contexts = self._device.sm_contexts(put_instead)
         failed = partial(self._metrics.fallback, "a task is not confined to SMs")
         share = SmShare(contexts, failed, [sms] if adaptive else [])
         share.apply(Setting(sms=sms))

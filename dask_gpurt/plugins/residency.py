@@ -1,4 +1,4 @@
-"""Residency caps on a worker: its nanny preloads the interposer, and the settings name a cap."""
+"""The interposer in a worker: its nanny preloads it where the settings ask for that; and residency caps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def preload_into(nanny: Any) -> None:
 
     Where there is none, nothing is changed, and the worker says why.
     """
-    if config.load().overlap.residency == "off":
+    if not config.load().overlap.intercepts:
         return
     try:
         path = library()

@@ -13,7 +13,7 @@
 
 typedef int CUresult;
 enum { OK = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, CAPTURE_IMPLICIT = 906 };
-enum { DEVICES = 2, RECORDS = 1 << 16 };
+enum { DEVICES = 2, RECORDS = 1 << 16, DEEPEST = 8 };
 
 enum tag { FUNCTION = 0xF0, KERNEL = 0xCE };
 
@@ -47,7 +47,7 @@ static const int ATTRIBUTES[DEVICES][7][2] = {
     {{16, 84}, {106, 16}, {39, 1536}, {82, 65536}, {81, 102400}, {111, 1024}, {97, 101376}},
 };
 static int contexts[DEVICES];
-static _Thread_local int *current = contexts;
+static _Thread_local int *current = contexts, *below[DEEPEST], depth;
 static struct record records[RECORDS];
 static _Atomic unsigned recorded;
 static _Atomic int silent, implicit_capture, thread_capture, refuse_sets;
@@ -74,6 +74,10 @@ void fake_become(struct function *function, const char *name, int registers, int
     function->refuse_above = 1 << 30;
     function->most_dynamic = 49152 - shared;
 }
+
+/* Of a device; none for -1. */
+void *fake_context(int device) { return device < 0 ? NULL : &contexts[device]; }
+void fake_use(int device) { current = fake_context(device); }
 
 void *fake_stream(int capturing) {
     struct stream *made = calloc(1, sizeof *made);
@@ -112,9 +116,25 @@ CUresult cuCtxGetCurrent(void **context) {
     return OK;
 }
 
-CUresult cuCtxSetCurrent(int device) {
-    current = device < 0 ? NULL : &contexts[device];
+CUresult cuCtxSetCurrent(int *context) {
+    current = context;
     return OK;
+}
+
+CUresult cuCtxPushCurrent_v2(int *context) {
+    if (depth == DEEPEST)
+        return INVALID_CONTEXT;
+    below[depth++] = current;
+    return cuCtxSetCurrent(context);
+}
+
+CUresult cuCtxPushCurrent(int *context) { return cuCtxPushCurrent_v2(context); }
+
+CUresult cuCtxPopCurrent_v2(int **context) {
+    if (!depth)
+        return INVALID_CONTEXT;
+    *context = current;
+    return cuCtxSetCurrent(below[--depth]);
 }
 
 CUresult cuCtxGetDevice(int *device) {
@@ -261,7 +281,7 @@ CUresult cuGetProcAddress(const char *name, void **found, int cuda, uint64_t fla
     strncat(full, name, 50);
     if ((!strncmp(name, "cuLaunchKernel", 14) || !strcmp(name, "cuStreamSynchronize")) && flags & 2)
         strcat(full, "_ptsz");
-    if (!strcmp(name, "cuGetProcAddress") && cuda >= 12000)
+    if ((!strcmp(name, "cuGetProcAddress") && cuda >= 12000) || (!strcmp(name, "cuCtxPushCurrent") && cuda >= 4000))
         strcat(full, "_v2");
     if (!self)
         self = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);

@@ -10,9 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dask_gpurt.overlap.interposer import Interposer
+from dask_gpurt.overlap.interposer import Interposer, put_instead
 from dask_gpurt.overlap.occupancy import Caps, Residency
 
 POINTER, UNSIGNED = ctypes.c_void_p, ctypes.c_uint
@@ -54,7 +55,7 @@ class Host:
 
     def load_driver(self, path: str) -> None:
         self.driver = ctypes.CDLL(path)
-        for name in ("fake_function", "fake_kernel", "fake_stream"):
+        for name in ("fake_function", "fake_kernel", "fake_stream", "fake_context"):
             getattr(self.driver, name).restype = POINTER
         self.driver.fake_launches.restype = ctypes.c_long
         self.driver.fake_record.restype = ctypes.POINTER(Record)
@@ -80,6 +81,9 @@ class Host:
         assert self.residency
         return [vars(kernel) for kernel in self.residency.kernels()]
 
+    def put_instead(self, usual: int, other: int) -> None:
+        put_instead(usual, other)
+
     # ---- the driver
 
     def limits(self, device: int) -> dict[str, int] | None:
@@ -104,6 +108,15 @@ class Host:
             *(POINTER(arg) if isinstance(arg, int) and arg > 2**31 else arg for arg in args)
         )
         return done
+
+    def context(self, device: int) -> int:
+        found: int = self.driver.fake_context(device)
+        return found
+
+    def current(self) -> int:
+        found = POINTER()
+        self.driver.cuCtxGetCurrent(ctypes.byref(found))
+        return found.value or 0
 
     def become(self, handle: int, name: str, registers: int, shared: int) -> None:
         self.driver.fake_become(POINTER(handle), name.encode(), registers, shared)
@@ -180,6 +193,12 @@ class Host:
         """Call a function of a library."""
         found: int = getattr(ctypes.CDLL(path), name)()
         return found
+
+    def on_a_thread(self, call: str, *args: Any, then: str) -> Any:
+        """Do two things on a thread of their own; what comes of the second."""
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(getattr(self, call), *args).result()
+            return thread.submit(getattr(self, then)).result()
 
     def fork(self, call: str, **arguments: Any) -> Any:
         """Do something in a child."""
