@@ -100,13 +100,23 @@ class CudfTable:
         ignore_index: bool,
     ) -> list[Piece | None]:
         frame, keys, function = _hashing(frame, column, drop_column=drop_column)
-        index = [] if ignore_index and frame._columns else list(frame.index._columns)
+        index = [] if ignore_index and frame._columns else self._index_of(frame)
         columns = [*index, *frame._columns]
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
         table, ends = self._partitioned(columns, keys, function, npartitions)
         layout = Layout.of(table, header)
         header = pickle.dumps(layout) if layout else header
         return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
+
+    def _index_of(self, frame: cudf.DataFrame) -> list[ColumnBase]:
+        """The columns of an index. cudf would make those of a range on the user's stream, and wait for it."""
+        index = frame.index
+        if not isinstance(index, cudf.RangeIndex) or not len(index):
+            return list(index._columns)
+        stream, _ = self.device.stream()
+        int64 = plc.DataType(plc.TypeId.INT64)
+        first, step = (plc.Scalar.from_py(n, int64, stream=stream) for n in (index.start, index.step))
+        return [ColumnBase.create(plc.filling.sequence(len(index), first, step, stream=stream), index.dtype)]
 
     def _partitioned(
         self, columns: list[ColumnBase], keys: list[ColumnBase], function: hash_id, npartitions: int
@@ -262,7 +272,9 @@ def _hashing(
         frame = frame.assign()
     target = frame[column]._column
     numbers = target if target.dtype.kind in "iu" else target.astype("int32")
-    return frame.drop(columns=column) if drop_column else frame, [numbers], IDENTITY
+    # Not by ``drop``, which copies the other columns.
+    others = frame[[name for name in frame._column_names if name != column]] if drop_column else frame
+    return others, [numbers], IDENTITY
 
 
 def _hashable(hashed: Hashed) -> list[ColumnBase] | None:

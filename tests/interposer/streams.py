@@ -1,4 +1,4 @@
-"""What the runtime does on a GPU waits for, step by step; one line of JSON.
+"""What the runtime does on a GPU waits for, step by step, and who waits; one line of JSON.
 
 LD_PRELOAD=trap.so python tests/interposer/streams.py trap.so
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cudf
@@ -17,9 +20,11 @@ import numpy as np
 
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.table.cudf import CudfTable
-from dask_gpurt.table.protocol import Part
+from dask_gpurt.table.protocol import Hashed, Part
 
 ROWS = 1 << 16
+#: The most that is looked at of a stack.
+FRAMES = 64
 
 
 class Room:
@@ -29,13 +34,17 @@ class Room:
         self.allocate, self.give_back = pool.allocate, pool.free
 
 
-def shuffle(frame: cudf.DataFrame, device: CudaDevice, table: CudfTable) -> dict[str, Callable[[], Any]]:
+def shuffle(
+    frame: cudf.DataFrame, device: CudaDevice, table: CudfTable, *, hashed: bool
+) -> dict[str, Callable[[], Any]]:
     """A partition that is split, packed and assembled; its steps go in order."""
     room, kept = Room(device.create_pool(1 << 24)), {}
-    options = {"drop_column": True, "ignore_index": True}
+    plain = frame.drop(columns="to")
+    meta = plain.iloc[:0]
 
     def split() -> None:
-        kept["pieces"] = table.split(frame, "to", [[0, 1], [2, 3]], 4, **options)
+        rows = Hashed(plain, ("number",), plain, meta, lambda: frame) if hashed else frame
+        kept["pieces"] = table.split(rows, "to", [[0, 1], [2, 3]], 4, drop_column=True, ignore_index=False)
 
     def pack() -> None:
         kept["packed"] = [table.pack(piece, room) for piece in kept["pieces"]]
@@ -46,7 +55,7 @@ def shuffle(frame: cudf.DataFrame, device: CudaDevice, table: CudfTable) -> dict
             Part(packed.header, packed.block.buffer, piece.offsets, 0, {})
             for piece, packed in zip(kept["pieces"], kept["packed"], strict=True)
         ]
-        kept["frame"] = table.assemble(parts, frame.drop(columns="to"), ignore_index=True)
+        kept["frame"] = table.assemble(parts, meta, ignore_index=False)
 
     def let_go() -> None:
         table.fence()()
@@ -67,14 +76,40 @@ def tiers(device: CudaDevice) -> dict[str, Callable[[], Any]]:
     }
 
 
+class Witness:
+    """Who waits for too much: lines of Python, and functions of CUDA libraries."""
+
+    def __init__(self, trap: ctypes.CDLL):
+        self._libc = ctypes.CDLL(None)
+        self._libc.backtrace_symbols.restype = ctypes.POINTER(ctypes.c_char_p)
+        self._tell = ctypes.CFUNCTYPE(None)(self._look)  # as long as it may be called
+        trap.trap_tell(self._tell)
+        self.seen: list[str] = []
+
+    def _look(self) -> None:
+        lines = [f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in traceback.extract_stack()]
+        frames = (ctypes.c_void_p * FRAMES)()
+        count = self._libc.backtrace(frames, FRAMES)
+        symbols = self._libc.backtrace_symbols(frames, count)
+        native = [Path(os.fsdecode(symbols[at])).name for at in range(count)]
+        self.seen.append(
+            " | ".join([*lines[1:-1], *(name for name in native if "cu" in name or "rmm" in name)])
+        )
+
+
 def main(path: str) -> None:
     trap, device = ctypes.CDLL(path), CudaDevice()
+    witness = Witness(trap)
     columns = {"to": cupy.arange(ROWS, dtype="i4") % 4, "number": cupy.arange(ROWS)}
     plain = cudf.DataFrame(columns)
     strings = plain.assign(text=plain["number"].astype(str))
+    shuffles = {
+        f"{name}{', hashed' * hashed}": shuffle(frame, device, CudfTable(device), hashed=hashed)
+        for name, frame in {"plain": plain, "strings": strings}.items()
+        for hashed in (False, True)
+    }
     steps = {
-        **{f"plain: {name}": step for name, step in shuffle(plain, device, CudfTable(device)).items()},
-        **{f"strings: {name}": step for name, step in shuffle(strings, device, CudfTable(device)).items()},
+        **{f"{step} of {name}": call for name, steps in shuffles.items() for step, call in steps.items()},
         **tiers(device),
         # What it has to see.
         "a fault: device": cupy.cuda.runtime.deviceSynchronize,
@@ -87,7 +122,8 @@ def main(path: str) -> None:
             (trap.trap_on if trapped else trap.trap_off)()
             step()
             trap.trap_off()
-            found[name] = [trap.trap_device() - before[0], trap.trap_default() - before[1]]
+            found[name] = [trap.trap_device() - before[0], trap.trap_default() - before[1], witness.seen]
+            witness.seen = []
     print(json.dumps(found))
 
 

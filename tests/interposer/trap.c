@@ -16,23 +16,35 @@ enum { PER_THREAD = 2 };
 
 static _Thread_local int on;
 static atomic_int for_device, for_default;
+static void (*tell)(void);
 
 int trap_on(void) { return on = 1; }
 int trap_off(void) { return on = 0; }
 int trap_device(void) { return for_device; }
 int trap_default(void) { return for_default; }
 
+/* Calls a function on the thread that waits for too much, before it does. */
+void trap_tell(void (*function)(void)) { tell = function; }
+
+static void count(atomic_int *waits, int too_much) {
+    if (!on || !too_much)
+        return;
+    (*waits)++;
+    if (tell)
+        tell();
+}
+
 static wait *real_context, *real_stream[2];
 static get_proc *real_get_proc, *real_get_proc_v2;
 
 static int context(void *which) {
-    for_device += on;
+    count(&for_device, 1);
     return real_context(which);
 }
 
 /* 0 is the default stream, 1 the legacy one, 2 that of the thread. */
 static int waits(void *stream, int per_thread) {
-    for_default += on && (uintptr_t)stream <= 2;
+    count(&for_default, (uintptr_t)stream <= 2);
     return real_stream[per_thread](stream);
 }
 
