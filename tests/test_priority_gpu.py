@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import dask.dataframe as dd
@@ -14,14 +13,22 @@ from distributed import Client
 
 pytestmark = pytest.mark.gpu
 
-#: Every block stays as long as it is told to.
-SPIN = r"""
-extern "C" __global__ void spin(long long clocks) {
+#: A block of ``spin`` stays as long as it is told to, and is counted as it ends; ``look`` reads the count.
+KERNELS = r"""
+extern "C" __global__ void spin(long long clocks, unsigned int *ended) {
     for (long long until = clock64() + clocks; clock64() < until;);
+    if (threadIdx.x == 0)
+        atomicAdd(ended, 1u);
+}
+extern "C" __global__ void look(unsigned int *ended, unsigned int *seen) {
+    if (threadIdx.x == 0)
+        seen[blockIdx.x] = *(volatile unsigned int *)ended;
 }
 """
 #: Blocks of compute: with 1024 threads two fit on an SM, so there are dozens of them one after the other.
 BLOCKS, THREADS, CLOCKS = 20_000, 1024, 200_000
+#: Blocks of communication.
+LOOKS = 132
 
 
 @pytest.fixture
@@ -47,31 +54,29 @@ def test_the_priority_of_a_stream_changes(device: Any) -> None:
     assert len(streams) == 1
 
 
-def seconds_beside(device: Any, *, first: bool) -> float:
-    """How long a small kernel of communication takes that is launched behind many blocks of compute."""
+def blocks_before(device: Any, *, first: bool) -> int:
+    """Of many blocks of compute, how many end before a small kernel of communication that is launched later."""
     import cupy
 
-    kernel = cupy.RawKernel(SPIN, "spin")
-    kernel((1,), (1,), (1,))
-    cupy.cuda.runtime.deviceSynchronize()
+    module = cupy.RawModule(code=KERNELS)
+    spin, look = module.get_function("spin"), module.get_function("look")
+    ended, seen = cupy.zeros(1, "uint32"), cupy.zeros(LOOKS, "uint32")
     device.prioritised = first
     _, stream = device.stream()
-    kernel((BLOCKS,), (THREADS,), (CLOCKS,))
-    began = time.perf_counter()
     with stream:
-        kernel((132,), (128,), (1000,))
+        look((LOOKS,), (128,), (ended, seen))  # loaded
     stream.synchronize()
-    seconds = time.perf_counter() - began
-    cupy.cuda.runtime.deviceSynchronize()
-    return seconds
+    spin((BLOCKS,), (THREADS,), (CLOCKS, ended))
+    with stream:
+        look((LOOKS,), (128,), (ended, seen))
+    stream.synchronize()
+    return int(seen.max())
 
 
 def test_what_comes_first_waits_for_few_blocks_of_compute(device: Any) -> None:
     """In turns, so that it is the change that counts, not how the stream was made."""
-    for first in (True, False):  # loaded, and clocked up
-        seconds_beside(device, first=first)
-    waits = [(seconds_beside(device, first=True), seconds_beside(device, first=False)) for _ in range(3)]
-    assert all(ahead < equal / 3 for ahead, equal in waits), waits
+    found = [(blocks_before(device, first=True), blocks_before(device, first=False)) for _ in range(3)]
+    assert all(ahead < BLOCKS / 3 < 2 * BLOCKS / 3 < equal for ahead, equal in found), found
 
 
 def test_what_was_launched_before_a_change_keeps_its_order(device: Any) -> None:

@@ -247,7 +247,8 @@ def _results_table(outcomes: Sequence[Outcome], methods: Sequence[str]) -> Table
     for heading in ("rows", *methods, *paths):
         style = "bold" if heading == "gpurt" else ""
         table.add_column(heading.replace("-", "-\n"), justify="right", style=style, no_wrap=True)
-    table.add_column("equal", no_wrap=True)
+    # Whatever else does not fit into a narrow terminal.
+    table.add_column("equal", no_wrap=True, min_width=len(f"✓ {len(methods)} of {len(methods)}"))
     for outcome in outcomes:
         passed = f"{sum(outcome.checks.values())} of {len(methods)}"
         table.add_row(
