@@ -41,7 +41,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt.cli.cluster import choose_backend
+from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment
 
 PARTS = ("collectives", "workers", "pipeline")
@@ -177,6 +177,8 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
 @click.option("--side", type=click.IntRange(min=1), default=8192, show_default=True, help="Of matrices.")
 @click.option("--collective", default="896MiB", show_default=True, callback=in_bytes, help="On each GPU.")
 @click.option("--modes", default=",".join(MODES), callback=split_list(MODES), help="Of pipeline.")
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
+@click.option("--timeline", is_flag=True, help="Tell what GPUs do in the pipeline, by PyTorch's profiler.")
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--rmm-pool-size", type=click.FloatRange(0, 1), default=0.5, show_default=True)
 @click.option(
@@ -225,7 +227,7 @@ def main(
 def make_plan(parameters: Mapping[str, Any]) -> Plan:
     """Make the plan of the options; what is left at its default is small where the host rehearses."""
     backend = choose_backend(parameters["backend"])
-    workers = parameters["workers"] or (nvml.device_get_count() if backend == "cudf" else 2)
+    workers = parameters["workers"] or default_workers(backend)
     plan = Plan(**{**parameters, "backend": backend, "workers": workers})
     if backend == "cudf":
         return plan

@@ -1,9 +1,9 @@
 """Matrices and arrays beside collectives of NCCL, one process for each GPU.
 
 Communication is what PyTorch asks NCCL for, at the usual priority or at a high one; compute is confined by
-the interposer, which is preloaded into the processes. The governor is told what was measured of a leg, as
-the largest of all processes, so that all of them choose the same. ``--backend pandas`` rehearses with numpy
-on the host, where the collectives are copies and nothing is confined.
+the interposer, which is preloaded into the processes, or to some of the SMs. The governor is told what was
+measured of a leg, as the largest of all processes, so that all of them choose the same. ``--backend pandas``
+rehearses with numpy on the host, where the collectives are copies and nothing is confined.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -24,10 +24,10 @@ from overlap_plan import LEARNING, Plan, rotated
 from overlap_workers import Board
 from processes import Child, one_of_each
 
-from dask_gpurt.overlap.actuators import ONE_BY_ONE, ResidencyCaps
+from dask_gpurt.overlap.actuators import ONE_BY_ONE, ResidencyCaps, SmShare, Together
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, with_preload
+from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, put_instead, with_preload
 from dask_gpurt.overlap.knowledge import FEW
 from dask_gpurt.overlap.occupancy import Residency
 from dask_gpurt.overlap.steps import OFF as NO_PRIORITY
@@ -60,6 +60,8 @@ class Times:
 class Side(Protocol):
     """One process."""
 
+    share: SmShare | None
+
     def choose(self, cell: str) -> None:
         """What is computed and communicated from now on."""
 
@@ -89,7 +91,9 @@ class Torch:
             False: self.dist.new_group(backend="nccl"),
             True: self.dist.new_group(backend="nccl", pg_options=options),
         }
-        self.computing, self.waiting = torch.cuda.Stream(priority=0), torch.cuda.Stream()
+        # What a context confines is its default stream; collectives wait for the stream they are called on.
+        self.computing, self.calling = torch.cuda.default_stream(), torch.cuda.Stream()
+        self.share = _share(rank, plan.sms)
         self.sent = torch.randn(plan.collective // 4, device=self.device)
         self.received = torch.empty_like(self.sent)
         self.compute: Callable[[], Any]
@@ -126,16 +130,12 @@ class Torch:
         torch.cuda.synchronize()
         begin, computed, communicated = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         began = perf_counter()
-        with torch.cuda.stream(self.computing):
-            begin.record()
-            for _ in range(computes):
-                self.compute()
-            computed.record()
+        self._launched(computes, begin, computed)
         work = None
-        for _ in range(collectives):
-            work = self.communicate(self.groups[first])
-        with torch.cuda.stream(self.waiting):
-            self.waiting.wait_event(begin)
+        with torch.cuda.stream(self.calling):
+            for _ in range(collectives):
+                work = self.communicate(self.groups[first])
+            self.calling.wait_event(begin)
             if work is not None:
                 work.wait()
             communicated.record()
@@ -146,6 +146,21 @@ class Torch:
         self.dist.all_reduce(longest, op=self.dist.ReduceOp.MAX)
         return Times(*longest.tolist())
 
+    def _launched(self, computes: int, begin: Any, computed: Any) -> None:
+        """Start so many, between two events, confined if the share of the SMs says so."""
+
+        def launch() -> None:
+            with self.torch.cuda.stream(self.computing):
+                begin.record()
+                for _ in range(computes):
+                    self.compute()
+                computed.record()
+
+        if self.share:
+            self.share.run(launch)
+        else:
+            launch()
+
 
 class Rehearsal:
     """A process without a GPU: both are copies and products of numpy."""
@@ -155,6 +170,7 @@ class Rehearsal:
         self.sent = np.ones(plan.collective // 4, np.float32)
         self.matrix = np.ones((plan.side, plan.side), np.float32)
         self.threads = ThreadPoolExecutor(1)
+        self.share = None
 
     def choose(self, cell: str) -> None:
         self.run(1, 1, first=True)
@@ -178,8 +194,9 @@ class Rehearsal:
 class Cell:
     """One process's part in a cell."""
 
-    def __init__(self, plan: Plan, name: str, side: Side, actuator: ResidencyCaps | None):
-        self.plan, self.name, self.side, self.actuator = plan, name, side, actuator
+    def __init__(self, plan: Plan, name: str, side: Side, caps: ResidencyCaps | None):
+        self.plan, self.name, self.side, self.caps = plan, name, side, caps
+        self.actuator = Together(caps, side.share)
         side.choose(name)
         once = min(side.run(4, 0, first=True).total for _ in range(3)) / 4
         collective = min(side.run(0, 4, first=True).total for _ in range(3)) / 4
@@ -199,13 +216,11 @@ class Cell:
 
     def together(self, setting: Setting, *, first: bool = True) -> Times:
         """Measure both together under a setting."""
-        if self.actuator and setting.residency:
-            self.actuator.apply(setting)
+        self.actuator.apply(replace(setting, first=True))  # which comes first is said by the group
         try:
             return self.side.run(self.computes, self.collectives, first=first)
         finally:
-            if self.actuator:
-                self.actuator.clear()
+            self.actuator.clear()
 
     def governed(self, governor: Governor) -> Times:
         """Measure both together as a governor says, and tell it what came of it."""
@@ -216,7 +231,8 @@ class Cell:
 
     def learn(self) -> Governor:
         """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
-        candidates = {**(self.plan.candidates() if self.actuator else {}), NO_PRIORITY: ONE_BY_ONE}
+        candidates = {**(self.plan.candidates() if self.caps else {}), NO_PRIORITY: ONE_BY_ONE}
+        candidates |= self.side.share.settings() if self.side.share else {}
         governor = Governor(candidates, budget=LEARNING)
         for turn in range(max(8, round(self.plan.learn / (2 * self.leg)))):
             if turn % 8 == 0:
@@ -227,7 +243,7 @@ class Cell:
 
     def rounds(self, governor: Governor) -> Iterator[Round]:
         """Measure all settings time and again, each alone before."""
-        settings = self.plan.settings(caps=self.actuator is not None)
+        settings = self.plan.settings(caps=self.caps is not None, contexts=self.side.share is not None)
         for turn in range(ROUNDS * self.plan.repeat):
             alone = self.measure_alone()
             together = {name: self._under(name, settings[name], governor) for name in rotated(settings, turn)}
@@ -237,6 +253,23 @@ class Cell:
         if setting is None:
             return self.governed(governor).total
         return self.together(setting, first=name != OFF).total
+
+
+def _share(rank: int, sms: Sequence[int]) -> SmShare | None:
+    """What confines to so many SMs; None where nothing is to be, or can."""
+    if not sms:
+        return None
+    contexts = import_module("dask_gpurt.device.green").GreenContexts(rank, put_instead)
+    try:
+        for number in sms:
+            contexts.try_out(number)
+    except NotLoadedError:  # which is told of the caps
+        return None
+    return SmShare(contexts, _not_confined, sms)
+
+
+def _not_confined(reason: str) -> None:
+    raise RuntimeError(f"compute was to be confined and was not: {reason}")
 
 
 def step(name: str, setting: Setting, times: Times, work: float, moved: float) -> Step:
@@ -257,13 +290,13 @@ def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> I
     kind = Torch if plan.backend == "cudf" else Rehearsal
     side: Side = kind(plan, rank, folder)
     try:
-        actuator = ResidencyCaps(Residency(Interposer(), rank if plan.backend == "cudf" else 0))
+        caps = ResidencyCaps(Residency(Interposer(), rank if plan.backend == "cudf" else 0))
         yield None
     except NotLoadedError as error:
-        actuator = None
+        caps = None
         yield str(error)
     for name in names:
-        cell = Cell(plan, name, side, actuator)
+        cell = Cell(plan, name, side, caps)
         governor = cell.learn()
         rounds = [asdict(one) for one in cell.rounds(governor)]
         yield {
@@ -271,7 +304,7 @@ def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> I
             "computes": cell.computes,
             "collectives": cell.collectives,
             "learned": rows(governor.known),
-            "launches": dict(actuator.counters()) if actuator else {},
+            "launches": dict(cell.actuator.counters()),
         }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import dask
 import dask.dataframe as dd
+import gpu_timeline
 from distributed import Client, wait
 from overlap_figures import ADAPTIVE, Round, against, spread
 from overlap_plan import LEARNING, Plan, rotated
@@ -76,7 +77,9 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
     highest = max(1, count * plan.partitions // ALIKE)
     with (
         dask.config.set({**LOADED, "dataframe.shuffle.method": "gpurt"}),
-        local_cluster(plan.backend, plan.workers, plan.protocol, plan.rmm_pool_size) as cluster,
+        local_cluster(
+            plan.backend, plan.workers, plan.protocol, plan.rmm_pool_size, threads=plan.threads
+        ) as cluster,
         Client(cluster) as client,
     ):
         meta = source(0, 1, 2, plan.backend).iloc[:0]
@@ -85,17 +88,30 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
         wait(frame)
         expected = learn(client, frame, plan, folder / "learned.json")
         shuffled = frame.shuffle("a").persist()
+        profiles: dict[str, dict[str, Any]] = {}
         for turn in range(plan.repeat):
             compute, _ = timed(only_compute(shuffled))
             shuffles, _ = timed(only_shuffles(frame))
             yield "alone", {"turn": turn, "compute": compute, "shuffles": shuffles}
             for mode in rotated(plan.modes, turn):
                 switch(client, mode, folder / "learned.json")
+                before = client.run_on_scheduler(thread_seconds)
+                if plan.timeline:
+                    client.run(gpu_timeline.begin)
                 seconds, total = timed(pipeline(frame))
                 if total != expected:
                     raise ValueError(f"the payloads add up to {total} in the mode {mode!r}, not {expected}")
                 yield "run", {"mode": mode, "turn": turn, "seconds": seconds}
-                workers = dask_gpurt.report(client)["workers"]
+                after = client.run_on_scheduler(thread_seconds)
+                report = dask_gpurt.report(client)
+                workers = report["workers"]
+                profiles[mode] = {
+                    "tasks": {name: of - before.get(name, 0.0) for name, of in after.items()},
+                    "steps": {name: of for name, of in report["counters"].items() if ".seconds." in name},
+                }
+                if plan.timeline:
+                    profiles[mode]["timeline"] = client.run(gpu_timeline.end)
+                yield "profile", profiles
                 if mode == ADAPTIVE:
                     yield "overlap", {name: reply["overlap"] for name, reply in workers.items()}
                 yield "fallbacks", {name: reply["fallbacks"] for name, reply in workers.items()}
@@ -135,6 +151,12 @@ def timed(program: Frame) -> tuple[float, int]:
     wait(result)
     seconds = time.perf_counter() - began
     return seconds, int(result["payload"].sum().compute())
+
+
+def thread_seconds(dask_scheduler: Any) -> dict[str, float]:
+    """Seconds of task threads so far, of all workers, by task prefix."""
+    prefixes = dask_scheduler.task_prefixes
+    return {name: float(prefix.all_durations.get("compute", 0.0)) for name, prefix in prefixes.items()}
 
 
 def modes(runs: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -33,15 +33,17 @@ class Plan:
     learn
         Seconds for which the governor may try before it is measured.
     caps, sms
-        Residency caps that are measured, and tried; SMs for compute, beside shuffles.
+        Residency caps that are measured, and tried; SMs for compute.
     size, partitions
         Bytes of a shuffle of the runtime, on all workers together, and its partitions.
     rows, side
         Rows of the frames, and of the square matrices, that are computed with.
     collective
         Bytes of a collective on each GPU.
-    modes
-        Of the runtime, that take turns in the pipeline.
+    modes, threads
+        Of the pipeline: modes of the runtime, that take turns, and threads for tasks of a worker.
+    timeline
+        Whether to look at what GPUs do in the pipeline, which takes time of its own.
     """
 
     backend: str
@@ -58,6 +60,8 @@ class Plan:
     side: int
     collective: int
     modes: tuple[str, ...]
+    threads: int = 1
+    timeline: bool = False
     protocol: str | None = None
     rmm_pool_size: float = 0.5
 
