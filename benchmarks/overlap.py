@@ -169,7 +169,7 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
 @click.option("--seconds", default=0.2, show_default=True, help="Of compute alone in a leg.")
 @click.option("--task", default=0.025, show_default=True, help="Seconds of a task.")
 @click.option("--learn", default=6.0, show_default=True, help="Seconds to learn a cell in.")
-@click.option("--caps", default="8,4,2", show_default=True, callback=numbers(int), help="Residency caps.")
+@click.option("--caps", default="8,6,4", show_default=True, callback=numbers(int), help="Residency caps.")
 @click.option("--sms", default="116", show_default=True, callback=numbers(int), help="SMs for compute.")
 @click.option("--size", default="16GiB", show_default=True, callback=in_bytes, help="Of a shuffle.")
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
