@@ -100,7 +100,11 @@ class GreenContexts:
         _checked(driver.cuEventRecord(event, 0))
         _checked(driver.cuGreenCtxWaitEvent(green, event))
         self._keep(int(context))
-        _checked(driver.cuCtxPushCurrent(context))
+        try:
+            _checked(driver.cuCtxPushCurrent(context))
+        except SmsError:  # and the thread goes on in the usual one
+            self._let_go()
+            raise
         try:
             yield
         finally:
