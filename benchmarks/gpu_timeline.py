@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-#: The number that CUPTI gives to the default stream, which is that of user code.
+#: The number that CUPTI of CUDA 13 gives to the default stream, which is that of user code. In a green
+#: context user code has another one.
 DEFAULT = 7
 #: Kernels and copies that are named.
 MOST = 12
