@@ -36,8 +36,11 @@ from rich.table import Table
 import dask_gpurt
 from dask_gpurt.cli.environment import environment
 
-#: Who decides, and the memory of a worker as a multiple of its part of the data: nobody spills.
-SIDES, ROOM = ("stock", "gpurt"), 8
+#: Who decides.
+SIDES = ("stock", "gpurt")
+#: The memory of a worker, such that nobody spills: a multiple of its part of the data, and what it takes at least,
+#: for a process that has imported RAPIDS has 0.8 GiB before it holds anything.
+ROOM, LEAST = 8, 4 << 30
 #: Of the table, in characters: on a terminal, and in a file too.
 WIDTH = 110
 
@@ -64,7 +67,7 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
     """Processes with the runtime on."""
     settings = {"gpurt.placement.enabled": placement, "distributed.worker.memory.terminate": False}
-    memory = max(1 << 30, ROOM * nbytes // workers)
+    memory = max(LEAST, ROOM * nbytes // workers)
     with dask.config.set(settings), simulator.cluster(workers, memory) as client:
         dask_gpurt.enable(client)
         try:

@@ -28,6 +28,8 @@ NEAR, FAR = 2, 16
 UNKNOWN_SIZE = 1 << 20
 #: Seconds by which it is certain that a task will be done earlier elsewhere.
 CERTAIN = 0.05
+#: Seconds for which it does not matter whether inputs move: the scheduler spends a part of that on a task.
+NO_TIME = 0.001
 #: By how much the work before a task may take longer or shorter than expected, as a part of it.
 UNSURE = 1 / 3
 
@@ -201,15 +203,17 @@ class Chooser:
     def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
         """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier.
 
-        What is on its way before them comes while others run. A short task is to be done earlier by half of
-        what it takes at least, and one that waits there, too, by a part of that: nobody knows better than
-        that who will be idle when, and whoever is first may still steal it.
+        What is on its way before them comes while others run. It has to be certain that a task is done
+        earlier, and one that waits there, too, is to gain a part of that: nobody knows better than that who
+        will be idle when, and whoever is first may still steal it. Of a short task half of what it takes is
+        enough where nothing is lost if that is wrong.
         """
         before = self.estimates.seconds_inbound(self._state.workers[candidate.worker])
         alone = candidate.terms.moving - (before if candidate.missing else 0.0)
         running = holder.terms.running
         gained = holder.terms.seconds - candidate.terms.seconds
-        enough = max(min(running / 2, CERTAIN), UNSURE * candidate.terms.waiting)
+        least = min(running / 2, CERTAIN) if alone <= NO_TIME else CERTAIN
+        enough = max(least, UNSURE * candidate.terms.waiting)
         return alone - holder.terms.moving <= running + holder.terms.room and gained >= enough
 
     def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
