@@ -38,8 +38,8 @@ from dask_gpurt.cli.environment import environment
 
 #: Who decides.
 SIDES = ("stock", "gpurt")
-#: The memory of a worker, such that nobody spills: a multiple of its part of the data, and what it takes at least,
-#: for a process that has imported RAPIDS has 0.8 GiB before it holds anything.
+#: The memory of a worker, such that nobody spills: a multiple of its part of the data, and at least so much,
+#: for a process that has imported RAPIDS takes 0.8 GiB before it holds anything.
 ROOM, LEAST = 8, 4 << 30
 #: Of the table, in characters: on a terminal, and in a file too.
 WIDTH = 110

@@ -30,7 +30,8 @@ if sys.version_info < (3, 12):
 
 def cuda_devices() -> int:
     """Count the CUDA devices through the driver's own library: it needs no package and makes no context."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    if visible in ("", "-1"):
         return 0
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -39,7 +40,7 @@ def cuda_devices() -> int:
     count = ctypes.c_uint(0)
     if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
         return 0
-    return count.value
+    return count.value if visible == "all" else min(count.value, len(visible.split(",")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

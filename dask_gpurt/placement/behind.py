@@ -12,6 +12,7 @@ from dask.typing import Key
 @dataclass(slots=True)
 class _Worker:
     number: int = 0
+    total: float = 0.0
     parts: Counter[str] = field(default_factory=Counter)
 
 
@@ -38,6 +39,7 @@ class Behind:
         self._tasks[key] = worker, parts
         known = self._workers[worker]
         known.number += 1
+        known.total += sum(parts.values())
         known.parts.update(parts)
 
     def remove(self, key: Key) -> str | None:
@@ -47,6 +49,7 @@ class Behind:
             return None
         known = self._workers[worker]
         known.number -= 1
+        known.total -= sum(parts.values())
         known.parts.subtract(parts)
         if not known.number:  # what sums of fractions have left goes, too
             del self._workers[worker]
@@ -58,4 +61,4 @@ class Behind:
 
     def number(self, worker: str) -> float:
         """How many wait there in all."""
-        return sum(self.parts(worker).values())
+        return self._workers.get(worker, _NOTHING).total

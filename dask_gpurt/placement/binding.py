@@ -136,23 +136,28 @@ class Placement:
         ts = self._state.tasks.get(key)
         if ts is not None and worker is not None:
             self._chooser.estimates.finished(ts, worker, seconds)
-            self._chooser.estimates.observe_size(ts)
 
     def told(self, worker: str) -> None:
         """A worker has told what room it has now."""
         ws = self._state.workers.get(worker)
-        if ws is not None:
-            self._chooser.estimates.told(ws)
-            self.changed(worker)
+        if ws is None:
+            return
+        self._chooser.estimates.told(ws)
+        if self._chooser.estimates.has_room(ws) != self._chooser.has_room(ws):
+            self._look_at(ws)
 
     def changed(self, worker: str) -> None:
-        """The room or the place of a worker is another than before."""
+        """The place of a worker is another than before."""
         ws = self._state.workers.get(worker)
-        if ws is None or ws not in self._state.running:
-            return
-        self._chooser.look_anew(ws)
-        self._state.check_idle_saturated(ws)
-        self._open_queue("gpurt-room")
+        if ws is not None:
+            self._chooser.look_anew(ws)
+            self._look_at(ws)
+
+    def _look_at(self, ws: Any) -> None:
+        """Have Dask and the gate judge a worker again, and the queue move."""
+        if ws in self._state.running:
+            self._state.check_idle_saturated(ws)
+            self._open_queue("gpurt-room")
 
     def left(self, worker: str) -> None:
         """Dask has removed a worker."""

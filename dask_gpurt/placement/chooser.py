@@ -163,11 +163,14 @@ class Chooser:
         allowed = self._state.running if valid is None else valid
         demand = self.estimates.demand(ts)
         estimate = partial(self.estimates.cost, demand)
+        if len(allowed) == 1:
+            return [estimate(ws) for ws in allowed]
         holders = [ws for ws in self._holders(demand.inputs) if ws in allowed]
         found = {ws.address: estimate(ws) for ws in holders}
         if found:
-            stays = _with_most(found.values())
-            found = {worker: each for worker, each in found.items() if self._is_no_worse(each, stays)}
+            if len(found) > 1:
+                stays = _with_most(found.values())
+                found = {worker: each for worker, each in found.items() if self._is_no_worse(each, stays)}
             first = cost.best(found.values())
             forced = not first.terms.fits or _waits_for_inputs(first)
             if forced or (_is_late(first) and self._may_move(ts)):
@@ -302,9 +305,12 @@ def _with_most(holders: Iterable[Candidate]) -> Candidate:
 
 
 def _is_late(candidate: Candidate) -> bool:
-    """Whether another worker could run a task earlier, wherever its inputs are."""
-    waiting, _, moving, room, _ = candidate.terms
-    return waiting > 0 or moving > 0 or room > 0
+    """Whether another worker could run a task earlier, wherever its inputs are, and that would gain anything.
+
+    What takes no time, as an alias of persisted data, can wait anywhere.
+    """
+    waiting, running, moving, room, _ = candidate.terms
+    return room > 0 or (running > 0 and (waiting > 0 or moving > 0))
 
 
 def _waits_for_inputs(candidate: Candidate) -> bool:

@@ -92,17 +92,18 @@ class Estimates:
 
     def demand(self, ts: Any) -> Demand:
         """What a task asks of workers."""
-        prefix, dependencies = ts.prefix, ts.dependencies
-        needs = self.needs(ts)
+        prefix, needs = ts.prefix, self.needs(ts)
         inputs = sum([nbytes for _, nbytes, _ in needs])
-        seconds = 0.0 if is_alias(ts) else self.lengths.seconds(prefix.name, inputs)
+        if needs and is_alias(ts):
+            return Demand(needs, (), 0.0, 0.0, inputs)
+        seconds = self.lengths.seconds(prefix.name, inputs)
         if seconds is None:
             seconds = self._state._get_prefix_duration(prefix)
         if not needs:
             nbytes = size(prefix)
             return Demand((), (), seconds, nbytes, nbytes)
         nbytes = max(size(prefix), self._least.get(prefix.name, 0.0) * inputs)
-        sources = {dts.prefix.name for dts in dependencies}
+        sources = {dts.prefix.name for dts in ts.dependencies}
         return Demand(needs, sources, seconds, nbytes, inputs + nbytes)
 
     def _usual(self, prefix: Any) -> float:
@@ -218,8 +219,10 @@ class Estimates:
         queued = self._state.queued
         if queued:
             need += (len(ws.processing) + 1) * size(queued.peek().prefix)
-        room = self.room(ws)
-        return room.free + room.below > need
+        address, nbytes = ws.address, ws.nbytes
+        room = self._headroom.room(address)
+        come: int = max(0, nbytes - self._told.get(address, nbytes))
+        return room.free + room.below - come > need
 
     # ---- what decisions and workers show ---------------------------------------------
 
@@ -259,21 +262,19 @@ class Estimates:
         """A task has taken so many seconds of work on a worker."""
         if is_alias(ts):
             return
-        prefix, nbytes = ts.prefix, sum([dts.get_nbytes() for dts in ts.dependencies])
-        usual = self.lengths.seconds(prefix.name, nbytes)
+        prefix, name = ts.prefix, ts.prefix.name
+        inputs = sum([dts.get_nbytes() for dts in ts.dependencies])
+        usual = self.lengths.seconds(name, inputs)
         self.paces.observe(worker, seconds, prefix.duration_average if usual is None else usual)
-        self.lengths.observe(prefix.name, nbytes, seconds)
+        self.lengths.observe(name, inputs, seconds)
+        if inputs:
+            part = ts.get_nbytes() / inputs
+            self._least[name] = min(part, self._least.get(name, part))
 
     def left(self, key: Key) -> str | None:
         """A task is no longer on the worker that it was given to; tell which if that changes its load."""
         behind = self._behind.remove(key)
         return self._surplus.remove(key) or behind
-
-    def observe_size(self, ts: Any) -> None:
-        """A task has a result: the others of its prefix leave at least such a part of their inputs."""
-        if inputs := sum([dts.get_nbytes() for dts in ts.dependencies]):
-            name, part = ts.prefix.name, ts.get_nbytes() / inputs
-            self._least[name] = min(part, self._least.get(name, part))
 
     def forget(self, worker: str) -> None:
         """Dask has removed a worker."""
