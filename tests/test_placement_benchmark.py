@@ -26,6 +26,7 @@ def test_both_sides_take_turns_and_agree(tmp_path: Path) -> None:
         assert figure["workload"] in done.stdout
         sides = (figure["stock"], figure["gpurt"])
         assert all(side["min"] <= side["median"] <= side["max"] for side in sides)
+        assert all(side["cpu"] > 0 for side in sides)
         assert figure["ratio"] == pytest.approx(sides[0]["median"] / sides[1]["median"])
     turns = [run["side"] for run in results["runs"] if run["workload"] == "skewed-join"]
     assert turns == ["gpurt", "stock", "stock", "gpurt", "gpurt", "stock"]

@@ -17,6 +17,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
 from dask_gpurt.topology import Place, Topology
+from dask_gpurt.topology.contacts import FIRST
 
 
 def test_a_task_runs_where_its_input_is() -> None:
@@ -122,6 +123,25 @@ def test_what_joins_the_gpus_does_not_count_where_dask_sends_by_tcp() -> None:
     cluster.data("x", 5, nbytes=8 * GB)
     cluster.busy(5, 3)
     assert cluster.place("y", "x") == 5
+
+
+def test_a_short_queue_is_not_worth_the_first_transfer_between_two_gpus() -> None:
+    state, topology = bare.BareState(2), Topology(first=FIRST)
+    for address in state.workers:
+        topology.add(address, Place("host", address, nvlink="host", rdma=True))
+    one, other = state.workers
+
+    def place(tasks: int) -> int | None:
+        cluster = Cluster(2, topology=topology)
+        cluster.data("x", 0)
+        cluster.busy(0, tasks)
+        cluster.state.task_prefixes["busy0"].duration_average = 0.05
+        return cluster.place("y", "x", duration=0.05)
+
+    assert place(tasks=4) == 0
+    assert place(tasks=12) == 1
+    topology.observe(one, other, GB, 0.3, by_comms=True)
+    assert place(tasks=4) == 1
 
 
 def test_inputs_are_not_moved_for_a_guess() -> None:

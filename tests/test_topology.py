@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, HostLinks, Link, Place, Speed, Topology
+from dask_gpurt.topology.contacts import FIRST, MOST_PEERS, WEIGHT
 from dask_gpurt.topology.learned import DEPARTS, WINDOW
 from dask_gpurt.topology.places import MOST_PAIRS
 
@@ -274,3 +275,65 @@ def test_only_the_classes_that_are_given_are_not_as_shipped() -> None:
     topology = Topology({Link.TCP: Speed(1.0, 2.0)})
     assert topology.tier_speed(Link.TCP) == Speed(1.0, 2.0)
     assert topology.tier_speed(Link.RDMA) == SHIPPED[Link.RDMA]
+
+
+# ---- first transfers -----------------------------------------------------------------
+
+
+def gpus(number: int, **more: Any) -> Topology:
+    topology = Topology(first=FIRST)
+    for index in range(number):
+        topology.add(f"w{index}", gpu("a", index, nvlink="a", **more))
+    return topology
+
+
+def test_the_first_transfer_between_two_gpus_takes_longer_and_tells_nothing_of_the_link() -> None:
+    topology = gpus(3)
+    before, first = topology.learned(), FIRST[Link.NVLINK]
+    assert topology.contact(Link.NVLINK, "w0", "w1") == first
+    topology.observe("w0", "w1", 512 * MIB, 0.5, by_comms=True)
+    assert topology.contact(Link.NVLINK, "w0", "w1") == 0
+    assert topology.learned() == before
+    assert not topology.departing
+    # The other way, and with others, they have not met; but what it took is learned.
+    expected = first + WEIGHT * (0.5 - SHIPPED[Link.NVLINK].seconds(512 * MIB) - first)
+    for pair in (("w1", "w0"), ("w0", "w2"), ("w2", "w1")):
+        assert topology.contact(Link.NVLINK, *pair) == pytest.approx(expected)
+    topology.observe("w0", "w1", 512 * MIB, 0.5, by_comms=True)
+    assert topology.learned() != before
+
+
+def test_shards_do_not_make_dasks_comms_meet() -> None:
+    topology = gpus(2)
+    topology.observe("w0", "w1", 512 * MIB, 0.5)
+    assert topology.contact(Link.NVLINK, "w0", "w1") > 0
+    assert topology.learned()[Link.NVLINK] != SHIPPED[Link.NVLINK]
+
+
+def test_by_tcp_the_first_transfer_is_like_the_others() -> None:
+    topology = gpus(2, by_tcp=True)
+    topology.observe("w0", "w1", 512 * MIB, 5.0, by_comms=True)
+    assert topology.contact(Link.LOOPBACK, "w0", "w1") == 0
+    assert topology.learned()[Link.LOOPBACK].bandwidth < SHIPPED[Link.LOOPBACK].bandwidth
+
+
+@pytest.mark.parametrize("leaves", ["w0", "w1"])
+def test_who_comes_back_is_met_anew(leaves: str) -> None:
+    topology = gpus(2)
+    topology.observe("w0", "w1", 512 * MIB, 0.001, by_comms=True)
+    assert topology.contact(Link.NVLINK, "w0", "w1") == 0
+    place = topology.place(leaves)
+    assert place is not None
+    topology.remove(leaves)
+    topology.add(leaves, place)
+    assert topology.contact(Link.NVLINK, "w0", "w1") > 0
+
+
+def test_as_many_peers_are_remembered_as_one_may_have() -> None:
+    topology = gpus(MOST_PEERS + 2)
+    for index in range(1, MOST_PEERS + 2):
+        topology.observe(f"w{index}", "w0", 512 * MIB, 0.5, by_comms=True)
+    met = [
+        index for index in range(1, MOST_PEERS + 2) if not topology.contact(Link.NVLINK, f"w{index}", "w0")
+    ]
+    assert met == list(range(2, MOST_PEERS + 2))

@@ -211,18 +211,19 @@ class Chooser:
     def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
         """Whether to move inputs takes no longer than what is gained: their holder is done a task earlier.
 
-        What is on its way before them comes while others run. It has to be certain that a task is done
-        earlier, and one that waits there, too, is to gain a part of that: nobody knows better than that who
-        will be idle when, and whoever is first may still steal it. Of a short task half of what it takes is
-        enough where nothing is lost if that is wrong.
+        What is on its way before them comes while others run, and that two workers meet is for all that
+        follows too. It has to be certain that a task is done earlier, and one that waits there, too, is to
+        gain a part of that: nobody knows better than that who will be idle when, and whoever is first may
+        still steal it. Of a short task half of what it takes is enough where inputs move in no time.
         """
         before = self.estimates.seconds_inbound(self._state.workers[candidate.worker])
         alone = candidate.terms.moving - (before if candidate.missing else 0.0)
+        meeting = self.estimates.routes.contact(holder.worker, candidate.worker)
         running = holder.terms.running
         gained = holder.terms.seconds - candidate.terms.seconds
         least = min(running / 2, CERTAIN) if alone <= NO_TIME else CERTAIN
         enough = max(least, UNSURE * candidate.terms.waiting)
-        return alone - holder.terms.moving <= running + holder.terms.room and gained >= enough
+        return alone - meeting - holder.terms.moving <= running + holder.terms.room and gained >= enough
 
     def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
         """Workers around a holder with less to do than the first choice so far, and than any nearer one."""

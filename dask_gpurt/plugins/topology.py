@@ -11,6 +11,7 @@ from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
+from dask_gpurt.topology.contacts import FIRST
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.hosts import Host
 
@@ -42,7 +43,7 @@ class SchedulerTopology:
         self._scheduler = scheduler
         self._metrics = metrics
         self._file = load(file) if file is not None else Description()
-        self.topology = Topology(self._file.speeds)
+        self.topology = Topology(self._file.speeds, FIRST)
         self._hosts: dict[str, Host] = {}
         self._asked: set[str] = set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from dask_gpurt.topology.contacts import Contacts
 from dask_gpurt.topology.learned import RETURNS, Average, Departures, factor
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
@@ -70,9 +71,11 @@ class Topology:
     ----------
     speeds
         By class of link, what is known beforehand; for classes that are left out, what is shipped.
+    first
+        By class of link, the seconds that the first of Dask's transfers between two workers takes longer.
     """
 
-    def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED):
+    def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED, first: Mapping[Link, float] | None = None):
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, Mapping[frozenset[str], Link]] = {}
         self._host_averages: dict[tuple[str, Link], Average] = {}
@@ -81,6 +84,7 @@ class Topology:
         self._rings: dict[tuple[str, ...], dict[str, None]] = {}
         self._classes = {link: Average(speed) for link, speed in {**SHIPPED, **speeds}.items()}
         self._departures: Departures[Pair] = Departures(MOST_PAIRS)
+        self._contacts = Contacts(first or {})
 
     # ---- who is there ----------------------------------------------------------------
 
@@ -100,6 +104,7 @@ class Topology:
         if place is None:
             return
         del self._everywhere[worker]
+        self._contacts.forget(worker)
         for ring in _rings_of(place):
             del self._rings[ring][worker]
             if not self._rings[ring]:
@@ -207,6 +212,10 @@ class Topology:
         """The time that so many bytes take from a worker to another."""
         return self.way(source, target, by_comms)[1].seconds(nbytes)
 
+    def contact(self, link: Link, source: str, target: str) -> float:
+        """Seconds on top of what a link takes by Dask's comms, while they have not sent anything over it."""
+        return self._contacts.seconds(link, source, target)
+
     # ---- what transfers show ---------------------------------------------------------
 
     def observe(
@@ -238,6 +247,9 @@ class Topology:
             self._classes[link].observe(nbytes, seconds, transfers)
             return
         usual = self._usual(link, here, there)
+        expected = transfers * usual.speed.latency + nbytes / usual.speed.bandwidth
+        if by_comms and self._contacts.observe(link, source, target, seconds - expected):
+            return
         self._departures.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)
         usual.observe(nbytes, seconds, transfers)
 
