@@ -140,10 +140,8 @@ class Placement:
     def told(self, worker: str) -> None:
         """A worker has told what room it has now."""
         ws = self._state.workers.get(worker)
-        if ws is None:
-            return
-        self._chooser.estimates.told(ws)
-        if self._chooser.estimates.has_room(ws) != self._chooser.has_room(ws):
+        if ws is not None:
+            self._chooser.estimates.told(ws)
             self._look_at(ws)
 
     def changed(self, worker: str) -> None:

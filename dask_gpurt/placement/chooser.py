@@ -181,19 +181,14 @@ class Chooser:
         return list(found.values())
 
     def _holders(self, needs: Collection[Need]) -> list[Any]:
-        """Those with the most bytes of inputs, the most first; of many with as much, the least work.
-
-        Of a few the order is of little matter, and Dask works out anew each time what a worker has to do.
-        """
+        """Those with the most bytes of inputs, the most first; of many with as much, the least work."""
         held: defaultdict[str, int] = defaultdict(int)
         for _, nbytes, replicas in needs:
             for address in replicas:
                 held[address] += nbytes
         found = [self._state.workers[address] for address in held]
-        if len(found) > MOST_HOLDERS:
+        if len(found) > 1:
             found.sort(key=lambda ws: (held[ws.address], -ws.occupancy, ws.address), reverse=True)
-        elif len(found) > 1:
-            found.sort(key=lambda ws: (held[ws.address], -len(ws.processing), ws.address), reverse=True)
         return found[:MOST_HOLDERS]
 
     def _may_move(self, ts: Any) -> bool:
