@@ -10,14 +10,14 @@ from dask_gpurt.topology.links import Link
 #: Seconds by class of link, until transfers have shown others. Classes that are left out take no longer.
 FIRST: Mapping[Link, float] = {
     # Measured on four H200, 512 MiB over UCX: 0.28 s, and 0.56 to 0.65 where four began at once; those that
-    # followed took 0.01. The receiver maps the whole pool that the data lie in, here half of a GPU.
+    # followed took 0.01. It seems that the receiver maps the pool that the data lie in, here half of a GPU.
     Link.NVLINK: 0.3,
-    # Nominal: the same mapping.
+    # Nominal: the same way to get at the data of another process.
     Link.PCIE: 0.3,
 }
 #: The weight of the last first transfer in the average of its class.
 WEIGHT = 0.2
-#: From how many others each worker is remembered to have had data; from whom longest ago is forgotten.
+#: From how many others each worker is remembered to have had data; the one met first is forgotten first.
 MOST_PEERS = 256
 
 
