@@ -253,6 +253,18 @@ def test_no_graph_is_faster_than_it_can_be(
     assert done.result.fallbacks == 0
 
 
+def test_dask_may_steal_tasks_that_take_no_time() -> None:
+    """Its stealing takes a length of nothing for that of a task that has seceded."""
+    first, works = Name("('task0-t', 0)"), []
+    for number in range(13):
+        prefix, needs = ("task1", (first,)) if number in (3, 5, 12) else ("task0", ())
+        works.append(Work(Name(f"('{prefix}-t', {number})"), needs, 0.0, 0))
+    works[1] = Work(Name("('task0-t', 1)"), (first,), 2.0, 0)
+    simulation = Simulation(on_one_host(2), workload(*works))
+    simulation.run()
+    assert simulation.runs == {one.key: 1 for one in works}
+
+
 @settings(max_examples=40, deadline=None)
 @given(works=graphs(), workers=st.integers(2, 6), data=st.data())
 def test_bytes_come_from_who_has_them_also_when_workers_leave(

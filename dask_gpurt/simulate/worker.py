@@ -54,6 +54,8 @@ EVENTS: Mapping[str, type[StateMachineEvent]] = {
 BUSY_RETRY, FIND_MISSING = 0.15, 1.0
 #: Transfers of fewer bytes tell a worker nothing of its bandwidth.
 TELLING = 1_000_000
+#: The shortest time, in seconds, that a clock tells of a task: of nothing Dask takes it to have seceded.
+RESOLUTION = 1e-6
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class VirtualWorker:
                 run_id=run_id,
                 value=work.nbytes,
                 start=start,
-                stop=self._clock.now,
+                stop=max(self._clock.now, start + RESOLUTION),
                 nbytes=work.nbytes,
                 type=bytes,
                 stimulus_id="finished",
