@@ -125,12 +125,13 @@ def test_what_joins_the_gpus_does_not_count_where_dask_sends_by_tcp() -> None:
     assert cluster.place("y", "x") == 5
 
 
-def test_an_alias_stays_where_its_data_are_however_full_that_is() -> None:
+@pytest.mark.parametrize("free", [GB / 2, -GB])
+def test_an_alias_stays_where_its_data_are_however_full_that_is(free: float) -> None:
     cluster = Cluster(2)
     cluster.data("made-0", 1)
     cluster.data("made-1", 0)
     cluster.busy(0, 20)
-    cluster.rooms.free[cluster.addresses[0]] = GB / 2
+    cluster.rooms.free[cluster.addresses[0]] = free
     alias = cluster.task("made-2", "made-1")
     alias.run_spec = Alias("made-2", "made-1")
     alias.prefix.nbytes_total, alias.prefix.states["memory"] = 2 * GB, 2

@@ -13,7 +13,7 @@ from dask.typing import Key
 
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.estimates import Estimates, Need
+from dask_gpurt.placement.estimates import Estimates, Need, is_alias
 from dask_gpurt.placement.families import siblings, whereabouts
 from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.loads import Loads, Neighbourhood
@@ -167,6 +167,8 @@ class Chooser:
             return [estimate(ws) for ws in allowed]
         holders = [ws for ws in self._holders(demand.inputs) if ws in allowed]
         found = {ws.address: estimate(ws) for ws in holders}
+        if found and is_alias(ts):  # what it names is there already, whoever else has room
+            return list(found.values())
         if found:
             if len(found) > 1:
                 stays = _with_most(found.values())
@@ -306,12 +308,9 @@ def _with_most(holders: Iterable[Candidate]) -> Candidate:
 
 
 def _is_late(candidate: Candidate) -> bool:
-    """Whether another worker could run a task earlier, wherever its inputs are, and that would gain anything.
-
-    What takes no time, as an alias of persisted data, can wait anywhere.
-    """
-    waiting, running, moving, room, _ = candidate.terms
-    return room > 0 or (running > 0 and (waiting > 0 or moving > 0))
+    """Whether another worker could run a task earlier, wherever its inputs are."""
+    waiting, _, moving, room, _ = candidate.terms
+    return waiting > 0 or moving > 0 or room > 0
 
 
 def _waits_for_inputs(candidate: Candidate) -> bool:
