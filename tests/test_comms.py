@@ -11,9 +11,11 @@ import pytest
 
 from dask_gpurt.device.codecs import CODECS, Codec, HostCodec
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange import comms
+from dask_gpurt.exchange import calls
+from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.shard import Peer, PeerLost
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.topology import Link
@@ -36,12 +38,15 @@ class Worker:
     def __init__(self, reachable: bool = True) -> None:
         self.reachable = reachable
         self.loop = SimpleNamespace(time=asyncio.get_running_loop().time)
-        self.scheduler = SimpleNamespace(gpurt_links=self._links)
+        self.scheduler = SimpleNamespace(gpurt_links=self._links, gpurt_gone=self._gone)
         self.answers = {SLOW: asyncio.Event(), QUICK: asyncio.Event()}
         self.asked = Counter[str]()
 
     async def _links(self, worker: str, peers: list[str]) -> dict[str, Any]:
         return {"links": {peer: (str(Link.TCP), 1e8, 1e-3) for peer in peers}, "classes": {}}
+
+    async def _gone(self, peers: list[str]) -> list[str]:
+        return [] if self.reachable else peers
 
     def rpc(self, peer: str) -> Any:
         async def fetch(**_: Any) -> dict[str, Any]:
@@ -56,7 +61,18 @@ class Worker:
 
 def comms_of(worker: Worker) -> Comms:
     nothing: Any = None  # fetching needs no pool
-    return Comms(worker, nothing, Links(worker), Traffic(), Metrics(), "auto", at_once)
+    metrics = Metrics()
+    return Comms(
+        Peer.begin(ME),
+        worker,
+        nothing,
+        Links(worker),
+        Traffic(),
+        metrics,
+        Calls(worker, metrics),
+        "auto",
+        at_once,
+    )
 
 
 async def at_once(function: Any, *args: Any) -> Any:
@@ -64,9 +80,11 @@ async def at_once(function: Any, *args: Any) -> Any:
 
 
 def shard_of(peer: str) -> Any:
-    shard = SimpleNamespace(producer=peer, device="host", id=0)
+    shard = SimpleNamespace(producer=Peer.begin(peer), device="host", id=0)
     path = SimpleNamespace(staging=None)
-    return SimpleNamespace(shard=shard, run=("a shuffle", 1), path=path, place=None, device=Quiet(0))
+    return SimpleNamespace(
+        shard=shard, run=("a shuffle", 1), path=path, device=Quiet(0), check_wanted=lambda: None
+    )
 
 
 async def settled() -> None:
@@ -105,7 +123,8 @@ def test_a_slow_peer_does_not_hold_up_the_others() -> None:
 
 
 def test_nothing_is_kept_of_peers_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comms, "PAUSE", 0.0)
+    monkeypatch.setattr(calls, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(calls, "FIRST_PAUSE_S", 0.0)
 
     async def session() -> None:
         worker = Worker(reachable=False)
@@ -113,7 +132,7 @@ def test_nothing_is_kept_of_peers_that_have_left(monkeypatch: pytest.MonkeyPatch
         ours = comms_of(worker)
         pulls = [asyncio.create_task(ours.fetch(shard_of(SLOW))) for _ in range(2)]
         await asyncio.wait(pulls, timeout=10)
-        assert [type(pull.exception()) for pull in pulls] == [OSError, OSError]
+        assert [type(pull.exception()) for pull in pulls] == [PeerLost, PeerLost]
         pulls.clear()
         assert not ours._first
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.landing import Landing
-from dask_gpurt.exchange.shard import Section, Shard
+from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.ladder import Ladder, serving
 from dask_gpurt.memory.ledger import Ledger
@@ -239,7 +239,7 @@ def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: Ladder) -> 
     metrics, given = Metrics(), array(1)
     landing = Landing(ladder, "host", metrics)
     section = Section((0,), (0, 1), 0, given.nbytes, b"")
-    shard = Shard(0, "tcp://a:1", "host", 0, 0, 0, (section,))
+    shard = Shard(0, Peer("tcp://a:1", "life"), "host", 0, Attempt(0, 0), 0, (section,))
 
     def bring(sources: Any) -> Any:
         raise MemoryError("std::bad_alloc")

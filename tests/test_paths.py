@@ -17,7 +17,7 @@ from dask_gpurt.device import MappingError
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.inbox import reading
 from dask_gpurt.exchange.paths import Between, Path, least, possible
-from dask_gpurt.exchange.shard import Section, Shard
+from dask_gpurt.exchange.shard import Attempt, Section, Shard
 from dask_gpurt.topology import SHIPPED, Link, Speed
 
 ALL = frozenset(PATHS)
@@ -170,14 +170,15 @@ def publish(exchange: Any, owner: str, data: np.ndarray) -> Shard:
         Section((at,), (0, 1), block.offset, block.nbytes, b"") for at, block in enumerate(blocks)
     )
     return Shard(
-        outbox.publish(RUN, owner, blocks), exchange.worker.address, "accelerator", 0, 0, 0, sections
+        outbox.publish(RUN, owner, blocks), exchange.me, "accelerator", 0, Attempt(0, 0), 0, sections
     )
 
 
 async def bytes_of(exchange: Any, shard: Shard) -> np.ndarray:
     """What arrives of a shard."""
     errors: list[Exception] = []
-    parcel = await exchange.accept(RUN, shard, errors.append)
+    exchange.run_begins(RUN)
+    parcel = exchange.take(RUN, shard, await exchange.path(shard), errors.append)
 
     def read() -> np.ndarray:
         with reading([(parcel, 0), (parcel, 1)], exchange.landing, lambda: None, "task") as found:
@@ -223,7 +224,9 @@ def test_a_staged_shard_of_a_run_that_ends_is_freed() -> None:
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         here = with_accelerator(a)
         shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
-        reply = await here.comms.serve("accelerator", shard.id, list(RUN), None, b.address)
+        reply = await here.comms.serve(
+            "accelerator", shard.id, list(RUN), None, b.address, here.me.incarnation
+        )
         assert len(reply["staged"]["offsets"]) == 2
         assert here.pools.outbox("host").pool.used > 0
         await here.withdraw(RUN)
@@ -253,7 +256,9 @@ def test_what_is_staged_as_a_run_ends_is_freed(published: str, monkeypatch: pyte
         monkeypatch.setattr(device, "scatter", slowly)
         b.handlers["gpurt_forget"] = lets_go
         shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
-        serving = asyncio.create_task(here.comms.serve("accelerator", shard.id, list(RUN), None, b.address))
+        serving = asyncio.create_task(
+            here.comms.serve("accelerator", shard.id, list(RUN), None, b.address, here.me.incarnation)
+        )
         assert await here.offload(copying.wait, 10)
         await here.withdraw(RUN)
         go_on.set()

@@ -23,7 +23,7 @@ from dask_gpurt.exchange import Exchange, Shard, exchange
 from dask_gpurt.exchange.inbox import Parcel, Place
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.exchange.shard import Section
+from dask_gpurt.exchange.shard import Attempt, Section
 from dask_gpurt.observe import Metrics
 
 RUN, NEXT = ("a shuffle", 1), ("a shuffle", 2)
@@ -117,7 +117,9 @@ class Pair:
         block.buffer[:] = OURS
         number = self.outbox.publish(RUN, self.owner.worker.address, [block])
         section = Section((0,), (0, 1), block.offset, NBYTES, b"")
-        self.shard = Shard(number, self.producer.worker.address, "host", 0, 0, 0, (section,))
+        self.shard = Shard(number, self.producer.me, "host", 0, Attempt(0, 0), 0, (section,))
+        self.owner.run_begins(RUN)
+        self.failed: list[Exception] = []
 
     def _end(self, worker: Worker, settings: config.Settings) -> Exchange:
         ladder: Any = None  # nothing lands there
@@ -125,7 +127,7 @@ class Pair:
         return Exchange(worker, Pools(config.Size(4 * NBYTES), 2**30, metrics), ladder, settings, metrics)
 
     async def accepted(self) -> Parcel:
-        return await self.owner.accept(RUN, self.shard, lambda error: None)
+        return self.owner.take(RUN, self.shard, await self.owner.path(self.shard), self.failed.append)
 
     def overwrite(self) -> None:
         """Whatever may be reused is: the pool gives memory back, and another run takes some of it."""
@@ -151,7 +153,7 @@ class Pair:
         go_on()
         await asyncio.gather(*let_go)
         assert self.outbox.pool.used == NBYTES  # what the other run has
-        assert not self.owner._parcels[self.producer.worker.address]
+        assert not self.owner._parcels[self.producer.me]
         for end in (self.producer, self.owner):
             await asyncio.to_thread(end.close)
 
@@ -202,7 +204,7 @@ def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
         parcel = await pair.accepted()
-        pair.owner.drain(pair.producer.worker.address)
+        pair.owner.drain(list(pair.producer.me))
         await asyncio.to_thread(pair.landed.begun.wait, 60)
         await pair.ends(parcel, owner_first=owner_first, go_on=pair.landed.let.set)
         assert set(np.concatenate(pair.landed.found)) == {OURS}
@@ -224,7 +226,7 @@ def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> No
 
 
 def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "ASK_AGAIN", 0.0)
+    monkeypatch.setattr(exchange, "WITHDRAW_AGAIN_S", 0.0)
 
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
@@ -262,9 +264,9 @@ def test_a_pull_that_fails_leaves_nothing_behind() -> None:
     async def test() -> None:
         pair = Pair("comms")
         pair.producer.worker.handlers["gpurt_fetch"] = failing
-        failed = asyncio.Event()
-        parcel = await pair.owner.accept(RUN, pair.shard, lambda error: failed.set())
-        await failed.wait()
+        parcel = await pair.accepted()
+        while not pair.failed:
+            await pair.settled()
         await pair.ends(parcel, owner_first=False, go_on=lambda: None)
 
     async def failing(**_: Any) -> Any:

@@ -128,19 +128,19 @@ class RangeTargets(Blockwise):
 
 def _hash_join_transfer(
     frame: Any, by: Any, name: str, npartitions: int, id: Any, input_partition: int, by_index: bool
-) -> int:
+) -> Any:
     """A transfer of one side of a join, with the arguments of Dask's."""
     names = [by] if isinstance(by, str) else by
     if by_index or not isinstance(names, list) or not set(names) <= set(frame.columns):
         from dask.dataframe.dask_expr._merge import create_assign_index_merge_transfer
 
         transfer = create_assign_index_merge_transfer()
-        return int(transfer(frame, by, name, npartitions, id, input_partition, by_index))
+        return transfer(frame, by, name, npartitions, id, input_partition, by_index)
     assign = functools.partial(
         AssignPartitioningIndex.operation, frame, names, name, npartitions, frame, False
     )
     hashed: Any = Hashed(frame, tuple(names), frame, frame, assign)  # Dask's function only passes it on
-    return int(merge_transfer(hashed, id, input_partition))
+    return merge_transfer(hashed, id, input_partition)
 
 
 class GpurtHashJoin(HashJoinP2P):

@@ -18,17 +18,15 @@ from distributed.utils import nbytes as size_of
 from dask_gpurt.device import Block, Device, PoolFull
 from dask_gpurt.device.codecs import Codec
 from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import AS_THEY_ARE, Compressor
-from dask_gpurt.exchange.inbox import Parcel, Place
+from dask_gpurt.exchange.inbox import Parcel
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.exchange.shard import PeerError, RunKey
+from dask_gpurt.exchange.shard import Peer, PeerLost, RunKey
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Metrics
-
-#: Attempts to reach a peer before a pull gives up, and the seconds between them.
-ATTEMPTS, PAUSE = 30, 1.0
 
 
 class Comms:
@@ -36,8 +34,12 @@ class Comms:
 
     Parameters
     ----------
+    me
+        This worker's own exchange.
     worker
         The Dask worker.
+    calls
+        Calls handlers of peers.
     compression
         Whether shards may be compressed on their way to another host: "auto", "gpu" for those of a GPU on
         that too, or "off".
@@ -47,19 +49,23 @@ class Comms:
 
     def __init__(
         self,
+        me: Peer,
         worker: Any,
         pools: Pools,
         links: Links,
         traffic: Traffic,
         metrics: Metrics,
+        calls: Calls,
         compression: str,
         offload: Callable[..., Awaitable[Any]],
     ):
-        self._worker = worker
+        self._me = me
         self._pools = pools
         self._links = links
         self._traffic = traffic
         self._metrics = metrics
+        self._calls = calls
+        self._protocol = me.address.partition("://")[0]
         self._compress, self._on_gpu = compression != "off", compression == "gpu"
         self._offload = offload
         self._compressor = Compressor(metrics)
@@ -68,7 +74,7 @@ class Comms:
 
     def _carries(self, device: Device) -> bool:
         """Whether the comms of this worker take buffers of a device as they are."""
-        return device.carried_by(str(self._worker.address).partition("://")[0])
+        return device.carried_by(self._protocol)
 
     # ---- fetching ----------------------------------------------------------------------
 
@@ -87,12 +93,12 @@ class Comms:
 
         Raises
         ------
-        PeerError
-            When the producer does not have it any more.
-        OSError
-            When the producer can not be reached.
+        PeerLost
+            When the producer does not have it any more, or has left.
+        ExchangeClosed
+            When nothing needs the shard any more.
         """
-        peer = parcel.shard.producer
+        peer = parcel.shard.producer.address
         packing = await self._packing(peer, parcel.device, by_host)
         if packing is not None and not self._links.shown(peer):
             # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
@@ -104,26 +110,23 @@ class Comms:
 
     async def _ask(self, parcel: Parcel, packing: dict[str, Any] | None) -> dict[str, Any]:
         shard = parcel.shard
-        staged_for = None if parcel.path.staging is None else self._worker.address
-        for attempt in range(ATTEMPTS):
-            start = perf_counter()
-            try:
-                reply: dict[str, Any] = await self._worker.rpc(shard.producer).gpurt_fetch(
-                    kind=shard.device,
-                    shard=shard.id,
-                    run=list(parcel.run),
-                    packing=packing,
-                    staged_for=staged_for,
-                )
-                break
-            except OSError:
-                if attempt == ATTEMPTS - 1 or parcel.place is Place.GONE:
-                    raise
-                await asyncio.sleep(PAUSE)
+        producer = shard.producer
+        start = perf_counter()
+        reply: dict[str, Any] = await self._calls.call(
+            producer.address,
+            "gpurt_fetch",
+            check=parcel.check_wanted,
+            kind=shard.device,
+            shard=shard.id,
+            run=list(parcel.run),
+            packing=packing,
+            staged_for=None if parcel.path.staging is None else self._me.address,
+            to=producer.incarnation,
+        )
         if reply["data"] is None:
-            raise PeerError(f"worker {shard.producer} does not have shard {shard.id} any more")
+            raise PeerLost(f"worker {producer.address} does not have shard {shard.id} any more")
         if not reply["staged"]:
-            self._note(shard.producer, reply["data"], perf_counter() - start - reply["seconds"])
+            self._note(producer.address, reply["data"], perf_counter() - start - reply["seconds"])
         return reply
 
     async def _packing(self, peer: str, device: Device, by_host: bool) -> dict[str, Any] | None:
@@ -160,7 +163,9 @@ class Comms:
             assert parcel.path.staging is not None
             return list(map(parcel.path.staging.view, reply["staged"]["offsets"], sizes))
         if reply["codec"] is None:
-            return [received(data) for data in reply["data"]]
+            whole = [received(data) for data in reply["data"]]
+            # Within a process a comm hands the memory of the producer over, who will reuse it.
+            return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
         with self._metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])
             return self._codecs(parcel.device)[reply["codec"]].decompress(packed, sizes)
@@ -182,8 +187,9 @@ class Comms:
         run: list[Any],
         packing: dict[str, Any] | None,
         staged_for: str | None,
+        to: str,
     ) -> dict[str, Any]:
-        """Handler: the bytes of a shard, and the seconds that it took.
+        """Handler: the bytes of a shard of ``to``, and the seconds that it took.
 
         What is sent is the pool itself, where it can be: it is nobody else's before the peer has let go.
 
@@ -200,11 +206,15 @@ class Comms:
             Under "staged" where the sections lie in that pool; else the sections, or all compressed as one.
         """
         start = perf_counter()
+        key = (run[0], run[1])
+        if to != self._me.incarnation:
+            self._metrics.add("exchange.messages.stale")
+            return {"data": None}
         outbox = self._pools.known(kind)
         blocks = outbox.view(shard)
         if blocks is None:
             return {"data": None}
-        device, key = self._pools.device(kind), (run[0], run[1])
+        device = self._pools.device(kind)
         staged = await self._offload(self._staged, device, blocks, key, staged_for) if staged_for else None
         codec, data = None, []
         if staged is None:

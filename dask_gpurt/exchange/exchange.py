@@ -20,15 +20,16 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.device.codecs import CodecError
 from dask_gpurt.device.handovers import Handovers
+from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.inbox import Parcel, Place
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.paths import Path
-from dask_gpurt.exchange.peers import Peers, close
+from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
+from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.observe import Metrics
@@ -39,8 +40,8 @@ from dask_gpurt.table.watching import watch
 IDLE = 10.0
 #: Seconds for which a producer that asked for room counts as short of it.
 PRESSED = 1.0
-#: Seconds until an owner that could not be reached, but has not left, is asked again.
-ASK_AGAIN = 1.0
+#: Until an owner that could not be reached, but has not left, is asked again to let a run go.
+WITHDRAW_AGAIN_S = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
 THREADS = 4
 
@@ -72,6 +73,7 @@ class Exchange:
         handovers: Handovers | None = None,
     ):
         self.worker = worker
+        self.me = Peer.begin(worker.address)
         self.settings = settings
         self.metrics = metrics
         self.handovers = handovers
@@ -80,16 +82,38 @@ class Exchange:
         self.landing = Landing(ladder, pools.main, metrics)
         self.traffic = Traffic()
         self.links = Links(worker)
-        self.peers = Peers(worker, pools, self.links, settings.exchange.paths, metrics, self.offload)
+        self.calls = Calls(worker, metrics)
+        self.peers = Peers(
+            self.me,
+            worker,
+            pools,
+            self.links,
+            settings.exchange.paths,
+            metrics,
+            self.calls,
+            self.offload,
+            self._close_soon,
+        )
         self.comms = Comms(
-            worker, pools, self.links, self.traffic, metrics, settings.exchange.compression, self.offload
+            self.me,
+            worker,
+            pools,
+            self.links,
+            self.traffic,
+            metrics,
+            self.calls,
+            settings.exchange.compression,
+            self.offload,
         )
         self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
-        self._parcels: defaultdict[str, set[Parcel]] = defaultdict(set)
-        self._released: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-        self._asked: dict[str, float] = {}
-        self._runs: set[RunKey] = set()
+        self._parcels: defaultdict[Peer, set[Parcel]] = defaultdict(set)
+        #: Releases that are on their way or still to be sent.
+        self._released: dict[tuple[Peer, str], list[int]] = {}
+        self._asked: dict[Peer, float] = {}
+        self._publishing: set[RunKey] = set()
+        #: The runs that receive here, each with the producers that have withdrawn from it.
+        self._receiving: dict[RunKey, set[Peer]] = {}
         self._pulls = 0
         #: Bytes of shards that were offered to this worker.
         self.moved = 0
@@ -109,25 +133,31 @@ class Exchange:
     # ---- what is in flight -----------------------------------------------------------
 
     def run_begins(self, run: RunKey) -> None:
-        """A run begins to publish on this worker."""
-        self._runs.add(run)
-        self.in_flight(len(self._runs), self._pulls)
+        """A run begins to publish and to receive on this worker."""
+        self._publishing.add(run)
+        self._receiving[run] = set()
+        self.in_flight(len(self._publishing), self._pulls)
+
+    def run_published(self, run: RunKey) -> None:
+        """A run publishes nothing any more; again does nothing."""
+        if run in self._publishing:
+            self._publishing.remove(run)
+            self.in_flight(len(self._publishing), self._pulls)
 
     def run_ends(self, run: RunKey) -> None:
-        """A run publishes nothing any more; again does nothing."""
-        if run in self._runs:
-            self._runs.remove(run)
-            self.in_flight(len(self._runs), self._pulls)
+        """A run is over on this worker; again does nothing."""
+        self.run_published(run)
+        self._receiving.pop(run, None)
 
     @contextlib.contextmanager
     def _pulling(self) -> Iterator[None]:
         self._pulls += 1
-        self.in_flight(len(self._runs), self._pulls)
+        self.in_flight(len(self._publishing), self._pulls)
         try:
             yield
         finally:
             self._pulls -= 1
-            self.in_flight(len(self._runs), self._pulls)
+            self.in_flight(len(self._publishing), self._pulls)
 
     def table(self, frame: Any) -> Table:
         """The backend for a frame; see :func:`~dask_gpurt.table.backend_for`."""
@@ -136,17 +166,42 @@ class Exchange:
 
     # ---- reading ---------------------------------------------------------------------
 
-    async def accept(self, run: RunKey, shard: Shard, on_error: Callable[[Exception], None]) -> Parcel:
-        """Take an offered shard: pull it at once unless it can wait where it lies.
+    async def path(self, shard: Shard) -> Path:
+        """How an offered shard will be read.
+
+        Raises
+        ------
+        PeerLost
+            When its producer has left.
+        """
+        return await self.peers.path(shard.producer, shard.device, shard.nbytes)
+
+    def take(self, run: RunKey, shard: Shard, path: Path, failed: Callable[[Exception], None]) -> Parcel:
+        """Take an offered shard: pull it soon unless it can wait where it lies. Does not wait for anything.
 
         Parameters
         ----------
-        on_error
-            Called when the pull has failed for good.
+        path
+            From :meth:`path`.
+        failed
+            Called when the shard can not be pulled.
+
+        Raises
+        ------
+        ExchangeClosed
+            When the run is over here, or at the producer, who may have reused the block.
+        PeerLost
+            When the producer has left.
         """
-        path = await self.peers.path(shard.producer, shard.device, shard.nbytes)
+        withdrawn = self._receiving.get(run)
+        if withdrawn is None or shard.producer in withdrawn:
+            address = shard.producer.address
+            raise ExchangeClosed(f"shard {shard.id} of {address} was offered after the end of its run")
+        if not path.hold():
+            raise PeerLost(f"worker {shard.producer.address} has left")
         device = self.pools.device(shard.device)
-        parcel = Parcel(run, shard, path, device, self.landing, partial(self._release_soon, path))
+        release = partial(self._release_soon, path)
+        parcel = Parcel(run, shard, path, device, self.landing, release, failed)
         self._parcels[shard.producer].add(parcel)
         self.moved += shard.nbytes
         headers = sum(len(section.header) for section in shard.sections)
@@ -154,14 +209,18 @@ class Exchange:
         self.metrics.add(f"exchange.shards.{path.name}")
         pressed = self.worker.loop.time() - self._asked.get(shard.producer, -PRESSED) < PRESSED
         if pressed or not path.in_place:
-            self._pull_soon(parcel, on_error)
+            self._pull_soon(parcel)
         return parcel
 
-    def _pull_soon(self, parcel: Parcel, on_error: Callable[[Exception], None] | None = None) -> None:
-        if parcel.start_moving():
-            self.worker._ongoing_background_tasks.call_soon(self._pull, parcel, on_error)
+    def refuse(self, shard: Shard) -> None:
+        """Have the producer free a shard that will not be taken."""
+        self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id)
 
-    async def _pull(self, parcel: Parcel, on_error: Callable[[Exception], None] | None) -> None:
+    def _pull_soon(self, parcel: Parcel) -> None:
+        if parcel.start_moving():
+            self.worker._ongoing_background_tasks.call_soon(self._pull, parcel)
+
+    async def _pull(self, parcel: Parcel) -> None:
         try:
             await self._limiter.wait_for_available()
             if parcel.place is Place.GONE:
@@ -169,9 +228,8 @@ class Exchange:
             else:
                 await self._pull_now(parcel)
         except Exception as error:
-            parcel.fail(error)
-            if on_error is not None:
-                on_error(error)
+            if parcel.place is not Place.GONE:  # else it belongs to what is over, and nothing reads it
+                parcel.fail(error)
         finally:
             parcel.stop_moving()
 
@@ -199,7 +257,8 @@ class Exchange:
 
     def _pull_mapped(self, parcel: Parcel) -> None:
         shard = parcel.shard
-        copy = self.traffic.timed(shard.producer, parcel.path.name, parcel.device.land, shard.nbytes)
+        address = shard.producer.address
+        copy = self.traffic.timed(address, parcel.path.name, parcel.device.land, shard.nbytes)
         self._land(parcel, parcel.sources(), copy)
         self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
@@ -223,19 +282,38 @@ class Exchange:
             self.handovers.changes_hands("a shard is let go", blocks)
         self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id)
 
-    async def _note_release(self, producer: str, kind: str, shard: int) -> None:
+    async def _note_release(self, producer: Peer, kind: str, shard: int) -> None:
         to = (producer, kind)
-        self._released[to].append(shard)
-        if len(self._released[to]) == 1:
-            await asyncio.sleep(0)  # what else is released in this turn goes along
-            await self._send_release(*to, self._released.pop(to))
-
-    async def _send_release(self, producer: str, kind: str, shards: list[int]) -> None:
-        if producer == self.worker.address:
-            self.release(kind=kind, shards=shards)
+        if to in self._released:  # which are sent by the one that came first
+            self._released[to].append(shard)
             return
-        with contextlib.suppress(OSError):  # then the producer is gone, and its pool with it
-            await self.worker.rpc(producer).gpurt_release(kind=kind, shards=shards)
+        self._released[to] = [shard]
+        try:
+            await asyncio.sleep(0)  # what else is released in this turn goes along
+            while shards := self._released[to]:
+                self._released[to] = []
+                await self._send_release(producer, kind, shards)
+        finally:
+            del self._released[to]
+
+    async def _send_release(self, producer: Peer, kind: str, shards: list[int]) -> None:
+        if producer == self.me:
+            self.release(kind=kind, shards=shards, to=producer.incarnation)
+            return
+        # Until it has arrived: a producer that waits for room would wait for ever for what got lost.
+        with contextlib.suppress(PeerLost, ExchangeClosed):  # the pool is gone with the producer
+            await self.calls.call(
+                producer.address,
+                "gpurt_release",
+                check=self._check_open,
+                kind=kind,
+                shards=shards,
+                to=producer.incarnation,
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ExchangeClosed(f"the exchange of {self.me.address} is closed")
 
     def discard(self, parcels: Iterable[Parcel]) -> None:
         """Let go of parcels that nobody will read any more. Blocks while they are read."""
@@ -256,13 +334,12 @@ class Exchange:
         self.worker.loop.add_callback(self._send_drain, owners)
 
     async def _send_drain(self, owners: set[str]) -> None:
-        me = self.worker.address
         for owner in owners:
-            if owner == me:
-                self.drain(producer=me)
+            if owner == self.me.address:
+                self.drain(producer=list(self.me))
             else:
-                with contextlib.suppress(OSError):  # a lost owner ends the run, which frees its blocks
-                    await self.worker.rpc(owner).gpurt_drain(producer=me)
+                with contextlib.suppress(OSError):  # asked again soon, for as long as room is short
+                    await self.worker.rpc(owner).gpurt_drain(producer=list(self.me))
 
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
@@ -272,48 +349,51 @@ class Exchange:
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
         while not (await self._has_let_go(owner, run) or self.closed):
-            await asyncio.sleep(ASK_AGAIN)
+            await asyncio.sleep(WITHDRAW_AGAIN_S)
         outbox.drop(run, owner)
 
     async def _has_let_go(self, owner: str, run: RunKey) -> bool:
         """Ask an owner to, and wait until it has; False if it could not be asked and may still read."""
-        me = self.worker.address
-        if owner == me:
-            await self.forget(producer=me, run=list(run))
+        if owner == self.me.address:
+            await self.forget(producer=list(self.me), run=list(run))
             return True
         try:
-            await self.worker.rpc(owner).gpurt_forget(producer=me, run=list(run))
+            await self.worker.rpc(owner).gpurt_forget(producer=list(self.me), run=list(run))
             return True
         except OSError:
-            with contextlib.suppress(OSError):  # without a scheduler this worker ends too
-                gone = await self.worker.scheduler.gpurt_gone(peers=[owner])
-                return gone is None or owner in gone  # None: the runtime has been switched off there
-            return True
+            return await self.calls.has_left(owner)
 
     # ---- what peers call -------------------------------------------------------------
 
-    async def ticket(self, kind: str) -> dict[str, Any]:
-        """Handler: how to map this worker's pool."""
-        if kind not in self.pools.devices:
-            return {"version": __version__, "ticket": None}
-        outbox = await self.offload(self.pools.outbox, kind)
-        return {"version": __version__, "ticket": outbox.pool.ticket()}
+    async def ticket(self, kind: str, to: str | None) -> dict[str, Any]:
+        """Handler: how to map this worker's pool, for a peer that has been offered shards of ``to``."""
+        reply = {"version": __version__, "incarnation": self.me.incarnation, "ticket": None}
+        if kind in self.pools.devices and to in (None, self.me.incarnation):
+            outbox = await self.offload(self.pools.outbox, kind)
+            reply["ticket"] = outbox.pool.ticket()
+        return reply
 
-    def release(self, kind: str, shards: list[int]) -> None:
-        """Handler: an owner is done with these shards."""
-        self.pools.known(kind).release(shards)
+    def release(self, kind: str, shards: list[int], to: str) -> None:
+        """Handler: an owner is done with these shards of ``to``."""
+        if to == self.me.incarnation:
+            self.pools.known(kind).release(shards)
+        else:  # of the one before at this address, whose ids are others here
+            self.metrics.add("exchange.messages.stale")
 
-    def drain(self, producer: str) -> None:
+    def drain(self, producer: list[str]) -> None:
         """Handler: a producer waits for room; copy what was left in its pool."""
-        self._asked[producer] = self.worker.loop.time()
+        peer = Peer(*producer)
+        self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
-        for parcel in sorted(self._parcels[producer], key=lambda parcel: parcel.shard.id):
+        for parcel in sorted(self._parcels[peer], key=lambda parcel: parcel.shard.id):
             self._pull_soon(parcel)
 
-    async def forget(self, producer: str, run: list[Any]) -> None:
-        """Handler: a producer ends a run; returns when nothing of it is being read."""
-        key = (run[0], run[1])
-        parcels = [parcel for parcel in list(self._parcels[producer]) if parcel.run == key]
+    async def forget(self, producer: list[str], run: list[Any]) -> None:
+        """Handler: a producer ends a run; returns when nothing of it is being read, nor will be."""
+        peer, key = Peer(*producer), (run[0], run[1])
+        if key in self._receiving:  # what it has offered may still be on its way here
+            self._receiving[key].add(peer)
+        parcels = [parcel for parcel in list(self._parcels[peer]) if parcel.run == key]
         with contextlib.suppress(ExchangeClosed):
             await self.offload(self.discard, parcels)
             # Only here is known when that is: what a producer sends of its pool is on its way long after
@@ -329,18 +409,31 @@ class Exchange:
             raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
+    def peer_left(self, address: str) -> None:
+        """A worker has left the cluster: what was known of it says nothing of another one at its address."""
+        self.links.forget([address])
+        self.peers.forget([address])
+        for peer in [peer for peer in self._asked if peer.address == address]:
+            del self._asked[peer]
+        for peer in list(self._parcels):
+            if peer.address == address and not self._parcels[peer]:
+                del self._parcels[peer]
+
     async def keep_house(self) -> None:
         """Now and then: give idle memory back, here and of workers that have left."""
         peers = list(self.peers)
         # None is the answer of a scheduler on which the runtime has been switched off.
         gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []
-        self.links.forget(gone)
+        for address in gone:
+            self.peer_left(address)
         await self.links.refresh()
-        await self.offload(self._give_back, self.peers.forget(gone))
+        await self.offload(self.pools.trim)
 
-    def _give_back(self, unused: list[Path]) -> None:
-        close(unused)
-        self.pools.trim()
+    def _close_soon(self, close: Callable[[], None]) -> None:
+        if self.closed:
+            close()
+        else:
+            self.executor.submit(close)
 
     def close(self) -> None:
         """Release memory, mappings and files. Blocks."""

@@ -36,8 +36,12 @@ class Parcel:
 
     Parameters
     ----------
+    path
+        How its bytes are read; held, and let go of with the shard.
     release
         Called once, from any thread, when the producer may reuse the block.
+    failed
+        Called when the bytes can not be had: whatever is accepted belongs to a run that can be failed.
     """
 
     _keys = itertools.count()
@@ -50,6 +54,7 @@ class Parcel:
         device: Device,
         landing: Landing,
         release: Callable[[Shard], None],
+        failed: Callable[[Exception], None],
     ):
         self.run = run
         self.shard = shard
@@ -59,6 +64,7 @@ class Parcel:
         self.place = Place.PRODUCER
         self._landing = landing
         self._release = release
+        self._failed = failed
         self._lock = threading.Condition()
         self._readers = 0
         self._moving = False
@@ -97,10 +103,11 @@ class Parcel:
             self._landed.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Tell the readers that the move has failed."""
+        """Tell the readers, and the run, that the move has failed."""
         with self._lock:
             if not self._landed.done():
                 self._landed.set_exception(error)
+        self._failed(error)
 
     @contextmanager
     def staying(self, check: Callable[[], None]) -> Iterator[bool]:
@@ -120,7 +127,7 @@ class Parcel:
             check()
             with self._lock:
                 if self.place is Place.GONE:
-                    raise ExchangeClosed(f"shard {self.shard.id} of {self.shard.producer} is gone")
+                    raise ExchangeClosed(f"shard {self.shard.id} of {self.shard.producer.address} is gone")
                 if self.place is not Place.MOVING:
                     self._readers += 1
                     landed = self.place is Place.LANDED
@@ -166,6 +173,12 @@ class Parcel:
     def _forget(self) -> None:
         self.memos = [{} for _ in self.shard.sections]
 
+    def check_wanted(self) -> None:
+        """Raise ExchangeClosed when nothing will read this any more."""
+        if self.place is Place.GONE:
+            address = self.shard.producer.address
+            raise ExchangeClosed(f"shard {self.shard.id} of {address} is not wanted any more")
+
     def stop_moving(self) -> None:
         """The mover reads no more, whether it has landed the bytes or not."""
         with self._lock:
@@ -197,6 +210,8 @@ class Parcel:
         except BaseException as error:
             self.let_go.set_exception(error)  # nobody shall wait for ever
             raise
+        finally:
+            self.path.let_go()
         self.let_go.set_result(None)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from dask_gpurt.device import Device, Mapping, MappingError
 from dask_gpurt.device.protocol import Ticket
+from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS
 
@@ -59,6 +61,26 @@ class Path:
 
     def describe(self) -> dict[str, Any]:
         return {"path": self.name, "reason": self.reason}
+
+    @property
+    def mappings(self) -> tuple[HeldMapping, ...]:
+        """The pools of the peer that it reads."""
+        return tuple(each for each in (self.mapping, self.staging) if isinstance(each, HeldMapping))
+
+    def hold(self) -> bool:
+        """Keep its mappings open until :meth:`let_go`; False when the peer has left."""
+        with ExitStack() as undo:
+            for mapping in self.mappings:
+                if not mapping.hold():
+                    return False
+                undo.callback(mapping.let_go)
+            undo.pop_all()
+        return True
+
+    def let_go(self) -> None:
+        """Undo one :meth:`hold`."""
+        for mapping in self.mappings:
+            mapping.let_go()
 
 
 def least(paths: Iterable[Path], nbytes: int, speed: SpeedOf) -> Path:

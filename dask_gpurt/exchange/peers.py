@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from dask_gpurt._version import __version__
 from dask_gpurt.exchange import paths
+from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.paths import Between, Path
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.exchange.shard import PeerError
+from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
 from dask_gpurt.observe import Metrics
 
 #: Bytes of a shard as they are on GPUs, for which a path is described.
@@ -21,72 +24,114 @@ USUAL = 2**24
 class Peers:
     """Paths by peer and kind of device. On the event loop.
 
+    A path belongs to one life of a peer: one that was restarted at the same address has another pool.
+
     Parameters
     ----------
+    me
+        This worker's own exchange.
     worker
         The Dask worker.
     allowed
         The setting ``gpurt.exchange.paths``.
+    calls
+        Calls handlers of peers.
     offload
         Runs what blocks on a thread.
+    close_soon
+        Has a mapping closed on a thread.
     """
 
     def __init__(
         self,
+        me: Peer,
         worker: Any,
         pools: Pools,
         links: Links,
         allowed: frozenset[str],
         metrics: Metrics,
+        calls: Calls,
         offload: Callable[..., Awaitable[Any]],
+        close_soon: Callable[[Callable[[], None]], None],
     ):
+        self._me = me
         self._worker = worker
         self._pools = pools
         self._links = links
         self._allowed = allowed
         self._metrics = metrics
+        self._calls = calls
         self._offload = offload
-        self._found: dict[tuple[str, str], asyncio.Task[tuple[Path, ...]]] = {}
+        self._close_soon = close_soon
+        self._found: dict[tuple[Peer, str], asyncio.Task[tuple[Path, ...]]] = {}
 
-    async def path(self, peer: str, kind: str, nbytes: int) -> Path:
-        """The path by which a shard of a peer's pool is there first."""
-        return paths.least(await self._possible(peer, kind), nbytes, self._links.speed_from(peer))
+    async def path(self, peer: Peer, kind: str, nbytes: int) -> Path:
+        """The path by which a shard of a peer's pool is there first.
 
-    async def _possible(self, peer: str, kind: str) -> tuple[Path, ...]:
+        Raises
+        ------
+        PeerLost
+            When that peer has left, or another one is there in its place.
+        """
+        return paths.least(await self._possible(peer, kind), nbytes, self._links.speed_from(peer.address))
+
+    async def _possible(self, peer: Peer, kind: str) -> tuple[Path, ...]:
         task = self._found.get((peer, kind))
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._found[peer, kind] = asyncio.create_task(self._connect(peer, kind))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except PeerLost:
+            self._found.pop((peer, kind), None)  # it never comes back
+            raise
 
-    async def _connect(self, peer: str, kind: str) -> tuple[Path, ...]:
-        if peer == self._worker.address:
+    async def _connect(self, peer: Peer, kind: str) -> tuple[Path, ...]:
+        if peer == self._me:
             outbox = await self._offload(self._pools.outbox, kind)
             return (Path(paths.LOCAL, outbox.pool, True),)
-        reply = await self._worker.rpc(peer).gpurt_ticket(kind=kind)
-        if reply is None:  # Dask's answer to an operation that it does not know
-            raise PeerError(f"the runtime is not on at worker {peer}: call dask_gpurt.enable(client) again")
-        if reply["version"] != __version__:
-            raise PeerError(
-                f"worker {peer} runs dask_gpurt {reply['version']}, worker {self._worker.address} runs "
-                f"{__version__}: install the same version everywhere"
-            )
+        reply = await self._ticket(peer.address, kind, peer.incarnation)
         between = await self._between(peer, kind)
         found: tuple[Path, ...] = await self._offload(
             paths.possible, self._pools.devices.get(kind), reply["ticket"], self._allowed, between
         )
-        self._note(paths.least(found, USUAL, self._links.speed_from(peer)))
+        found = tuple(map(self._held, found))
+        self._note(paths.least(found, USUAL, self._links.speed_from(peer.address)))
         return found
 
-    async def _between(self, peer: str, kind: str) -> Between:
+    async def _ticket(self, address: str, kind: str, incarnation: str | None) -> dict[str, Any]:
+        """Ask a worker how to map its pool; of whichever life it is, for None."""
+        reply: dict[str, Any] | None = await self._calls.call(
+            address, "gpurt_ticket", check=_never, kind=kind, to=incarnation
+        )
+        if reply is None:  # Dask's answer to an operation that it does not know
+            raise PeerError(
+                f"the runtime is not on at worker {address}: call dask_gpurt.enable(client) again"
+            )
+        if reply["version"] != __version__:
+            raise PeerError(
+                f"worker {address} runs dask_gpurt {reply['version']}, worker {self._me.address} runs "
+                f"{__version__}: install the same version everywhere"
+            )
+        if incarnation not in (None, reply["incarnation"]):
+            raise PeerLost(f"worker {address} was replaced by another one at the same address")
+        return reply
+
+    def _held(self, path: Path) -> Path:
+        """The same path, whose mapping is closed once nothing holds it."""
+        if path.mapping is None:
+            return path
+        return replace(path, mapping=HeldMapping(path.mapping, self._close_soon))
+
+    async def _between(self, peer: Peer, kind: str) -> Between:
         device = self._pools.devices.get(kind)
         if device is None or device.on_host:
             return Between()  # the one path without a copy, or else comms
-        known = await self._links.learn(peer)
+        known = await self._links.learn(peer.address)
         by_host = await self._possible(peer, "host")
         return Between(
             known and known.link,
             next((path.mapping for path in by_host if path.mapping is not None), None),
-            device.carried_by(str(self._worker.address).partition("://")[0]),
+            device.carried_by(str(self._me.address).partition("://")[0]),
         )
 
     def _note(self, path: Path) -> None:
@@ -98,15 +143,23 @@ class Peers:
     async def connect_all(self) -> None:
         """Find out the paths to all workers of the cluster."""
         identity = await self._worker.scheduler.identity(n_workers=-1)
-        ways = [(peer, kind) for peer in identity["workers"] for kind in self._pools.devices]
-        await asyncio.gather(*(self._possible(*way) for way in ways), return_exceptions=True)
+        connecting = (self._connect_to(address) for address in identity["workers"])
+        await asyncio.gather(*connecting, return_exceptions=True)
+
+    async def _connect_to(self, address: str) -> None:
+        """Find out the paths to a worker, of whichever life it is."""
+        if address == self._me.address:
+            peer = self._me
+        else:
+            peer = Peer(address, (await self._ticket(address, "host", None))["incarnation"])
+        await asyncio.gather(*(self._possible(peer, kind) for kind in self._pools.devices))
 
     def describe(self, kind: str) -> dict[str, dict[str, Any]]:
         """The path of a usual shard from each peer whose pool of a kind is known."""
         return {
-            peer: {
+            peer.address: {
                 "device": kind,
-                **paths.least(_result(task), USUAL, self._links.speed_from(peer)).describe(),
+                **paths.least(_result(task), USUAL, self._links.speed_from(peer.address)).describe(),
             }
             for (peer, of), task in self._found.items()
             if of == kind and _result(task)
@@ -115,24 +168,30 @@ class Peers:
     # ---- life ------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[str]:
-        """The peers that paths were found to."""
-        return iter({peer for peer, _ in self._found} - {self._worker.address})
+        """The addresses of peers that paths were found to."""
+        return iter({peer.address for peer, _ in self._found} - {self._me.address})
 
-    def forget(self, gone: Collection[str]) -> list[Path]:
-        """These have left; returns the paths that are to be closed."""
-        left = [self._found.pop(key) for key in list(self._found) if key[0] in gone]
-        return [path for task in left for path in _result(task)]
+    def forget(self, gone: Collection[str]) -> None:
+        """These have left: their pools are closed once nothing is read from them."""
+        for key in [key for key in self._found if key[0].address in gone and key[0] != self._me]:
+            task = self._found.pop(key)
+            task.add_done_callback(_retire)  # at once, unless it is still being mapped
 
     def close(self) -> None:
-        """Close all mappings. Blocks."""
-        close(path for task in self._found.values() for path in _result(task))
+        """Retire all mappings."""
+        for task in self._found.values():
+            _retire(task)
+        self._found.clear()
 
 
-def close(unused: Iterable[Path]) -> None:
-    """Close the mappings of paths that nobody takes any more. Blocks."""
-    for path in unused:
-        if path.mapping is not None:
-            path.mapping.close()
+def _retire(task: asyncio.Task[tuple[Path, ...]]) -> None:
+    for path in _result(task):
+        for mapping in path.mappings:
+            mapping.retire()
+
+
+def _never() -> None:
+    """Mappings are of use to every later run."""
 
 
 def _result(task: asyncio.Task[tuple[Path, ...]]) -> tuple[Path, ...]:

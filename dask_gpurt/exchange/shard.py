@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 #: The shuffle and its run; what is published under an old run is never read under a new one.
 RunKey = tuple[str, int]
@@ -15,6 +17,43 @@ class ExchangeClosed(Exception):
 
 class PeerError(RuntimeError):
     """A peer can not be worked with; the message says what would be right."""
+
+
+class PeerLost(PeerError):
+    """A peer has left, was replaced, or can not be reached: a run that begins again may do without it."""
+
+
+class Peer(NamedTuple):
+    """One life of one worker's exchange.
+
+    The address alone does not identify it: a worker that is restarted by its nanny has the address of the
+    one before, and another pool, other shards and other ids.
+    """
+
+    address: str
+    #: Made anew with each exchange.
+    incarnation: str
+
+    @classmethod
+    def begin(cls, address: str) -> Peer:
+        """Begin a life at an address."""
+        return cls(address, secrets.token_hex(8))
+
+
+class Attempt(NamedTuple):
+    """One try to transfer an input partition. Later tries compare greater, on whichever worker they run.
+
+    Attributes
+    ----------
+    dispatch
+        The ``run_id`` of the transfer task. Dask's scheduler counts it up each time that it sends a task to a
+        worker.
+    retry
+        Orders the tries of one dispatch, all of which run on one worker.
+    """
+
+    dispatch: int
+    retry: int
 
 
 @dataclass(frozen=True)
@@ -52,23 +91,23 @@ class Shard:
     Attributes
     ----------
     id
-        Unique within the producer.
+        Unique within the producer's life.
     producer
-        Address of the worker whose pool holds it.
+        The exchange whose pool holds it.
     device
         Kind of that pool.
     source, attempt, part
-        The input partition it was cut from, in which attempt of the producer, and which of
-        several shards it is: outputs are put together by source, part and section.
+        The input partition it was cut from, in which attempt, and which of several shards for its owner it
+        is: outputs are put together by source, part and section.
     sections
         Usually one; many when outputs are to be read one by one.
     """
 
     id: int
-    producer: str
+    producer: Peer
     device: str
     source: int
-    attempt: int
+    attempt: Attempt
     part: int
     sections: tuple[Section, ...]
 
@@ -84,3 +123,20 @@ class Shard:
             for partition, at in section.filled():
                 places.setdefault(partition, []).append((which, at))
         return places
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Ends an attempt for one owner, which may get no shard of it at all.
+
+    Attributes
+    ----------
+    source, attempt
+        The input partition, and the attempt that has published all of it.
+    parts
+        How many shards the owner gets.
+    """
+
+    source: int
+    attempt: Attempt
+    parts: int

@@ -19,6 +19,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.device import Device
 from dask_gpurt.device.failing import Failures
 from dask_gpurt.device.handovers import Handovers
+from dask_gpurt.device.protocol import passed
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
@@ -61,6 +62,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.worker = worker
         self.metrics = Metrics()
         self.data: WorkerData | None = None
+        self._unlisten = passed
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
         worker.handlers["gpurt_report"] = self.report
@@ -75,6 +77,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.exchange.offload(self.overlap.prepare)
             self.overlap.install()
             self.finder.install()
+            self._listen(worker)
             self.gathering.install()
             if settings.memory.tiers:
                 await self.exchange.offload(self.tiers.guard)
@@ -86,6 +89,17 @@ class GpurtWorkerPlugin(WorkerPlugin):
         except Exception:
             await self.teardown(worker)
             raise
+
+    def _listen(self, worker: Any) -> None:
+        """Hear from the scheduler which workers leave, as Dask's worker does."""
+        remove_worker = worker.stream_handlers["remove-worker"]
+
+        def peer_left(worker: str, **told: Any) -> Any:
+            self.exchange.peer_left(worker)
+            return remove_worker(worker=worker, **told)
+
+        worker.stream_handlers["remove-worker"] = peer_left
+        self._unlisten = partial(worker.stream_handlers.__setitem__, "remove-worker", remove_worker)
 
     def _build(self, worker: Any, settings: config.Settings) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
@@ -122,6 +136,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         worker.executors.pop(COMM, None)
         self.gathering.uninstall()
         self.finder.uninstall()
+        self._unlisten()
         self.overlap.uninstall()
         await self.overlap.save()
         self.residency.close()

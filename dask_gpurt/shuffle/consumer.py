@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
 from dask.typing import Key
 
 from dask_gpurt.device.protocol import Buffer
-from dask_gpurt.exchange import Exchange, Shard
+from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
+from dask_gpurt.shuffle.inputs import Inputs, Offered
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from dask_gpurt.table import Part
 
@@ -32,39 +34,94 @@ class Consumer:
     ----------
     check
         Raises when the run is over.
+    failed
+        Called when a shard that was accepted can not be had.
     """
 
-    def __init__(self, spec: ShuffleSpec, run: RunKey, exchange: Exchange, check: Callable[[], None]):
+    def __init__(
+        self,
+        spec: ShuffleSpec,
+        run: RunKey,
+        exchange: Exchange,
+        check: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ):
         self.spec = spec
         self.run = run
         self.exchange = exchange
         self._check = check
+        self._failed = failed
         self._lock = threading.Lock()
-        #: By source; each attempt at a source replaces the one before.
-        self._parcels: dict[int, list[Parcel]] = {}
-        #: Where a parcel has rows of outputs that have not been read for good.
-        self._unread: dict[Parcel, dict[int, list[tuple[int, int]]]] = {}
+        self._closed = False
+        self._inputs = Inputs[Parcel]()
+        #: Where each output partition that has not been read for good has rows: in which sections of which
+        #: parcels, and where they stand in each.
+        self._places: defaultdict[int, dict[Parcel, list[tuple[int, int]]]] = defaultdict(dict)
+        #: How many outputs of each parcel have not been read for good.
+        self._unread: dict[Parcel, int] = {}
         self._readers: dict[Key, set[int]] = {}
         self._consumed: set[int] = set()
 
-    async def accept(self, shard: Shard, on_error: Callable[[Exception], None]) -> None:
-        """Take an offer."""
-        parcel = await self.exchange.accept(self.run, shard, on_error)
-        outdated: list[Parcel] = []
+    # ---- offers ----------------------------------------------------------------------
+
+    async def receive(self, offers: Iterable[Shard | Commit]) -> None:
+        """Take what a producer offers; what is known or stale changes nothing.
+
+        Raises
+        ------
+        ExchangeClosed
+            When the run is over.
+        PeerLost
+            When the producer has left.
+        """
+        for offer in offers:
+            self._check()
+            if isinstance(offer, Shard):
+                outdated = await self._take(offer)
+            else:
+                with self._lock:
+                    outdated = self._inputs.commit(offer.source, offer.attempt, offer.parts)
+                    self._drop(outdated)
+            if outdated:
+                self.exchange.metrics.add("shuffle.shards.outdated", len(outdated))
+                await self.exchange.offload(self.exchange.discard, outdated)
+
+    async def _take(self, shard: Shard) -> list[Parcel]:
+        """Take a shard if it is new; returns what it outdates."""
+        path = await self.exchange.path(shard)
+        # From here on nothing is awaited. While the path was found out, the same shard may have been offered
+        # again, and the run may have ended.
         with self._lock:
-            known = self._parcels.setdefault(shard.source, [])
-            if known and _attempt(known[0].shard) != _attempt(shard):
-                if known[0].shard.producer == shard.producer and known[0].shard.attempt > shard.attempt:
-                    outdated = [parcel]
-                else:
-                    outdated, known[:] = list(known), []
-            if parcel not in outdated:
-                known.append(parcel)
-                self._unread[parcel] = shard.places()
-            for old in outdated:
-                self._unread.pop(old, None)
-        if outdated:
-            await self.exchange.offload(self.exchange.discard, outdated)
+            if self._closed:
+                raise ExchangeClosed(f"shuffle {self.run} is over")
+            offered = self._inputs.classify(shard.source, shard.attempt, shard.part)
+            if offered is not Offered.NEW:
+                self.exchange.metrics.add(f"shuffle.shards.{offered.name.lower()}")
+                if offered is Offered.STALE:  # its block would fill the producer's pool until the run is over
+                    self.exchange.refuse(shard)
+                return []
+            parcel = self.exchange.take(self.run, shard, path, self._failed)
+            outdated = self._inputs.add(shard.source, shard.attempt, shard.part, parcel)
+            self._drop(outdated)
+            places = shard.places()
+            for partition, where in places.items():
+                self._places[partition][parcel] = where
+            self._unread[parcel] = len(places)
+        return outdated
+
+    def _drop(self, parcels: Iterable[Parcel]) -> None:
+        """Forget parcels that do not count any more. Under the lock."""
+        for parcel in parcels:
+            if self._unread.pop(parcel, None) is not None:
+                for partition in parcel.shard.places():
+                    self._places[partition].pop(parcel, None)
+
+    def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
+        """Close the list of shards; returns the inputs of which something is missing."""
+        with self._lock:
+            return self._inputs.seal(succeeded)
+
+    # ---- outputs ---------------------------------------------------------------------
 
     def assemble(self, partition: int, key: Key) -> Any:
         """Concatenate the rows of an output partition, in the order of the inputs.
@@ -83,7 +140,7 @@ class Consumer:
             if partition in self._consumed:
                 raise Consumed(partition)
             self._readers.setdefault(key, set()).add(partition)
-            places = [(p, unread[partition]) for p, unread in self._unread.items() if partition in unread]
+            places = list(self._places[partition].items())
         places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
         wanted = [(parcel, which, at) for parcel, mine in places for which, at in mine]
         table = self.exchange.table(self._meta)
@@ -113,31 +170,30 @@ class Consumer:
         return meta.reset_index(drop=True) if self.spec.ignore_index else meta
 
     def task_done(self, key: Key) -> list[Parcel]:
-        """A task is in memory: the parcels that nobody needs any more."""
+        """Note that a task is in memory; returns the parcels that are needed no more."""
+        if key not in self._readers:  # as almost every task; only the tasks of this run ever add themselves
+            return []
         with self._lock:
-            return list(self._finished(self._readers.pop(key, set())))
-
-    def _finished(self, partitions: set[int]) -> Iterator[Parcel]:
-        self._consumed |= partitions
-        for parcel, unread in list(self._unread.items()):
-            for partition in partitions & unread.keys():
-                del unread[partition]
-            if not unread:
-                del self._unread[parcel]
-                yield parcel
+            finished: list[Parcel] = []
+            for partition in self._readers.pop(key, set()) - self._consumed:
+                self._consumed.add(partition)
+                for parcel in self._places.pop(partition, ()):
+                    self._unread[parcel] -= 1
+                    if not self._unread[parcel]:
+                        del self._unread[parcel]
+                        finished.append(parcel)
+            return finished
 
     def close(self) -> None:
         """Let everything go. Blocks while something is being read."""
         with self._lock:
+            self._closed = True
             parcels = list(self._unread)
             self._unread.clear()
-            self._parcels.clear()
+            self._places.clear()
+            self._inputs.clear()
         self.exchange.discard(parcels)
 
 
 def _part(section: Section, at: int, buffer: Buffer, memo: dict[str, Any]) -> Part:
     return Part(section.header, buffer, section.offsets, at, memo)
-
-
-def _attempt(shard: Shard) -> tuple[str, int]:
-    return shard.producer, shard.attempt

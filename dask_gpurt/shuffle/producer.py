@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from dask.sizeof import sizeof
 
 from dask_gpurt.device import PoolFull
-from dask_gpurt.exchange import Exchange, Shard
+from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.shuffle.spec import ShuffleSpec
@@ -25,7 +26,8 @@ class Producer:
     worker_for
         The owner of each output partition.
     offer
-        Called with an owner and a shard that waits for it; from the thread of the caller.
+        Called with an owner and a shard that waits for it, or the end of an attempt; from the thread of the
+        caller.
     check
         Raises when the run is over.
     """
@@ -36,7 +38,7 @@ class Producer:
         run: RunKey,
         worker_for: dict[int, str],
         exchange: Exchange,
-        offer: Callable[[str, Shard], None],
+        offer: Callable[[str, Shard | Commit], None],
         check: Callable[[], None],
     ):
         self.spec = spec
@@ -50,13 +52,25 @@ class Producer:
         for partition, owner in outputs:
             self._coarse.setdefault(owner, []).append(partition)
         self._fine = [(owner, [partition]) for partition, owner in outputs]
-        self._attempts = itertools.count()
+        self.owners = list(self._coarse)
+        self._retries = itertools.count()
 
-    def add(self, frame: Any, source: int) -> None:
-        """Split an input partition and publish a shard, or several, for each owner.
+    def add(self, frame: Any, source: int, dispatch: int) -> Attempt:
+        """Split an input partition and publish its shards, and a commit for each owner.
 
         Blocks while the exchange pool is full.
+
+        Parameters
+        ----------
+        dispatch
+            Orders the attempts at this input on all workers; see :class:`~dask_gpurt.exchange.Attempt`.
+
+        Returns
+        -------
+        Attempt
+            The one that has succeeded.
         """
+        attempt = Attempt(dispatch, next(self._retries))
         frame = self._validated(frame, source)
         plain = frame.frame if isinstance(frame, Routed) else frame
         table = self.exchange.table(plain)
@@ -76,7 +90,8 @@ class Producer:
         owned = [
             (owner, piece) for (owner, _), piece in zip(groups, pieces, strict=True) if piece is not None
         ]
-        _Packing(self, table, outbox, source, next(self._attempts)).publish_all(owned)
+        _Packing(self, table, outbox, source, attempt).publish_all(owned)
+        return attempt
 
     def _will_spill(self, frame: Any, kind: str) -> bool:
         """Whether owners can hardly keep all that is shuffled live, if other inputs are like this one.
@@ -123,16 +138,18 @@ class _Packing:
     """One input partition on its way into the pool.
 
     Pieces are published once they are all packed, or as soon as one more does not fit:
-    nobody waits for room while holding what nobody else knows of.
+    nobody waits for room while holding what nobody else knows of. An attempt that fails
+    after that has no commit, and a later one takes the place of what it has published.
     """
 
-    def __init__(self, producer: Producer, table: Table, outbox: Outbox, source: int, attempt: int):
+    def __init__(self, producer: Producer, table: Table, outbox: Outbox, source: int, attempt: Attempt):
         self.producer = producer
         self.table = table
         self.outbox = outbox
         self.source = source
         self.attempt = attempt
-        self._parts = itertools.count()
+        #: Shards that each owner has been offered.
+        self._parts = Counter[str]()
         self._packed: list[tuple[str, Piece, Packed]] = []
 
     def publish_all(self, owned: list[tuple[str, Piece]]) -> None:
@@ -141,6 +158,7 @@ class _Packing:
                 for owner, piece in owned:
                     self._pack(owner, piece)
                 self._publish()
+                self._commit()
             finally:  # when the run has ended meanwhile, or a piece could not be packed
                 self._give_back()
 
@@ -184,16 +202,21 @@ class _Packing:
             sections.setdefault(owner, []).append((piece, one))
         for owner, mine in sections.items():
             shard = self.outbox.publish(self.producer.run, owner, (one.block for _, one in mine))
-            self.producer.offer(owner, self._describe(shard, mine))
+            self.producer.offer(owner, self._describe(shard, owner, mine))
+            self._parts[owner] += 1
 
-    def _describe(self, shard: int, packed: list[tuple[Piece, Packed]]) -> Shard:
+    def _commit(self) -> None:
+        for owner in self.producer.owners:
+            self.producer.offer(owner, Commit(self.source, self.attempt, self._parts[owner]))
+
+    def _describe(self, shard: int, owner: str, packed: list[tuple[Piece, Packed]]) -> Shard:
         return Shard(
             id=shard,
-            producer=self.producer.exchange.worker.address,
+            producer=self.producer.exchange.me,
             device=self.table.device.kind,
             source=self.source,
             attempt=self.attempt,
-            part=next(self._parts),
+            part=self._parts[owner],
             sections=tuple(
                 Section(piece.partitions, piece.offsets, one.block.offset, one.block.nbytes, one.header)
                 for piece, one in packed

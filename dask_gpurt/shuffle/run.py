@@ -1,34 +1,62 @@
-"""One attempt of a shuffle on one worker, in the place of Dask's own p2p run.
+"""One run of a shuffle on one worker, in the place of Dask's own p2p run.
 
 Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messages and ends
 them; the methods here are the ones that it calls. ``add_partition`` and
 ``get_output_partition`` run on the threads of tasks, everything else on the event loop.
+
+What goes from worker to worker, and why each row counts once, is in docs/exactly-once.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from dask.context import thread_state
 from dask.typing import Key
 from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import ShuffleClosedError
 from distributed.utils import sync
 
-from dask_gpurt.exchange import Exchange, ExchangeClosed, Shard
+from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
+from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
 from dask_gpurt.shuffle.consumer import Consumed, Consumer
 from dask_gpurt.shuffle.producer import Producer
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
-#: Attempts to make an offer to a peer that does not answer, and the seconds between them.
-#: A peer that is lost ends the run well before that.
-ATTEMPTS, PAUSE = 30, 1.0
+logger = logging.getLogger(__name__)
+
+#: What owners are sent: offers of one producer, or at the barrier the attempt that counts at each input.
+Message = list[Shard | Commit] | Mapping[int, Attempt]
+
+
+class RunInterrupted(ShuffleClosedError, Reschedule):
+    """Raised to the tasks of a run that begins again: they are to be scheduled again.
+
+    Dask's transfer and unpack tasks take a ShuffleClosedError for that, its barrier task only a Reschedule.
+    """
+
+
+class Transferred(int):
+    """The result of a transfer task: the id of its run, and which attempt at which input has succeeded."""
+
+    source: int
+    attempt: Attempt
+
+    def __new__(cls, run_id: int, source: int, attempt: Attempt) -> Transferred:
+        self = super().__new__(cls, run_id)
+        self.source, self.attempt = source, attempt
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transferred, (int(self), self.source, self.attempt)
 
 
 class ShuffleRun:
@@ -65,9 +93,9 @@ class ShuffleRun:
         self._worker_for = worker_for
         self._key = (spec.id, run_id)
         self._producer = Producer(spec, self._key, worker_for, exchange, self._offer, self.raise_if_closed)
-        self._consumer = Consumer(spec, self._key, exchange, self.raise_if_closed)
+        self._consumer = Consumer(spec, self._key, exchange, self.raise_if_closed, self.fail)
         #: Offers on their way, by owner: one message at a time, with all that has come up.
-        self._outgoing: defaultdict[str, list[Shard]] = defaultdict(list)
+        self._outgoing: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
         exchange.metrics.add("shuffle.runs")
         exchange.run_begins(self._key)
@@ -98,17 +126,25 @@ class ShuffleRun:
         return not self.closed and self._exception is None and not self._exchange.closed
 
     def fail(self, exception: Exception) -> None:
-        """End the run with an error that everybody who waits in it will see."""
-        if not self.closed and self._exception is None:
+        """End the run with an error that everything that waits in it will see. On the event loop.
+
+        Where a peer was lost, the tasks are scheduled again and a new run begins.
+        """
+        if self.closed or self._exception is not None:
+            return
+        if isinstance(exception, PeerLost):
+            self._exception = RunInterrupted(f"{self} begins again: {exception}")
+            self._worker._ongoing_background_tasks.call_soon(self._begin_again, str(exception))
+        else:
             self._exception = exception
-            self._exchange.pools.wake()
+        self._exchange.pools.wake()
 
     async def close(self) -> None:
         """Give back what the run holds, here and in the pools of others."""
         if self.closed:
             return
         self.closed = True
-        self._exchange.run_ends(self._key)
+        self._exchange.run_published(self._key)
         self._exchange.pools.wake()
         for sender in self._senders.values():
             sender.cancel()
@@ -116,6 +152,7 @@ class ShuffleRun:
             try:
                 await self._exchange.offload(self._consumer.close)
             finally:  # whatever became of what was received, nobody needs what was published
+                self._exchange.run_ends(self._key)
                 await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
@@ -128,76 +165,107 @@ class ShuffleRun:
     def add_partition(self, data: Any, partition_id: int, **_: Any) -> int:
         """Publish an input partition. On the thread of a transfer task."""
         self.raise_if_closed()
-        if self.transferred:
-            raise RuntimeError(f"no partition can be added to {self} after its barrier")
-        self._producer.add(data, partition_id)
-        return self.run_id
+        if self.transferred:  # the result of a transfer got lost when all were there
+            late = PeerLost(f"input {partition_id} is transferred again after the barrier")
+            self._worker.loop.add_callback(self.fail, late)
+            raise RunInterrupted(str(late))
+        attempt = self._producer.add(data, partition_id, self._dispatch())
+        return Transferred(self.run_id, partition_id, attempt)
 
-    def _offer(self, owner: str, shard: Shard) -> None:
-        self._worker.loop.add_callback(self._enqueue, owner, shard)
+    def _dispatch(self) -> int:
+        """How the scheduler counts the task that runs on this thread."""
+        task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
+        return -1 if task is None else int(task.run_id)
 
-    def _enqueue(self, owner: str, shard: Shard) -> None:
-        self._outgoing[owner].append(shard)
+    def _offer(self, owner: str, offer: Shard | Commit) -> None:
+        self._worker.loop.add_callback(self._enqueue, owner, offer)
+
+    def _enqueue(self, owner: str, offer: Shard | Commit) -> None:
+        self._outgoing[owner].append(offer)
         sender = self._senders.get(owner)
         if sender is None or sender.done():
             self._senders[owner] = asyncio.create_task(self._send(owner))
 
     async def _send(self, owner: str) -> None:
-        while shards := self._outgoing.pop(owner, None):
-            try:
-                reply = await self._deliver(owner, shards)
-            except Exception as error:  # kept for everybody who waits in this run
-                self.fail(error)
-                return
-            if reply["status"] != "OK":
-                self.fail(_exception_of(cast(ErrorMessage, reply)))
-                return
+        try:
+            while offers := self._outgoing.pop(owner, None):
+                await self._deliver(owner, offers)
+        except Exception as error:  # kept for everything that waits in this run
+            self.fail(error)
 
-    async def _deliver(self, owner: str, shards: list[Shard]) -> OKMessage | ErrorMessage:
-        data = pickle.dumps(shards)
+    async def _deliver(self, owner: str, message: Message) -> list[int]:
+        """Send a message to an owner; returns the inputs that it misses, if that was a seal.
+
+        Raises what it fails with there. The same message twice does what it does once.
+        """
         if owner == self._worker.address:
-            return await self.receive(data)
-        for attempt in range(ATTEMPTS):
-            try:
-                reply: OKMessage | ErrorMessage = await self._worker.rpc(owner).shuffle_receive(
-                    data=data, shuffle_id=self.id, run_id=self.run_id
-                )
-                return reply
-            except OSError:
-                if attempt == ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(PAUSE)
-                self.raise_if_closed()
-        raise AssertionError("unreachable")
+            return await self._receive(message)
+        reply: OKMessage | ErrorMessage = await self._exchange.calls.call(
+            owner,
+            "shuffle_receive",
+            check=self.raise_if_closed,
+            data=pickle.dumps(message),
+            shuffle_id=self.id,
+            run_id=self.run_id,
+        )
+        if reply["status"] != "OK":
+            raise _exception_of(cast(ErrorMessage, reply))
+        return cast(dict[str, list[int]], reply).get("missing", [])
 
     async def inputs_done(self) -> None:
         """All inputs have been added: deliver what is still on its way."""
-        self.raise_if_closed()
+        self._raise_unless_interrupted()
         self.transferred = True
         while pending := [sender for sender in self._senders.values() if not sender.done()]:
             await asyncio.wait(pending)
-        self._exchange.run_ends(self._key)
-        self.raise_if_closed()
+        self._exchange.run_published(self._key)
+        self._raise_unless_interrupted()
+
+    def _raise_unless_interrupted(self) -> None:
+        # Owners miss shards of an interrupted run, which the barrier finds out. Raised here, Dask's scheduler
+        # would make an error of it that fails the barrier.
+        if not isinstance(self._exception, RunInterrupted):
+            self.raise_if_closed()
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
-        """Close the list of shards on all workers that take part."""
+        """Close the list of shards on all workers that take part, and see that each has all of its own."""
         self.raise_if_closed()
         consistent = all(run_id == self.run_id for run_id in run_ids)
         await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=consistent)
+        if consistent:
+            succeeded = {one.source: one.attempt for one in cast(Sequence[Transferred], run_ids)}
+            try:
+                await self._seal(succeeded)
+            except (PeerLost, ShuffleClosedError) as error:
+                self.fail(error if isinstance(error, PeerLost) else PeerLost(str(error)))
+                self.raise_if_closed()
         return self.run_id
+
+    async def _seal(self, succeeded: Mapping[int, Attempt]) -> None:
+        """Tell the owners which attempts count; raises PeerLost if one misses something of them."""
+        owners = sorted(set(self._worker_for.values()))
+        answers = await asyncio.gather(*(self._deliver(owner, succeeded) for owner in owners))
+        if missing := {owner: lacks for owner, lacks in zip(owners, answers, strict=True) if lacks}:
+            self._exchange.metrics.add("shuffle.runs.incomplete")
+            raise PeerLost(f"shards of these inputs did not arrive, by owner: {missing}")
 
     # ---- consuming -------------------------------------------------------------------
 
     async def receive(self, data: bytes) -> OKMessage | ErrorMessage:
-        """Take offers of a producer of this run."""
+        """Take a message of another worker in this run."""
         try:
-            self.raise_if_closed()
-            for shard in pickle.loads(data):
-                await self._consumer.accept(shard, self.fail)
+            missing = await self._receive(pickle.loads(data))
         except Exception as error:
-            # The producer raises it where its task can see it.
+            # The sender raises it where its task can see it.
             return error_message(error)
-        return {"status": "OK"}
+        return cast(OKMessage, {"status": "OK", "missing": missing})
+
+    async def _receive(self, message: Message) -> list[int]:
+        self.raise_if_closed()
+        if isinstance(message, Mapping):
+            return sorted(self._consumer.seal(message))
+        await self._consumer.receive(message)
+        return []
 
     def get_output_partition(self, partition_id: int, key: Key, **_: Any) -> Any:
         """Put an output partition together. On the thread of an unpack task."""
@@ -211,7 +279,8 @@ class ShuffleRun:
             self.raise_if_closed()
             raise ShuffleClosedError(str(error)) from error
         except Consumed:
-            sync(self._worker.loop, self._begin_again)
+            reason = f"output {partition_id} is needed once more"
+            sync(self._worker.loop, self._begin_again, reason)
             raise Reschedule() from None
         # What was read of a run that had ended meanwhile may be anything.
         self.raise_if_closed()
@@ -235,9 +304,19 @@ class ShuffleRun:
             raise _exception_of(reply)
         raise Reschedule()
 
-    async def _begin_again(self) -> None:
-        """An output is asked for a second time after its shards have gone: run again."""
-        await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=False)
+    async def _begin_again(self, reason: str) -> None:
+        """Have the scheduler begin a new run, unless it has done so."""
+        logger.warning("%s begins again: %s", self, reason)
+        while not self.closed:
+            try:
+                await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=False)
+                return
+            except (KeyError, ValueError) as error:  # it is not the active run any more
+                logger.debug("%s had ended: %s", self, error)
+                return
+            except OSError as error:
+                logger.warning("%s can not reach the scheduler and tries again: %s", self, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
 
     def task_done(self, key: Key) -> None:
         """A task that had read outputs is in memory: let its shards go."""

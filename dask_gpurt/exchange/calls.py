@@ -1,0 +1,73 @@
+"""Calls to peers: again where a connection breaks, until the peer answers or has left.
+
+Every handler of the exchange does the same for a message that comes twice as for one that comes once, so a
+call whose answer got lost may be made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from dask_gpurt.exchange.shard import PeerLost
+from dask_gpurt.observe import Metrics
+
+#: Calls until a peer that has not left counts as lost, and the longest pause between them in seconds.
+MOST_CALLS, LONGEST_PAUSE_S = 30, 1.0
+#: The pause before the second call, in seconds; each further one is twice as long.
+FIRST_PAUSE_S = 0.05
+
+
+class Calls:
+    """Calls handlers of peers. On the event loop.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker, whose connections are used.
+    """
+
+    def __init__(self, worker: Any, metrics: Metrics):
+        self._worker = worker
+        self._metrics = metrics
+
+    async def call(self, address: str, op: str, *, check: Callable[[], None], **message: Any) -> Any:
+        """Call a handler of the worker at an address; returns its answer.
+
+        Parameters
+        ----------
+        op
+            The name of the handler, which may be called again with the same message.
+        check
+            Raises when the answer is of no use any more. Looked at before each further call.
+
+        Raises
+        ------
+        PeerLost
+            When the worker has left, or could not be reached again and again.
+        """
+        pause = FIRST_PAUSE_S
+        for number in range(1, MOST_CALLS + 1):
+            try:
+                return await getattr(self._worker.rpc(address), op)(**message)
+            except OSError as error:
+                check()
+                self._metrics.add("exchange.calls.repeated")
+                if await self.has_left(address):
+                    raise PeerLost(f"worker {address} has left ({error})") from error
+                if number == MOST_CALLS:
+                    reason = f"worker {address} was called {number} times and could not be reached: {error}"
+                    raise PeerLost(reason) from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            check()
+        raise AssertionError("unreachable")
+
+    async def has_left(self, address: str) -> bool:
+        """Ask the scheduler whether a worker has left; False where it can not be asked."""
+        with contextlib.suppress(OSError):  # without a scheduler this worker ends too
+            gone = await self._worker.scheduler.gpurt_gone(peers=[address])
+            return gone is not None and address in gone  # None: the runtime has been switched off there
+        return False

@@ -1,0 +1,120 @@
+"""Which shards of each input partition an owner has, so that each row counts exactly once. Pure.
+
+An input partition is cut by a transfer task, in attempts that the scheduler orders. Each attempt publishes
+parts 0, 1, … for an owner, and ends with a commit that says how many. A message may come twice, late or
+not at all, and an attempt may end in the middle, its task to be run again elsewhere. Therefore
+
+- of two attempts only the later one counts: what the earlier one has published is outdated;
+- a part that is known is ignored, and so is a commit;
+- an input is complete once its commit and all of its parts are there;
+- the barrier seals the run with the attempts that have succeeded. From then on nothing changes, and what
+  is missing is told.
+
+A run in which something is missing begins again: no row is lost without a word. docs/exactly-once.md has
+the whole protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, TypeVar
+
+from dask_gpurt.exchange.shard import Attempt
+
+T = TypeVar("T")
+
+
+class Offered(Enum):
+    """What an offer is to an owner."""
+
+    NEW = "to be taken"
+    REPEATED = "known already"
+    STALE = "of an attempt that does not count"
+
+
+@dataclass
+class Input(Generic[T]):
+    """What is there of one attempt at an input partition."""
+
+    attempt: Attempt
+    parts: dict[int, T] = field(default_factory=dict)
+    #: How many parts there are, None before the commit.
+    expected: int | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.expected is not None and len(self.parts) == self.expected
+
+
+class Inputs(Generic[T]):
+    """The input partitions of a run, as one owner knows them. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[int, Input[T]] = {}
+        #: The attempts that count, once the barrier has said so.
+        self._sealed: Mapping[int, Attempt] | None = None
+
+    def classify(self, source: int, attempt: Attempt, part: int) -> Offered:
+        """Tell what an offered part is, without a change."""
+        known = self._inputs.get(source)
+        if self._sealed is not None and self._sealed.get(source) != attempt:
+            return Offered.STALE
+        if known is None or known.attempt < attempt:
+            return Offered.NEW
+        if known.attempt > attempt:
+            return Offered.STALE
+        return Offered.REPEATED if part in known.parts else Offered.NEW
+
+    def add(self, source: int, attempt: Attempt, part: int, shard: T) -> list[T]:
+        """Add a part that is new; returns what it outdates."""
+        assert self.classify(source, attempt, part) is Offered.NEW
+        outdated = self._advance(source, attempt)
+        self._inputs[source].parts[part] = shard
+        return outdated
+
+    def commit(self, source: int, attempt: Attempt, parts: int) -> list[T]:
+        """Note the end of an attempt; returns what it outdates. A stale or repeated one changes nothing."""
+        if self._sealed is not None and self._sealed.get(source) != attempt:
+            return []
+        outdated = self._advance(source, attempt)
+        known = self._inputs[source]
+        if known.attempt == attempt:
+            known.expected = parts
+        return outdated
+
+    def _advance(self, source: int, attempt: Attempt) -> list[T]:
+        """Begin an attempt if it is later than the known one."""
+        known = self._inputs.get(source)
+        if known is not None and known.attempt >= attempt:
+            return []
+        self._inputs[source] = Input(attempt)
+        return [] if known is None else list(known.parts.values())
+
+    def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
+        """Close the list of shards; returns the inputs of which something is missing.
+
+        Parameters
+        ----------
+        succeeded
+            The attempt that has succeeded at each input.
+        """
+        self._sealed = succeeded
+        return {source for source, attempt in succeeded.items() if not self._has(source, attempt)}
+
+    def _has(self, source: int, attempt: Attempt) -> bool:
+        known = self._inputs.get(source)
+        return known is not None and known.attempt == attempt and known.complete
+
+    def __iter__(self) -> Iterator[T]:
+        """The parts that count, in the order of the inputs and of their parts."""
+        for source in sorted(self._inputs):
+            parts = self._inputs[source].parts
+            yield from (parts[part] for part in sorted(parts))
+
+    def clear(self) -> list[T]:
+        """Forget everything; returns the parts that were there."""
+        parts = list(self)
+        self._inputs.clear()
+        return parts

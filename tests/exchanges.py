@@ -1,0 +1,387 @@
+"""Several workers' exchanges in one process: a network that a test controls, and a scheduler of a few lines.
+
+What is real: the exchange, its pools in shared memory, the runs, and Dask's own plugin that finds runs for
+messages. What is not: connections, threads (all is done on the event loop) and time (pauses are skipped).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from dask.context import thread_state
+from distributed.comm import CommClosedError
+from distributed.core import AsyncTaskGroup, error_message
+from distributed.shuffle._core import ShuffleId, ShuffleRunSpec
+from distributed.shuffle._exceptions import P2PConsistencyError
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+from dask_gpurt import config
+from dask_gpurt.exchange import Exchange, Shard, exchange
+from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.memory.tiers import NoRoom
+from dask_gpurt.observe import Metrics
+from dask_gpurt.shuffle import ShuffleSpec
+from dask_gpurt.shuffle.run import ShuffleRun
+
+
+class Inline(Executor):
+    """Runs what it is given at once."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args, **options))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+class Landed:
+    """Takes the place of the tiers: keeps the bytes of pulled shards."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[np.ndarray]] = {}
+        #: Whether every tier is full.
+        self.full = False
+
+    def put(self, key: str, shard: Shard, sources: Sequence[Any], device: Any, bring: Any) -> None:
+        if self.full:
+            raise OSError("no tier has room") from NoRoom("full")
+        self.kept[key] = [np.array(source) for source in bring(sources)]
+
+    def keeps(self, nbytes: int, kind: str) -> bool:
+        return True
+
+    @contextmanager
+    def reading(self, wanted: Iterable[tuple[str, int]], task: Any) -> Iterator[dict[Any, Any]]:
+        yield {(key, which): (self.kept[key][which], {}) for key, which in wanted}
+
+    def discard(self, key: str) -> None:
+        self.kept.pop(key, None)
+
+
+class AttemptFailed(Exception):
+    """Ends a transfer task in the middle, as a MemoryError would."""
+
+
+@dataclass(eq=False)
+class Message:
+    """A call that is on its way."""
+
+    sender: Process
+    address: str
+    op: str
+    content: dict[str, Any]
+    answer: asyncio.Future[Any]
+
+    def __repr__(self) -> str:
+        return f"{self.op} {self.sender.address} -> {self.address}"
+
+
+class Network:
+    """Messages between processes; each waits until it is delivered, or lost. Ours to choose which, and when.
+
+    What the scheduler sends comes in order and is never lost while a process lives.
+    """
+
+    def __init__(self) -> None:
+        self.processes: dict[str, Process] = {}
+        self.messages: list[Message] = []
+        self.streams: defaultdict[Process, deque[tuple[str, dict[str, Any]]]] = defaultdict(deque)
+        #: Whether what is sent is delivered at once.
+        self.direct = False
+
+    async def call(self, sender: Process, address: str, op: str, content: dict[str, Any]) -> Any:
+        if self.direct:
+            return await self._handle(address, op, content)
+        message = Message(sender, address, op, content, asyncio.get_running_loop().create_future())
+        self.messages.append(message)
+        return await message.answer
+
+    async def _handle(self, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address not in self.processes:
+            raise CommClosedError(f"nothing listens at {address}")
+        handler = self.processes[address].handlers.get(op)
+        if handler is None:
+            return None  # as Dask answers
+        answer = handler(**pickle.loads(pickle.dumps(content)))
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def deliver(self, message: Message, *, answered: bool = True) -> None:
+        """Deliver a message; unless ``answered``, the connection breaks before the answer is there."""
+        self.messages.remove(message)
+        try:
+            answer = await self._handle(message.address, message.op, message.content)
+        except Exception as error:
+            if not message.answer.done():
+                message.answer.set_exception(error)
+            return
+        if not message.answer.done():
+            if answered:
+                message.answer.set_result(_received(answer))
+            else:
+                message.answer.set_exception(CommClosedError("the connection was reset"))
+
+    def lose(self, message: Message) -> None:
+        """The connection breaks before a message has arrived."""
+        self.messages.remove(message)
+        if not message.answer.done():
+            message.answer.set_exception(CommClosedError("the connection was reset"))
+
+    def stream(self, process: Process, op: str, **content: Any) -> None:
+        """Have the scheduler send something to a process."""
+        self.streams[process].append((op, content))
+
+    async def deliver_stream(self, process: Process) -> None:
+        """Deliver the next that the scheduler has sent to a process."""
+        op, content = self.streams[process].popleft()
+        process.stream_handlers[op](**content)
+
+
+def _received(answer: Any) -> Any:
+    """What a comm makes of an answer: bytes of its own."""
+    if isinstance(answer, dict) and answer.get("data"):
+        return {**answer, "data": [bytes(one.data) for one in answer["data"]]}
+    if isinstance(answer, dict) and answer.get("status") == "error":
+        return {**answer, "exception": answer["exception"].data, "traceback": answer["traceback"].data}
+    return answer
+
+
+class Process:
+    """A worker process: what an exchange and Dask's shuffle plugin need of one."""
+
+    def __init__(self, address: str, network: Network, scheduler: Any, *, pool: int, paths: Sequence[str]):
+        loop = asyncio.get_running_loop()
+        self.address = address
+        self.handlers: dict[str, Any] = {}
+        self.stream_handlers: dict[str, Any] = {"remove-worker": self._remove_worker}
+        self.extensions: dict[str, Any] = {}
+        self.state = SimpleNamespace(tasks={}, nthreads=1)
+        self.loop = SimpleNamespace(time=loop.time, add_callback=self._add_callback)
+        self.scheduler = scheduler
+        self._ongoing_background_tasks = AsyncTaskGroup()
+        self._loop, self._network = loop, network
+        self.alive = True
+        settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})
+        metrics = Metrics()
+        tiers: Any = None  # `Landed` takes their place
+        self.exchange = Exchange(
+            self, Pools(settings.exchange.pool, 2**30, metrics), tiers, settings, metrics
+        )
+        self.exchange.executor = Inline()  # type: ignore[assignment]
+        self.landed: Any = Landed()
+        self.exchange.landing = self.landed
+        self.plugins = {"gpurt": SimpleNamespace(exchange=self.exchange)}
+        self.shuffles = ShuffleWorkerPlugin()
+        self.shuffles.setup(self)  # type: ignore[arg-type]
+        network.processes[address] = self
+
+    @property
+    def outbox(self) -> Outbox:
+        return self.exchange.pools.outbox("host")
+
+    def rpc(self, address: str) -> Any:
+        class Rpc:
+            def __getattr__(rpc, op: str) -> Any:
+                return lambda **content: self._network.call(self, address, op, content)
+
+        return Rpc()
+
+    def _is_finalizing(self) -> bool:
+        return False
+
+    def _add_callback(self, function: Callable[..., Any], *args: Any) -> None:
+        async def call() -> None:
+            if inspect.isawaitable(done := function(*args)):
+                await done
+
+        def soon() -> None:
+            if self.alive:
+                self._ongoing_background_tasks.call_soon(call)
+
+        self._loop.call_soon_threadsafe(soon)
+
+    def _remove_worker(self, worker: str) -> None:
+        self.exchange.peer_left(worker)
+
+    def die(self) -> None:
+        """End as after kill -9: nothing is said to anybody, and what peers have mapped stays readable."""
+        self.alive = False
+        del self._network.processes[self.address]
+        self._network.streams.pop(self, None)
+        for message in [message for message in self._network.messages if message.sender is self]:
+            self._network.messages.remove(message)
+            message.answer.cancel()
+        self._ongoing_background_tasks.close()
+
+    def run_of(self, shuffle: str) -> ShuffleRun | None:
+        """Its part of the active run of a shuffle."""
+        found: Any = self.shuffles.shuffle_runs._active_runs.get(ShuffleId(shuffle))
+        return found
+
+    @contextmanager
+    def task(self, key: str, dispatch: int) -> Iterator[None]:
+        """Run the body as a task that the scheduler has sent here."""
+        self.state.tasks[key] = SimpleNamespace(run_id=dispatch)
+        thread_state.key = key
+        try:
+            yield
+        finally:
+            del self.state.tasks[key], thread_state.key
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+#: The column that says where rows belong, and what the frames of the tests look like.
+TARGET = "_target"
+META = pd.DataFrame({"row": np.empty(0, "int64"), TARGET: np.empty(0, "int64")})
+
+
+def frame_of(rows: Sequence[int], outputs: int) -> pd.DataFrame:
+    """A frame with these rows, each of which belongs to the output of its number."""
+    numbers = np.array(rows, "int64")
+    return pd.DataFrame({"row": numbers, TARGET: numbers % outputs})
+
+
+def spec_of(shuffle: str, outputs: int) -> ShuffleSpec:
+    """A shuffle of such frames."""
+    return ShuffleSpec(
+        id=ShuffleId(shuffle),
+        disk=False,
+        npartitions=outputs,
+        column=TARGET,
+        meta=pickle.dumps(META),
+        columns=tuple(META.columns),
+        parts_out=tuple(range(outputs)),
+        drop_column=True,
+        ignore_index=True,
+    )
+
+
+@dataclass
+class Active:
+    """A shuffle that goes on, as the scheduler sees it."""
+
+    spec: ShuffleSpec
+    run_spec: ShuffleRunSpec[int]
+    participants: set[str]
+    #: Results of transfer tasks, by input.
+    transferred: dict[int, Any] = field(default_factory=dict)
+    sealed: bool = False
+
+
+class Scheduler:
+    """Dask's p2p extension on the scheduler, as far as runs need it."""
+
+    def __init__(self, network: Network):
+        self.network = network
+        self.workers: set[str] = set()
+        self.active: dict[str, Active] = {}
+        self._dispatches = itertools.count()
+        self.restarts = 0
+
+    def next_dispatch(self) -> int:
+        return next(self._dispatches)
+
+    def begin(self, spec: ShuffleSpec) -> Active:
+        workers = sorted(self.workers)
+        worker_for = {output: spec.pick_worker(output, workers) for output in spec.output_partitions}
+        run_spec = ShuffleRunSpec(spec=spec, worker_for=worker_for, span_id=None)
+        self.active[spec.id] = Active(spec, run_spec, set(worker_for.values()))
+        return self.active[spec.id]
+
+    def end(self, shuffle: str) -> None:
+        """Nothing needs a shuffle any more."""
+        ended = self.active.pop(shuffle)
+        for address in ended.participants & self.network.processes.keys():
+            self.network.stream(
+                self.network.processes[address],
+                "shuffle-fail",
+                shuffle_id=shuffle,
+                run_id=ended.run_spec.run_id,
+                message=f"{shuffle} forgotten",
+            )
+
+    def restart(self, shuffle: str) -> None:
+        spec = self.active[shuffle].spec
+        self.end(shuffle)
+        self.begin(spec)
+        self.restarts += 1
+
+    def joins(self, process: Process) -> None:
+        self.workers.add(process.address)
+
+    def leaves(self, address: str) -> None:
+        """Notice that a worker has died."""
+        self.workers.discard(address)
+        for process in self.network.processes.values():
+            if process.address in self.workers:
+                self.network.stream(process, "remove-worker", worker=address)
+        for shuffle, active in list(self.active.items()):
+            if address in active.participants:
+                self.restart(shuffle)
+
+    # ---- what workers ask ------------------------------------------------------------
+
+    async def gpurt_gone(self, peers: list[str]) -> list[str]:
+        return [peer for peer in peers if peer not in self.workers]
+
+    async def gpurt_links(self, worker: str, peers: list[str]) -> dict[str, Any]:
+        return {"links": {}, "classes": {}}
+
+    async def shuffle_get(self, id: str, worker: str) -> Any:
+        if id not in self.active or worker not in self.workers:
+            return _received(error_message(P2PConsistencyError(f"No active shuffle with id={id!r} found")))
+        self.active[id].participants.add(worker)
+        return {"status": "OK", "run_spec": self.active[id].run_spec}
+
+    async def shuffle_get_or_create(self, shuffle_id: str, key: Any, worker: str) -> Any:
+        return await self.shuffle_get(shuffle_id, worker)
+
+    async def shuffle_barrier(self, id: str, run_id: int, consistent: bool) -> None:
+        active = self.active[id]
+        if active.run_spec.run_id != run_id:
+            raise ValueError(f"{run_id=} does not match")
+        if not consistent:
+            self.restart(id)
+            return
+        for address in sorted(active.participants):
+            if (process := self.network.processes.get(address)) is not None:
+                await process.shuffles.shuffle_inputs_done(ShuffleId(id), run_id)
+
+
+@contextmanager
+def without_pauses(calls: int = 4) -> Iterator[None]:
+    """Skip all pauses of the exchange, and give up after few calls."""
+    from dask_gpurt.exchange import calls as module
+
+    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S
+    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_AGAIN_S = 0.0
+    module.MOST_CALLS = calls
+    try:
+        yield
+    finally:
+        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S = kept
+
+
+async def quiet() -> None:
+    """Return once everything waits for something that has not been done yet."""
+    loop: Any = asyncio.get_running_loop()
+    calm = 0
+    while calm < 3:  # what was called from another thread takes a turn to be ready
+        calm = 0 if loop._ready else calm + 1
+        await asyncio.sleep(0)
