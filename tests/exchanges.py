@@ -31,7 +31,6 @@ from dask_gpurt import config
 from dask_gpurt.exchange import Exchange, Shard, exchange
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.memory.tiers import NoRoom
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.run import ShuffleRun
@@ -59,7 +58,7 @@ class Landed:
 
     def put(self, key: str, shard: Shard, sources: Sequence[Any], device: Any, bring: Any) -> None:
         if self.full:
-            raise OSError("no tier has room") from NoRoom("full")
+            raise OSError("no tier has room") from None
         self.kept[key] = [np.array(source) for source in bring(sources)]
 
     def keeps(self, nbytes: int, kind: str) -> bool:
@@ -385,3 +384,105 @@ async def quiet() -> None:
     while calm < 3:  # what was called from another thread takes a turn to be ready
         calm = 0 if loop._ready else calm + 1
         await asyncio.sleep(0)
+
+
+class Cluster:
+    """Processes whose messages are delivered at once, and shuffles that go through all of them.
+
+    Parameters
+    ----------
+    paths, pool
+        The settings of the exchanges.
+    """
+
+    OUTPUTS, INPUTS, ROWS = 4, 3, 40
+
+    def __init__(self, *addresses: str, paths: Sequence[str] = ("shared-memory", "comms"), pool: int = 2**16):
+        self.network = Network()
+        self.network.direct = True
+        self.scheduler = Scheduler(self.network)
+        self._paths, self._pool = paths, pool
+        self._all: list[Process] = []
+        for address in addresses:
+            self.start(address)
+
+    def start(self, address: str) -> Process:
+        """Start a worker."""
+        process = Process(address, self.network, self.scheduler, pool=self._pool, paths=self._paths)
+        self.scheduler.joins(process)
+        self._all.append(process)
+        return process
+
+    def replace(self, process: Process) -> Process:
+        """Kill a worker, and start another one at its address. The others have not heard of it yet."""
+        process.die()
+        self.scheduler.leaves(process.address)
+        return self.start(process.address)
+
+    async def hear(self) -> None:
+        """Have the workers hear what the scheduler has sent."""
+        for process in self.network.processes.values():
+            while self.network.streams[process]:
+                await self.network.deliver_stream(process)
+        await quiet()
+
+    def rows(self, source: int) -> range:
+        """The rows of an input."""
+        return range(source * self.ROWS, (source + 1) * self.ROWS)
+
+    async def transfer(self, shuffle: str, source: int, process: Process) -> Any:
+        """Run a transfer task on a worker; returns its result."""
+        key = f"transfer-{source}"
+        run: Any = await process.shuffles.shuffle_runs.get_or_create(ShuffleId(shuffle), key)
+        with process.task(key, self.scheduler.next_dispatch()):
+            result = run.add_partition(frame_of(self.rows(source), self.OUTPUTS), source)
+        await quiet()
+        return result
+
+    async def transfer_all(self, shuffle: str) -> list[Any]:
+        """Begin a shuffle and transfer its inputs, one worker after the other."""
+        self.scheduler.begin(spec_of(shuffle, self.OUTPUTS))
+        where = list(self.network.processes.values())
+        return [
+            await self.transfer(shuffle, source, where[source % len(where)]) for source in range(self.INPUTS)
+        ]
+
+    async def barrier(self, shuffle: str, results: Sequence[Any]) -> None:
+        """Run the barrier task."""
+        process = next(iter(self.network.processes.values()))
+        run = await process.shuffles.shuffle_runs.get_most_recent(ShuffleId(shuffle), results)
+        await run.barrier(results)
+
+    async def outputs(self, shuffle: str) -> dict[int, list[int]]:
+        """Run the unpack tasks; the rows of each output."""
+        found = {}
+        for output, address in self.scheduler.active[shuffle].run_spec.worker_for.items():
+            process = self.network.processes[address]
+            run: Any = process.run_of(shuffle)
+            found[output] = list(run.get_output_partition(output, f"unpack-{output}")["row"])
+            run.task_done(f"unpack-{output}")
+        return found
+
+    async def shuffle(self, shuffle: str) -> dict[int, list[int]]:
+        """Shuffle; the rows of each output."""
+        await self.barrier(shuffle, await self.transfer_all(shuffle))
+        return await self.outputs(shuffle)
+
+    def expected(self) -> dict[int, list[int]]:
+        """The rows of each output that a shuffle has to give."""
+        rows = [row for source in range(self.INPUTS) for row in self.rows(source)]
+        return {
+            output: [row for row in rows if row % self.OUTPUTS == output] for output in range(self.OUTPUTS)
+        }
+
+    async def end(self, shuffle: str) -> None:
+        """End a shuffle; nothing may be held of it."""
+        self.scheduler.end(shuffle)
+        await self.hear()
+        for process in self.network.processes.values():
+            assert process.outbox.pool.used == 0
+            assert not any(process.exchange._parcels.values())
+
+    def close(self) -> None:
+        for process in self._all:
+            process.close()

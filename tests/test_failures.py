@@ -200,7 +200,7 @@ def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:
         worker = get_worker()
         runs = list(worker.plugins["shuffle"].shuffle_runs._active_runs.values())
         if runs:
-            sync(worker.loop, runs[0]._begin_again)
+            sync(worker.loop, runs[0]._begin_again, "a test")
         return frame
 
     with cluster(library.name, workers=1, shuffle__retries=2) as client:
