@@ -13,6 +13,7 @@ from dask.sizeof import sizeof
 
 from dask_gpurt.memory import cudf_owners
 from dask_gpurt.memory.frames import Raw
+from dask_gpurt.memory.objects import sizeof_objects
 
 #: Bytes by the address of each root allocation.
 Roots = dict[int, int]
@@ -48,9 +49,11 @@ def _walk(value: Any) -> Iterator[tuple[int, int]]:
         if isinstance(value, pd.Series):
             yield from _walk(value.index)
     elif isinstance(value, np.ndarray):
-        yield _root(value)
-        if value.dtype.hasobject:
-            yield id(value), sizeof(value) - value.nbytes
+        address, nbytes = _root(value)
+        yield address, nbytes
+        if value.dtype == object:
+            # Views share the objects too. No other allocation begins there: pointers have more bytes.
+            yield address + 1, sizeof_objects(_base(value))
     elif isinstance(value, pd.api.extensions.ExtensionArray):
         yield from _walk_extension(value)
     elif isinstance(value, (pa.Table, pa.RecordBatch)):
@@ -96,10 +99,15 @@ def _walk_extension(array: Any) -> Iterator[tuple[int, int]]:
         yield from _walk(part)
 
 
+def _base(array: np.ndarray) -> Any:
+    """The array whose view another is."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
 def _root(array: np.ndarray) -> tuple[int, int]:
-    base: Any = array
-    while isinstance(base.base, np.ndarray):
-        base = base.base
+    base = _base(array)
     if base.base is not None:
         try:
             held = np.frombuffer(base.base, np.uint8)

@@ -1,15 +1,11 @@
-"""pandas partitions, packed column by column, or by pickle protocol 5.
-
-The protocol hands over the memory of every array without a copy, whatever its dtype, and
-reads it back as views of the packed buffer. Frames of plain numbers do without it.
-"""
+"""pandas partitions, packed column by column where they are plain numbers, or else by pickle protocol 5."""
 
 from __future__ import annotations
 
 import pickle
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,14 +14,12 @@ import pandas as pd
 from dask.dataframe.core import _concat
 from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-defined]
 
-from dask_gpurt.device import Device
-from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device import Device, PoolFull
 from dask_gpurt.table.order import is_whole, order_of
+from dask_gpurt.table.pickled import Chunks, Pickled, own
 from dask_gpurt.table.plain import Layout, Plain
 from dask_gpurt.table.protocol import Hashed, Packed, Part, Piece, Ranged, Room, Routed
 
-#: Smaller arrays (labels, above all) travel inside the header.
-_INLINE = 4096
 #: Rows that are hashed at a time: what comes up in between stays in the cache, and in memory
 #: that the allocator does not ask the system for anew each time.
 _STEP = 8192
@@ -39,6 +33,8 @@ class _Rows:
     order: np.ndarray
     ignore_index: bool
     plain: Plain | None
+    #: What was pickled of them, while there is no room for it: pickling is not cheap.
+    waiting: list[Chunks] = field(default_factory=list)
 
     def taken(self) -> pd.DataFrame:
         taken = self.frame.take(self.order)
@@ -82,12 +78,13 @@ class PandasTable:
         return pieces
 
     def cut(self, rows: _Rows, start: int, stop: int) -> _Rows:
-        return replace(rows, order=rows.order[start:stop])
+        rows.waiting.clear()
+        return replace(rows, order=rows.order[start:stop], waiting=[])
 
     def pack(self, piece: Piece, room: Room) -> Packed:
         rows: _Rows = piece.rows
         if rows.plain is None:
-            return _pickled(rows.taken(), room)
+            return _pickled(rows, piece.offsets, room)
         block = room.allocate(rows.plain.layout.nbytes(len(piece)))
         rows.plain.take(rows.order, block.buffer)
         return Packed(block, rows.plain.header)
@@ -114,32 +111,20 @@ class PandasTable:
         if ignore_index:
             result.index = pd.RangeIndex(len(result))
         # Categories, labels or Arrow chunks may still be views; those are copied now.
-        return _own(result) if any(lease() is not None for lease in leases) else result
+        return own(result) if any(lease() is not None for lease in leases) else result
 
     def fence(self) -> None:
         return None
 
 
-def _pickled(rows: pd.DataFrame, room: Room) -> Packed:
+def _pickled(rows: _Rows, offsets: tuple[int, ...], room: Room) -> Packed:
     """Rows packed by pickle, whatever they are made of."""
-    arrays: list[np.ndarray] = []
-
-    def out_of_band(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < _INLINE:
-            return True
-        arrays.append(np.frombuffer(raw, np.uint8))
-        return False
-
-    body = pickle.dumps(rows, protocol=5, buffer_callback=out_of_band)
-    spans, end = [], 0
-    for array in arrays:
-        spans.append((end, end + array.nbytes))
-        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    block = room.allocate(end)
-    for array, (start, stop) in zip(arrays, spans, strict=True):
-        np.copyto(block.buffer[start:stop], array)
-    return Packed(block, pickle.dumps((body, spans)))
+    chunks = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
+    try:
+        return chunks.pack(room)
+    except PoolFull:
+        rows.waiting.append(chunks)
+        raise
 
 
 def _targets(
@@ -211,12 +196,8 @@ def _steps(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def _opened(part: Part) -> pd.DataFrame:
     """The rows of a part, which may be views of its buffer."""
-    read = pickle.loads(part.header)
-    if isinstance(read, Layout):
-        return read.read([part])
-    body, spans = read
-    rows: pd.DataFrame = pickle.loads(body, buffers=[part.buffer[a:b] for a, b in spans])
-    return rows.iloc[part.offsets[part.index] : part.offsets[part.index + 1]]
+    read: Layout | Pickled = pickle.loads(part.header)
+    return read.read([part]) if isinstance(read, Layout) else read.read(part)
 
 
 class _Lease(np.ndarray):
@@ -228,10 +209,3 @@ def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     if all(left[1] == right[0] for left, right in pairwise(spans)):
         return order[spans[0][0] : spans[-1][1]]
     return np.concatenate([order[start:stop] for start, stop in spans])
-
-
-def _own(frame: Any) -> Any:
-    """``frame`` with its own copy of every array that is a view of a packed buffer."""
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(frame, protocol=5, buffer_callback=buffers.append)
-    return pickle.loads(body, buffers=[bytearray(buffer.raw()) for buffer in buffers])
