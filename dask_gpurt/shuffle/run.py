@@ -282,6 +282,9 @@ class ShuffleRun:
             reason = f"output {partition_id} is needed once more"
             sync(self._worker.loop, self._begin_again, reason)
             raise Reschedule() from None
+        except Exception:
+            self.raise_if_closed()  # what was read of a run that had ended may have made no sense
+            raise
         # What was read of a run that had ended meanwhile may be anything.
         self.raise_if_closed()
         return frame
