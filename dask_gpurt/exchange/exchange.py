@@ -21,7 +21,8 @@ from dask_gpurt.config import Settings
 from dask_gpurt.device.codecs import CodecError
 from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.comms import Comms
-from dask_gpurt.exchange.inbox import Parcel, Place
+from dask_gpurt.exchange.host_room import HostRoom
+from dask_gpurt.exchange.inbox import Parcel, Place, drop_pages
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.outbox import Outbox
@@ -77,6 +78,8 @@ class Exchange:
         self.handovers = handovers
         self.pools = pools
         self.pools.ask_for_room = self._ask_for_room
+        self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
+        self.pools.ask_host = self.host_room.ask
         self.landing = Landing(ladder, pools.main, metrics)
         self.traffic = Traffic()
         self.links = Links(worker)
@@ -103,6 +106,7 @@ class Exchange:
                 "gpurt_release": self.release,
                 "gpurt_drain": self.drain,
                 "gpurt_forget": self.forget,
+                "gpurt_make_room": self.host_room.make_room,
             }
         )
 
@@ -200,13 +204,19 @@ class Exchange:
     def _pull_mapped(self, parcel: Parcel) -> None:
         shard = parcel.shard
         copy = self.traffic.timed(shard.producer, parcel.path.name, parcel.device.land, shard.nbytes)
-        self._land(parcel, parcel.sources(), copy)
+        try:
+            self._land(parcel, parcel.sources(), copy)
+        finally:
+            drop_pages([parcel])
         self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
     def _land_fetched(self, parcel: Parcel, reply: dict[str, Any]) -> None:
         sources = self.comms.unpacked(parcel, reply)
         self._land(parcel, sources, self.comms.bring(parcel.device, reply))
         if staged := reply["staged"]:
+            assert parcel.path.staging is not None
+            for offset, section in zip(staged["offsets"], parcel.shard.sections, strict=True):
+                parcel.path.staging.drop_pages(offset, section.nbytes)
             self.worker.loop.add_callback(self._note_release, parcel.shard.producer, "host", staged["shard"])
 
     def _land(
@@ -340,13 +350,13 @@ class Exchange:
 
     def _give_back(self, unused: list[Path]) -> None:
         close(unused)
-        self.pools.trim()
+        self.pools.trim_idle()
 
     def close(self) -> None:
         """Release memory, mappings and files. Blocks."""
         self.closed = True
         self.pools.wake()
-        for name in ("ticket", "fetch", "release", "drain", "forget"):
+        for name in ("ticket", "fetch", "release", "drain", "forget", "make_room"):
             self.worker.handlers.pop(f"gpurt_{name}", None)
         self.executor.shutdown(cancel_futures=True)
         self.peers.close()
