@@ -45,7 +45,7 @@ SHM = "/dev/shm"
 #: The first bytes of a pool hold a random token, by which a peer knows the right file.
 _HEADER = mmap.PAGESIZE
 _TOKEN = 16
-#: Bytes that the kernel maps at once where one of them is read (its fault_around_bytes), aligned to that.
+#: Bytes that the kernel maps at once where one of them is read (its fault_around_bytes).
 _FAULT_AROUND = 2**16
 #: Bytes whose pages are dropped, or given back, in one call: Python runs nothing else meanwhile, and for the
 #: second nobody frees a block. 20 to 200 ns a page of 4 KiB were seen.
@@ -79,8 +79,8 @@ class HostMapping:
     def drop_pages(self, offset: int, nbytes: int) -> None:
         # On shared memory this empties the page table only. A block next to it may be in the same page, and
         # be read by another thread at this moment: that has the page mapped again.
-        start = (_HEADER + offset) // _FAULT_AROUND * _FAULT_AROUND
-        end = min(_up(_HEADER + offset + nbytes, _FAULT_AROUND), _HEADER + self.nbytes)
+        start = max(0, _down(_HEADER + offset - _FAULT_AROUND))
+        end = min(_up(_HEADER + offset + nbytes + _FAULT_AROUND), _HEADER + self.nbytes)
         with contextlib.suppress(ValueError):  # closed meanwhile: nothing is mapped any more
             for at in range(start, end, _DROP_STEP):
                 self._map.madvise(mmap.MADV_DONTNEED, at, min(_DROP_STEP, end - at))
@@ -244,12 +244,12 @@ def _with_header(fd: int, nbytes: int) -> int:
     return fd
 
 
-def _down(offset: int, unit: int = mmap.PAGESIZE) -> int:
-    return offset // unit * unit
+def _down(offset: int) -> int:
+    return offset // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-def _up(offset: int, unit: int = mmap.PAGESIZE) -> int:
-    return -(-offset // unit) * unit
+def _up(offset: int) -> int:
+    return -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class HostDevice:
