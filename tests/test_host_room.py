@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import dask.dataframe as dd
@@ -42,8 +41,18 @@ def read(exchange: Any, parcel: Parcel) -> int:
         return int(buffer.sum())
 
 
-def cut(outbox: Outbox, nbytes: int, check: Callable[[], None] = lambda: None) -> Block:
-    """A block, as a producer gets it."""
+class Enough(Exception):
+    """A producer has waited for long."""
+
+
+def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
+    """A block, as a producer gets it whose run ends after some time."""
+    until = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > until:
+            raise Enough
+
     while True:
         seen = outbox.freed
         try:
@@ -84,7 +93,7 @@ def test_a_producer_waits_for_what_another_worker_has_published(
         shm.pools = [box.pool for box in boxes]
         shard = await ends[0].offload(publish, ends[0], b.address, 3 * MIB)
         parcel = await ends[1].accept(RUN, shard, print)
-        block = await asyncio.wait_for(ends[2].offload(cut, boxes[2], 2 * MIB), 30)
+        block = await ends[2].offload(cut, boxes[2], 2 * MIB)
         assert held(boxes[0].pool) == 0
         assert held(boxes[2].pool) == 2 * MIB
         assert await ends[1].offload(read, ends[1], parcel) == 3 * MIB
@@ -107,7 +116,7 @@ def test_a_producer_waits_for_what_another_worker_has_no_use_for(
         shm.pools = [box.pool for box in boxes]
         kept, gone = filled(boxes[0].pool, PAGE), filled(boxes[0].pool, 3 * MIB)
         boxes[0].give_back(gone)
-        block = await asyncio.wait_for(ends[1].offload(cut, boxes[1], 2 * MIB), 30)
+        block = await ends[1].offload(cut, boxes[1], 2 * MIB)
         boxes[1].give_back(block)
         boxes[0].give_back(kept)
 
@@ -125,24 +134,15 @@ def test_what_files_of_others_fill_is_waited_for_only_so_long(monkeypatch: pytes
         shm = Shm(monkeypatch, 4 * PAGE)
         shm.pools = [box.pool for box in boxes]
         being_packed = filled(boxes[0].pool, 4 * PAGE)
-        until = time.monotonic() + 2
-
-        class Enough(Exception):
-            pass
-
-        def check() -> None:
-            if time.monotonic() > until:
-                raise Enough
-
         with pytest.raises(Enough):
-            await ends[1].offload(cut, boxes[1], MIB, check)
+            await ends[1].offload(cut, boxes[1], MIB, 2)
         boxes[0].give_back(being_packed)
         with pytest.raises(PoolFull):
-            await asyncio.wait_for(ends[1].offload(cut, boxes[1], MIB), 30)
+            await ends[1].offload(cut, boxes[1], MIB)
         boxes[1].give_back(await ends[1].offload(cut, boxes[1], 4 * PAGE))
         shm.total = 0
         with pytest.raises(MemoryError, match="--shm-size"):
-            await asyncio.wait_for(ends[0].offload(cut, boxes[0], 2 * PAGE), 30)
+            await ends[0].offload(cut, boxes[0], 2 * PAGE)
 
     run()
 
@@ -157,10 +157,10 @@ def part(number: int) -> pd.DataFrame:
 
 def test_dask_sees_no_more_of_a_worker_than_its_own() -> None:
     """With its defaults it neither pauses nor kills workers whose pools together exceed the limit of each."""
-    with cluster(workers=4, memory_limit="440 MiB", exchange__pool="90 MiB") as client:
-        df = dd.from_map(part, range(30), meta=part(0).iloc[:0])
+    with cluster(workers=4, memory_limit="560 MiB", exchange__pool="110 MiB") as client:
+        df = dd.from_map(part, range(36), meta=part(0).iloc[:0])
         lengths = client.compute(df.shuffle("key").map_partitions(len))
-        assert sum(lengths.result(60)) == 30 * ROWS
+        assert sum(lengths.result(60)) == 36 * ROWS
         assert not client.get_events("worker-restart-memory")
         paused = [line for logs in client.get_worker_logs().values() for line in logs if "Pausing" in line[1]]
         assert not paused
