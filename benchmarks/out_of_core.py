@@ -44,6 +44,8 @@ from dask_gpurt.cli.environment import environment
 CONTENDERS = ("gpurt", "tasks", "p2p")
 #: The share of the data that is run first with ``--warm``: one of so many.
 WARM = 16
+#: Bytes that a worker takes before it has any data: Python, and its libraries.
+INTERPRETER = 2**28
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class Budget:
     host: int
     pool: int
     rmm: int | None
+
+    @property
+    def kept(self) -> int:
+        """What a worker keeps in memory, of the device's and of the host's."""
+        return self.device + self.pinned + self.host
+
+    @property
+    def limit(self) -> int:
+        """The memory limit of a worker without a GPU: twice what it keeps, as tasks have copies of it."""
+        return 2 * self.kept + self.pool + INTERPRETER
 
 
 @dataclass(frozen=True)
@@ -95,12 +107,10 @@ def cluster(contender: str, plan: Plan) -> Iterator[Client]:
         "gpurt.memory.pinned": budget.pinned,
         "gpurt.memory.host": budget.host,
         "gpurt.exchange.pool": budget.pool,
-        "distributed.worker.memory.pause": False,
-        "distributed.worker.memory.terminate": False,
-        "distributed.worker.memory.spill": False,
     }
     if contender != "gpurt" and plan.backend == "pandas":
-        settings["distributed.worker.memory.target"] = 0.5
+        # Of what Dask manages so much stays in memory; its other thresholds are those that it ships.
+        settings["distributed.worker.memory.target"] = budget.kept / budget.limit
     with (
         dask.config.set(settings),
         _local(contender, plan) as local,
@@ -124,8 +134,7 @@ def _local(contender: str, plan: Plan) -> Any:
     budget = plan.budget
     options: dict[str, Any] = {"n_workers": plan.workers, "threads_per_worker": 1, "dashboard_address": ":0"}
     if plan.backend == "pandas":
-        own = 2 * (budget.device + budget.pinned + budget.host)  # of which half is the target
-        return LocalCluster(**options, memory_limit=None if contender == "gpurt" else own)
+        return LocalCluster(**options, memory_limit=budget.limit)
     from dask_cuda import LocalCUDACluster
 
     return LocalCUDACluster(

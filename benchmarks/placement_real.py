@@ -70,7 +70,7 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 @contextlib.contextmanager
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
     """Processes with the runtime on."""
-    settings = {"gpurt.placement.enabled": placement, "distributed.worker.memory.terminate": False}
+    settings = {"gpurt.placement.enabled": placement}
     memory = max(LEAST, ROOM * nbytes // workers)
     with dask.config.set(settings), simulator.cluster(workers, memory) as client:
         dask_gpurt.enable(client)

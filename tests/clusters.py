@@ -19,7 +19,6 @@ from dask_gpurt.plugins.worker import TOO_EARLY
 
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
 QUICK = {
-    "distributed.worker.memory.terminate": False,
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
     # How many allocations there are to one that fails, in a run of the tests that is about that.
@@ -32,13 +31,18 @@ QUICK = {
 
 @contextlib.contextmanager
 def cluster(
-    backend: str = "pandas", workers: int = 2, *, threads: int = 1, **settings: Any
+    backend: str = "pandas",
+    workers: int = 2,
+    *,
+    threads: int = 1,
+    memory_limit: str = "auto",
+    **settings: Any,
 ) -> Iterator[Client]:
     """A cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
     nested = {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
     with (
         dask.config.set({**QUICK, **nested}),
-        _local(backend, workers, threads) as local,
+        _local(backend, workers, threads, memory_limit) as local,
         Client(local) as client,
     ):
         dask_gpurt.enable(client)
@@ -61,8 +65,13 @@ def told_too_early(client: Client) -> list[Any]:
     return [worker["fallbacks"][TOO_EARLY] for worker in workers if TOO_EARLY in worker.get("fallbacks", ())]
 
 
-def _local(backend: str, workers: int, threads: int) -> Any:
-    options = {"n_workers": workers, "threads_per_worker": threads, "dashboard_address": ":0"}
+def _local(backend: str, workers: int, threads: int, memory_limit: str) -> Any:
+    options: dict[str, Any] = {
+        "n_workers": workers,
+        "threads_per_worker": threads,
+        "memory_limit": memory_limit,
+        "dashboard_address": ":0",
+    }
     if backend == "cudf":
         from conftest import cuda_devices
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import dask
@@ -18,7 +19,7 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 from exchanges import Cluster, Process, quiet, without_pauses
 
 import dask_gpurt
-from dask_gpurt.exchange import ExchangeClosed, PeerLost
+from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.inbox import Place
 from dask_gpurt.exchange.mappings import HeldMapping
 
@@ -150,6 +151,22 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
 
 
 @in_process
+async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> None:
+    """It is refused, and its block is freed: it would fill the pool of its producer until the run is over."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    known = next(parcel.shard for parcel in run._consumer._unread if parcel.shard.producer == a.exchange.me)
+    number = a.outbox.publish(("a shuffle", run.run_id), B, [a.outbox.allocate(8)])
+    await run._consumer.receive([replace(known, id=number, attempt=Attempt(-1, 0))])
+    await quiet()
+    assert a.outbox.view(number) is None
+    assert a.outbox.view(known.id) is not None
+    cluster.close()
+
+
+@in_process
 async def test_a_shard_never_arrives() -> None:
     """The barrier finds out, and the run begins again."""
     cluster = Cluster(A, B)
@@ -257,7 +274,7 @@ async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> N
     b.exchange.peers.path = ends_first  # type: ignore[method-assign]
     await cluster.hear()
     shard = parcels[0].shard
-    again = type(shard)(**{**vars(shard), "part": 9})
+    again = replace(shard, part=9)
     with pytest.raises((ExchangeClosed, ShuffleClosedError)):
         await run._consumer.receive([again])
     assert not any(b.exchange._parcels.values())
@@ -275,7 +292,7 @@ async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> 
     await a.exchange.withdraw(("a shuffle", run.run_id))
     assert all(p.place is Place.GONE for p in run._consumer._unread if p.shard.producer == a.exchange.me)
     with pytest.raises(ExchangeClosed, match="after the end of its run"):
-        await run._consumer.receive([type(shard)(**{**vars(shard), "part": 9})])
+        await run._consumer.receive([replace(shard, part=9)])
     cluster.close()
 
 
@@ -288,6 +305,9 @@ class Pool:
     def view(self, offset: int, nbytes: int) -> Any:
         assert self.open
         return np.zeros(nbytes, np.uint8)
+
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        assert self.open
 
     def close(self) -> None:
         self.open = False
@@ -328,5 +348,5 @@ async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
     b.exchange.peer_left(A)
     await quiet()
     with pytest.raises(PeerLost):
-        await run._consumer.receive([type(shard)(**{**vars(shard), "part": 9})])
+        await run._consumer.receive([replace(shard, part=9)])
     cluster.close()

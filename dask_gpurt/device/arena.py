@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sortedcontainers import SortedDict
 
 #: Satisfies CUDA's vector loads, cache lines and Arrow's 64 byte recommendation.
@@ -51,3 +53,15 @@ class Arena:
             if before + length == offset:
                 offset, size = before, size + length
         self._free[offset] = size + after
+
+    def free_ranges(self) -> Iterator[tuple[int, int]]:
+        """Where no block is: from the first byte to the one behind the last, in order."""
+        return ((offset, offset + size) for offset, size in self._free.items())
+
+    def is_free(self, start: int, stop: int) -> bool:
+        """Whether no block has any of the bytes from ``start`` to before ``stop``."""
+        index = self._free.bisect_right(start) - 1
+        if index < 0:
+            return False
+        offset, size = self._free.peekitem(index)
+        return bool(offset + size >= stop)

@@ -84,6 +84,9 @@ class CudaMapping:
     def view(self, offset: int, nbytes: int) -> Buffer:
         return DeviceSpan(self._base + offset, nbytes, self)
 
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        pass  # the memory of a GPU does not count as memory of a process
+
     def close(self) -> None:
         if self._base:
             runtime.ipcCloseMemHandle(self._base)
@@ -93,10 +96,14 @@ class CudaMapping:
 class CudaPool:
     """Device memory of a fixed size, cut into blocks."""
 
+    #: All of its memory was taken as it was made.
+    short = 0
+
     def __init__(self, nbytes: int):
         self._arena = Arena(nbytes)
         self._lock = threading.Lock()
         self._base = runtime.malloc(self._arena.capacity)
+        self.cuts = 0
 
     @property
     def capacity(self) -> int:
@@ -105,6 +112,10 @@ class CudaPool:
     @property
     def used(self) -> int:
         return self._arena.used
+
+    @property
+    def backed(self) -> int:
+        return self.capacity
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         return DeviceSpan(self._base + offset, nbytes, self)
@@ -120,6 +131,7 @@ class CudaPool:
     def allocate(self, nbytes: int) -> Block:
         with self._lock:
             offset = self._arena.allocate(nbytes)
+            self.cuts += offset is not None
         if offset is None:
             raise PoolFull(nbytes)
         return Block(offset, nbytes, self.view(offset, nbytes))
@@ -127,6 +139,9 @@ class CudaPool:
     def free(self, block: Block) -> None:
         with self._lock:
             self._arena.free(block.offset)
+
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        pass  # its own
 
     def trim(self) -> None:
         pass  # one allocation, mapped by peers: it stays
@@ -231,6 +246,9 @@ class CudaDevice:
             return CudaMapping(ticket["handle"])
         except CUDARuntimeError as error:
             raise MappingError(f"CUDA IPC: {error}") from error
+
+    def drop_pages(self) -> None:
+        pass  # the memory of a GPU does not count as memory of a process
 
     def carried_by(self, protocol: str) -> bool:
         return protocol == "ucx"

@@ -8,15 +8,18 @@ reach it through ``/proc/<pid>/fd/<fd>``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import psutil
+from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.codecs import Codec, host_codecs
@@ -26,6 +29,7 @@ from dask_gpurt.device.protocol import (
     Fence,
     Mapping,
     MappingError,
+    NoBacking,
     Pool,
     PoolFull,
     PriorityError,
@@ -34,12 +38,20 @@ from dask_gpurt.device.protocol import (
     Ticket,
     passed,
 )
+from dask_gpurt.device.ranges import Ranges
 from dask_gpurt.topology.system import host_id
 
 SHM = "/dev/shm"
 #: The first bytes of a pool hold a random token, by which a peer knows the right file.
 _HEADER = mmap.PAGESIZE
 _TOKEN = 16
+#: Bytes that the kernel maps at once where one of them is read (its fault_around_bytes).
+_FAULT_AROUND = 2**16
+#: Bytes whose pages are dropped, or given back, in one call: Python runs nothing else meanwhile, and for the
+#: second nobody frees a block. 20 to 200 ns a page of 4 KiB were seen.
+_DROP_STEP, _TRIM_STEP = 2**25, 2**20
+#: What the system says when it has no memory for a page of a file.
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 
 class HostMapping:
@@ -56,12 +68,22 @@ class HostMapping:
     def __init__(self, fd: int, nbytes: int, *, writable: bool = False):
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, _HEADER + nbytes, flags=mmap.MAP_SHARED, prot=prot)
+        self.nbytes = nbytes
 
     def token(self) -> bytes:
         return self._map[:_TOKEN]
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         return np.frombuffer(self._map, np.uint8, nbytes, _HEADER + offset)
+
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        # On shared memory this empties the page table only. A block next to it may be in the same page, and
+        # be read by another thread at this moment: that has the page mapped again.
+        start = max(0, _down(_HEADER + offset - _FAULT_AROUND))
+        end = min(_up(_HEADER + offset + nbytes + _FAULT_AROUND), _HEADER + self.nbytes)
+        with contextlib.suppress(ValueError):  # closed meanwhile: nothing is mapped any more
+            for at in range(start, end, _DROP_STEP):
+                self._map.madvise(mmap.MADV_DONTNEED, at, min(_DROP_STEP, end - at))
 
     def close(self) -> None:
         # Views that are still around keep the mapping; it goes with the last of them.
@@ -79,14 +101,17 @@ class HostPool(HostMapping):
     """
 
     def __init__(self, nbytes: int):
-        self._arena = Arena(nbytes)
+        self._arena = Arena(_down(nbytes))
         self._lock = threading.Lock()
         # Apart from the first lock, because taking memory is slow and freeing a block is not.
         self._growing = threading.Lock()
-        self._backed = 0
-        self._fd = _nameless_file()
-        os.ftruncate(self._fd, _HEADER + self._arena.capacity)
-        os.posix_fallocate(self._fd, 0, _HEADER)
+        #: The parts of the arena that have memory behind them, in whole pages.
+        self._backed = Ranges()
+        #: Blocks that were cut so far.
+        self.cuts = 0
+        #: The size of the block that was asked for last, if the system had no memory for it.
+        self.short = 0
+        self._fd = _file_with_header(self._arena.capacity)
         super().__init__(self._fd, self._arena.capacity, writable=True)
         self._map[:_TOKEN] = secrets.token_bytes(_TOKEN)
 
@@ -107,40 +132,73 @@ class HostPool(HostMapping):
             "token": self.token(),
         }
 
+    @property
+    def backed(self) -> int:
+        return self._backed.total
+
     def allocate(self, nbytes: int) -> Block:
         with self._lock:
             offset = self._arena.allocate(nbytes)
+            self.cuts += offset is not None
         if offset is None:
+            self.short = 0
             raise PoolFull(nbytes)
         block = Block(offset, nbytes, self.view(offset, nbytes))
         try:
-            self._back(offset + nbytes)
-        except OSError as error:
+            backed = self._back(block)
+            if not backed:
+                self.trim()  # what is missing may be behind other parts of this pool, which are free
+                backed = self._back(block)
+        except BaseException:
             self.free(block)
-            if self.used:
-                raise PoolFull(nbytes) from error  # room comes back as peers read
-            raise MemoryError(
-                f"{SHM} has no room for {nbytes} bytes ({error.strerror}): free some, enlarge it "
-                "(docker: --shm-size), or set gpurt.exchange.pool to less"
-            ) from error
-        return block
+            raise
+        self.short = 0 if backed else nbytes
+        if backed:
+            return block
+        self.free(block)
+        if nbytes > shm_memory()[1]:
+            raise MemoryError(no_room(nbytes))
+        raise NoBacking(nbytes)
 
-    def _back(self, end: int) -> None:
+    def _back(self, block: Block) -> bool:
+        """Have memory behind a block; False when the system has none now."""
         # A page that the system can not provide would be a SIGBUS on first touch.
+        start, end = _down(block.offset), _up(block.offset + block.nbytes)
         with self._growing:
-            if end > self._backed:
-                os.posix_fallocate(self._fd, _HEADER + self._backed, end - self._backed)
-                self._backed = end
+            for first, last in self._backed.gaps(start, end):
+                try:
+                    os.posix_fallocate(self._fd, _HEADER + first, last - first)
+                except OSError as error:
+                    if error.errno not in _NO_MEMORY:
+                        raise
+                    return False
+                self._backed.add(first, last)
+        return True
 
     def free(self, block: Block) -> None:
         with self._lock:
             self._arena.free(block.offset)
 
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        pass  # it is this process's own memory, and counts as that until `trim`
+
     def trim(self) -> None:
+        with self._lock:
+            free = list(self._arena.free_ranges())
+        for start, stop in free:
+            with self._growing:
+                backed = self._backed.within(_up(start), _down(stop))
+            for first, last in backed:
+                for at in range(first, last, _TRIM_STEP):
+                    self._trim_one(at, min(at + _TRIM_STEP, last))
+
+    def _trim_one(self, start: int, stop: int) -> None:
+        # A block may have been cut from it since it was looked at; under the lock there is none, and none
+        # comes. Whoever gets it next finds no memory behind it, and takes it anew: under the other lock.
         with self._growing, self._lock:
-            if not self._arena.used and self._backed:
-                self._map.madvise(mmap.MADV_REMOVE, _HEADER, self._backed)
-                self._backed = 0
+            if self._fd >= 0 and self._arena.is_free(start, stop):
+                self._map.madvise(mmap.MADV_REMOVE, _HEADER + start, stop - start)
+                self._backed.remove(start, stop)
 
     def close(self) -> None:
         super().close()
@@ -149,11 +207,49 @@ class HostPool(HostMapping):
             self._fd = -1
 
 
-def _nameless_file() -> int:
+def no_room(nbytes: int) -> str:
+    """What to do about a block that can not be had, for people."""
+    free, total = shm_memory()
+    return (
+        f"{SHM} has no room for {nbytes} bytes ({format_bytes(free)} of {format_bytes(total)} are free, and "
+        "no worker of this cluster could give back any): free some, enlarge it (docker: --shm-size), or set "
+        "gpurt.exchange.pool to less"
+    )
+
+
+def shm_memory() -> tuple[int, int]:
+    """Free and total bytes of what pools are cut from."""
     try:
-        return os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
-    except OSError:  # no such mount, or one without nameless files
-        return os.memfd_create("dask-gpurt")
+        shm = os.statvfs(SHM)
+    except OSError:
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
+    return shm.f_bavail * shm.f_frsize, shm.f_blocks * shm.f_frsize
+
+
+def _file_with_header(nbytes: int) -> int:
+    """A nameless file for so many bytes, with memory behind its header."""
+    with contextlib.suppress(OSError):  # no such mount, one without nameless files, or a full one
+        fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+        try:
+            return _with_header(fd, nbytes)
+        except OSError:
+            os.close(fd)
+    return _with_header(os.memfd_create("dask-gpurt"), nbytes)
+
+
+def _with_header(fd: int, nbytes: int) -> int:
+    os.ftruncate(fd, _HEADER + nbytes)
+    os.posix_fallocate(fd, 0, _HEADER)
+    return fd
+
+
+def _down(offset: int) -> int:
+    return offset // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _up(offset: int) -> int:
+    return -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class HostDevice:
@@ -174,6 +270,8 @@ class HostDevice:
 
     def __init__(self, memory_limit: int):
         self.memory_limit = memory_limit
+        self._mapped: weakref.WeakSet[HostMapping] = weakref.WeakSet()
+        self._mapping = threading.Lock()
 
     def describe(self) -> dict[str, Any]:
         free, total = self.memory()
@@ -192,12 +290,7 @@ class HostDevice:
         raise PriorityError("copies of a processor have no priority")
 
     def memory(self) -> tuple[int, int]:
-        try:
-            shm = os.statvfs(SHM)
-        except OSError:
-            memory = psutil.virtual_memory()
-            return int(memory.available), int(memory.total)
-        return shm.f_bavail * shm.f_frsize, shm.f_blocks * shm.f_frsize
+        return shm_memory()
 
     def create_pool(self, nbytes: int) -> Pool:
         return HostPool(nbytes)
@@ -223,7 +316,15 @@ class HostDevice:
         if mapping.token() != ticket["token"]:
             mapping.close()
             raise MappingError("the peer lives in another process namespace")
+        with self._mapping:
+            self._mapped.add(mapping)
         return mapping
+
+    def drop_pages(self) -> None:
+        with self._mapping:
+            mapped = list(self._mapped)
+        for mapping in mapped:
+            mapping.drop_pages(0, mapping.nbytes)
 
     def carried_by(self, protocol: str) -> bool:
         return False  # comms send bytes, which `to_host` and `from_host` make of it for nothing

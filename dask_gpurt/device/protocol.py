@@ -47,6 +47,13 @@ class PoolFull(Exception):
         self.nbytes = nbytes
 
 
+class NoBacking(PoolFull):
+    """A pool has a free block, but the system has no memory for it now.
+
+    Other pools of this host may hold what is missing, so it may come back.
+    """
+
+
 class MappingError(Exception):
     """A peer's pool can not be mapped; the message says why."""
 
@@ -75,6 +82,13 @@ class Mapping(Protocol):
         """A view of a part of the pool; it keeps the mapping alive."""
         ...
 
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        """Have a part of a peer's pool, which was read, not count as memory of this process.
+
+        The bytes stay, and views of them can be read on: what is read again counts again.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -91,6 +105,21 @@ class Pool(Mapping, Protocol):
         """Bytes in blocks."""
         ...
 
+    @property
+    def backed(self) -> int:
+        """Bytes of the system's memory that it takes now, whether blocks are there or not."""
+        ...
+
+    @property
+    def cuts(self) -> int:
+        """Blocks that were cut so far."""
+        ...
+
+    @property
+    def short(self) -> int:
+        """The size of the block that was asked for last, if the system had no memory for it; else 0."""
+        ...
+
     def ticket(self) -> Ticket:
         """What a peer needs to map this pool."""
         ...
@@ -102,13 +131,17 @@ class Pool(Mapping, Protocol):
         ------
         PoolFull
             When no free piece is large enough.
+        NoBacking
+            When the system has no memory for it now.
+        MemoryError
+            When the system never has.
         """
         ...
 
     def free(self, block: Block) -> None: ...
 
     def trim(self) -> None:
-        """Give memory that no block uses back to the system, where that is cheap."""
+        """Give memory that no block uses back to the system, where that is possible."""
         ...
 
 
@@ -243,6 +276,10 @@ class Device(Protocol):
         MappingError
             With the reason, when this process can not read it.
         """
+        ...
+
+    def drop_pages(self) -> None:
+        """Have nothing of the pools of peers count as memory of this process; it can be read on."""
         ...
 
     def carried_by(self, protocol: str) -> bool:

@@ -22,7 +22,8 @@ from dask_gpurt.device.codecs import CodecError
 from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
-from dask_gpurt.exchange.inbox import Parcel, Place
+from dask_gpurt.exchange.host_room import HostRoom
+from dask_gpurt.exchange.inbox import Parcel, Place, drop_pages
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.outbox import Outbox
@@ -79,6 +80,8 @@ class Exchange:
         self.handovers = handovers
         self.pools = pools
         self.pools.ask_for_room = self._ask_for_room
+        self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
+        self.pools.ask_host = self.host_room.ask
         self.landing = Landing(ladder, pools.main, metrics)
         self.traffic = Traffic()
         self.links = Links(worker)
@@ -127,6 +130,7 @@ class Exchange:
                 "gpurt_release": self.release,
                 "gpurt_drain": self.drain,
                 "gpurt_forget": self.forget,
+                "gpurt_make_room": self.host_room.make_room,
             }
         )
 
@@ -259,13 +263,19 @@ class Exchange:
         shard = parcel.shard
         address = shard.producer.address
         copy = self.traffic.timed(address, parcel.path.name, parcel.device.land, shard.nbytes)
-        self._land(parcel, parcel.sources(), copy)
+        try:
+            self._land(parcel, parcel.sources(), copy)
+        finally:
+            drop_pages([parcel])
         self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
 
     def _land_fetched(self, parcel: Parcel, reply: dict[str, Any]) -> None:
         sources = self.comms.unpacked(parcel, reply)
         self._land(parcel, sources, self.comms.bring(parcel.device, reply))
         if staged := reply["staged"]:
+            assert parcel.path.staging is not None
+            for offset, section in zip(staged["offsets"], parcel.shard.sections, strict=True):
+                parcel.path.staging.drop_pages(offset, section.nbytes)
             self.worker.loop.add_callback(self._note_release, parcel.shard.producer, "host", staged["shard"])
 
     def _land(
@@ -427,7 +437,7 @@ class Exchange:
         for address in gone:
             self.peer_left(address)
         await self.links.refresh()
-        await self.offload(self.pools.trim)
+        await self.offload(self.pools.trim_idle)
 
     def _close_soon(self, close: Callable[[], None]) -> None:
         if self.closed:
@@ -439,7 +449,7 @@ class Exchange:
         """Release memory, mappings and files. Blocks."""
         self.closed = True
         self.pools.wake()
-        for name in ("ticket", "fetch", "release", "drain", "forget"):
+        for name in ("ticket", "fetch", "release", "drain", "forget", "make_room"):
             self.worker.handlers.pop(f"gpurt_{name}", None)
         self.executor.shutdown(cancel_futures=True)
         self.peers.close()

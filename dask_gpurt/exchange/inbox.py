@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -13,7 +13,7 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.protocol import Buffer, Mapping
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
@@ -231,7 +231,29 @@ def reading(
         landed = {parcel for parcel in parcels if stack.enter_context(parcel.staying(check))}
         sections = ((p.key, which) for p, which in wanted if p in landed)
         found = stack.enter_context(landing.reading(sections, task))
-        yield [
-            found[parcel.key, which] if parcel in landed else (parcel.source(which), parcel.memos[which])
-            for parcel, which in wanted
-        ]
+        try:
+            yield [
+                found[parcel.key, which] if parcel in landed else (parcel.source(which), parcel.memos[which])
+                for parcel, which in wanted
+            ]
+        finally:
+            drop_pages(parcels - landed)
+
+
+def drop_pages(read: Iterable[Parcel]) -> None:
+    """Have what was read of the pools of peers not count as memory of this process: it is theirs. Blocks.
+
+    Dask pauses workers, and kills them, by what the system counts, and each has read all of its peers' pools
+    before long.
+    """
+    spans: dict[Mapping, tuple[int, int]] = {}
+    for parcel in read:
+        mapping = parcel.path.mapping
+        if mapping is None:
+            continue
+        for section in parcel.shard.sections:
+            start, stop = spans.get(mapping, (section.offset, 0))
+            spans[mapping] = min(start, section.offset), max(stop, section.offset + section.nbytes)
+    # One call for a mapping: what lies between these shards is hardly mapped, and to pass it costs nothing.
+    for mapping, (start, stop) in spans.items():
+        mapping.drop_pages(start, stop - start)

@@ -37,6 +37,10 @@ class HeldMapping:
         """View a part of the pool, while it is held."""
         return self._mapping.view(offset, nbytes)
 
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        """Have a part that was read not count as memory of this process."""
+        self._mapping.drop_pages(offset, nbytes)
+
     def hold(self) -> bool:
         """Keep it mapped until :meth:`let_go`; False when it is retired."""
         with self._lock:

@@ -136,6 +136,11 @@ class Outbox:
         with self._changed:
             return {entry.owner for entry in self._entries.values() if entry.run == run}
 
+    def readers(self) -> set[str]:
+        """Who may still read any block."""
+        with self._changed:
+            return {entry.owner for entry in self._entries.values()}
+
     def drop(self, run: RunKey, owner: str) -> None:
         """Free what a run had published for an owner who will not read it any more."""
         with self._changed:

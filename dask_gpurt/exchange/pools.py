@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dask.utils import format_bytes
 
 from dask_gpurt.config import ConfigError, Size
-from dask_gpurt.device import Device
+from dask_gpurt.device import Device, Pool
 from dask_gpurt.device.discover import discover
 from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
-#: No pool takes more than this of the free memory by itself, since others take from it too.
+#: No pool takes more than this of the free memory of a GPU by itself, since others take from it too.
 AUTO_POOL_OF_FREE = 0.4
+#: No pool promises more than this of /dev/shm by itself. It is a promise only: what is free as a worker
+#: starts says nothing of later, and where the pools of a host promise more than there is, producers wait.
+AUTO_POOL_OF_SHM = 0.4
 #: Below this a pool is not worth having: what is wrong then shows as it is made.
 SMALLEST_POOL = 2**16
 
@@ -41,6 +45,8 @@ class Pools:
 
     #: Called from waiting producers with the owners whose shards fill a pool; must not block.
     ask_for_room: Callable[[set[str]], None]
+    #: Called from producers that wait since the host has no memory for a block, of that size; must not block.
+    ask_host: Callable[[int], None]
 
     def __init__(
         self, size: Size | None, memory_limit: int, metrics: Metrics, handovers: Handovers | None = None
@@ -56,6 +62,8 @@ class Pools:
         self._metrics = metrics
         self._handovers = handovers
         self._outboxes: dict[str, Outbox] = {}
+        #: Blocks cut so far as of the last look, by kind.
+        self._cuts: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def device(self, kind: str) -> Device:
@@ -73,8 +81,14 @@ class Pools:
             if kind not in self._outboxes:
                 device = self.device(kind)
                 pool = device.create_pool(self._size_for(device))
-                self._outboxes[kind] = Outbox(pool, self.ask_for_room, self._metrics, self._handovers)
+                ask = partial(self._ask, pool)
+                self._outboxes[kind] = Outbox(pool, ask, self._metrics, self._handovers)
             return self._outboxes[kind]
+
+    def _ask(self, pool: Pool, owners: set[str]) -> None:
+        if short := pool.short:
+            self.ask_host(short)
+        self.ask_for_room(owners)
 
     def known(self, kind: str) -> Outbox:
         """The outbox of a pool that has been made, without waiting for anything."""
@@ -86,9 +100,10 @@ class Pools:
         share_of = self._memory_limit if device.on_host else total
         # On a worker with a GPU the setting is about the GPU.
         if self._size is None or device.kind != self.main:
-            return int(max(min(device.pool_share * share_of, AUTO_POOL_OF_FREE * free), SMALLEST_POOL))
+            most = AUTO_POOL_OF_SHM * total if device.on_host else AUTO_POOL_OF_FREE * free
+            return int(max(min(device.pool_share * share_of, most), SMALLEST_POOL))
         asked = self._size.of(share_of)
-        if asked > free:
+        if asked > (total if device.on_host else free):
             where = "/dev/shm" if device.on_host else "the device"
             raise ConfigError(
                 f"'gpurt.exchange.pool' is {self._size} ({format_bytes(asked)}), but {where} has "
@@ -121,11 +136,39 @@ class Pools:
         """What the devices are, by kind. Blocks."""
         return {kind: device.describe() for kind, device in self.devices.items()}
 
+    def drain_host(self) -> None:
+        """Ask all who may read blocks in host memory to copy them. Does not block."""
+        for outbox in self._on_host():
+            self.ask_for_room(outbox.readers())
+
     def trim(self) -> None:
-        """Give the memory of empty pools back to the system. Blocks."""
+        """Give memory that no block uses back to the system. Blocks."""
         for outbox in list(self._outboxes.values()):
-            if not outbox.pool.used:
+            outbox.pool.trim()
+
+    def trim_idle(self) -> None:
+        """As :meth:`trim`, of pools that are empty, or had no block cut since the last call. Blocks.
+
+        A pool in use would soon take again what it has given back, which is slower than to copy.
+        """
+        for kind, outbox in list(self._outboxes.items()):
+            cuts = outbox.pool.cuts
+            if not outbox.pool.used or self._cuts.get(kind) == cuts:
                 outbox.pool.trim()
+            self._cuts[kind] = cuts
+
+    def trim_host(self) -> int:
+        """As :meth:`trim`; returns the bytes of host memory that blocks still use. Blocks."""
+        self.trim()
+        return sum(outbox.pool.backed for outbox in self._on_host())
+
+    def _on_host(self) -> list[Outbox]:
+        return [outbox for kind, outbox in list(self._outboxes.items()) if self.devices[kind].on_host]
+
+    def drop_pages(self) -> None:
+        """Have nothing of the pools of peers count as memory of this process. Blocks."""
+        for device in self.devices.values():
+            device.drop_pages()
 
     def close(self) -> None:
         """Release pools and devices. Blocks."""

@@ -34,6 +34,9 @@ logger = logging.getLogger("dask_gpurt")
 
 #: Seconds between looks at the process as a whole and at the exchange pools.
 LOOK = 0.2
+#: The share of its memory limit from which on, at each look, a process has the pages of peers' pools that it
+#: reads at the moment not count as its own.
+DROP_PAGES_FROM = 0.5
 
 
 class WorkerTiers:
@@ -71,7 +74,7 @@ class WorkerTiers:
         )
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
-        self._spilling = False
+        self._relieving = False
         self._watch = PeriodicCallback(self._look, LOOK * 1000)
 
     def start(self) -> None:
@@ -162,9 +165,9 @@ class WorkerTiers:
             self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
         too_much = max(self.ladder.over(), self._pressure(process))
-        if too_much and not self._spilling:
-            self._spilling = True
-            self.in_background(self._relieve, too_much)
+        if (too_much or process > DROP_PAGES_FROM * self.memory_limit) and not self._relieving:
+            self._relieving = True
+            self.in_background(self._relieve)
 
     def _look_at_cudf(self, manager: Any) -> None:
         spilled = cudf_spill.spilled(manager)
@@ -186,12 +189,18 @@ class WorkerTiers:
         goal = manager.memory_target_fraction or manager.memory_spill_fraction
         return int(process - manager.memory_limit * goal)
 
-    def _relieve(self, nbytes: int) -> None:
+    def _relieve(self) -> None:
         try:
-            self.ladder.spill(nbytes, Tier.DEVICE if self.device.on_host else Tier.HOST)
-            self.ladder.make_room(0, Tier.DEVICE)
+            # Of what the process seems to have, part may be of no use to it: nothing is spilled for that.
+            self.pools.drop_pages()
+            if self._pressure(self.worker.monitor.get_process_memory()):
+                self.pools.trim()
+            process = self.worker.monitor.get_process_memory()
+            if too_much := max(self.ladder.over(), self._pressure(process)):
+                self.ladder.spill(too_much, Tier.DEVICE if self.device.on_host else Tier.HOST)
+                self.ladder.make_room(0, Tier.DEVICE)
         finally:
-            self._spilling = False
+            self._relieving = False
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:
         """What a user is told once nothing is left to spill."""

@@ -1,0 +1,69 @@
+"""A set of ranges of integers, of which a pool remembers the parts that have memory behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sortedcontainers import SortedDict
+
+#: From the first integer to the one behind the last.
+Range = tuple[int, int]
+
+
+class Ranges:
+    """Disjoint ranges, with neighbours merged. Pure; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._stops = SortedDict()
+        #: Integers in all ranges.
+        self.total = 0
+
+    def __iter__(self) -> Iterator[Range]:
+        return iter(list(self._stops.items()))
+
+    def add(self, start: int, stop: int) -> None:
+        """Include a range, whatever of it is there already."""
+        if start >= stop:
+            return
+        touching = list(self._touching(start, stop))
+        start = min([start, *(first for first, _ in touching)])
+        stop = max([stop, *(last for _, last in touching)])
+        self._replace(touching, [(start, stop)])
+
+    def remove(self, start: int, stop: int) -> None:
+        """Leave a range out, whatever of it is there."""
+        found = [
+            (first, last) for first, last in self._touching(start, stop) if last > start and first < stop
+        ]
+        left = [(first, start) for first, _ in found if first < start]
+        right = [(stop, last) for _, last in found if last > stop]
+        self._replace(found, [*left, *right])
+
+    def within(self, start: int, stop: int) -> list[Range]:
+        """The parts of a range that are in the set."""
+        cut = [(max(first, start), min(last, stop)) for first, last in self._touching(start, stop)]
+        return [(first, last) for first, last in cut if first < last]
+
+    def gaps(self, start: int, stop: int) -> list[Range]:
+        """The parts of a range that are not."""
+        found = self.within(start, stop)
+        edges = [start, *(edge for part in found for edge in part), stop]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(first, last) for first, last in pairs if first < last]
+
+    def _touching(self, start: int, stop: int) -> Iterator[Range]:
+        """The ranges that overlap with one or border on it."""
+        at = max(0, self._stops.bisect_right(start) - 1)
+        for first in self._stops.islice(at):
+            if first > stop:
+                return
+            if self._stops[first] >= start:
+                yield first, self._stops[first]
+
+    def _replace(self, old: list[Range], new: list[Range]) -> None:
+        for first, last in old:
+            del self._stops[first]
+            self.total -= last - first
+        for first, last in new:
+            self._stops[first] = last
+            self.total += last - first

@@ -1,0 +1,55 @@
+"""Pools in shared memory: whose memory they count as, and a system that has little."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from dask_gpurt.device import Block, host
+from dask_gpurt.device.host import HostMapping, HostPool
+
+PAGE = mmap.PAGESIZE
+#: Bit of an entry of /proc/self/pagemap: the page is mapped.
+_PRESENT = np.uint64(1 << 63)
+
+
+def resident(mapping: HostMapping) -> int:
+    """Bytes of a mapped pool that count in the RSS of this process."""
+    address = mapping.view(0, mapping.nbytes).ctypes.data
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // PAGE * 8)
+        entries = np.frombuffer(file.read(-(-mapping.nbytes // PAGE) * 8), np.uint64)
+    return int(np.count_nonzero(entries & _PRESENT)) * PAGE
+
+
+def held(pool: HostPool) -> int:
+    """Bytes that the system has given to a pool, but for its header."""
+    return os.fstat(pool._fd).st_blocks * 512 - PAGE
+
+
+def filled(pool: HostPool, nbytes: int, value: int = 1) -> Block:
+    block = pool.allocate(nbytes)
+    block.buffer[:] = value
+    return block
+
+
+class Shm:
+    """Shared memory of a size that a test sets, for the pools that it has made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int):
+        self.total, self.pools = total, list[HostPool]()
+        self._fallocate = os.posix_fallocate
+        monkeypatch.setattr(host.os, "posix_fallocate", self.fallocate)
+        monkeypatch.setattr(host, "shm_memory", lambda: (self.total - self.used, max(self.total, 2**40)))
+
+    @property
+    def used(self) -> int:
+        return sum(pool.backed for pool in self.pools)
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
+        if nbytes > PAGE and self.used + nbytes > self.total:
+            raise OSError(28, "No space left on device")
+        self._fallocate(fd, offset, nbytes)
