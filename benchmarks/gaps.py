@@ -3,18 +3,19 @@
     python benchmarks/gaps.py --operations 2000 --switch config --switch preload --output gaps.json
     python benchmarks/gaps.py --backend cudf --protocol ucx --workers 2 --directory gaps-out --stop
 
-Operations take turns at random: a filter and a sum, groupbys, joins, shuffles, a sort. Each is timed, with the
-longest time in which no task of the cluster changed state. A gap beside a watchdog that was itself kept
-waiting, or beside processes that waited for a processor (Linux's pressure), is the machine's; any other one is
-a stall. When nothing happens for ``--watchdog`` seconds, stacks of all threads and coroutines, and all waiting
-lists, are written to ``--directory``. An operation that still does not end is given up after three times that,
-and the next cluster begins.
+Operations take turns at random: a filter and a sum, groupbys, joins, shuffles, a sort. Each is timed, with
+the longest time in which no task of the cluster changed state. A gap that ends with a task that was computed
+all the while is that task's; one beside processes that waited for a processor (Linux's pressure), or a
+watchdog that was late itself, is the machine's; any other one is a stall. When nothing happens for
+``--watchdog`` seconds, stacks of all threads and coroutines, and all waiting lists, are written to
+``--directory``. An operation that still does not end is given up after three times that, and the next cluster
+begins.
 
 ``--switch`` says how the runtime is switched on:
 
 ``config``
-    ``gpurt.enabled`` in the configuration of the client before the cluster is made: nannies, scheduler, workers
-    and client all switch on;
+    ``gpurt.enabled`` in the configuration of the client before the cluster is made: nannies, scheduler,
+    workers and client all switch on;
 ``preload``
     ``--preload dask_gpurt`` on workers, with a client that knows nothing of the runtime;
 ``enable``
@@ -83,6 +84,7 @@ class Plan:
     seed: int
     watchdog: float
     stop: bool
+    set: Sequence[str]
 
 
 @dataclass
@@ -96,6 +98,8 @@ class Ran:
     gap: float
     #: Between which transitions.
     between: tuple[str, str]
+    #: Seconds of it in which the task whose end is its end was computed.
+    computing: float
     #: How late the watchdog came meanwhile, and the share of time in which some process waited for a CPU.
     lateness: float
     pressure: float
@@ -115,18 +119,20 @@ class Transitions(SchedulerPlugin):
         self._lock = threading.Lock()
         self.last: float | None = None
         self._what = ""
-        self.gap, self.between = 0.0, ("", "")
+        self.gap, self.between, self.computing = 0.0, ("", ""), 0.0
 
-    def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
+    def transition(self, key: Any, start: str, finish: str, *_: Any, startstops: Any = (), **__: Any) -> None:
         """Dask's hook."""
-        self.note(f"{key} {start} to {finish}")
+        took = sum(each["stop"] - each["start"] for each in startstops or () if each["action"] == "compute")
+        self.note(f"{key} {start} to {finish}", took)
 
-    def note(self, what: str) -> None:
+    def note(self, what: str, computing: float = 0.0) -> None:
         """Something has happened."""
         now = time.monotonic()
         with self._lock:
             if self.last is not None and now - self.last > self.gap:
                 self.gap, self.between = now - self.last, (self._what, what)
+                self.computing = min(computing, self.gap)
             if self.last is not None:
                 self.last = now
             self._what = what
@@ -134,7 +140,8 @@ class Transitions(SchedulerPlugin):
     def begin(self) -> None:
         """An operation begins."""
         with self._lock:
-            self.last, self.gap, self.between, self._what = time.monotonic(), 0.0, ("", ""), "begin"
+            self.last, self.gap, self.computing = time.monotonic(), 0.0, 0.0
+            self.between, self._what = ("", ""), "begin"
 
     def end(self) -> None:
         """An operation has ended, or was given up: nothing is expected to happen."""
@@ -182,7 +189,7 @@ def operations(rng: random.Random, backend: str, parquet: Path) -> dict[str, Cal
         "groupby-sort": lambda: frame().groupby("few").value.sum().reset_index().sort_values("few"),
         "shuffle": lambda: frame().shuffle("key").value.sum(),
         "join": lambda: frame().merge(frame(3), on="key").value_x.sum(),
-        "broadcast-join": lambda: frame().merge(frame(1), on="few").key_y.max(),
+        "broadcast-join": lambda: frame().merge(frame(1).drop_duplicates("few"), on="few").key_y.max(),
         "join-groupby": lambda: frame(3).merge(frame(3), on="key").groupby("few_x").value_y.sum(split_out=2),
         "sort": lambda: frame(4).sort_values("value").key.sum(),
         "drop-duplicates": lambda: frame().drop_duplicates("key", split_out=3).value.count(),
@@ -196,7 +203,7 @@ def operations(rng: random.Random, backend: str, parquet: Path) -> dict[str, Cal
 def cluster(plan: Plan, switch: str) -> Iterator[Client]:
     """Start a cluster with the runtime switched on in some way."""
     hooks = {f"distributed.{which}.preload": [HOOK] for which in ("scheduler", "worker", "nanny", "client")}
-    settings: dict[str, Any] = {"distributed.comm.timeouts.connect": "10s"}
+    settings: dict[str, Any] = dict(each.split("=", 1) for each in plan.set)
     if switch == "config":
         settings |= {"gpurt.enabled": True, **hooks}
     elif switch == "off":
@@ -280,7 +287,7 @@ def _run(
     transitions.end()
     seconds = time.monotonic() - start
     ran = Ran(
-        switch, name, number, seconds, transitions.gap, transitions.between,
+        switch, name, number, seconds, transitions.gap, transitions.between, transitions.computing,
         watchdog.take_lateness(), (_pressure() - pressed) / max(seconds, 1e-9), error,
     )  # fmt: skip
     if ran.gap > GAP_S or error:
@@ -297,7 +304,7 @@ def _pressure() -> float:
 
 
 def _dump(client: Client, directory: Path, pids: Sequence[int]) -> dict[str, Any]:
-    """Return all that can be known of who waits for what; of processes whose loops are blocked, the stacks."""
+    """Return all that can be known of what waits for what; where loops are blocked, stacks."""
     found: dict[str, Any] = {"client": thread_stacks()}
     found["signalled"] = signalled_stacks(directory.resolve(), pids)
     asked = {
@@ -341,8 +348,9 @@ def summary(ran: Sequence[Ran]) -> None:
     console.print(table)
     for each in sorted(ran, key=lambda each: -each.gap)[:10]:
         console.print(
-            f"{each.gap:6.3f} s  {each.switch} {each.number} {each.name}: {each.between[0]} -> {each.between[1]}; "
-            f"the watchdog was {each.lateness:.2f} s late, a CPU waited for in {each.pressure:.0%} of the time"
+            f"{each.gap:6.3f} s  {each.switch} {each.number} {each.name}: {' -> '.join(each.between)}; "
+            f"computing for {each.computing:.2f} s of it, the watchdog {each.lateness:.2f} s late, "
+            f"a CPU was waited for in {each.pressure:.0%} of the time"
         )
 
 
@@ -353,12 +361,15 @@ def summary(ran: Sequence[Ran]) -> None:
 @click.option("--threads", default=1, show_default=True)
 @click.option("--operations", default=500, show_default=True, help="Of each cluster.")
 @click.option("--clusters", default=1, show_default=True, help="One after the other, for each --switch.")
-@click.option("--switch", "switches", type=click.Choice(SWITCHES), multiple=True, default=["config", "preload"])
+@click.option(
+    "--switch", "switches", type=click.Choice(SWITCHES), multiple=True, default=["config", "preload"]
+)
 @click.option("--method", default="tasks", show_default=True, help="Dask's shuffle, with --switch off.")
 @click.option("--pool", default=0.6, show_default=True, help="Share of a GPU's memory that rmm takes.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--watchdog", default=10.0, show_default=True, help="Seconds without a transition.")
 @click.option("--stop", is_flag=True, help="End, with status 1, at the first stall, once it is written down.")
+@click.option("--set", multiple=True, help="A setting of Dask's or ours: gpurt.memory.device=8MiB")
 @click.option("--directory", type=click.Path(path_type=Path), default=Path("gaps"), show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Where results go, as JSON.")
 def main(switches: Sequence[str], directory: Path, output: Path | None, **options: Any) -> None:

@@ -1,26 +1,26 @@
 """Decide what may run when memory is short, and estimate what a task will need. Pure: time is passed in.
 
-A request for room comes from a task that is about to run or from data that are about to be fetched from a
-peer. What is sent to a peer holds room too, but never waits. A request is admitted
+A request for room comes from a task that is about to run or from data that are about to be fetched from
+a peer. What is sent to a peer holds room too, but never waits. A request is admitted
 
-1. when there is room for it (a fetch also has to be the oldest request: there may always be another fetch), or
+1. when there is room for it (a fetch has to be the oldest request, too: there may always be another one), or
 2. when nothing runs, whatever it needs, or
 3. when it has been the oldest request for ``ADMISSION_PATIENCE_S``, with or without room.
 
-Why nothing waits here for ever. Requests wait in the order of their arrival. While the oldest one waits, either
-nothing runs, and rule 2 admits it as soon as it asks again, or its time runs out, and rule 3 does. It asks again
-when something leaves, and anyhow every ``LOOK_AGAIN`` seconds (``plugins/turns.py``). Then the next request is
-the oldest one. So the k-th request in the queue is admitted after k times the patience at most, and that does
-not rest on what runs: tasks may wait for each other (an Event, a Queue, a Lock, the ranks of NCCL), and a peer
-that data are sent to may have stopped. Without rule 3 they could deadlock: of two tasks that wait for each other
-one runs, and the other one waits here for it to end.
+Why nothing waits here for ever. Requests wait in the order of their arrival. While the oldest one waits,
+either nothing runs, and rule 2 admits it as soon as it asks again, or its time runs out, and rule 3 does. It
+asks again when something leaves, and anyhow every ``LOOK_AGAIN`` seconds (``plugins/turns.py``). Then the
+next request is the oldest one. So the k-th request in the queue is admitted after k times the patience at
+most, whatever runs does: tasks may wait for each other (an Event, a Queue, a Lock, the ranks of NCCL), and a
+peer that data are sent to may have stopped. Without rule 3 there are deadlocks: of two tasks that wait for
+each other one runs, and the other one waits here for it to end.
 
-An admitted task has a thread: Dask executes at most as many tasks at a time as the worker has threads, and those
-that wait here count among them. A task that has seceded has left its slot to another one, so it is left out of
-what runs; it may wait for tasks of its own.
+An admitted task has a thread: Dask executes at most as many tasks at a time as the worker has threads, and
+those that wait here count among them. A task that has seceded has left its slot to another one, so it is left
+out of what runs; it may wait for tasks of its own.
 
-Rule 3 is the price: memory may go above its limit by one request for each patience. A task that runs for longer
-than that while memory is short pays it without need, so the patience is long, and each case is counted.
+Rule 3 has a price: memory may go above its limit by one request for each patience. It is paid without need
+where tasks take longer than that while memory is short, so the patience is long, and each case is counted.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Admission:
         return True
 
     def _may_pass(self, who: Holder) -> bool:
-        """Keep fetches from taking room from requests that have waited longer: there may always be another."""
+        """Keep fetches from taking room from older requests: there may always be another fetch."""
         return who.kind != FETCH or self.first in (None, who)
 
     def _is_overdue(self, who: Holder, now: float) -> bool:
@@ -142,7 +142,7 @@ class Admission:
         return not tasks_run and any(who.kind == TASK for who in self._waiting)
 
     def leave(self, who: Holder, now: float) -> Holder | None:
-        """Note that something has finished, seceded, or given up waiting; return which request is to ask again."""
+        """Note that something has ended, seceded or given up; return the request that is to ask again."""
         self._running.discard(who)
         self._withdraw(who, now)
         return self.first

@@ -1,4 +1,4 @@
-"""Tell what waits for what: stacks of all threads and coroutines, and the waiting lists of Dask and the runtime.
+"""Tell what waits for what: stacks of threads and coroutines, and the waiting lists of Dask and the runtime.
 
 Three ways lead to a process, since the one that hangs may be any of them. A coroutine on its event loop
 describes it best (:func:`describe_worker`, :func:`describe_scheduler`). A loop that is blocked answers
@@ -78,7 +78,8 @@ def coroutine_stacks() -> list[str]:
 
 
 def _awaiting(task: asyncio.Task[Any]) -> str:
-    lines, at = [task.get_name()], task.get_coro()
+    lines = [task.get_name()]
+    at: Any = task.get_coro()
     while at is not None and len(lines) <= MOST_FRAMES:
         frame = getattr(at, "cr_frame", None) or getattr(at, "gi_frame", None)
         if frame is None:

@@ -13,7 +13,7 @@ from dask_gpurt.memory.admission import ADMISSION_PATIENCE_S, FETCH, SEND, TASK,
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.observe import Metrics
 
-#: Seconds after which a request asks again unasked: room may have come from elsewhere, or its time has run out.
+#: Seconds after which a request asks again: room may have come from elsewhere, or its time has run out.
 LOOK_AGAIN = 0.5
 #: What falls back, for counting.
 OVERDUE = "tasks and fetches begin without room for them"
@@ -71,8 +71,8 @@ class Turns:
             self._metrics.add("memory.waits.overdue")
             self._metrics.fallback(
                 OVERDUE,
-                f"{who.kind} {who.key!r} had been the first to wait for {ADMISSION_PATIENCE_S} s: tasks wait for "
-                "each other, or take longer than that while memory is short",
+                f"{who.kind} {who.key!r} had been the first to wait for {ADMISSION_PATIENCE_S} s: tasks wait "
+                "for each other, or take longer than that while memory is short",
             )
         return admitted
 
