@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import sys
-import threading
 import time
-import traceback
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
 from tornado.ioloop import PeriodicCallback
+
+from dask_gpurt.observe.waiting import thread_stacks
 
 INTERVAL = 0.005
 
@@ -53,12 +52,4 @@ def take_stalls(client: Client) -> dict[str, float]:
 
 def take_stacks(client: Client) -> dict[str, dict[str, str]]:
     """Return where each thread of each worker is, for a run that does not come to an end."""
-
-    def take() -> dict[str, str]:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return {
-            f"{names.get(ident, '?')}-{ident}": "".join(traceback.format_stack(frame)[-12:])
-            for ident, frame in sys._current_frames().items()
-        }
-
-    return dict(client.run(take))
+    return dict(client.run(thread_stacks))

@@ -1,10 +1,13 @@
-"""Who may run when memory is short, and what tasks are thought to need."""
+"""What may run when memory is short, and what tasks are thought to need."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import dask
@@ -15,11 +18,13 @@ import pytest
 from clusters import Library, cluster, counters
 from dask.utils import key_split
 from distributed import Client, SchedulerPlugin, wait, worker_client
+from distributed.utils_test import gen_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.memory.admission import FETCH, RUNS, SEND, TASK, Admission, Holder, Needs
+from dask_gpurt.plugins import turns
 
 MIB = 2**20
 
@@ -81,10 +86,10 @@ class Explored:
         for what, who in history:
             if what == "ask":
                 taken = sum(self.needs[other] for other in began - done)
-                if admission.ask(who, who.kind == SEND or taken + self.needs[who] <= self.room):
+                if admission.ask(who, who.kind == SEND or taken + self.needs[who] <= self.room, 0.0):
                     began.add(who)
             else:
-                admission.leave(who)
+                admission.leave(who, 0.0)
                 if what == "finish":
                     done.add(who)
         return admission, began, done
@@ -150,29 +155,104 @@ A, B, C = (Holder(TASK, name) for name in "abc")
 
 def test_whoever_leaves_names_the_one_that_waits_longest() -> None:
     admission = Admission()
-    assert admission.ask(A, True)
-    assert not admission.ask(B, False)
-    assert not admission.ask(C, False)
+    assert admission.ask(A, True, 0)
+    assert not admission.ask(B, False, 0)
+    assert not admission.ask(C, False, 0)
     assert admission.waiting == (B, C)
-    assert admission.leave(A) == B
-    assert admission.ask(B, False)
-    assert admission.leave(B) == C
-    assert admission.ask(C, False)
-    assert admission.leave(C) is None
+    assert admission.leave(A, 0) == B
+    assert admission.ask(B, False, 0)
+    assert admission.leave(B, 0) == C
+    assert admission.ask(C, False, 0)
+    assert admission.leave(C, 0) is None
 
 
 def test_a_task_waits_for_what_is_sent_and_nothing_more_comes_or_goes_meanwhile() -> None:
     admission, send, fetch = Admission(), Holder(SEND, 0), Holder(FETCH, 1)
-    assert admission.ask(send, True)
+    assert admission.ask(send, True, 0)
     assert not admission.short
-    assert not admission.ask(A, False)
+    assert not admission.ask(A, False, 0)
     assert admission.short
-    assert not admission.ask(fetch, True), "there is room, but the task has waited longer"
-    assert admission.ask(B, True)
+    assert not admission.ask(fetch, True, 0), "there is room, but the task has waited longer"
+    assert admission.ask(B, True, 0)
     assert not admission.short, "it waits for another task as well, and peers need not"
-    assert admission.leave(B) == admission.leave(send) == A
-    assert admission.ask(A, False), "nobody is left to wait for"
-    assert admission.ask(fetch, True)
+    assert admission.leave(B, 0) == admission.leave(send, 0) == A
+    assert admission.ask(A, False, 0), "nobody is left to wait for"
+    assert admission.ask(fetch, True, 0)
+
+
+# ---- time runs out ---------------------------------------------------------------------
+
+
+def test_the_oldest_request_is_admitted_without_room_once_its_time_has_run_out() -> None:
+    admission = Admission(patience=10)
+    assert admission.ask(A, True, 0)
+    assert not admission.ask(B, False, 1)
+    assert not admission.ask(C, False, 2)
+    assert not admission.ask(B, False, 10.9)
+    assert not admission.ask(C, False, 11), "another one has waited longer"
+    assert admission.ask(B, False, 11)
+    assert admission.overdue == 1
+    assert not admission.ask(C, False, 20.9), "it has been the oldest since 11"
+    assert admission.ask(C, False, 21)
+    assert admission.overdue == 2
+
+
+def test_a_request_that_gets_room_late_is_not_overdue() -> None:
+    admission = Admission(patience=10)
+    assert admission.ask(A, True, 0)
+    assert not admission.ask(B, False, 0)
+    assert admission.ask(B, True, 30)
+    assert admission.overdue == 0
+
+
+def test_the_time_of_the_next_request_begins_when_the_one_before_it_gives_up() -> None:
+    admission = Admission(patience=10)
+    assert admission.ask(A, True, 0)
+    assert not admission.ask(B, False, 0)
+    assert not admission.ask(C, False, 0)
+    assert admission.leave(B, 5) == C
+    assert not admission.ask(C, False, 14.9)
+    assert admission.ask(C, False, 15)
+
+
+PATIENCE = 5
+#: What may happen in a step: a request of a kind comes, something that runs ends, a request is withdrawn, or
+#: nothing but time passes.
+events = st.one_of(
+    st.tuples(st.just("come"), st.sampled_from([TASK, FETCH, SEND])),
+    st.tuples(st.just("end"), st.integers(0, 9)),
+    st.tuples(st.just("withdraw"), st.integers(0, 9)),
+    st.tuples(st.just("pass"), st.integers(0, 9)),
+)
+
+
+@given(st.lists(st.tuples(events, st.booleans()), max_size=60))
+def test_whatever_comes_goes_or_stays_for_ever_each_request_is_admitted_in_its_time(steps: Any) -> None:
+    """One step a second, in which each request asks. What runs ends only where a step says so."""
+    admission, now, numbers = Admission(PATIENCE), 0, itertools.count()
+    due: dict[Holder, int] = {}
+
+    def ask(who: Holder, fits: bool) -> None:
+        if admission.ask(who, fits, now):
+            due.pop(who, None)
+        else:
+            due.setdefault(who, now + PATIENCE * len(admission.waiting))
+
+    for (what, which), fits in [*steps, *[(("pass", 0), False)] * (PATIENCE * len(steps))]:
+        now += 1
+        running, waiting = sorted(admission.running), admission.waiting
+        if what == "come":
+            ask(Holder(which, next(numbers)), fits or which == SEND)
+        elif what == "end" and running:
+            admission.leave(running[which % len(running)], now)
+        elif what == "withdraw" and waiting:
+            due.pop(who := waiting[which % len(waiting)])
+            admission.leave(who, now)
+        for who in admission.waiting:
+            ask(who, fits)
+        late = [who for who, end in due.items() if now > end]
+        assert not late, f"{late} should have been admitted by {now}: {admission.waiting} wait"
+    assert not admission.waiting
 
 
 # ---- on a worker -----------------------------------------------------------------------
@@ -260,6 +340,46 @@ def test_a_task_that_waits_for_tasks_of_its_own_does_not_stop_them(two_threads: 
     two_threads.submit(wide, pure=False).result()
     parents = two_threads.map(lambda _: parent(), range(3), pure=False)
     assert two_threads.gather(parents) == [10 * MIB] * 3
+
+
+_met: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+
+def _meet(mine: str, other: str, _: Any = None) -> bool:
+    held = np.ones(5 * MIB, np.uint8)
+    _met[mine].set()
+    return _met[other].wait(60) and bool(held.all())
+
+
+@pytest.mark.parametrize("of", ["tasks", "a task and a fetch"])
+def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in whose place the other one would have to wait, until it ends, which it does not."""
+    monkeypatch.setattr(turns, "ADMISSION_PATIENCE_S", 0.2)
+    monkeypatch.setattr(sys.modules[__name__], "_met", defaultdict(threading.Event))
+    config = {f"gpurt.{name.replace('__', '.')}": value for name, value in TIGHT.items()}
+    workers = [("127.0.0.1", 2), ("127.0.0.1", 1)]
+
+    @gen_cluster(client=True, nthreads=workers, timeout=120, config=config)
+    async def run(client: Any, scheduler: Any, here: Any, there: Any) -> None:
+        await dask_gpurt.enable(client)
+        await client.submit(wide, key="meet-0", workers=[here.address])  # what the prefix needs is known now
+        far = None
+        if of == "a task and a fetch":
+            far = client.submit(np.ones, 5 * MIB, np.uint8, key="far", workers=[there.address])
+            await far
+        one = client.submit(_meet, "first", "second", key="meet-1", workers=[here.address])
+        while not _met["first"].is_set():
+            await asyncio.sleep(0.01)
+        two = client.submit(_meet, "second", "first", far, key="meet-2", workers=[here.address])
+        assert await client.gather([one, two]) == [True, True]
+        report = await dask_gpurt.report(client)
+        assert report["counters"]["memory.waits.overdue"] >= 1
+        assert turns.OVERDUE in report["workers"][here.address]["fallbacks"]
+        await dask_gpurt.disable(client)
+
+    run()
 
 
 def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> None:

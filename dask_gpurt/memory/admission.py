@@ -1,10 +1,26 @@
-"""Who may run when memory is short, and what a task will need. Pure.
+"""Decide what may run when memory is short, and estimate what a task will need. Pure: time is passed in.
 
-A task that finds no room for what it will need waits until another one has finished, but
-only while another one runs: whoever runs is never waiting here, so it ends, and whoever is
-alone runs whatever it needs. What comes from a peer asks like a task; what is sent to one
-holds room too, and never waits. A task that has left its thread to wait for tasks of its own
-(Dask calls that secede) counts as nobody, since those may be the ones that wait.
+A request for room comes from a task that is about to run or from data that are about to be fetched from
+a peer. What is sent to a peer holds room too, but never waits. A request is admitted
+
+1. when there is room for it (a fetch has to be the oldest request, too: there may always be another one), or
+2. when nothing runs, whatever it needs, or
+3. when it has been the oldest request for ``ADMISSION_PATIENCE_S``, with or without room.
+
+Why nothing waits here for ever. Requests wait in the order of their arrival. While the oldest one waits,
+either nothing runs, and rule 2 admits it as soon as it asks again, or its time runs out, and rule 3 does. It
+asks again when something leaves, and anyhow every ``LOOK_AGAIN`` seconds (``plugins/turns.py``). Then the
+next request is the oldest one. So the k-th request in the queue is admitted after k times the patience at
+most, whatever runs does: tasks may wait for each other (an Event, a Queue, a Lock, the ranks of NCCL), and a
+peer that data are sent to may have stopped. Without rule 3 there are deadlocks: of two tasks that wait for
+each other one runs, and the other one waits here for it to end.
+
+An admitted task has a thread: Dask executes at most as many tasks at a time as the worker has threads, and
+those that wait here count among them. A task that has seceded has left its slot to another one, so it is left
+out of what runs; it may wait for tasks of its own.
+
+Rule 3 has a price: memory may go above its limit by one request for each patience. It is paid without need
+where tasks take longer than that while memory is short, so the patience is long, and each case is counted.
 """
 
 from __future__ import annotations
@@ -16,6 +32,8 @@ from dask.typing import Key
 
 #: The kinds of holders of memory.
 TASK, FETCH, SEND = "task", "fetch", "send"
+#: Seconds for which the oldest request waits for room before it is admitted without.
+ADMISSION_PATIENCE_S = 30.0
 #: Runs of a prefix that are remembered, and the share of them that would have had enough.
 RUNS, ENOUGH = 20, 0.9
 #: How many times as much as any run so far a task may be thought to need: a few bytes in and many out,
@@ -74,31 +92,48 @@ def reservation(task: Key) -> Holder:
 
 
 class Admission:
-    """What one worker runs, fetches and sends, and what of that waits for room. Not thread-safe."""
+    """Keep what one worker runs, fetches and sends, and which requests wait for room. Not thread-safe.
 
-    def __init__(self) -> None:
+    Times are seconds by any clock that does not go back.
+
+    Parameters
+    ----------
+    patience
+        Seconds for which the oldest request waits before it is admitted without room.
+    """
+
+    def __init__(self, patience: float = ADMISSION_PATIENCE_S) -> None:
+        self._patience = patience
         self._running: set[Holder] = set()
         self._waiting: deque[Holder] = deque()
+        #: Since when the oldest request has been the oldest one.
+        self._oldest_since = 0.0
+        #: How many requests were admitted because their time had run out.
+        self.overdue = 0
 
-    def ask(self, who: Holder, fits: bool) -> bool:
-        """Whether somebody may go on now; if not he waits, and asks again when he is told to.
+    def ask(self, who: Holder, fits: bool, now: float) -> bool:
+        """Admit a request if that is possible; otherwise queue it, to ask again later.
 
         Parameters
         ----------
         fits
-            Whether there is room for what he needs.
+            Whether there is room for what it needs.
         """
         if self._running and not (fits and self._may_pass(who)):
-            if who not in self._waiting:
-                self._waiting.append(who)
-            return False
-        self._withdraw(who)
+            if not self._is_overdue(who, now):
+                self._queue(who, now)
+                return False
+            self.overdue += 1
+        self._withdraw(who, now)
         self._running.add(who)
         return True
 
     def _may_pass(self, who: Holder) -> bool:
-        """A fetch takes no room from those that have waited longer: there may always be another one."""
+        """Keep fetches from taking room from older requests: there may always be another fetch."""
         return who.kind != FETCH or self.first in (None, who)
+
+    def _is_overdue(self, who: Holder, now: float) -> bool:
+        return who == self.first and now - self._oldest_since >= self._patience
 
     @property
     def short(self) -> bool:
@@ -106,27 +141,35 @@ class Admission:
         tasks_run = any(who.kind == TASK for who in self._running)
         return not tasks_run and any(who.kind == TASK for who in self._waiting)
 
-    def leave(self, who: Holder) -> Holder | None:
-        """Somebody has finished, has seceded, or has given up waiting; who is to ask again, if anybody."""
+    def leave(self, who: Holder, now: float) -> Holder | None:
+        """Note that something has ended, seceded or given up; return the request that is to ask again."""
         self._running.discard(who)
-        self._withdraw(who)
+        self._withdraw(who, now)
         return self.first
 
     @property
     def first(self) -> Holder | None:
-        """Who has waited longest."""
+        """The oldest request."""
         return self._waiting[0] if self._waiting else None
 
-    def _withdraw(self, who: Holder) -> None:
+    def _queue(self, who: Holder, now: float) -> None:
+        if not self._waiting:
+            self._oldest_since = now
+        if who not in self._waiting:
+            self._waiting.append(who)
+
+    def _withdraw(self, who: Holder, now: float) -> None:
+        if who == self.first:
+            self._oldest_since = now
         if who in self._waiting:
             self._waiting.remove(who)
 
     @property
     def running(self) -> frozenset[Holder]:
-        """Who goes on, apart from tasks that have seceded."""
+        """What goes on, apart from tasks that have seceded."""
         return frozenset(self._running)
 
     @property
     def waiting(self) -> tuple[Holder, ...]:
-        """Who waits, longest first."""
+        """The requests that wait, oldest first."""
         return tuple(self._waiting)

@@ -4,6 +4,11 @@ A worker that has finished a task begins another at once. Which task reads the r
 whether an input can go, it learns from the scheduler a moment later: by then the next task
 has pushed it all down, to be brought up again. Where memory is short it is cheaper to wait
 for that moment.
+
+The worker is paused by the event that Dask's own pause is made of, for at most ``MOST`` seconds, and it is
+unpaused whatever happens meanwhile: each look either has the next one called or unpauses, also when it
+fails, and looks go on when the runtime has been switched off. Only while Dask has the worker paused, or is
+closing it, unpausing is left to Dask, which does so when the status becomes running again.
 """
 
 from __future__ import annotations
@@ -20,12 +25,15 @@ from distributed.worker_state_machine import PauseEvent, UnpauseEvent
 
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Metrics
 
 #: Bytes a second at which objects go down and come up again: nobody waits for longer than that takes.
 RATE = 1e9
 #: Seconds between looks, the most that anybody waits, and how often in a row it may be in vain after
 #: tasks of one prefix.
 LOOK, MOST, PATIENCE = 0.001, 0.1, 3
+#: What falls back, for counting.
+WHAT = "a worker does not wait for the tasks that read a result"
 #: How much of a priority is the same for all tasks of a graph: what the user says, and which graph.
 _GRAPH = 2
 
@@ -33,31 +41,54 @@ _GRAPH = 2
 class Following:
     """Holds the next task of a worker back for a moment. On the event loop."""
 
-    def __init__(self, worker: Any, ladder: Ladder):
+    def __init__(self, worker: Any, ladder: Ladder, metrics: Metrics):
         self._worker = worker
+        self._metrics = metrics
         self._ladder = ladder
         self._waiting = False
         self._in_vain: Counter[str] = Counter()
 
-    def finished(self, key: Key, result: int, inputs: int) -> None:
-        """A task is done; the sizes of its result and its inputs.
+    @property
+    def holds(self) -> bool:
+        """Whether the worker is paused by this."""
+        return self._waiting
 
-        If another one like it would not find room now, those that follow come first.
+    def finished(self, key: Key, result: int, inputs: int) -> None:
+        """Hold the next task back if one like this would not find room now, so that what follows comes first.
+
+        Whatever goes wrong here: the task is done, and its result is what counts.
+
+        Parameters
+        ----------
+        key
+            A task that is done.
+        result, inputs
+            Bytes of its result and its inputs.
         """
+        try:
+            self._hold_back(key, result, inputs)
+        except Exception as error:
+            self._metrics.fallback(WHAT, repr(error))
+
+    def _hold_back(self, key: Key, result: int, inputs: int) -> None:
         seconds = min((result + inputs) / RATE, MOST)
         if self._waiting or seconds < LOOK or self._in_vain[key_split(key)] >= PATIENCE:
             return
         if self._roomy(result + inputs):
             return
         self._waiting = True
-        # Dask's pause: what runs goes on, and nothing begins.
-        self._worker.handle_stimulus(PauseEvent(stimulus_id=f"gpurt-following-{time()}"))
         loop = asyncio.get_running_loop()
         loop.call_later(LOOK, self._look, key, result, loop.time() + seconds)
+        # Dask's pause: what runs goes on, and nothing begins.
+        self._worker.handle_stimulus(PauseEvent(stimulus_id=f"gpurt-following-{time()}"))
 
     def _look(self, key: Key, result: int, end: float) -> None:
         loop = asyncio.get_running_loop()
-        followed = not self._outlived(key) and (self._brought_forward(key) or self._roomy(result))
+        try:
+            followed = not self._outlived(key) and (self._brought_forward(key) or self._roomy(result))
+        except Exception as error:  # a worker that stays paused does nothing any more
+            self._metrics.fallback(WHAT, repr(error))
+            followed, end = False, loop.time()
         if not followed and loop.time() < end:
             loop.call_later(LOOK, self._look, key, result, end)
             return

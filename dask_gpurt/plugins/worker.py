@@ -31,6 +31,7 @@ from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
+from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.table.protocol import import_backends, warm_up
 
@@ -152,6 +153,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     def _amounts(self) -> list[tuple[str, str, int]]:
         return amounts(self.tiers.ledger)
+
+    def waiting(self) -> dict[str, Any]:
+        """Return what waits here, for whoever looks into a cluster that stands still."""
+        return waiting(self)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handler: what this worker has, did and fell back from."""

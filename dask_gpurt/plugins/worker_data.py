@@ -54,7 +54,7 @@ class WorkerData:
         self.metrics = metrics
         self._ladder = tiers.ladder
         self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute)
-        self._following = Following(worker, self._ladder)
+        self._following = Following(worker, self._ladder, metrics)
 
     def install(self) -> None:
         """Take the worker's data over. On the event loop, since it is one step to everybody."""
@@ -115,17 +115,15 @@ class WorkerData:
         self.worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id=f"gpurt-lost-{time()}"))
 
     # ---- in the place of the worker's own ----------------------------------------------
+    #
+    # The first two have to end with an event, whatever goes wrong: Dask waits for it for ever. Without one a
+    # task keeps its slot, and the peer of a fetch is never asked again. (Dask's own close the worker.)
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
         """Run a task, with room for it and its inputs at hand."""
         task = self.worker.state.tasks[key]
         try:
-            event = await self._runner.run(key, stimulus_id)
-        except CorruptFile as error:
-            inputs = [dependency.key for dependency in task.dependencies]
-            looking = partial(self.tiers.offload, self._ladder.unreadable, inputs)
-            self._lose(await self._runner.with_retries(looking), error)
-            return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-{stimulus_id}")
+            event = await self._run(key, task, stimulus_id)
         except Exception as error:  # the task fails with it, as when Dask can not read its own files
             return ExecuteFailureEvent.from_exception(
                 error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-unspill-{stimulus_id}"
@@ -135,13 +133,31 @@ class WorkerData:
             self._following.finished(key, event.nbytes, nbytes)
         return event
 
+    async def _run(self, key: Key, task: Any, stimulus_id: str) -> Any:
+        try:
+            return await self._runner.run(key, stimulus_id)
+        except CorruptFile as error:
+            inputs = [dependency.key for dependency in task.dependencies]
+            looking = partial(self.tiers.offload, self._ladder.unreadable, inputs)
+            self._lose(await self._runner.with_retries(looking), error)
+            return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-{stimulus_id}")
+
     async def gather_dep(self, worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
         """Ask a peer once there is room, and keep that for what has come."""
-        async with self._runner.receiving(total_nbytes) as reserved:
-            event = await self._gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
-            if isinstance(event, GatherDepSuccessEvent):
-                await self._runner.make_room(event.data, reserved)
-        return event
+        gather = partial(self._gather_dep, worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+        event = None
+        try:
+            async with self._runner.receiving(total_nbytes) as reserved:
+                event = await gather()
+                if isinstance(event, GatherDepSuccessEvent):
+                    await self._runner.make_room(event.data, reserved)
+        except Exception as error:
+            self.metrics.fallback("no room is made for data that are fetched", repr(error))
+        return await gather() if event is None else event
+
+    def waiting(self) -> dict[str, Any]:
+        """Tell what waits for room, and whether the worker is held back, as plain values."""
+        return {**self._runner.turns.waiting(), "held back": self._following.holds}
 
     async def get_data(
         self, comm: Any, keys: Iterable[Any], who: str | None = None, serializers: Any = None

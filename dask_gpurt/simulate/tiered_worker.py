@@ -87,7 +87,7 @@ class TieredWorker(VirtualWorker):
     def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
         held, seconds = self.tiers.lend(keys)
         who = Holder(SEND, next(self._numbers))
-        self._admission.ask(who, True)
+        self._admission.ask(who, True, self._clock.now)
         return (who, held), seconds
 
     def _get_back(self, lent: Any) -> None:
@@ -99,7 +99,7 @@ class TieredWorker(VirtualWorker):
 
     def _admit(self, who: Holder, turn: Turn) -> None:
         fits, begin = turn
-        if self._admission.ask(who, fits()):
+        if self._admission.ask(who, fits(), self._clock.now):
             self._turns.pop(who, None)
             begin()
         else:
@@ -107,7 +107,7 @@ class TieredWorker(VirtualWorker):
 
     def _leave(self, who: Holder) -> None:
         """Something is over: those that wait have their turns, until one has to go on waiting."""
-        following = self._admission.leave(who)
+        following = self._admission.leave(who, self._clock.now)
         while following in self._turns and not self.gone:
             self._admit(following, self._turns[following])
             following = None if following in self._turns else self._admission.first

@@ -1,0 +1,59 @@
+"""What waits in the runtime of a worker, part by part, for whoever looks into a cluster that stands still."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from dask_gpurt.observe.waiting import queued
+
+
+def waiting(plugin: Any) -> dict[str, Any]:
+    """Return the waiting lists of a worker's runtime, as plain values; on its event loop.
+
+    Parameters
+    ----------
+    plugin
+        The :class:`~dask_gpurt.plugins.worker.GpurtWorkerPlugin`, set up wholly or in part.
+    """
+    parts: dict[str, Callable[[], Any]] = {
+        "admission": lambda: plugin.data.waiting() if plugin.data is not None else "tiers are off",
+        "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
+        "moving": lambda: [str(key) for key, e in list(plugin.tiers.ladder._entries.items()) if e.moving],
+        "exchange": lambda: queued(plugin.exchange.executor),
+        "pulls": lambda: {"under way": plugin.exchange._pulls, "bytes": plugin.exchange._limiter._acquired},
+        "shards": lambda: _shards(plugin.exchange),
+        "published": lambda: _published(plugin.exchange.pools),
+        "counters": lambda: plugin.metrics.snapshot(),
+    }
+    return {name: _told(part) for name, part in parts.items()}
+
+
+def _told(part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    # A part that is not set up yet, or gone already: the others are told of all the same.
+    except Exception as error:
+        return f"not known: {error!r}"
+
+
+def _shards(exchange: Any) -> dict[str, dict[str, int]]:
+    """Count the shards that were offered, by producer and by where they are."""
+    return {
+        producer: dict(Counter(parcel.place.name for parcel in parcels))
+        for producer, parcels in list(exchange._parcels.items())
+        if parcels
+    }
+
+
+def _published(pools: Any) -> dict[str, dict[str, Any]]:
+    """Count the shards that owners may still read, and the producers that wait for room, by pool."""
+    return {
+        kind: {
+            "by owner": dict(Counter(entry.owner for entry in list(outbox._entries.values()))),
+            "producers that wait": outbox._waiting,
+            "used": outbox.pool.used,
+        }
+        for kind, outbox in list(pools._outboxes.items())
+    }

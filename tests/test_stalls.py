@@ -1,0 +1,201 @@
+"""Nothing waits for ever on a worker because something else has failed, or was switched off, meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed.utils_test import gen_cluster
+
+import dask_gpurt
+from dask_gpurt.memory.admission import FETCH
+from dask_gpurt.memory.disk import CorruptFile
+from dask_gpurt.observe.waiting import (
+    WATCHDOG_POLL_S,
+    Watchdog,
+    arm,
+    describe_scheduler,
+    describe_worker,
+    signalled_stacks,
+)
+from dask_gpurt.plugins import following
+
+MIB = 2**20
+TIGHT = {
+    "gpurt.memory.device": 8 * MIB,
+    "gpurt.memory.pinned": 8 * MIB,
+    "gpurt.memory.host": 0,
+    "gpurt.exchange.pool": 4 * MIB,
+}
+#: Seconds in which what would wait for ever without the mending has to be done; none of it takes one.
+SOON_S = 20
+
+_events: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+
+def run(test: Callable[..., Awaitable[None]], threads: int = 1) -> None:
+    """Run a coroutine with a client, a scheduler and two workers of this process, the runtime switched on."""
+
+    async def body(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        try:
+            await test(client, a, b)
+        finally:
+            await dask_gpurt.disable(client)
+
+    gen_cluster(client=True, nthreads=[("127.0.0.1", threads)] * 2, timeout=120, config=TIGHT)(body)()
+
+
+def fail(*_: Any) -> Any:
+    raise OSError(5, "Input/output error")
+
+
+def fallbacks(worker: Any) -> dict[str, Any]:
+    found: dict[str, Any] = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
+    return found
+
+
+def test_a_look_that_fails_does_not_leave_the_worker_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: Any, a: Any, b: Any) -> None:
+        holding = a.plugins["gpurt"].data._following
+        monkeypatch.setattr(holding, "_outlived", fail)
+        holding.finished("a-task", 100 * MIB, 0)
+        assert not a.state.running
+        assert await asyncio.wait_for(client.submit(int, 7, workers=[a.address]), SOON_S) == 7
+        assert following.WHAT in fallbacks(a)
+
+    run(test)
+
+
+def test_a_worker_that_is_held_back_goes_on_when_the_runtime_is_switched_off() -> None:
+    async def test(client: Any, a: Any, b: Any) -> None:
+        a.plugins["gpurt"].data._following.finished("a-task", 100 * MIB, 0)
+        assert not a.state.running
+        await dask_gpurt.disable(client)
+        assert await asyncio.wait_for(client.submit(int, 7, workers=[a.address]), SOON_S) == 7
+
+    run(test)
+
+
+@pytest.mark.parametrize("step", ["before it comes", "when it has come"])
+def test_data_come_from_a_peer_though_no_room_can_be_made_for_them(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk that others would have to go to fails. Dask would never hear of the end of the fetch."""
+
+    async def test(client: Any, a: Any, b: Any) -> None:
+        made = client.submit(np.ones, MIB, np.uint8, workers=[a.address])
+        await made
+        ladder = b.plugins["gpurt"].tiers.ladder
+        kept, at_once = ladder.pass_on, ladder.promise_at_once
+        monkeypatch.setattr(ladder, "try_promise", fail)
+        monkeypatch.setattr(ladder, "keep_promises", fail)
+        # Only of fetches: a task fails with what goes wrong for it.
+        if step == "before it comes":
+            monkeypatch.setattr(
+                ladder, "promise_at_once", lambda who, *to: who[0] != FETCH and at_once(who, *to)
+            )
+        else:
+            monkeypatch.setattr(ladder, "pass_on", lambda who, to: who[0] != FETCH and kept(who, to))
+        assert await asyncio.wait_for(client.submit(len, made, workers=[b.address]), SOON_S) == MIB
+        assert "no room is made for data that are fetched" in fallbacks(b)
+
+    run(test)
+
+
+def test_a_task_fails_when_not_even_its_lost_inputs_can_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: Any, a: Any, b: Any) -> None:
+        async def lost(*_: Any) -> Any:
+            raise CorruptFile("a file is damaged")
+
+        data = a.plugins["gpurt"].data
+        monkeypatch.setattr(data._runner, "run", lost)
+        monkeypatch.setattr(data._ladder, "unreadable", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            await asyncio.wait_for(client.submit(int, 7, workers=[a.address]), SOON_S)
+
+    run(test)
+
+
+def _hold(name: str) -> int:
+    held = np.ones(5 * MIB, np.uint8)
+    _events[f"{name} runs"].set()
+    assert _events["go on"].wait(60)
+    return int(held.nbytes)
+
+
+def test_a_task_that_waits_for_room_runs_when_the_runtime_is_switched_off() -> None:
+    _events.clear()
+
+    async def test(client: Any, a: Any, b: Any) -> None:
+        # What the prefix needs is known then.
+        await client.submit(np.ones, 5 * MIB, np.uint8, key="hold-0", workers=[a.address])
+        running = client.submit(_hold, "1", key="hold-1", workers=[a.address])
+        while not _events["1 runs"].is_set():
+            await asyncio.sleep(0.01)
+        waiting = client.submit(_hold, "2", key="hold-2", workers=[a.address])
+        while not (await describe_worker(a))["runtime"]["admission"]["waiting"]:
+            await asyncio.sleep(0.01)
+        await dask_gpurt.disable(client)
+        while not _events["2 runs"].is_set():
+            await asyncio.sleep(0.01)
+        _events["go on"].set()
+        assert await client.gather([running, waiting]) == [5 * MIB] * 2
+
+    run(test, threads=2)
+
+
+# ---- who tells of it ---------------------------------------------------------------------
+
+
+def test_a_worker_and_the_scheduler_tell_what_waits() -> None:
+    _events.clear()
+
+    async def test(client: Any, a: Any, b: Any) -> None:
+        running = client.submit(_hold, "1", key="hold-1", workers=[a.address])
+        behind = client.submit(int, running, key="behind", workers=[a.address])
+        while not _events["1 runs"].is_set():
+            await asyncio.sleep(0.01)
+        told = (await client.run(describe_worker))[a.address]
+        assert told["executing"] == ["hold-1"]
+        assert "hold-1" in told["runtime"]["admission"]["running"][0]
+        assert any("_hold" in stack for stack in told["threads"].values())
+        assert any("describe" not in stack for stack in told["coroutines"])
+        assert not [part for part in told["runtime"].values() if str(part).startswith("not known")]
+        told = await client.run_on_scheduler(describe_scheduler)
+        assert told["processing"][a.address] == ["hold-1"]
+        assert "('behind', ['hold-1'])" in told["waiting"]
+        _events["go on"].set()
+        await behind
+
+    run(test)
+
+
+def test_a_watchdog_calls_once_for_each_time_that_nothing_happens() -> None:
+    last, calls, called = [0.0], list[float](), threading.Event()
+
+    def stalled(seconds: float) -> None:
+        calls.append(seconds)
+        called.set()
+
+    with Watchdog(lambda: last[0], 0.01, stalled) as watchdog:
+        assert called.wait(SOON_S)
+        called.clear()
+        last[0] = 1.0  # something has happened, and nothing since
+        assert called.wait(SOON_S)
+        called.clear()
+        assert not called.wait(3 * WATCHDOG_POLL_S)
+    assert len(calls) == 2
+    assert watchdog.take_lateness() >= 0 == watchdog.take_lateness()
+
+
+def test_a_process_whose_threads_are_all_busy_tells_its_stacks(tmp_path: Any) -> None:
+    import os
+
+    arm(tmp_path)
+    assert "test_a_process_whose_threads" in signalled_stacks(tmp_path, [os.getpid()])[os.getpid()]
