@@ -19,7 +19,7 @@ from distributed import Client
 import dask_gpurt
 from dask_gpurt.chaos import worker_side
 from dask_gpurt.chaos.cluster import PATIENCE_S, keeps_address
-from dask_gpurt.chaos.plan import FaultSpec
+from dask_gpurt.chaos.plan import FaultSpec, Setup
 
 #: Handlers of workers that other workers call, by the word that a fault has for them.
 MESSAGES = {
@@ -30,13 +30,22 @@ MESSAGES = {
     "tickets": "gpurt_ticket",
     "fetches": "gpurt_fetch",
 }
+#: A connection that breaks each time is no connection: a reset leaves at least every other message alone.
+LEAST_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
 #: Seconds for a worker to answer; a worker that is stopped answers after that.
 ASK_S = 20.0
 SHM = "/dev/shm"
 #: Bytes that are left free in /dev/shm, and the most of the free memory that filling it may take.
 SHM_MARGIN, SHM_OF_FREE = 2**20, 0.1
 #: With little memory producers wait for room, and shards and partitions go down to the disk.
-TIGHT = {"gpurt.exchange.pool": "1 MiB", "gpurt.memory.device": "16 MiB", "gpurt.memory.host": "4 MiB"}
+#: Tasks that run out of memory are retried by Dask only, so also on other workers.
+TIGHT = {
+    "gpurt.exchange.pool": "1 MiB",
+    "gpurt.memory.device": "4 MiB",
+    "gpurt.memory.host": "1 MiB",
+    "gpurt.memory.retries": 0,
+}
+COMMS = {"gpurt.exchange.paths": ["comms"]}
 
 _numbers = itertools.count()
 
@@ -85,9 +94,9 @@ class Site:
             return {}
         return replies
 
-    def enable(self, *, tight: bool) -> None:
-        """Switch the runtime on, with little memory or with its defaults."""
-        with dask.config.set(TIGHT if tight else {}):
+    def enable(self, setup: Setup) -> None:
+        """Switch the runtime on."""
+        with dask.config.set({**(TIGHT if setup.tight else {}), **(COMMS if setup.comms else {})}):
             dask_gpurt.enable(self.client)
 
     def wait_for_workers(self) -> None:
@@ -247,7 +256,7 @@ class Messages(OnWorkers):
         return {
             "action": self.action,
             "op": self.op,
-            "one_in": min(self.spec.one_in, 5),
+            "one_in": min(max(self.spec.one_in, LEAST_ONE_IN[self.action]), 5),
             "seed": self.spec.seed,
             "seconds": min(self.spec.lasting_s, 2),
         }
@@ -368,13 +377,13 @@ class ScaleUp(ScaleDown):
 class Switch(Fault):
     """The runtime is switched off, and on again when the operations have ended."""
 
-    explains = (r"the runtime was switched off", r"the runtime is not on at worker")
+    explains = (r"the runtime was switched off", r"the runtime is not on")
 
     def begin(self) -> None:
         dask_gpurt.disable(self.site.client)
 
     def end(self) -> int:
-        self.site.enable(tight=self.spec.tight)
+        self.site.enable(self.spec.setup)
         return 1
 
 
@@ -385,7 +394,7 @@ class SwitchTwice(Fault):
 
     def begin(self) -> None:
         dask_gpurt.disable(self.site.client)
-        enable = partial(self.site.enable, tight=self.spec.tight)
+        enable = partial(self.site.enable, self.spec.setup)
         threads = [threading.Thread(target=enable) for _ in range(2)]
         for thread in threads:
             thread.start()

@@ -7,7 +7,7 @@ of one minute and in a run of an hour, and in every process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 #: Key columns that a frame may be shuffled by, and other columns that it may have.
@@ -19,8 +19,24 @@ LARGE_ONE_IN = 12
 #: How many operations run at once, and how many faults meet them, each drawn from these.
 OPERATIONS_AT_ONCE = (1, 1, 1, 2, 3)
 FAULTS_AT_ONCE = (0, 1, 1, 1, 1, 1, 2, 2)
-#: Shares of the memory settings that are drawn.
-TIGHT_SHARE = 0.5
+#: How often the runtime is given little memory, and how often nothing but Dask's comms.
+TIGHT_SHARE, COMMS_SHARE = 0.5, 0.25
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the runtime is switched on.
+
+    Attributes
+    ----------
+    tight
+        With little memory: a small pool, and small tiers.
+    comms
+        With Dask's comms as the only path.
+    """
+
+    tight: bool
+    comms: bool
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,8 @@ class OperationSpec:
         A number for whatever else there is to choose.
     persisted
         Whether its input is persisted before.
+    retries
+        How often Dask runs a task again that has failed.
     """
 
     kind: str
@@ -79,6 +97,7 @@ class OperationSpec:
     outputs: int
     variant: int
     persisted: bool
+    retries: int
 
 
 @dataclass(frozen=True)
@@ -103,8 +122,8 @@ class FaultSpec:
         It hits one message, or one allocation, of so many.
     nth
         It hits the message with this number.
-    tight
-        Whether the runtime is given little memory when this fault switches it on again.
+    setup
+        How the runtime is switched on again, where this fault switches it off.
     """
 
     kind: str
@@ -115,7 +134,7 @@ class FaultSpec:
     target: int
     one_in: int
     nth: int
-    tight: bool
+    setup: Setup
 
 
 @dataclass(frozen=True)
@@ -139,19 +158,32 @@ class Plan:
         Kinds to draw from. Without faults, nothing is broken.
     rows
         The most rows of a frame.
+    tight, comms
+        How the runtime is switched on each time; None to draw that too.
     """
 
     seed: int
     operations: Sequence[str]
     faults: Sequence[str]
     rows: int = LARGE_ROWS[1]
-    #: Whether the runtime begins with little memory: a small pool, and a small live tier.
-    tight: bool = field(init=False)
+    tight: bool | None = None
+    comms: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.operations:
             raise ValueError("a plan needs at least one kind of operation")
-        object.__setattr__(self, "tight", Random(f"{self.seed}").random() < TIGHT_SHARE)
+
+    @property
+    def setup(self) -> Setup:
+        """How the runtime is switched on at first."""
+        return self._setup(Random(f"{self.seed}"))
+
+    def _setup(self, random: Random) -> Setup:
+        tight, comms = random.random() < TIGHT_SHARE, random.random() < COMMS_SHARE
+        return Setup(
+            tight=tight if self.tight is None else self.tight,
+            comms=comms if self.comms is None else self.comms,
+        )
 
     def step(self, number: int) -> Step:
         """Draw a step; the same for the same number."""
@@ -169,6 +201,7 @@ class Plan:
             outputs=random.randint(1, 16),
             variant=random.getrandbits(16),
             persisted=random.random() < 0.3,
+            retries=random.choice([0, 0, 3]),
         )
 
     def _frame(self, random: Random) -> FrameSpec:
@@ -197,5 +230,5 @@ class Plan:
             target=random.randrange(2**16),
             one_in=random.choice([1, 2, 5, 20]),
             nth=random.randint(1, 20),
-            tight=random.random() < TIGHT_SHARE,
+            setup=self._setup(random),
         )

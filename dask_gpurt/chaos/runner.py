@@ -71,9 +71,9 @@ class _Operation:
             collection = build(self.spec, self.backend)
             self.built.set()
             self.submit.wait()
-            persisted = collection.persist()
+            persisted = collection.persist(retries=self.spec.retries)
             parts = [delayed(to_pandas)(part) for part in persisted.to_delayed()]
-            return list(self.client.gather(self.client.compute(parts)))
+            return list(self.client.gather(self.client.compute(parts, retries=self.spec.retries)))
 
 
 class Chaos:
@@ -121,7 +121,7 @@ class Chaos:
     def run(self, seconds: float, steps: int | None = None) -> Report:
         """Carry out steps for so long, at least one, then look at what is left."""
         began = time.monotonic()
-        self.site.enable(tight=self.plan.tight)
+        self.site.enable(self.plan.setup)
         self.site.client.register_plugin(ChaosWorkerPlugin())
         number = 0
         try:

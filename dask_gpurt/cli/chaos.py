@@ -44,6 +44,12 @@ SHOWN = 600
 )
 @click.option("--rows", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="Of a frame.")
 @click.option(
+    "--tight/--roomy", default=None, help="Give the runtime little memory, or its defaults. [default: drawn]"
+)
+@click.option(
+    "--comms/--any-path", default=None, help="Leave Dask's comms as the only path, or not. [default: drawn]"
+)
+@click.option(
     "--limit",
     type=click.FloatRange(min=1),
     default=120.0,
@@ -74,6 +80,8 @@ def chaos(
     only: str,
     faults: str,
     rows: int,
+    tight: bool | None,
+    comms: bool | None,
     limit: float,
     dumps: Path,
     json_file: Path | None,
@@ -85,8 +93,11 @@ def chaos(
     messages are late, repeated or lost, and memory, disk and /dev/shm are full. A wrong row, something that
     hangs and something that is left behind make the exit code 1.
     """
-    plan = Plan(seed, chosen("--only", only, OPERATIONS), chosen_faults(faults, scheduler), rows)
+    plan = Plan(
+        seed, chosen("--only", only, OPERATIONS), chosen_faults(faults, scheduler), rows, tight, comms
+    )
     if plan_only:
+        click.echo(plan.setup)
         for number in range(steps or 1):
             click.echo(plan.step(number))
         return
