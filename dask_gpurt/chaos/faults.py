@@ -293,6 +293,16 @@ class RefusedOffers(OnWorkers):
     explains = OUT_OF_MEMORY
 
 
+class FailingTransfers(OnWorkers):
+    """A transfer task fails after it has published its shards; Dask may run it again on another worker."""
+
+    kind = "transfers"
+    explains = (r"injected by chaos: a transfer task fails",)
+
+    def options(self) -> dict[str, Any]:
+        return {"one_in": max(2, self.spec.one_in), "seed": self.spec.seed}
+
+
 class FullDisk(OnWorkers):
     """Writing to the directory of a worker fails for want of space."""
 
@@ -432,6 +442,7 @@ FAULTS: dict[str, type[Fault]] = {
     **{f"{action}-{word}": Messages for action in ("delay", "repeat", "reset") for word in MESSAGES},
     "allocations": Allocations,
     "refuse-offers": RefusedOffers,
+    "fail-transfers": FailingTransfers,
     "full-disk": FullDisk,
     "full-shm": FullShm,
     "scale-down": ScaleDown,

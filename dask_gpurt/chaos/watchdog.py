@@ -18,12 +18,13 @@ MOST = 60
 
 def describe(site: Site) -> str:
     """Describe scheduler, workers and this process: stacks, and the tasks that are not in memory."""
-    sections = [("client: threads", threads()), ("scheduler: tasks", _scheduler(site))]
+    sections = [("scheduler", _scheduler(site))]
     replies = site.ask(describe_worker)
     for address in site.addresses():
         sections.append(
             (f"worker {address}", replies.get(address, "does not answer: stopped, or its loop is"))
         )
+    sections.append(("client: threads", threads()))
     return "\n".join(f"==== {title}\n{text}\n" for title, text in sections)
 
 

@@ -1,7 +1,7 @@
 """Faults inside a worker process: its messages, its file systems, its allocations.
 
 Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices,
-``Exchange.accept``), and is taken back by taking the wrapper off. A process that is replaced loses its
+``Exchange.accept``, ``ShuffleRun.add_partition``), and is taken back by taking the wrapper off. A process that is replaced loses its
 faults; the plugin itself comes back with the new process.
 """
 
@@ -11,6 +11,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from distributed import WorkerPlugin
 from distributed.comm.core import CommClosedError
 
 from dask_gpurt.device.failing import ALLOCATING
+from dask_gpurt.shuffle.run import ShuffleRun
 
 NAME = "gpurt-chaos"
 #: Seconds until this process ends itself: long enough for the reply to whoever asked it to.
@@ -234,6 +236,28 @@ class RefusedOffers:
         _put_back(self._exchange, "accept", self._before)
 
 
+class FailingTransfers:
+    """Has one of so many transfer tasks of this process fail after it has published its shards."""
+
+    def __init__(self, one_in: int, seed: int):
+        self.hits = 0
+        self._original = add_partition = ShuffleRun.add_partition
+        random = Random(seed)
+
+        def failing(run: Any, *args: Any, **kwargs: Any) -> Any:
+            added = add_partition(run, *args, **kwargs)
+            if random.randrange(one_in) == 0:
+                self.hits += 1
+                raise RuntimeError("injected by chaos: a transfer task fails")
+            return added
+
+        ShuffleRun.add_partition = failing  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        """Let transfer tasks succeed again."""
+        ShuffleRun.add_partition = self._original  # type: ignore[method-assign]
+
+
 def _put_back(owner: Any, name: str, before: Any) -> None:
     if before is None:
         vars(owner).pop(name, None)
@@ -265,6 +289,8 @@ class ChaosWorkerPlugin(WorkerPlugin):
             self.faults[number] = self.rpc.rules[number] = Rule(**options)
         elif kind == "full":
             self.faults[number] = FullFileSystem(*options["prefixes"] or [self.worker.local_directory])
+        elif kind == "transfers":
+            self.faults[number] = FailingTransfers(**options)
         elif runtime is not None and kind == "allocations":
             self.faults[number] = FailingAllocations(list(runtime.exchange.pools.devices.values()), **options)
         elif runtime is not None and kind == "offers":
@@ -303,8 +329,6 @@ def pause(seconds: float, dask_worker: Any) -> int:
     """Stop this process, and have another one continue it."""
     me = os.getpid()
     script = f"sleep {KILL_DELAY_S}; kill -STOP {me}; sleep {seconds}; kill -CONT {me}"
-    import subprocess
-
     subprocess.Popen(["sh", "-c", script], start_new_session=True)
     return 1
 
