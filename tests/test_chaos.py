@@ -26,10 +26,10 @@ from dask_gpurt.chaos.faults import MESSAGES
 from dask_gpurt.chaos.frames import ROW, make_partition, whole_frame
 from dask_gpurt.chaos.leftovers import Probe, growth, of_probes, of_threads
 from dask_gpurt.chaos.report import Ending, Outcome, Report
-from dask_gpurt.chaos.worker_side import ChaosWorkerPlugin, FullFileSystem, RefusedOffers
+from dask_gpurt.chaos.worker_side import ChaosWorkerPlugin, FailingTransfers, FullFileSystem, RefusedOffers
 from dask_gpurt.cli import main
+from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
-from dask_gpurt.shuffle.run import ShuffleRun
 
 seeds, numbers = st.integers(0, 2**32), st.integers(0, 10_000)
 
@@ -196,7 +196,12 @@ async def test_what_faults_take_hold_of_is_there(c: Any, s: Any, a: Worker, b: W
         await exchange.accept()
     refusing.stop()
     assert exchange.accept.__func__ is Exchange.accept
-    assert callable(ShuffleRun.add_partition)
+    pool = exchange.pools.known("host").pool
+    failing = FailingTransfers([pool], one_in=1, seed=0)
+    with pytest.raises((PoolFull, RuntimeError)):
+        exchange.pools.known("host").allocate(1)
+    failing.stop()
+    assert "allocate" not in vars(pool)
     await dask_gpurt.disable(c)
 
 

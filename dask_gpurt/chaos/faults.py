@@ -294,13 +294,13 @@ class RefusedOffers(OnWorkers):
 
 
 class FailingTransfers(OnWorkers):
-    """A transfer task fails after it has published its shards; Dask may run it again on another worker."""
+    """Transfer tasks fail after a part was published; Dask may run them again on another worker."""
 
     kind = "transfers"
     explains = (r"injected by chaos: a transfer task fails",)
 
     def options(self) -> dict[str, Any]:
-        return {"one_in": max(2, self.spec.one_in), "seed": self.spec.seed}
+        return {"one_in": max(5, self.spec.one_in), "seed": self.spec.seed}
 
 
 class FullDisk(OnWorkers):

@@ -1,7 +1,7 @@
 """Faults inside a worker process: its messages, its file systems, its allocations.
 
-Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices,
-``Exchange.accept``, ``ShuffleRun.add_partition``), and is taken back by taking the wrapper off. A process that is replaced loses its
+Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices, their
+pools, ``Exchange.accept``), and is taken back by taking the wrapper off. A process that is replaced loses its
 faults; the plugin itself comes back with the new process.
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 from distributed import WorkerPlugin
 from distributed.comm.core import CommClosedError
 
+from dask_gpurt.device import PoolFull
 from dask_gpurt.device.failing import ALLOCATING
-from dask_gpurt.shuffle.run import ShuffleRun
 
 NAME = "gpurt-chaos"
 #: Seconds until this process ends itself: long enough for the reply to whoever asked it to.
@@ -237,25 +237,31 @@ class RefusedOffers:
 
 
 class FailingTransfers:
-    """Has one of so many transfer tasks of this process fail after it has published its shards."""
+    """Has transfer tasks fail as they pack, some after they have published a part because the pool was full."""
 
-    def __init__(self, one_in: int, seed: int):
+    def __init__(self, pools: list[Any], one_in: int, seed: int):
+        self._random = Random(seed)
+        self._one_in = one_in
+        self._before = [(pool, vars(pool).get("allocate")) for pool in pools]
         self.hits = 0
-        self._original = add_partition = ShuffleRun.add_partition
-        random = Random(seed)
+        for pool in pools:
+            pool.allocate = self._failing(pool.allocate)
 
-        def failing(run: Any, *args: Any, **kwargs: Any) -> Any:
-            added = add_partition(run, *args, **kwargs)
-            if random.randrange(one_in) == 0:
+    def _failing(self, allocate: Callable[[int], Any]) -> Callable[[int], Any]:
+        def failing(nbytes: int) -> Any:
+            if self._random.randrange(self._one_in) == 0:
                 self.hits += 1
+                if self._random.random() < 0.5:
+                    raise PoolFull(nbytes)
                 raise RuntimeError("injected by chaos: a transfer task fails")
-            return added
+            return allocate(nbytes)
 
-        ShuffleRun.add_partition = failing  # type: ignore[method-assign]
+        return failing
 
     def stop(self) -> None:
         """Let transfer tasks succeed again."""
-        ShuffleRun.add_partition = self._original  # type: ignore[method-assign]
+        for pool, before in self._before:
+            _put_back(pool, "allocate", before)
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:
@@ -289,8 +295,11 @@ class ChaosWorkerPlugin(WorkerPlugin):
             self.faults[number] = self.rpc.rules[number] = Rule(**options)
         elif kind == "full":
             self.faults[number] = FullFileSystem(*options["prefixes"] or [self.worker.local_directory])
-        elif kind == "transfers":
-            self.faults[number] = FailingTransfers(**options)
+        elif runtime is not None and kind == "transfers":
+            pools = runtime.exchange.pools
+            self.faults[number] = FailingTransfers(
+                [pools.known(each).pool for each in pools.devices], **options
+            )
         elif runtime is not None and kind == "allocations":
             self.faults[number] = FailingAllocations(list(runtime.exchange.pools.devices.values()), **options)
         elif runtime is not None and kind == "offers":
