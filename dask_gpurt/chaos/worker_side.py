@@ -1,8 +1,8 @@
 """Faults inside a worker process: its messages, its file systems, its allocations.
 
-Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices, their
-pools, ``Exchange.accept``), and is taken back by taking the wrapper off. A process that is replaced loses its
-faults; the plugin itself comes back with the new process.
+Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices,
+their pools, ``Exchange.accept``), and is taken back by taking the wrapper off. A process that is replaced
+loses its faults; the plugin itself comes back with the new process.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class RefusedOffers:
 
 
 class FailingTransfers:
-    """Has transfer tasks fail as they pack, some after they have published a part because the pool was full."""
+    """Has transfer tasks fail as they pack, some with a part published because the pool was full."""
 
     def __init__(self, pools: list[Any], one_in: int, seed: int):
         self._random = Random(seed)
