@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import random
 import socket
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from distributed import Client, LocalCluster
 PATIENCE_S = 60
 #: Dask's 30 s would be spent on each connection to a worker that was just killed.
 CONNECT = "10s"
+#: For workers and nannies that keep their address.
+PORTS = range(15_000, 32_000)
 
 
 def keeps_address(name: Any) -> bool:
@@ -45,11 +48,14 @@ def _with_fixed_ports(kind: type) -> type:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Find ports below those that the system gives to connections, which would take one that is free."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.choice(PORTS)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 @contextlib.contextmanager

@@ -201,7 +201,7 @@ class Plan:
             outputs=random.randint(1, 16),
             variant=random.getrandbits(16),
             persisted=random.random() < 0.3,
-            retries=random.choice([0, 0, 3]),
+            retries=random.choice([0, 3]),
         )
 
     def _frame(self, random: Random) -> FrameSpec:

@@ -237,23 +237,27 @@ class RefusedOffers:
 
 
 class FailingTransfers:
-    """Has transfer tasks fail as they pack, some with a part published because the pool was full."""
+    """Has transfer tasks fail as they pack, after they have published a part because the pool was full."""
 
     def __init__(self, pools: list[Any], one_in: int, seed: int):
         self._random = Random(seed)
         self._one_in = one_in
         self._before = [(pool, vars(pool).get("allocate")) for pool in pools]
+        self._thread = threading.local()
         self.hits = 0
         for pool in pools:
             pool.allocate = self._failing(pool.allocate)
 
     def _failing(self, allocate: Callable[[int], Any]) -> Callable[[int], Any]:
         def failing(nbytes: int) -> Any:
+            # A full pool first: what the task has packed so far is published. Then its next block fails it.
+            if getattr(self._thread, "fails", False):
+                self._thread.fails = False
+                raise RuntimeError("injected by chaos: a transfer task fails")
             if self._random.randrange(self._one_in) == 0:
                 self.hits += 1
-                if self._random.random() < 0.5:
-                    raise PoolFull(nbytes)
-                raise RuntimeError("injected by chaos: a transfer task fails")
+                self._thread.fails = True
+                raise PoolFull(nbytes)
             return allocate(nbytes)
 
         return failing
