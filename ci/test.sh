@@ -55,6 +55,16 @@ without_compiler() {
         grep -q "the interposer was not built" doctor
 }
 
+# Two minutes, on seeds that are always the same: the defaults and comms only, little memory, and nothing but lost workers.
+chaos() {
+    local options=(--workers 3 --limit 60 --dumps "$scratch")
+    timeout 200 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 1 --roomy &&
+        timeout 200 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 2 --tight &&
+        timeout 200 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 3 --faults "kill*,replace,stop" && return
+    cat "$scratch"/gpurt-chaos-*.txt 2> /dev/null
+    return 1
+}
+
 environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }
 step "install and test" readme_command
 newest=$(dask_version)
@@ -66,6 +76,7 @@ step "import contract" lint-imports
 # Once more, to say which sanitizers were there; -rs gives the reason where one was not.
 step "interposer under sanitizers" python -m pytest -rs tests/test_interposer_threads.py
 step "Dask's own shuffle tests" ci/dask_suite.sh
+step "chaos" chaos
 
 if [ "$newest" = "$OLDEST" ]; then
     echo "=== Dask $OLDEST is the newest too: nothing more to test"

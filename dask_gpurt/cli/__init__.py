@@ -14,13 +14,14 @@ def main() -> None:
 
 def _add_commands() -> None:
     from dask_gpurt.cli.calibrate import calibrate
+    from dask_gpurt.cli.chaos import chaos
     from dask_gpurt.cli.demo import demo
     from dask_gpurt.cli.doctor import doctor
     from dask_gpurt.cli.overlap import overlap
     from dask_gpurt.cli.simulate import simulation
     from dask_gpurt.cli.topology import topology
 
-    for command in (calibrate, demo, doctor, overlap, simulation, topology):
+    for command in (calibrate, chaos, demo, doctor, overlap, simulation, topology):
         main.add_command(command)
 
 

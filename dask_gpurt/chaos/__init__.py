@@ -1,0 +1,12 @@
+"""Random operations and random faults on a real cluster, with every result checked against pandas.
+
+Only the command line imports this package. Workers import it by name when the worker plugin arrives.
+"""
+
+from dask_gpurt.chaos.faults import FAULTS
+from dask_gpurt.chaos.operations import OPERATIONS
+from dask_gpurt.chaos.plan import Plan, Step
+from dask_gpurt.chaos.report import Report
+from dask_gpurt.chaos.runner import Chaos
+
+__all__ = ["FAULTS", "OPERATIONS", "Chaos", "Plan", "Report", "Step"]

@@ -1,0 +1,120 @@
+"""The cluster that chaos starts: workers of which every other one keeps its address when it is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import random
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import psutil
+from distributed import Client, LocalCluster
+
+#: Seconds for a cluster to come back to its size, and to end.
+PATIENCE_S = 60
+#: Dask's 30 s would be spent on each connection to a worker that was just killed.
+CONNECT = "10s"
+#: For workers and nannies that keep their address.
+PORTS = range(15_000, 32_000)
+
+
+def keeps_address(name: Any) -> bool:
+    """Whether the process that replaces this worker of ours gets the same address."""
+    return int(name) % 2 == 0
+
+
+def _with_fixed_ports(kind: type) -> type:
+    """Derive a cluster whose new workers and nannies have fixed ports, every other one of them."""
+
+    class FixedPorts(kind):  # type: ignore[misc]
+        def new_worker_spec(self) -> dict[Any, dict[str, Any]]:
+            specs: dict[Any, dict[str, Any]] = super().new_worker_spec()
+            return {name: self._fixed(name, spec) for name, spec in specs.items()}
+
+        def _fixed(self, name: Any, spec: dict[str, Any]) -> dict[str, Any]:
+            if not keeps_address(name):
+                return spec
+            worker, nanny = _free_ports(2)
+            return {**spec, "options": {**spec["options"], "worker_port": worker, "port": nanny}}
+
+    return FixedPorts
+
+
+def _free_ports(count: int) -> list[int]:
+    """Find ports below those that the system gives to connections, which would take one that is free."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.choice(PORTS)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
+
+
+@contextlib.contextmanager
+def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
+    """Start a cluster on this machine; yields a client, the cluster, and the directory of its workers."""
+    _without_class_lock()
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with tempfile.TemporaryDirectory(prefix="gpurt-chaos-", ignore_cleanup_errors=True) as directory:
+        options: dict[str, Any] = {
+            "threads_per_worker": 1,
+            "protocol": protocol,
+            "local_directory": directory,
+            "dashboard_address": None,
+            "scheduler_kwargs": {"dashboard_address": ":0"},
+        }
+        with dask.config.set({"distributed.comm.timeouts.connect": CONNECT}):
+            if backend == "cudf":
+                kind = importlib.import_module("dask_cuda").LocalCUDACluster
+                cluster = _with_fixed_ports(kind)(n_workers=workers, **options)
+            else:
+                # Only workers that LocalCluster is scaled to ask for a specification of their own.
+                kind = _with_fixed_ports(LocalCluster)
+                memory = psutil.virtual_memory().total // workers
+                cluster = kind(n_workers=0, memory_limit=memory, silence_logs=logging.CRITICAL, **options)
+                cluster.scale(workers)
+            client = Client(cluster)
+            try:
+                client.wait_for_workers(workers, timeout=PATIENCE_S)
+                yield client, cluster, directory
+            finally:
+                with contextlib.suppress(OSError, TimeoutError):
+                    client.close(timeout=PATIENCE_S)
+                with contextlib.suppress(OSError, TimeoutError):
+                    cluster.close(timeout=PATIENCE_S)
+                _end_children(before)
+
+
+def _end_children(before: set[int]) -> None:
+    """End what the cluster has left: it may hang in its end where it was damaged."""
+    for child in psutil.Process().children(recursive=True):
+        if child.pid not in before and "resource_tracker" not in " ".join(child.cmdline()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def _without_class_lock() -> None:
+    """Give ``functools.cached_property`` of Python 3.11 the behaviour of 3.12, in this process.
+
+    It holds one lock for all instances while it computes. Here several threads build sorts, which compute,
+    and the scheduler that they wait for is in this process too and uses the same lock: a deadlock of Dask's.
+    """
+    if sys.version_info >= (3, 12):
+        return
+
+    def get(self: Any, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        if self.attrname not in instance.__dict__:
+            instance.__dict__[self.attrname] = self.func(instance)
+        return instance.__dict__[self.attrname]
+
+    functools.cached_property.__get__ = get  # type: ignore[method-assign]

@@ -1,0 +1,234 @@
+"""Draw what is computed and what is broken from a seed. Pure: no Dask, no clock, no global state.
+
+Each step is drawn from the seed and its own number only, so step 17 of a seed is the same step in a run
+of one minute and in a run of an hour, and in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+#: Key columns that a frame may be shuffled by, and other columns that it may have.
+KEYS = ("int", "string", "datetime")
+COLUMNS = ("float", "small", "string", "category", "datetime", "object", "bool")
+#: Rows of most frames, and of the few that are larger, before ``rows`` limits them.
+USUAL_ROWS, LARGE_ROWS = (10_000, 100_000), (100_000, 1_000_000)
+LARGE_ONE_IN = 12
+#: How many operations run at once, and how many faults meet them, each drawn from these.
+OPERATIONS_AT_ONCE = (1, 1, 1, 2, 3)
+FAULTS_AT_ONCE = (0, 1, 1, 1, 1, 1, 2, 2)
+#: How often the runtime is given little memory, and how often nothing but Dask's comms.
+TIGHT_SHARE, COMMS_SHARE = 0.5, 0.25
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the runtime is switched on.
+
+    Attributes
+    ----------
+    tight
+        With little memory: a small pool, and small tiers.
+    comms
+        With Dask's comms as the only path.
+    """
+
+    tight: bool
+    comms: bool
+
+
+@dataclass(frozen=True)
+class FrameSpec:
+    """A random frame: the same rows wherever and however often a partition is made.
+
+    Attributes
+    ----------
+    seed
+        Of the values.
+    rows, partitions
+        The size; rows are dealt to the partitions that are not empty.
+    key
+        Kind of the key column, one of :data:`KEYS`.
+    distinct
+        How many different keys there are.
+    skewed
+        Whether half of the rows have the same key.
+    empty
+        Numbers of the partitions without rows.
+    columns
+        Kinds of the other columns, each of :data:`COLUMNS`.
+    """
+
+    seed: int
+    rows: int
+    partitions: int
+    key: str
+    distinct: int
+    skewed: bool
+    empty: frozenset[int]
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OperationSpec:
+    """An operation on one frame, or on two.
+
+    Attributes
+    ----------
+    kind
+        Its name in :data:`~dask_gpurt.chaos.operations.OPERATIONS`.
+    frame, other
+        What it is applied to; joins read the second one too.
+    outputs
+        Output partitions that are asked for.
+    variant
+        A number for whatever else there is to choose.
+    persisted
+        Whether its input is persisted before.
+    retries
+        How often Dask runs a task again that has failed.
+    """
+
+    kind: str
+    frame: FrameSpec
+    other: FrameSpec
+    outputs: int
+    variant: int
+    persisted: bool
+    retries: int
+
+
+@dataclass(frozen=True)
+class FaultSpec:
+    """A fault; each kind uses of these numbers what it needs.
+
+    Attributes
+    ----------
+    kind
+        Its name in :data:`~dask_gpurt.chaos.faults.FAULTS`.
+    seed
+        Of what is left to chance while it lasts.
+    before
+        Whether it comes after an operation was built and before it is submitted.
+    after_s
+        Seconds from there, otherwise.
+    lasting_s
+        Seconds for which it lasts, where it ends by itself.
+    target
+        Which worker it hits: modulo the number of workers, in the order of their names.
+    one_in
+        It hits one message, or one allocation, of so many.
+    nth
+        It hits the message with this number.
+    setup
+        How the runtime is switched on again, where this fault switches it off.
+    """
+
+    kind: str
+    seed: int
+    before: bool
+    after_s: float
+    lasting_s: float
+    target: int
+    one_in: int
+    nth: int
+    setup: Setup
+
+
+@dataclass(frozen=True)
+class Step:
+    """Operations that run at the same time, and the faults that meet them."""
+
+    number: int
+    operations: tuple[OperationSpec, ...]
+    faults: tuple[FaultSpec, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All steps of a seed.
+
+    Parameters
+    ----------
+    seed
+        Everything is drawn from it.
+    operations, faults
+        Kinds to draw from. Without faults, nothing is broken.
+    rows
+        The most rows of a frame.
+    tight, comms
+        How the runtime is switched on each time; None to draw that too.
+    """
+
+    seed: int
+    operations: Sequence[str]
+    faults: Sequence[str]
+    rows: int = LARGE_ROWS[1]
+    tight: bool | None = None
+    comms: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.operations:
+            raise ValueError("a plan needs at least one kind of operation")
+
+    @property
+    def setup(self) -> Setup:
+        """How the runtime is switched on at first."""
+        return self._setup(Random(f"{self.seed}"))
+
+    def _setup(self, random: Random) -> Setup:
+        tight, comms = random.random() < TIGHT_SHARE, random.random() < COMMS_SHARE
+        return Setup(
+            tight=tight if self.tight is None else self.tight,
+            comms=comms if self.comms is None else self.comms,
+        )
+
+    def step(self, number: int) -> Step:
+        """Draw a step; the same for the same number."""
+        random = Random(f"{self.seed}/{number}")
+        operations = tuple(self._operation(random) for _ in range(random.choice(OPERATIONS_AT_ONCE)))
+        count = random.choice(FAULTS_AT_ONCE) if self.faults else 0
+        kinds = random.sample(list(self.faults), min(count, len(self.faults)))
+        return Step(number, operations, tuple(self._fault(kind, random) for kind in kinds))
+
+    def _operation(self, random: Random) -> OperationSpec:
+        return OperationSpec(
+            kind=random.choice(list(self.operations)),
+            frame=self._frame(random),
+            other=self._frame(random),
+            outputs=random.randint(1, 16),
+            variant=random.getrandbits(16),
+            persisted=random.random() < 0.3,
+            retries=random.choice([0, 3]),
+        )
+
+    def _frame(self, random: Random) -> FrameSpec:
+        least, most = LARGE_ROWS if random.randrange(LARGE_ONE_IN) == 0 else USUAL_ROWS
+        rows = min(self.rows, random.randint(least, most))
+        partitions = random.randint(1, 16)
+        empty = {number for number in range(partitions) if random.random() < 0.15}
+        return FrameSpec(
+            seed=random.getrandbits(32),
+            rows=rows,
+            partitions=partitions,
+            key=random.choice(KEYS),
+            distinct=random.choice([1, 7, 100, max(1, rows // 10), rows]),
+            skewed=random.random() < 0.25,
+            empty=frozenset(empty - {random.randrange(partitions)}),
+            columns=tuple(random.sample(COLUMNS, random.randint(1, len(COLUMNS)))),
+        )
+
+    def _fault(self, kind: str, random: Random) -> FaultSpec:
+        return FaultSpec(
+            kind=kind,
+            seed=random.getrandbits(32),
+            before=random.random() < 0.3,
+            after_s=round(random.choice([0.0, random.uniform(0, 0.3), random.uniform(0, 1.5)]), 3),
+            lasting_s=round(random.choice([random.uniform(0.1, 1), random.uniform(1, 5)]), 3),
+            target=random.randrange(2**16),
+            one_in=random.choice([1, 2, 5, 20]),
+            nth=random.randint(1, 20),
+            setup=self._setup(random),
+        )

@@ -1,0 +1,106 @@
+"""What a run has shown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Ending(StrEnum):
+    """How an operation ended."""
+
+    RIGHT = "right"
+    #: In an error that a fault explains: Dask itself would not have survived it, or memory was refused.
+    FAILED = "failed with an error"
+    WRONG = "wrong"
+    HUNG = "hung"
+    #: In an error that no fault of the step explains.
+    UNEXPLAINED = "unexplained error"
+
+
+#: Endings that are never allowed.
+NEVER = (Ending.WRONG, Ending.HUNG, Ending.UNEXPLAINED)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An operation that has ended, or has not."""
+
+    step: int
+    kind: str
+    faults: tuple[str, ...]
+    seconds: float
+    ending: Ending
+    #: What is wrong, or the error and its causes.
+    detail: str = ""
+    traceback: str = ""
+
+
+@dataclass
+class Report:
+    """A run: what was computed, what was broken, what came of it."""
+
+    seed: int
+    workers: int
+    seconds: float = 0.0
+    steps: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+    #: By kind of fault: how many there were, and how many messages, processes or allocations they hit.
+    faults: Counter[str] = field(default_factory=Counter)
+    hits: Counter[str] = field(default_factory=Counter)
+    #: What was left at the end.
+    left: list[str] = field(default_factory=list)
+    #: Seconds since the start, and bytes that the mean worker had of its own between steps.
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    #: Files that tell of what waits for what.
+    dumps: list[str] = field(default_factory=list)
+
+    def count(self, ending: Ending, kind: str | None = None) -> int:
+        """Count operations that ended in a way."""
+        return sum(one.ending is ending and kind in (None, one.kind) for one in self.outcomes)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing was wrong, hung, unexplained or left."""
+        return bool(self.outcomes) and not self.left and not any(map(self.count, NEVER))
+
+    def kinds(self) -> list[str]:
+        """Kinds of operations that have run."""
+        return sorted({one.kind for one in self.outcomes})
+
+    def bad(self) -> list[Outcome]:
+        """List the operations that ended in a way that is never allowed."""
+        return [one for one in self.outcomes if one.ending in NEVER]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "seed": self.seed,
+            "workers": self.workers,
+            "seconds": round(self.seconds, 1),
+            "steps": self.steps,
+            "well": self.is_well,
+            "operations": {
+                kind: {str(ending): self.count(ending, kind) for ending in Ending} for kind in self.kinds()
+            },
+            "faults": {kind: {"injected": n, "hits": self.hits[kind]} for kind, n in self.faults.items()},
+            "failed": [self._row(one) for one in self.outcomes if one.ending is Ending.FAILED],
+            "bad": [self._row(one) for one in self.bad()],
+            "left": self.left,
+            "memory": [[round(at, 1), nbytes] for at, nbytes in self.memory],
+            "dumps": self.dumps,
+        }
+
+    @staticmethod
+    def _row(one: Outcome) -> dict[str, Any]:
+        return {
+            "step": one.step,
+            "operation": one.kind,
+            "faults": list(one.faults),
+            "ending": str(one.ending),
+            "seconds": round(one.seconds, 2),
+            "detail": one.detail,
+            "traceback": one.traceback,
+        }

@@ -1,0 +1,361 @@
+"""Faults inside a worker process: its messages, its file systems, its allocations.
+
+Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices,
+their pools, ``Exchange.accept``), and is taken back by taking the wrapper off. A process that is replaced
+loses its faults; the plugin itself comes back with the new process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from distributed import WorkerPlugin
+from distributed.comm.core import CommClosedError
+
+from dask_gpurt.device import PoolFull
+from dask_gpurt.device.failing import ALLOCATING
+
+NAME = "gpurt-chaos"
+#: Seconds until this process ends itself: long enough for the reply to whoever asked it to.
+KILL_DELAY_S = 0.01
+
+
+@dataclass
+class Rule:
+    """What happens to messages of one operation that this worker sends to other workers.
+
+    Attributes
+    ----------
+    action
+        ``delay``, ``repeat``, ``reset`` or ``kill``.
+    op
+        The handler that they are for, such as ``shuffle_receive``.
+    one_in
+        It happens to one of so many.
+    nth
+        It happens to the message with this number only, in place of ``one_in``.
+    seconds
+        The longest delay.
+    """
+
+    action: str
+    op: str
+    seed: int
+    one_in: int = 1
+    nth: int | None = None
+    seconds: float = 1.0
+    hits: int = 0
+    _seen: int = 0
+    _random: Random = field(default_factory=Random)
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+
+    def hit(self) -> bool:
+        """Count a message; whether this one is hit."""
+        self._seen += 1
+        hit = self._seen == self.nth if self.nth is not None else self._random.randrange(self.one_in) == 0
+        self.hits += hit
+        return hit
+
+    def drawn_s(self) -> float:
+        """Draw how long a message is late."""
+        return self._random.uniform(0, self.seconds)
+
+    def flip(self) -> bool:
+        """Draw one of two ways."""
+        return self._random.random() < 0.5
+
+
+class FaultyRpc:
+    """``worker.rpc`` with rules for some messages; everything else is handed through."""
+
+    def __init__(self, pool: Any):
+        self.pool = pool
+        self.rules: dict[int, Rule] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _FaultyCalls(self.pool(*args, **kwargs), self.rules)
+
+
+class _FaultyCalls:
+    """The operations of one peer."""
+
+    def __init__(self, calls: Any, rules: dict[int, Rule]):
+        self._calls = calls
+        self._rules = rules
+
+    def __getattr__(self, op: str) -> Any:
+        send = getattr(self._calls, op)
+        for rule in [rule for rule in self._rules.values() if rule.op == op]:
+            send = _with(rule, send)
+        return send
+
+
+def _with(rule: Rule, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def faulty(**kwargs: Any) -> Any:
+        return await (_ACTIONS[rule.action](rule, send, kwargs) if rule.hit() else send(**kwargs))
+
+    return faulty
+
+
+async def _delay(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[str, Any]) -> Any:
+    """Send late, so that what is sent afterwards overtakes it."""
+    await asyncio.sleep(rule.drawn_s())
+    return await send(**message)
+
+
+async def _repeat(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[str, Any]) -> Any:
+    """Send twice: at once, or the second time when others have been sent in between."""
+    reply = await send(**message)
+    if rule.flip():
+        return await send(**message)
+    late = asyncio.create_task(_late(rule, send, message))
+    _LATE.add(late)
+    late.add_done_callback(_LATE.discard)
+    return reply
+
+
+async def _late(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[str, Any]) -> None:
+    await asyncio.sleep(rule.drawn_s())
+    try:
+        await send(**message)
+    except OSError:
+        rule.hits -= 1  # its receiver has gone meanwhile
+
+
+async def _reset(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[str, Any]) -> Any:
+    """Break the connection before the message has arrived, or after: its sender sees the same."""
+    if rule.flip():
+        await send(**message)
+    raise CommClosedError(f"injected: the connection was reset by the peer during {rule.op!r}")
+
+
+async def _kill(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[str, Any]) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_ACTIONS = {"delay": _delay, "repeat": _repeat, "reset": _reset, "kill": _kill}
+#: The event loop itself holds tasks weakly.
+_LATE: set[asyncio.Task[None]] = set()
+
+
+class FullFileSystem:
+    """Has writes to files below a directory fail with ENOSPC, in this process."""
+
+    FUNCTIONS = ("write", "pwrite", "posix_fallocate")
+
+    def __init__(self, *prefixes: str):
+        self._prefixes = prefixes
+        self.hits = 0
+        self._originals = {name: getattr(os, name) for name in self.FUNCTIONS}
+        for name, original in self._originals.items():
+            setattr(os, name, self._failing(original))
+
+    def _failing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(fd: int, *args: Any) -> Any:
+            if self._is_below(fd):
+                self.hits += 1
+                raise OSError(errno.ENOSPC, "injected: no space left on device")
+            return original(fd, *args)
+
+        return failing
+
+    def _is_below(self, fd: int) -> bool:
+        try:
+            return os.readlink(f"/proc/self/fd/{fd}").startswith(self._prefixes)
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        """Let writes succeed again."""
+        for name, original in self._originals.items():
+            setattr(os, name, original)
+
+
+class FailingAllocations:
+    """Has one of so many allocations of the devices of a worker raise MemoryError."""
+
+    def __init__(self, devices: list[Any], one_in: int, seed: int):
+        self._random = Random(seed)
+        self._one_in = one_in
+        self._before: list[tuple[Any, str, Any]] = []
+        self.hits = 0
+        for device in devices:
+            for name in ALLOCATING:
+                if hasattr(device, name):
+                    self._before.append((device, name, vars(device).get(name)))
+                    setattr(device, name, self._failing(getattr(device, name)))
+
+    def _failing(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if self._random.randrange(self._one_in) == 0:
+                self.hits += 1
+                raise MemoryError("injected by chaos")
+            return allocate(*args, **kwargs)
+
+        return failing
+
+    def stop(self) -> None:
+        """Let allocations succeed again."""
+        for device, name, before in self._before:
+            _put_back(device, name, before)
+
+
+class RefusedOffers:
+    """Has the exchange of a worker run out of memory as it takes one of so many offers."""
+
+    def __init__(self, exchange: Any, one_in: int, seed: int):
+        self._exchange = exchange
+        self._before = vars(exchange).get("accept")
+        self.hits = 0
+        accept, random = exchange.accept, Random(seed)
+
+        async def failing(*args: Any, **kwargs: Any) -> Any:
+            if random.randrange(one_in) == 0:
+                self.hits += 1
+                raise MemoryError("injected by chaos")
+            return await accept(*args, **kwargs)
+
+        exchange.accept = failing
+
+    def stop(self) -> None:
+        """Take offers again."""
+        _put_back(self._exchange, "accept", self._before)
+
+
+class FailingTransfers:
+    """Has transfer tasks fail as they pack, after they have published a part because the pool was full."""
+
+    def __init__(self, pools: list[Any], one_in: int, seed: int):
+        self._random = Random(seed)
+        self._one_in = one_in
+        self._before = [(pool, vars(pool).get("allocate")) for pool in pools]
+        self._thread = threading.local()
+        self.hits = 0
+        for pool in pools:
+            pool.allocate = self._failing(pool.allocate)
+
+    def _failing(self, allocate: Callable[[int], Any]) -> Callable[[int], Any]:
+        def failing(nbytes: int) -> Any:
+            # A full pool first: what the task has packed so far is published. Then its next block fails it.
+            if getattr(self._thread, "fails", False):
+                self._thread.fails = False
+                raise RuntimeError("injected by chaos: a transfer task fails")
+            if self._random.randrange(self._one_in) == 0:
+                self.hits += 1
+                self._thread.fails = True
+                raise PoolFull(nbytes)
+            return allocate(nbytes)
+
+        return failing
+
+    def stop(self) -> None:
+        """Let transfer tasks succeed again."""
+        for pool, before in self._before:
+            _put_back(pool, "allocate", before)
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    if before is None:
+        vars(owner).pop(name, None)
+    else:
+        setattr(owner, name, before)
+
+
+class ChaosWorkerPlugin(WorkerPlugin):
+    """Keeps the faults of a worker."""
+
+    name = NAME
+    idempotent = True
+
+    def setup(self, worker: Any) -> None:
+        self.worker = worker
+        self.rpc = worker.rpc = FaultyRpc(worker.rpc)
+        self.faults: dict[int, Any] = {}
+
+    def teardown(self, worker: Any) -> None:
+        for number in list(self.faults):
+            self.stop(number)
+        if worker.rpc is self.rpc:
+            worker.rpc = self.rpc.pool
+
+    def begin(self, number: int, kind: str, options: dict[str, Any]) -> None:
+        """Begin a fault under a number; what needs the runtime does nothing where that is off."""
+        runtime = self.worker.plugins.get("gpurt")
+        if kind == "messages":
+            self.faults[number] = self.rpc.rules[number] = Rule(**options)
+        elif kind == "full":
+            self.faults[number] = FullFileSystem(*options["prefixes"] or [self.worker.local_directory])
+        elif runtime is not None and kind == "transfers":
+            pools = runtime.exchange.pools
+            self.faults[number] = FailingTransfers(
+                [pools.known(each).pool for each in pools.devices], **options
+            )
+        elif runtime is not None and kind == "allocations":
+            self.faults[number] = FailingAllocations(list(runtime.exchange.pools.devices.values()), **options)
+        elif runtime is not None and kind == "offers":
+            self.faults[number] = RefusedOffers(runtime.exchange, **options)
+
+    def stop(self, number: int) -> int:
+        """End a fault; how often it hit."""
+        self.rpc.rules.pop(number, None)
+        fault = self.faults.pop(number, None)
+        if hasattr(fault, "stop"):
+            fault.stop()
+        return 0 if fault is None else int(fault.hits)
+
+
+# ---- what the other side calls -------------------------------------------------------
+
+
+def begin(number: int, kind: str, options: dict[str, Any], dask_worker: Any) -> None:
+    """Begin a fault on a worker."""
+    dask_worker.plugins[NAME].begin(number, kind, options)
+
+
+def stop(number: int, dask_worker: Any) -> int:
+    """End it; how often it hit."""
+    plugin = dask_worker.plugins.get(NAME)
+    return 0 if plugin is None else int(plugin.stop(number))
+
+
+def kill(dask_worker: Any) -> int:
+    """End this process as the system's memory killer does, after the reply."""
+    threading.Timer(KILL_DELAY_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return 1
+
+
+def pause(seconds: float, dask_worker: Any) -> int:
+    """Stop this process, and have another one continue it."""
+    me = os.getpid()
+    script = f"sleep {KILL_DELAY_S}; kill -STOP {me}; sleep {seconds}; kill -CONT {me}"
+    subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    return 1
+
+
+def reset_connections(dask_worker: Any) -> int:
+    """Abort all connections to other workers, also those that carry something right now."""
+    pool, scheduler = dask_worker.rpc, dask_worker.scheduler.addr
+    comms = [
+        comm
+        for known in (pool.available, pool.occupied)
+        for peer, of_peer in list(known.items())
+        if peer != scheduler
+        for comm in list(of_peer)
+    ]
+    for comm in comms:
+        comm.abort()
+    return len(comms)

@@ -1,0 +1,181 @@
+"""``dask gpurt chaos``: random operations and random faults, every result checked against pandas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from fnmatch import fnmatch
+from pathlib import Path
+
+import click
+import dask
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dask_gpurt.chaos import FAULTS, OPERATIONS, Chaos, Plan, Report, Step
+from dask_gpurt.chaos.cluster import start_cluster
+from dask_gpurt.chaos.faults import CHECKS_THE_CHECKER, Site
+from dask_gpurt.chaos.report import NEVER, Ending
+from dask_gpurt.chaos.runner import existing_cluster
+from dask_gpurt.cli.cluster import choose_backend, visible_gpus
+
+#: Processes on the host, where nobody says how many: one more than a pair.
+WORKERS = 3
+#: Characters of an error in the table.
+SHOWN = 600
+
+
+@click.command()
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="To go on for."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="All that happens is drawn from it.")
+@click.option("--steps", type=click.IntRange(min=1), help="To end after, if that is earlier.")
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [default: 3, or one per GPU]")
+@click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="pandas", show_default=True)
+@click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
+@click.option(
+    "--scheduler", metavar="ADDRESS", help="Try this cluster, and not one of our own. Kills its workers."
+)
+@click.option("--only", default="*", show_default=True, help="Operations, as patterns with commas.")
+@click.option(
+    "--faults", default="*", show_default=True, help="Faults, as patterns with commas; none for ''."
+)
+@click.option("--rows", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="Of a frame.")
+@click.option(
+    "--tight/--roomy", default=None, help="Give the runtime little memory, or its defaults. [default: drawn]"
+)
+@click.option(
+    "--comms/--any-path", default=None, help="Leave Dask's comms as the only path, or not. [default: drawn]"
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    help="Seconds until an operation hangs.",
+)
+@click.option(
+    "--dumps",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=".",
+    show_default=True,
+    help="For what is known of something that hangs.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report there too."
+)
+@click.option(
+    "--plan", "plan_only", is_flag=True, help="Print the steps and run nothing; --steps says how many."
+)
+def chaos(
+    seconds: float,
+    seed: int,
+    steps: int | None,
+    workers: int | None,
+    backend: str,
+    protocol: str | None,
+    scheduler: str | None,
+    only: str,
+    faults: str,
+    rows: int,
+    tight: bool | None,
+    comms: bool | None,
+    limit: float,
+    dumps: Path,
+    json_file: Path | None,
+    plan_only: bool,
+) -> None:
+    """Break a cluster while it computes, and check every result against pandas.
+
+    Shuffles, joins, sorts and groupbys of random frames run while workers are killed, replaced and stopped,
+    messages are late, repeated or lost, and memory, disk and /dev/shm are full. A wrong row, something that
+    hangs and something that is left behind make the exit code 1.
+    """
+    plan = Plan(
+        seed, chosen("--only", only, OPERATIONS), chosen_faults(faults, scheduler), rows, tight, comms
+    )
+    if plan_only:
+        click.echo(plan.setup)
+        for number in range(steps or 1):
+            click.echo(plan.step(number))
+        return
+    backend = choose_backend(backend)
+    count = workers or (visible_gpus() if backend == "cudf" else WORKERS)
+    dumps.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    # Columns of strings are told apart from those of objects.
+    with (
+        dask.config.set({"dataframe.convert-string": False}),
+        existing_cluster(scheduler) if scheduler else start_cluster(backend, count, protocol) as place,
+        console.status("starting") as status,
+    ):
+        client, cluster, directory = place
+        site = Site(client, cluster, count if cluster else len(client.nthreads()))
+
+        def told(report: Report, step: Step) -> None:
+            status.update(
+                f"seed {seed}, step {step.number}, {len(report.outcomes)} operations, {len(report.bad())} bad"
+            )
+
+        run = Chaos(plan, site, backend=backend, limit_s=limit, dumps=dumps, directory=directory, told=told)
+        report = run.run(seconds, steps)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_dict(), indent=2))
+    print_report(report, Console())
+    raise SystemExit(0 if report.is_well else 1)
+
+
+def chosen(option: str, patterns: str, known: Collection[str]) -> list[str]:
+    """List the known names that match a pattern, in their order.
+
+    Raises
+    ------
+    click.UsageError
+        When a pattern matches none.
+    """
+    wanted = [pattern for pattern in patterns.split(",") if pattern]
+    for pattern in wanted:
+        if not any(fnmatch(name, pattern) for name in known):
+            raise click.UsageError(f"{option} {pattern!r} matches none of {', '.join(known)}")
+    return [name for name in known if any(fnmatch(name, pattern) for pattern in wanted)]
+
+
+def chosen_faults(patterns: str, scheduler: str | None) -> list[str]:
+    """List the faults that are possible there; the one that tries the checker takes its whole name."""
+    found = chosen("--faults", patterns, FAULTS)
+    return [
+        name
+        for name in found
+        if not (scheduler and FAULTS[name].own_cluster)
+        and (name != CHECKS_THE_CHECKER or name in patterns.split(","))
+    ]
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print operations by kind, faults by kind, and whatever is not allowed."""
+    operations = Table("operation", *(str(ending) for ending in Ending), box=SIMPLE_HEAD)
+    for kind in report.kinds():
+        operations.add_row(kind, *(_count(ending, report.count(ending, kind)) for ending in Ending))
+    operations.add_row("all", *(_count(ending, report.count(ending)) for ending in Ending), style="bold")
+    faults = Table("fault", "injected", "hits", box=SIMPLE_HEAD)
+    for kind in sorted(report.faults):
+        faults.add_row(kind, str(report.faults[kind]), str(report.hits[kind]))
+    console.print(operations, faults)
+    for one in report.bad():
+        where = f"step {one.step}, {one.kind} beside {', '.join(one.faults) or 'no fault'}"
+        console.print(f"[red]{one.ending}[/]: {where}", highlight=False)
+        console.print(one.detail[:SHOWN], markup=False, highlight=False)
+    for left in report.left:
+        console.print("[red]left[/]:", end=" ")
+        console.print(left, markup=False, highlight=False)
+    for dump in report.dumps:
+        console.print(f"what waits for what: {dump}", highlight=False)
+    verdict = "[green]all is well[/]" if report.is_well else "[red]not well[/]"
+    size = f"{report.steps} steps in {report.seconds:.0f} s on {report.workers} workers"
+    console.print(f"{verdict}: seed {report.seed}, {size}")
+
+
+def _count(ending: Ending, count: int) -> str:
+    return f"[red]{count}[/]" if count and ending in NEVER else str(count)

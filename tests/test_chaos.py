@@ -1,0 +1,243 @@
+"""Chaos: what is drawn, what is broken, and that what is wrong is found."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from click.testing import CliRunner, Result
+from distributed import Worker
+from distributed.comm.core import CommClosedError
+from distributed.utils_test import gen_cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dask_gpurt
+from dask_gpurt.chaos import FAULTS, OPERATIONS, Plan
+from dask_gpurt.chaos.compare import difference
+from dask_gpurt.chaos.faults import MESSAGES
+from dask_gpurt.chaos.frames import ROW, make_partition, whole_frame
+from dask_gpurt.chaos.leftovers import Probe, growth, of_probes, of_threads
+from dask_gpurt.chaos.report import Ending, Outcome, Report
+from dask_gpurt.chaos.worker_side import ChaosWorkerPlugin, FailingTransfers, FullFileSystem, RefusedOffers
+from dask_gpurt.cli import main
+from dask_gpurt.device import PoolFull
+from dask_gpurt.exchange import Exchange
+
+seeds, numbers = st.integers(0, 2**32), st.integers(0, 10_000)
+
+
+def plan(seed: int, rows: int = 1_000_000) -> Plan:
+    return Plan(seed, list(OPERATIONS), list(FAULTS), rows)
+
+
+# ---- the plan ------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(seeds, numbers, numbers)
+def test_a_step_depends_on_the_seed_and_its_number_alone(seed: int, number: int, other: int) -> None:
+    state = random.getstate()
+    first = plan(seed).step(number)
+    again = plan(seed)
+    again.step(other)
+    assert again.step(number) == first
+    assert again.setup == plan(seed).setup
+    assert random.getstate() == state
+
+
+@settings(deadline=None)
+@given(seeds, numbers)
+def test_only_what_was_asked_for_is_drawn(seed: int, number: int) -> None:
+    step = Plan(seed, ["join"], ["replace", "stop"], rows=500, tight=True, comms=False).step(number)
+    assert {operation.kind for operation in step.operations} == {"join"}
+    assert {fault.kind for fault in step.faults} <= {"replace", "stop"}
+    assert all(operation.frame.rows <= 500 for operation in step.operations)
+    assert all(fault.setup.tight and not fault.setup.comms for fault in step.faults)
+
+
+def test_two_seeds_differ() -> None:
+    assert plan(1).step(0) != plan(2).step(0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_partitions_make_up_the_frame(seed: int) -> None:
+    spec = plan(seed, rows=300).step(0).operations[0].frame
+    parts = [make_partition(number, spec, ROW, "pandas") for number in range(spec.partitions)]
+    frame = whole_frame(spec, ROW, "pandas")
+    pd.testing.assert_frame_equal(pd.concat(parts), frame)
+    assert sorted(frame[ROW]) == list(range(spec.rows))
+    assert not any(len(parts[number]) for number in spec.empty)
+
+
+# ---- the checker ---------------------------------------------------------------------
+
+RIGHT = pd.DataFrame({"key": [1, 1, 2, 3], "row": [0, 1, 2, 3], "value": [0.5, None, 2.5, 3.5]})
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ([RIGHT[RIGHT.key == 2], RIGHT[RIGHT.key != 2].iloc[::-1]], None),
+        ([RIGHT, RIGHT[RIGHT.row == 3]], "5 rows, expected 4 (1 more than once, 0 missing, 0 made up)"),
+        ([RIGHT[RIGHT.row > 0]], "3 rows, expected 4 (0 more than once, 1 missing, 0 made up)"),
+        ([RIGHT.assign(row=[0, 1, 2, 2])], "(1 more than once, 1 missing, 0 made up)"),
+        ([RIGHT.assign(value=[0.5, None, 2.5, 3.6])], "DataFrame.iloc[:, 2]"),
+        ([RIGHT[RIGHT.row != 1], RIGHT[RIGHT.row == 1]], "rows of one key are in several partitions: [1]"),
+        ([RIGHT.drop(columns="value")], "columns ['key', 'row']"),
+    ],
+)
+def test_what_is_wrong_is_said(parts: list[pd.DataFrame], problem: str | None) -> None:
+    found = difference(parts, RIGHT, by=["row"], homes="key")
+    assert found == problem or (problem and found and problem in found)
+
+
+def test_disorder_across_partitions_is_found() -> None:
+    parts = [RIGHT[2:], RIGHT[:2]]
+    assert "row 0 in order of 'key' is" in str(difference(parts, RIGHT, by=["row"], ordered_by="key"))
+    assert difference(parts[::-1], RIGHT, by=["row"], ordered_by="key") is None
+
+
+def test_a_mapping_of_a_dead_process_is_told() -> None:
+    one = Probe(0, frozenset({1}), frozenset({1, 2, 3}), 0, (), ())
+    other = Probe(0, frozenset({2}), frozenset({2}), 4, ("<a run>",), ("gpurt-comm_0",))
+    assert of_probes({"a": one, "b": other}) == [
+        "a maps 1 pools of processes that have ended",
+        "b keeps 4 shards that were offered to it",
+        "b keeps <a run>",
+    ]
+    assert of_threads({"a": one, "b": other}) == [
+        "b keeps 1 threads when the runtime is off: gpurt-comm_0",
+    ]
+
+
+def test_memory_that_grows_is_told() -> None:
+    flat = [(float(at), 200 * 2**20 + at) for at in range(0, 300, 10)]
+    assert growth(flat) is None
+    assert growth([(at, nbytes + int(at) * 2**20) for at, nbytes in flat])
+    assert growth([(float(at), at * 2**30) for at in range(60)]) is None  # too short to tell
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_which_endings_are_allowed(ending: Ending) -> None:
+    report = Report(0, 2, outcomes=[Outcome(0, "join", (), 1.0, ending)])
+    assert report.is_well is (ending in (Ending.RIGHT, Ending.FAILED))
+
+
+# ---- faults in a process -------------------------------------------------------------
+
+
+def test_only_the_full_file_system_is_full(tmp_path: Path) -> None:
+    full = FullFileSystem(str(tmp_path / "full"))
+    (tmp_path / "full").mkdir()
+    try:
+        for name, fails in (("full", True), ("other", False)):
+            fd = os.open(tmp_path / name / "file" if fails else tmp_path / name, os.O_CREAT | os.O_WRONLY)
+            if fails:
+                with pytest.raises(OSError, match="injected") as caught:
+                    os.write(fd, b"x")
+                assert caught.value.errno == errno.ENOSPC
+            else:
+                assert os.write(fd, b"x") == 1
+            os.close(fd)
+    finally:
+        full.stop()
+    assert full.hits == 1
+    (tmp_path / "full" / "file").write_bytes(b"x")
+
+
+@gen_cluster(client=True)
+async def test_messages_between_workers_are_repeated_reset_and_left_alone(
+    c: Any, s: Any, a: Worker, b: Worker
+) -> None:
+    heard: list[int] = []
+    b.handlers["gpurt_release"] = lambda number: heard.append(number)
+    b.handlers["gpurt_drain"] = lambda number: heard.append(number)
+    plugin = ChaosWorkerPlugin()
+    await c.register_plugin(plugin)
+    plugin = a.plugins[plugin.name]
+    options = {"op": "gpurt_release", "seed": 1, "seconds": 0.0}
+
+    plugin.begin(1, "messages", {"action": "repeat", **options})
+    await a.rpc(b.address).gpurt_release(number=1)
+    while len(heard) < 2:
+        await asyncio.sleep(0.01)
+    await a.rpc(b.address).gpurt_drain(number=2)
+    assert heard == [1, 1, 2]
+    assert plugin.stop(1) == 1
+
+    plugin.begin(2, "messages", {"action": "reset", **options})
+    with pytest.raises(CommClosedError, match="injected"):
+        await a.rpc(b.address).gpurt_release(number=3)
+    assert plugin.stop(2) == 1
+
+    await a.rpc(b.address).gpurt_release(number=4)
+    assert heard[-1] == 4
+    await c.unregister_worker_plugin(plugin.name)
+    assert a.rpc is plugin.rpc.pool
+
+
+@gen_cluster(client=True)
+async def test_what_faults_take_hold_of_is_there(c: Any, s: Any, a: Worker, b: Worker) -> None:
+    """A fault whose name is not that of the runtime any more would never hit, and nothing would be tried."""
+    await dask_gpurt.enable(c)
+    assert set(MESSAGES.values()) <= set(a.handlers)
+    exchange = a.plugins["gpurt"].exchange
+    refusing = RefusedOffers(exchange, one_in=1, seed=0)
+    with pytest.raises(MemoryError):
+        await exchange.accept()
+    refusing.stop()
+    assert exchange.accept.__func__ is Exchange.accept
+    pool = exchange.pools.known("host").pool
+    failing = FailingTransfers([pool], one_in=1, seed=0)
+    for error in (PoolFull, RuntimeError):
+        with pytest.raises(error):
+            exchange.pools.known("host").allocate(1)
+    failing.stop()
+    assert "allocate" not in vars(pool)
+    await dask_gpurt.disable(c)
+
+
+# ---- the command ---------------------------------------------------------------------
+
+
+def chaos(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["chaos", *arguments])
+
+
+def test_a_plan_is_printed_and_nothing_is_run() -> None:
+    done = chaos("--plan", "--steps", "3", "--seed", "5")
+    assert done.exit_code == 0
+    assert done.output == chaos("--plan", "--steps", "3", "--seed", "5").output
+    assert done.output.count("Step(") == 3
+
+
+@pytest.mark.parametrize("option", ["--only", "--faults"])
+def test_a_pattern_that_matches_nothing_is_refused(option: str) -> None:
+    done = chaos(option, "shufle")
+    assert done.exit_code == 2
+    assert "'shufle' matches none of" in done.output
+
+
+def test_no_faults_and_all_is_well_and_a_wrong_row_is_not(tmp_path: Path) -> None:
+    """Two runs: each starts a cluster of processes."""
+    size = ("--rows", "2000", "--workers", "2", "--roomy", "--json", str(tmp_path / "report"))
+    done = chaos("--steps", "2", "--seed", "1", "--faults", "", *size)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "report").read_text())["well"]
+
+    seed = next(n for n in range(99) if Plan(n, ["shuffle"], ["wrong-row"]).step(0).faults)
+    done = chaos("--steps", "1", "--seed", str(seed), "--only", "shuffle", "--faults", "wrong-row", *size)
+    assert done.exit_code == 1, done.output
+    assert "(0 more than once, 1 missing, 0 made up)" in done.output
+    report = json.loads((tmp_path / "report").read_text())
+    assert {row["ending"] for row in report["bad"]} == {"wrong"}
+    assert report["left"] == []
