@@ -37,9 +37,9 @@ from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.shuffle.run import ShuffleRun
 
 ADDRESSES = ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
-INPUTS, OUTPUTS, ROWS = 3, 4, 40
+INPUTS, OUTPUTS, ROWS = 3, 4, 400
 #: Bytes of a pool: some shards fit, or all.
-SMALL, LARGE = 2**10, 2**16
+SMALL, LARGE = 2**12, 2**17
 
 
 class ExactlyOnce(RuleBasedStateMachine):

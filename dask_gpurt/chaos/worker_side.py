@@ -1,7 +1,7 @@
 """Faults inside a worker process: its messages, its file systems, its allocations.
 
 Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices,
-their pools, ``Exchange.accept``), and is taken back by taking the wrapper off. A process that is replaced
+their pools, ``Exchange.take``), and is taken back by taking the wrapper off. A process that is replaced
 loses its faults; the plugin itself comes back with the new process.
 """
 
@@ -219,21 +219,21 @@ class RefusedOffers:
 
     def __init__(self, exchange: Any, one_in: int, seed: int):
         self._exchange = exchange
-        self._before = vars(exchange).get("accept")
+        self._before = vars(exchange).get("take")
         self.hits = 0
-        accept, random = exchange.accept, Random(seed)
+        take, random = exchange.take, Random(seed)
 
-        async def failing(*args: Any, **kwargs: Any) -> Any:
+        def failing(*args: Any, **kwargs: Any) -> Any:
             if random.randrange(one_in) == 0:
                 self.hits += 1
                 raise MemoryError("injected by chaos")
-            return await accept(*args, **kwargs)
+            return take(*args, **kwargs)
 
-        exchange.accept = failing
+        exchange.take = failing
 
     def stop(self) -> None:
         """Take offers again."""
-        _put_back(self._exchange, "accept", self._before)
+        _put_back(self._exchange, "take", self._before)
 
 
 class FailingTransfers:

@@ -41,7 +41,7 @@ def _told(part: Callable[[], Any]) -> Any:
 def _shards(exchange: Any) -> dict[str, dict[str, int]]:
     """Count the shards that were offered, by producer and by where they are."""
     return {
-        producer: dict(Counter(parcel.place.name for parcel in parcels))
+        f"{producer.address} ({producer.incarnation})": dict(Counter(parcel.place.name for parcel in parcels))
         for producer, parcels in list(exchange._parcels.items())
         if parcels
     }
