@@ -178,11 +178,11 @@ def test_off_while_it_goes_on_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
             await gate.reached.wait()
             off = [await begun(dask_gpurt.disable(other)) for _ in range(2)]
             gate.open.set()
-            await asyncio.gather(on, *off)
-            there = whole_state(scheduler, a, b)
-            del there["default"], before["default"]  # of this client, which has not been told
-            assert there == before
-            await assert_shuffles(client, ours=False, method="p2p")
+            outcome, *_ = await asyncio.gather(on, *off, return_exceptions=True)
+            assert "switched off by another client" in str(outcome)
+            assert not dask_gpurt.is_enabled(client)
+            assert whole_state(scheduler, a, b) == before
+            await assert_shuffles(client, ours=False)
 
 
 # ---- those who know nothing of it ---------------------------------------------------------

@@ -45,7 +45,8 @@ def enable(client: Client | None = None) -> Any:
         When this is not Linux, or a process of the cluster has a Dask that differs where the runtime replaces
         parts of it.
     RuntimeError
-        When the scheduler or a worker can not load the package, or does not answer.
+        When the scheduler or a worker can not load the package, or does not answer; and when another client
+        has switched it off again meanwhile.
     """
     client = client or default_client()
     config.load()
@@ -207,6 +208,9 @@ async def activate(client: Client) -> None:
     with _lock:
         _enabled.add(client)
         choose(is_enabled)
+    if not await _stays_on(client):
+        _leave(client)
+        raise RuntimeError("the runtime was switched off by another client while it was switched on")
 
 
 def teach_method() -> None:
@@ -229,7 +233,10 @@ def _leave(client: Client) -> None:
 
 async def _deactivate(client: Client) -> None:
     if client.status != "closed" and await _is_on(client):
-        await _scheduler(client).gpurt_disable()
+        try:
+            await _scheduler(client).gpurt_disable()
+        finally:
+            _leave(client)  # once more, with those that have come in the middle
 
 
 async def _report(client: Client, connect: bool) -> dict[str, Any]:
@@ -262,6 +269,16 @@ def _scheduler(client: Client) -> Any:
 
 def _address(client: Client) -> str | None:
     return getattr(client.scheduler, "address", None)  # None once it is closed
+
+
+async def _stays_on(client: Client) -> bool:
+    """Whether it is on, after what is under way."""
+
+    async def settled(dask_scheduler: Any) -> bool:
+        runtime = dask_scheduler.extensions.get("gpurt")
+        return runtime is not None and await runtime.switch.settled()
+
+    return bool(await client._run_on_scheduler(settled))
 
 
 async def _is_on(client: Client) -> bool:
