@@ -21,6 +21,7 @@ import dask_gpurt
 from dask_gpurt.plugins.client import teach_method
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.topology_reports import TopologyReporter
+from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 
 ROWS = 200
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
@@ -72,6 +73,20 @@ class Gate:
 
 def setup_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate().put(monkeypatch, TopologyReporter, "start")
+
+
+def setup_stops_early(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Before the worker has an exchange, which is made on a thread."""
+    gate, loop = Gate(), asyncio.get_running_loop()
+    build = GpurtWorkerPlugin._build
+
+    def stops(self: Any, *args: Any) -> None:
+        loop.call_soon_threadsafe(gate.reached.set)
+        asyncio.run_coroutine_threadsafe(gate.open.wait(), loop).result()
+        build(self, *args)
+
+    monkeypatch.setattr(GpurtWorkerPlugin, "_build", stops)
+    return gate
 
 
 def teardown_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
@@ -192,7 +207,7 @@ def test_off_while_it_goes_on_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shuffles_of_others_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = teardown_stops(monkeypatch) if off else setup_stops(monkeypatch)
+        gate = teardown_stops(monkeypatch) if off else setup_stops_early(monkeypatch)
         if off:
             await dask_gpurt.enable(client)
         async with another(scheduler) as other:
@@ -434,6 +449,7 @@ def test_outputs_may_be_lost_more_often_than_a_shuffle_may_fail() -> None:
             for day in range(4):
                 found = await client.compute(kept)
                 assert sorted(found["row"]) == list(range(ROWS)), day
+                assert await runs(client) == 2 * (day + 1)
                 for worker in (a, b):
                     outputs = [key for key in worker.data if "gpurtshuffle" in str(key)]
                     runtime.lost(worker.address, outputs)
