@@ -21,12 +21,15 @@ async def dask_setup(server: Any) -> None:
     if not named and not dask.config.get("gpurt", None):
         return
     from dask_gpurt import config
+    from dask_gpurt.dask_hooks import why_unsupported
 
     if any(config.problems()):
         # A hook's own failure is only logged, with a traceback that hides the reason.
         logger.error("the runtime stays off: %s", "; ".join(config.problems()))
     elif config.load().enabled:
         await activate(server)
+    elif named and (unsupported := why_unsupported(expressions=True)) is not None:
+        logger.error("the method 'gpurt' is not known: %s", unsupported)
     elif named:
         # To Dask the method would be an unknown one, where now Dask's default serves.
         from dask_gpurt.plugins import client
@@ -42,6 +45,19 @@ async def activate(server: Any) -> None:
     server
         A scheduler, worker, nanny or client.
     """
+    from dask_gpurt.dask_hooks import UnsupportedError, why_unsupported
+
+    if (reason := why_unsupported()) is None:
+        try:
+            await _activate(server)
+            return
+        except UnsupportedError as error:  # of another process of the cluster
+            reason = str(error)
+    # A hook's own failure is only logged, with a traceback that hides the reason.
+    logger.error("the runtime stays off: %s", reason)
+
+
+async def _activate(server: Any) -> None:
     import dask
     from distributed import Client, Nanny, Scheduler, Worker
 
@@ -66,10 +82,11 @@ async def _activate_through(worker: Any, plugin: Any) -> None:
     from distributed.protocol.pickle import dumps
 
     from dask_gpurt.config import ConfigError
+    from dask_gpurt.dask_hooks import UnsupportedError
 
     try:
         await worker.scheduler.register_scheduler_plugin(plugin=dumps(plugin), name="gpurt", idempotent=True)
-    except ConfigError:
+    except (ConfigError, UnsupportedError):
         raise
     except (ImportError, ValueError) as error:
         raise RuntimeError(

@@ -13,12 +13,14 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from commands import DASK, HOOKS, answer, cluster_of_commands, started
+from dask.dataframe.dask_expr import _collection, _merge, _shuffle
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._shuffle import Shuffle
 from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.config import ConfigError
+from dask_gpurt.plugins.client import teach_method
 
 #: What a user may have written before the runtime was there, with a question about it at the end.
 SCRIPT = """\
@@ -146,7 +148,7 @@ def test_takeover_can_be_forbidden(tmp_path: Path) -> None:
 
 def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a Dask of tomorrow has frames of yet another library."""
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.library", lambda frame: None)
+    monkeypatch.setattr("dask_gpurt.plugins.shuffles.library", lambda frame: None)
     dask_gpurt.enable(plain)
     try:
         with dask.config.set({"dataframe.shuffle.method": "p2p"}):
@@ -191,6 +193,7 @@ def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Pa
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalCluster]:
     """A cluster without the runtime."""
+    teach_method()  # which a process that has once had it on never forgets
     with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local:
         yield local
 
@@ -214,6 +217,7 @@ def state(local: LocalCluster) -> dict[str, Any]:
             {name: value for name, value in vars(cls).items() if name not in CACHES}
             for cls in (Shuffle, Merge)
         ],
+        "default": [vars(module)["get_default_shuffle_method"] for module in (_collection, _merge, _shuffle)],
         "config": {name: dask.config.get(name, None) for name in ("dataframe", "gpurt", "distributed")},
         "extensions": dict(scheduler.extensions),
         "shuffle": {n: v for n, v in vars(scheduler.extensions["shuffle"]).items() if callable(v)},
@@ -239,7 +243,7 @@ def test_enable_again_does_nothing_and_disable_gives_dask_back(local: LocalClust
     dask_gpurt.enable(plain)
     on = state(local)
     assert on.keys() - {name for name in on if on[name] == before[name]} >= {
-        "expressions",
+        "default",
         "shuffle",
         "handlers",
     }

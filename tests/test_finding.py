@@ -60,7 +60,7 @@ def found(run: Any, *which: Any) -> bool:
         return False
     finally:
         finder.uninstall()
-        assert not set(vars(plugin)) & {"get_or_create_shuffle", "get_shuffle_run"}
+        assert plugin.get_or_create_shuffle is plugin.get_shuffle_run is ask
     return True
 
 

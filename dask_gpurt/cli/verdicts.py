@@ -11,12 +11,12 @@ import dask
 from dask.utils import format_bytes
 from packaging.version import Version
 
-from dask_gpurt import config
+from dask_gpurt import config, dask_hooks
 from dask_gpurt.device.host import SHM
 from dask_gpurt.topology.file import TopologyError, load
 
 #: The versions of Dask that the tests run with.
-OLDEST, NEWEST = Version("2026.7.1"), Version("2026.8.0")
+OLDEST, NEWEST = Version(dask_hooks.OLDEST), Version(dask_hooks.NEWEST)
 HOOK = "dask_gpurt.preload"
 #: The processes that may switch the runtime on when they start.
 HOOKED = ("client", "scheduler", "worker", "nanny")
@@ -39,6 +39,8 @@ def problems(
 
 def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> Iterator[str]:
     yield from config.problems()
+    if (reason := dask_hooks.why_unsupported(expressions=True)) is not None:
+        yield reason
     if settings["configured"]:
         if not any(settings["hooks"].values()):
             yield (

@@ -1,5 +1,5 @@
 """How dask-expr comes to us: the shuffle method "gpurt"."""
 
-from dask_gpurt.dataframe.method import METHOD, install, uninstall
+from dask_gpurt.dataframe.method import METHOD, choose, leave, teach
 
-__all__ = ["METHOD", "install", "uninstall"]
+__all__ = ["METHOD", "choose", "leave", "teach"]

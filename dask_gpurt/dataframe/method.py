@@ -1,7 +1,12 @@
 """The shuffle method "gpurt" inside dask-expr, which has no registry of methods.
 
-Four members of three of its classes are replaced. Each replacement concerns only what would
-use the method "gpurt" and hands everything else to the original.
+Two sets of replacements, which each concern only what would use the method "gpurt" and hand
+everything else to the original:
+
+- the method's *name*, known from the first :func:`teach` on. It stays known: what was built while
+  the runtime was on may name it, and is computed by Dask's default where the runtime is off;
+- the *default* of dask-expr, ours between :func:`choose` and :func:`leave`. Dask's configuration is
+  not touched for it, since ``dask.bag`` reads the same key and knows no "gpurt".
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import dask
+from dask.dataframe.dask_expr import _collection, _merge, _shuffle
 from dask.dataframe.dask_expr._expr import Assign, RenameFrame, ResetIndex
 from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge
 from dask.dataframe.dask_expr._reductions import ShuffleReduce
@@ -19,18 +26,18 @@ from dask.dataframe.dask_expr._shuffle import (
     SetIndexBlockwise,
     Shuffle,
 )
-from dask.utils import get_default_shuffle_method
 
+from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets, RangeTargets
 from dask_gpurt.table import library
 
 METHOD = "gpurt"
 
-_originals: dict[tuple[type, str], Any] = {}
+_name, _default = Patches(), Patches()
 
 
-def install(is_usable: Callable[[], bool]) -> None:
-    """Make the method known, once in a process.
+def teach(is_usable: Callable[[], bool]) -> None:
+    """Make the name of the method known, once in a process and for good.
 
     Parameters
     ----------
@@ -38,34 +45,58 @@ def install(is_usable: Callable[[], bool]) -> None:
         Whether what is computed now will run on a cluster that has the runtime. Where it
         will not, Dask's own default method serves.
     """
-    if _originals:
+    if _name:
         return
-    _replace(Shuffle, "_lower", functools.partial(_lower_shuffle, is_usable))
-    _replace(ShuffleReduce, "_lower", _lower_reduction)
-    _replace(Merge, "_lower", functools.partial(_lower_merge, is_usable))
-    _replace(Merge, "is_broadcast_join", _is_broadcast_join)
+    _name.put(Shuffle, "_lower", _instead(functools.partial(_lower_shuffle, is_usable)))
+    _name.put(ShuffleReduce, "_lower", _instead(_lower_reduction))
+    _name.put(Merge, "_lower", _instead(functools.partial(_lower_merge, is_usable)))
+    _name.put(Merge, "is_broadcast_join", _instead(_is_broadcast_join))
 
 
-def uninstall() -> None:
-    """Give dask-expr back as shipped."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
+def choose(is_usable: Callable[[], bool]) -> None:
+    """Make it the method of shuffles for which no method is set, wherever it is usable.
+
+    Parameters
+    ----------
+    is_usable
+        As in :func:`teach`.
+    """
+    if _default:
+        return
+
+    def is_ours() -> bool:
+        return dask.config.get("dataframe.shuffle.method", None) is None and is_usable()
+
+    def default_method(original: Callable[[], str]) -> str:
+        return METHOD if is_ours() else original()
+
+    def preferring_order(original: Callable[[Any], Any], method: Any) -> Any:
+        # Decided when it is lowered, as all others: the runtime may be off by then.
+        return method if is_ours() else original(method)
+
+    for module in (_collection, _merge, _shuffle):
+        _default.put(module, "get_default_shuffle_method", _instead(default_method))
+    _default.put(_collection, "_get_shuffle_preferring_order", _instead(preferring_order))
 
 
-def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    original = _originals[owner, name] = owner.__dict__[name]
-    if isinstance(original, functools.cached_property):
-        prop = functools.cached_property(lambda self: replacement(original.func, self))
-        prop.__set_name__(owner, name)
-        setattr(owner, name, prop)
-    else:
-        setattr(owner, name, lambda self: replacement(original, self))
+def leave() -> None:
+    """Have dask-expr choose again as shipped."""
+    _default.restore()
+
+
+def _instead(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Hand the original to a replacement as its first argument."""
+    return lambda original: functools.partial(replacement, original)
+
+
+def _default_method() -> str:
+    """Dask's answer where none of ours is in its place, else ours."""
+    return str(vars(_shuffle)["get_default_shuffle_method"]())
 
 
 def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any], expr: Any) -> Any:
     # Subclasses that do not override `_lower` are concrete methods, not for us.
-    if type(expr) is not Shuffle or (expr.method or get_default_shuffle_method()) != METHOD:
+    if type(expr) is not Shuffle or (expr.method or _default_method()) != METHOD:
         return original(expr)
     if not is_usable() or library(expr.frame._meta) is None:
         return original(expr.substitute_parameters({"method": _dasks_default()}))
@@ -131,7 +162,7 @@ def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
 
 
 def _uses_our_method(expr: Any) -> bool:
-    return (expr.shuffle_method or get_default_shuffle_method()) == METHOD
+    return (expr.shuffle_method or _default_method()) == METHOD
 
 
 def _dasks_default() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -129,6 +128,8 @@ def merged(one: Knowledge, other: Knowledge) -> Knowledge:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Between reading and replacing the file no other worker does."""
+    import fcntl  # which not every system has, and `dask gpurt doctor` says so of them
+
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # which goes as the file is closed
         yield

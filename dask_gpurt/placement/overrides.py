@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
+from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.observe import Metrics
 
 #: Methods by name, with the parameters that they are known with.
@@ -35,7 +36,7 @@ class Overrides:
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self.originals: dict[str, Method] = {}
-        self._bound: list[tuple[Any, str]] = []
+        self._patches = Patches()
 
     def put(self, owner: Any, known: Known, ours: Mapping[str, Method]) -> None:
         """Replace the known methods of an instance by ours, as far as it has them."""
@@ -49,14 +50,11 @@ class Overrides:
                 self._metrics.fallback(f"placement.{name}", f"Dask has {name}{found}, known is {expected}")
                 continue
             self.originals[name] = original
-            setattr(owner, name, self.guarded(name, ours[name], original))
-            self._bound.append((owner, name))
+            self._patches.put(owner, name, partial(self.guarded, name, ours[name]))
 
     def take_back(self) -> None:
         """Give Dask back as shipped."""
-        for owner, name in self._bound:
-            owner.__dict__.pop(name, None)
-        self._bound.clear()
+        self._patches.restore()
 
     def guarded(
         self, name: str, ours: Callable[..., Any], original: Callable[..., Any]

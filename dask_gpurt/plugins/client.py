@@ -13,21 +13,24 @@ import pandas as pd
 from dask.typing import Key
 from distributed import Client, default_client
 
-from dask_gpurt import config
+from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
-from dask_gpurt.dataframe import METHOD, install, uninstall
 from dask_gpurt.memory.ledger import KINDS
-from dask_gpurt.placement import Terms
-from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
-from dask_gpurt.plugins.worker import NAME
+
+# What imports private parts of Dask is imported where it is used, after a look at whether they are there.
+
+#: The name of the runtime's plugins, and of its extension on the scheduler.
+NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
 _lock = threading.Lock()
-_method_is_ours = False
 
 
 def enable(client: Client | None = None) -> Any:
     """Switch the runtime on for a client and its cluster; again does nothing.
+
+    Afterwards it is on, on the scheduler and on all workers, or an error was raised and it is off. Where
+    another client is just switching the same cluster on or off, that is waited for.
 
     Parameters
     ----------
@@ -38,6 +41,12 @@ def enable(client: Client | None = None) -> Any:
     ------
     ConfigError
         When a setting under ``gpurt`` makes no sense.
+    UnsupportedError
+        When this is not Linux, or a process of the cluster has a Dask that differs where the runtime replaces
+        parts of it.
+    RuntimeError
+        When the scheduler or a worker can not load the package, or does not answer; and when another client
+        has switched it off again meanwhile.
     """
     client = client or default_client()
     config.load()
@@ -45,12 +54,21 @@ def enable(client: Client | None = None) -> Any:
 
 
 def disable(client: Client | None = None) -> Any:
-    """Give Dask back exactly as shipped, to this client and to its cluster.
+    """Give Dask back, to this client and to its cluster.
+
+    What runs through the runtime fails and says why; of clients that do not know the runtime it begins
+    again by Dask's own p2p. Collections that were built while it was on are computed by Dask's default
+    method.
 
     Parameters
     ----------
     client
         The current one if not given. With an asynchronous client, await the result.
+
+    Raises
+    ------
+    RuntimeError
+        When something is left on workers, with what and where. The cluster is off all the same.
     """
     client = client or default_client()
     _leave(client)
@@ -173,39 +191,52 @@ sys.modules["dask_gpurt.memory"].__class__ = _Room
 
 async def activate(client: Client) -> None:
     """Switch on; a coroutine, for preload hooks."""
+    dask_hooks.require(expressions=True)
+    from dask_gpurt.dataframe import choose
+    from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
+
+    teach_method()
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})))
     try:
         await client._register_scheduler_plugin(plugin, NAME, idempotent=True)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise RuntimeError(
             f"the scheduler at {_address(client)} can not load dask_gpurt ({error}): install "
-            f"dask-gpurt {__version__} there and on all workers"
+            f"dask-gpurt {__version__} there and on all workers, with a Dask from {dask_hooks.OLDEST} to "
+            f"{dask_hooks.NEWEST}"
         ) from error
     with _lock:
         _enabled.add(client)
-        teach_method()
-        _choose_method()
+        choose(is_enabled)
+    if not await _stays_on(client):
+        _leave(client)
+        raise RuntimeError("the runtime was switched off by another client while it was switched on")
 
 
 def teach_method() -> None:
     """Make "gpurt" a method that Dask knows; clients without the runtime get Dask's default by it."""
-    install(is_enabled)
+    from dask_gpurt.dataframe import teach
+
+    teach(is_enabled)
 
 
 def _leave(client: Client) -> None:
     with _lock:
         # The cluster is switched off, so other clients of it can not go on either.
         for other in list(_enabled):
-            if other is client or _address(other) == _address(client) is not None:
+            of_the_cluster = other is client or _address(other) == _address(client) is not None
+            if of_the_cluster or other.status == "closed":
                 _enabled.discard(other)
-        if not _enabled:
-            uninstall()
-            _give_method_back()
+        if not _enabled and (method := sys.modules.get("dask_gpurt.dataframe.method")):
+            method.leave()
 
 
 async def _deactivate(client: Client) -> None:
     if client.status != "closed" and await _is_on(client):
-        await _scheduler(client).gpurt_disable()
+        try:
+            await _scheduler(client).gpurt_disable()
+        finally:
+            _leave(client)  # once more, with those that have come in the middle
 
 
 async def _report(client: Client, connect: bool) -> dict[str, Any]:
@@ -222,6 +253,8 @@ async def _explain(client: Client, key: Key) -> pd.DataFrame:
             "Dask chooses the workers of this cluster, and keeps no reasons: set 'gpurt.placement.enabled' "
             "to true before the runtime is switched on"
         )
+    from dask_gpurt.placement import Terms
+
     return pd.DataFrame(rows, columns=["worker", "chosen", "seconds", "missing", *Terms._fields])
 
 
@@ -238,20 +271,16 @@ def _address(client: Client) -> str | None:
     return getattr(client.scheduler, "address", None)  # None once it is closed
 
 
+async def _stays_on(client: Client) -> bool:
+    """Whether it is on, after what is under way."""
+
+    async def settled(dask_scheduler: Any) -> bool:
+        runtime = dask_scheduler.extensions.get("gpurt")
+        return runtime is not None and await runtime.switch.settled()
+
+    return bool(await client._run_on_scheduler(settled))
+
+
 async def _is_on(client: Client) -> bool:
     # By value, for a scheduler that does not have the package.
     return bool(await client._run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions))
-
-
-def _choose_method() -> None:
-    global _method_is_ours
-    if dask.config.get("dataframe.shuffle.method", None) is None:
-        dask.config.set({"dataframe.shuffle.method": METHOD})
-        _method_is_ours = True
-
-
-def _give_method_back() -> None:
-    global _method_is_ours
-    if _method_is_ours and dask.config.get("dataframe.shuffle.method", None) == METHOD:
-        dask.config.set({"dataframe.shuffle.method": None})
-    _method_is_ours = False

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dask_gpurt.dask_hooks import Patches, Seam, differences
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
 
-_REPLACED = ("get_or_create_shuffle", "get_shuffle_run")
+_PLUGIN = "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin."
+SEAMS = (
+    Seam(_PLUGIN + "get_or_create_shuffle", "self shuffle_id"),
+    Seam(_PLUGIN + "get_shuffle_run", "self shuffle_id run_id"),
+)
+#: What falls back, for counting.
+WHAT = "tasks ask the event loop for their run"
 
 
 class RunFinder:
@@ -24,21 +31,22 @@ class RunFinder:
     def __init__(self, worker: Any, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
+        self._patches = Patches()
 
     def install(self) -> None:
         """From now on."""
         if (plugin := self._worker.plugins.get("shuffle")) is None:
-            self._metrics.fallback("tasks ask the event loop for their run", "Dask has no plugin 'shuffle'")
-            return
-        self._runs = plugin.shuffle_runs
-        plugin.get_or_create_shuffle = self._or(plugin.get_or_create_shuffle)
-        plugin.get_shuffle_run = self._or(plugin.get_shuffle_run)
+            self._metrics.fallback(WHAT, "Dask has no plugin 'shuffle'")
+        elif unknown := differences(SEAMS):
+            self._metrics.fallback(WHAT, "; ".join(unknown))
+        else:
+            self._runs = plugin.shuffle_runs
+            self._patches.put(plugin, "get_or_create_shuffle", self._or)
+            self._patches.put(plugin, "get_shuffle_run", self._or)
 
     def uninstall(self) -> None:
         """Have Dask find them again."""
-        if (plugin := self._worker.plugins.get("shuffle")) is not None:
-            for name in _REPLACED:
-                plugin.__dict__.pop(name, None)
+        self._patches.restore()
 
     def _or(self, dasks: Callable[..., Any]) -> Callable[..., Any]:
         def find(shuffle_id: Any, run_id: int | None = None) -> Any:

@@ -18,6 +18,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import OverlapSettings
+from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.device import Device, PriorityError, SmsError
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Decisions, Metrics
@@ -76,6 +77,7 @@ class WorkerOverlap:
         self._control: Control | None = None
         self._sharing: Sharing | None = None
         self._saving = PeriodicCallback(self.save, SAVE * 1000)
+        self._patches = Patches()
 
     def prepare(self) -> None:
         """Find out what can be confined, and read what was learnt. Blocks."""
@@ -154,7 +156,7 @@ class WorkerOverlap:
         """Be told of tasks and runs. On the event loop, before the tiers take ``execute`` over."""
         if self._control is not None:
             self._execute = self._worker.execute
-            self._worker.execute = self.execute
+            self._patches.put(self._worker, "execute", lambda original: self.execute)
             self._exchange.in_flight = self._control.in_flight
             self._hand_over_threads()
             self._saving.start()
@@ -168,16 +170,15 @@ class WorkerOverlap:
             self._sharing.stop()
         if self._control is not None:
             self._saving.stop()
-            self._worker.__dict__.pop("execute", None)
-            self._worker.executors["default"].__dict__.pop("submit", None)
+            self._patches.restore()
             self._exchange.in_flight = lambda runs, pulls: None
             self._control.close()
 
     def _hand_over_threads(self) -> None:
         """Let tasks enter contexts on the threads that they run on."""
         if self._share is not None:
-            executor = self._worker.executors["default"]
-            executor.submit = partial(executor.submit, self._share.run)
+            share, executor = self._share, self._worker.executors["default"]
+            self._patches.put(executor, "submit", lambda submit: partial(submit, share.run))
 
     def allow(self, share: float) -> None:
         """Let trying lose up to this share of the time, for a calibration."""

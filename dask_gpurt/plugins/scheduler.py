@@ -1,43 +1,44 @@
-"""The runtime on the scheduler.
-
-Dask's p2p extension on the scheduler creates runs, chooses owners and restarts. Three of
-its methods are replaced on that one instance; each replacement ends in the original.
-"""
+"""The runtime on the scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import logging
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from dask.typing import Key
 from distributed import SchedulerPlugin
-from distributed.core import clean_exception
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
-from distributed.protocol.serialize import Serialize, Serialized, deserialize
-from distributed.shuffle._core import barrier_key, id_from_key
-from distributed.shuffle._exceptions import P2PConsistencyError
-from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
-from dask_gpurt import config
+from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.sharing import HANDLER, CommonKnowledge
+from dask_gpurt.plugins.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
 from dask_gpurt.plugins.topology import SchedulerTopology
-from dask_gpurt.plugins.worker import NAME, GpurtWorkerPlugin
+from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
+from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
-from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
-from dask_gpurt.table import library
 
-_HANDLERS = ("gpurt_report", "gpurt_gone", "gpurt_disable", "gpurt_memory", "gpurt_explain", HANDLER)
-_REPLACED = ("_retrieve_spec", "_create", "_calculate_worker_for")
+logger = logging.getLogger("dask_gpurt")
+
+#: The name that the plugin has until it is on: Dask takes what has its name already for registered.
+STARTING = "gpurt-starting"
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
     """Switches the runtime on for a cluster: workers that are there, and that come.
+
+    What is switched on is noted with the way to take it back, in this order: what listens to workers,
+    placement, the workers, and then the shuffles, so that no shuffle meets a worker without the runtime. It
+    is taken back in the reverse order, each part whatever has become of the others.
 
     Parameters
     ----------
@@ -53,108 +54,110 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.given = settings
 
     async def start(self, scheduler: Any) -> None:
-        if NAME in scheduler.extensions:  # two workers preloaded us at once
-            return
-        settings = config.load_over(self.given)
-        metrics = Metrics()
-        places = SchedulerTopology(scheduler, settings.topology.file, metrics)
+        # Several clients or nannies may come at once, or while another switches off.
+        while (other := scheduler.extensions.get(NAME)) is not None:
+            if await other.switch.settled():
+                return  # and Dask leaves the plugin out that is registered already
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
-        self.settings = settings
-        self.metrics = metrics
-        self.picture = Picture()
-        self.places = places
-        self.places.install()
-        self.learned = CommonKnowledge()
-        self.placement: SchedulerPlacement | None = None
-        self.place(settings.placement.enabled)
-        self._replace(scheduler.extensions["shuffle"])
-        scheduler.handlers["gpurt_report"] = self.report
-        scheduler.handlers["gpurt_gone"] = self.gone
-        scheduler.handlers["gpurt_disable"] = self.stop
-        scheduler.handlers["gpurt_memory"] = self.memory
-        scheduler.handlers["gpurt_explain"] = self.explain
-        scheduler.handlers[HANDLER] = self.learned.learned
-        scheduler.stream_handlers[OP] = self.memory_changed
-        scheduler.stream_handlers[LOST] = self.lost
-        replies = await scheduler.register_worker_plugin(
-            None, dumps(GpurtWorkerPlugin(self.given)), NAME, idempotent=False
-        )
-        failed = [reply for reply in replies.values() if reply["status"] == "error"]
-        if failed:
-            await self.stop()
-            raise _exception_of(failed[0])
+        self.switch = Switch(self._switch_on, self._switch_off)
+        await self.switch.on()
 
     async def stop(self) -> None:
-        """Handler: give Dask back as shipped, on the scheduler and on all workers."""
-        scheduler = self.scheduler
-        for name in _REPLACED:
-            scheduler.extensions["shuffle"].__dict__.pop(name, None)
-        scheduler.extensions.pop(NAME, None)
-        self.place(False)
-        for handler in _HANDLERS:
-            scheduler.handlers.pop(handler, None)
-        if NAME in scheduler.worker_plugins:
-            await scheduler.unregister_worker_plugin(None, NAME)
-        if NAME in scheduler.plugins:
-            scheduler.remove_plugin(NAME)
-        # Last: until they have switched off, workers send changes, and who sends what is unknown is closed.
-        scheduler.stream_handlers.pop(OP, None)
-        scheduler.stream_handlers.pop(LOST, None)
-        self.places.uninstall()
+        """Handler: give Dask back, on the scheduler and on all workers."""
+        await self.switch.off()
 
-    # ---- Dask's p2p extension ----------------------------------------------------------
+    # ---- on and off ----------------------------------------------------------------------
 
-    def _replace(self, extension: Any) -> None:
-        retrieve_spec, create = extension._retrieve_spec, extension._create
-        calculate_worker_for = extension._calculate_worker_for
+    async def _switch_on(self) -> None:
+        self._undo = AsyncExitStack()
+        self._undo.callback(self._end)
+        try:
+            dask_hooks.require()
+            self._prepare(config.load_over(self.given))
+            self._undo.callback(self._bear_with_unreachable)
+            self.places.install()
+            self._undo.callback(self.places.uninstall)
+            self._listen()
+            self._register(STARTING)
+            self._undo.callback(self._unregister, STARTING)
+            self.place(self.settings.placement.enabled)
+            self._undo.callback(self.place, False)
+            self._undo.push_async_callback(self.workers.off)
+            await self.workers.on()
+            self.shuffles.install()
+            self._undo.callback(self.shuffles.uninstall)
+            # From here on Dask takes it for registered, and back here it does so no more.
+            self._rename(STARTING, NAME)
+            self._undo.callback(self._rename, NAME, STARTING)
+        except BaseException:
+            try:
+                await self._switch_off()
+            except Exception:  # what kept it from going on says more
+                logger.exception("the runtime could not be switched on, nor wholly off again")
+            raise
 
-        def _retrieve_spec(shuffle_id: Any) -> Any:
-            spec = retrieve_spec(shuffle_id)
-            if type(spec) is not DataFrameShuffleSpec or not self.settings.takeover:
-                return spec
-            if library(spec.meta) is None:
-                reason = f"{type(spec.meta)} is no frame of pandas or cudf"
-                self.metrics.fallback("shuffles stay with Dask", reason)
-                return spec
-            self.metrics.add("shuffle.taken-over")
-            return ShuffleSpec.of(spec)
+    async def _switch_off(self) -> None:
+        await self._undo.aclose()
 
-        def _create(shuffle_id: Any, key: Any, worker: str) -> Any:
-            self._refuse_after_retries(extension, shuffle_id)
-            run = create(shuffle_id, key, worker)
-            if isinstance(run.spec, ShuffleSpec):
-                self._send_outputs_to_owners(extension, shuffle_id, run.worker_for)
-            return run
+    def _prepare(self, settings: config.Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.picture = Picture()
+        self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
+        self.learned = CommonKnowledge()
+        self.placement: SchedulerPlacement | None = None
+        token = uuid.uuid4().hex
+        self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
+        self.shuffles = SchedulerShuffles(
+            self.scheduler, settings, self.metrics, lambda: self.placement, self.workers.ready
+        )
 
-        def _calculate_worker_for(spec: Any) -> dict[Any, str]:
-            chosen: dict[Any, str] = calculate_worker_for(spec)
-            barrier = self.scheduler.tasks[barrier_key(spec.id)]
-            if (
-                self.placement is None
-                or not isinstance(spec, ShuffleSpec)
-                or _has_partner(barrier, extension.active_shuffles)
-            ):
-                return chosen
-            return self.placement.owners(barrier, chosen)
+    def _listen(self) -> None:
+        handlers = {
+            "gpurt_report": self.report,
+            "gpurt_gone": self.gone,
+            "gpurt_disable": self.stop,
+            "gpurt_memory": self.memory,
+            "gpurt_explain": self.explain,
+            HANDLER: self.learned.learned,
+            JOIN: self.workers.join,
+        }
+        operations = {
+            OP: self.memory_changed,
+            LOST: self.lost,
+            READY: self.workers.is_ready,
+            LEFT: self.workers.has_left,
+        }
+        self.scheduler.handlers.update(handlers)
+        self.scheduler.stream_handlers.update(operations)
+        self._undo.callback(self._ignore, handlers, operations)
 
-        extension._retrieve_spec, extension._create = _retrieve_spec, _create
-        extension._calculate_worker_for = _calculate_worker_for
+    def _ignore(self, handlers: Iterable[str], operations: Iterable[str]) -> None:
+        for name in handlers:
+            self.scheduler.handlers.pop(name, None)
+        for name in operations:
+            self.scheduler.stream_handlers.pop(name, None)
 
-    def _refuse_after_retries(self, extension: Any, shuffle_id: Any) -> None:
-        runs = len(extension._shuffles.get(shuffle_id, ()))
-        if runs > self.settings.shuffle.retries:
-            raise P2PConsistencyError(
-                f"shuffle {shuffle_id} is given up after {runs} runs: all lost a worker or disagreed, "
-                f"the workers' logs say which. 'gpurt.shuffle.retries' is {self.settings.shuffle.retries}"
-            )
+    def _end(self) -> None:
+        self.scheduler.plugins.pop(NAME, None)
+        self.scheduler.extensions.pop(NAME, None)
 
-    def _send_outputs_to_owners(self, extension: Any, shuffle_id: Any, worker_for: dict[int, str]) -> None:
-        """Restrict output tasks before they start; Dask lets them start anywhere and moves them then."""
-        for task in self.scheduler.tasks[barrier_key(shuffle_id)].dependents:
-            partition = output_partition(task.run_spec)
-            if partition in worker_for and task.state in ("released", "waiting"):
-                extension._set_restriction(task, worker_for[partition])
+    def _bear_with_unreachable(self) -> None:
+        # Dask closes workers that send what it does not know, and these have not heard of it yet.
+        if self.workers.unreachable:
+            for name in (OP, LOST, READY, LEFT, PLACE, TRAFFIC):
+                self.scheduler.stream_handlers[name] = _nothing
+
+    def _register(self, name: str) -> None:
+        self.scheduler.add_plugin(self, name=name)
+
+    def _unregister(self, name: str) -> None:
+        self.scheduler.plugins.pop(name, None)
+
+    def _rename(self, before: str, after: str) -> None:
+        self._unregister(before)
+        self._register(after)
 
     # ---- memory ------------------------------------------------------------------------
 
@@ -178,6 +181,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.picture.forget(worker)
+        self.workers.remove(worker)
         self.places.remove(worker)
         self.learned.remove(worker)
         if self.placement is not None:
@@ -200,6 +204,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.submitted(tasks)
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **told: Any) -> None:
+        self.shuffles.transition(key, finish)
         if self.placement is None or start != "processing":
             return
         if finish == "memory":
@@ -255,18 +260,5 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         }
 
 
-def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
-    """Whether a shuffle with a barrier shares outputs with an active one, whose owners Dask has taken."""
-    others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
-    return any(id_from_key(key) in active for key in others)
-
-
-def _exception_of(reply: Mapping[str, Any]) -> BaseException:
-    """What a worker has raised; a scheduler does not unpack what passes through it."""
-    packed = reply["exception"]
-    if isinstance(packed, Serialize):  # of a worker in this process
-        packed = packed.data
-    elif isinstance(packed, Serialized):
-        packed = deserialize(packed.header, packed.frames)
-    _, error, _ = clean_exception(packed)
-    return error or RuntimeError(reply["exception_text"])
+def _nothing(**_: Any) -> None:
+    """Take a message of a worker that could not be switched off."""

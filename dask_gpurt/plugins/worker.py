@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import logging
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 from distributed import WorkerPlugin
+from distributed.comm.core import CommClosedError
 from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 import dask_gpurt.shuffle.run  # noqa: F401 - so that the first shuffle does not import it on the event loop
-from dask_gpurt import config
+from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.device import Device
 from dask_gpurt.device.failing import Failures
 from dask_gpurt.device.handovers import Handovers
-from dask_gpurt.device.protocol import passed
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
@@ -29,13 +32,15 @@ from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.residency import WorkerResidency
+from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.table.protocol import import_backends, warm_up
 
-NAME = "gpurt"
+logger = logging.getLogger("dask_gpurt")
+
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
 #: What is told where memory changes hands while something that was begun still has it.
@@ -45,51 +50,93 @@ TOO_EARLY = "memory changes hands too early"
 class GpurtWorkerPlugin(WorkerPlugin):
     """Gives a worker its end of the exchange.
 
+    What is switched on is noted with the way to take it back, which happens in the reverse order and for
+    each part whatever has become of the others. Dask may remove the plugin, or hand it over a second time,
+    while the first is still being set up: one waits for the other.
+
     Parameters
     ----------
     settings
         The section ``gpurt`` of the process that switched on. What the worker has set itself
         comes first.
+    token
+        Of the scheduler's plugin that this one belongs to.
     """
 
     name = NAME
     idempotent = True
 
-    def __init__(self, settings: Mapping[str, Any]):
+    def __init__(self, settings: Mapping[str, Any], token: str):
         self.given = settings
+        self.token = token
 
     async def setup(self, worker: Any) -> None:
-        settings = config.load_over(self.given)
         self.worker = worker
+        self._undo = AsyncExitStack()
+        self._switching = asyncio.Lock()
+        async with self._switching:
+            try:
+                dask_hooks.require()
+                if not await getattr(worker.scheduler, JOIN)(worker=worker.address, token=self.token):
+                    logger.info("the runtime was switched off before %s joined", worker.address)
+                    self._leave()
+                    return
+                self._undo.callback(self._say, LEFT)
+                await self._switch_on(worker, config.load_over(self.given))
+                self._say(READY)
+            except BaseException:
+                self._leave()
+                try:
+                    await self._undo.aclose()
+                except Exception:  # what kept it from going on says more
+                    logger.exception("the runtime could not be wholly taken back on %s", worker.address)
+                raise
+
+    def _say(self, what: str) -> None:
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+            self.worker.batched_stream.send({"op": what, "token": self.token})
+
+    def _leave(self) -> None:
+        """Be no plugin of the worker any more: shuffles look there for the runtime."""
+        if self.worker.plugins.get(NAME) is self:
+            del self.worker.plugins[NAME]
+
+    async def _switch_on(self, worker: Any, settings: config.Settings) -> None:
+        undo = self._undo
         self.metrics = Metrics()
         self.data: WorkerData | None = None
-        self._unlisten = passed
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
         worker.handlers["gpurt_report"] = self.report
+        undo.callback(worker.handlers.pop, "gpurt_report", None)
         worker.executors[COMM] = self.exchange.executor
-        self._housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
-        self._housekeeping.start()
+        undo.callback(worker.executors.pop, COMM, None)
+        housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
+        housekeeping.start()
+        undo.callback(housekeeping.stop)
         prometheus.register(worker.address, self.metrics, self._amounts)
-        try:
-            import_backends(self.exchange.pools.devices)
-            await self.exchange.offload(self.exchange.pools.make_all)
-            await self.topology.start()
-            await self.exchange.offload(self.overlap.prepare)
-            self.overlap.install()
-            self.finder.install()
-            self._listen(worker)
-            self.gathering.install()
-            if settings.memory.tiers:
-                await self.exchange.offload(self.tiers.guard)
-                self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
-                self.data.install()
-            worker._ongoing_background_tasks.call_soon(
-                self.exchange.offload, _warm_up, self.exchange.pools.devices
-            )
-        except Exception:
-            await self.teardown(worker)
-            raise
+        undo.callback(prometheus.unregister, worker.address)
+        import_backends(self.exchange.pools.devices)
+        await self.exchange.offload(self.exchange.pools.make_all)
+        undo.callback(self.topology.close)
+        await self.topology.start()
+        await self.exchange.offload(self.overlap.prepare)
+        undo.push_async_callback(self.overlap.save)
+        undo.callback(self.overlap.uninstall)
+        self.overlap.install()
+        undo.callback(self.finder.uninstall)
+        self.finder.install()
+        self._listen(worker)
+        undo.callback(self.gathering.uninstall)
+        self.gathering.install()
+        if settings.memory.tiers:
+            await self.exchange.offload(self.tiers.guard)
+            self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
+            self.data.install()
+            undo.push_async_callback(self._give_data_back)
+        worker._ongoing_background_tasks.call_soon(
+            self.exchange.offload, _warm_up, self.exchange.pools.devices
+        )
 
     def _listen(self, worker: Any) -> None:
         """Hear from the scheduler which workers leave, as Dask's worker does."""
@@ -100,7 +147,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             return remove_worker(worker=worker, **told)
 
         worker.stream_handlers["remove-worker"] = peer_left
-        self._unlisten = partial(worker.stream_handlers.__setitem__, "remove-worker", remove_worker)
+        self._undo.callback(worker.stream_handlers.__setitem__, "remove-worker", remove_worker)
 
     def _build(self, worker: Any, settings: config.Settings) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
@@ -110,13 +157,16 @@ class GpurtWorkerPlugin(WorkerPlugin):
             Failures(settings.memory.failures).inject(device)
             device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
+        self._undo.push_async_callback(self.tiers.close)
         if handovers is not None:
             handovers.watch_giving_back(self.tiers.pinned, list)
         self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics, handovers)
+        self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.gathering = Gathering(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
+        self._undo.callback(self.residency.close)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
         self.finder = RunFinder(worker, self.metrics)
 
@@ -127,23 +177,17 @@ class GpurtWorkerPlugin(WorkerPlugin):
         )
 
     async def teardown(self, worker: Any) -> None:
-        self._housekeeping.stop()
-        self.topology.close()
-        prometheus.unregister(worker.address)
+        async with self._switching:
+            await self._undo.aclose()  # it is empty afterwards
+
+    async def _give_data_back(self) -> None:
         # The data of a worker that closes go with it: to read them all once more would be in vain.
-        if self.data is not None and worker.status in (Status.running, Status.paused):
+        if self.data is not None and self.worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
-        worker.handlers.pop("gpurt_report", None)
-        worker.executors.pop(COMM, None)
-        self.gathering.uninstall()
-        self.finder.uninstall()
-        self._unlisten()
-        self.overlap.uninstall()
-        await self.overlap.save()
-        self.residency.close()
+
+    async def _close_exchange(self) -> None:
         await asyncio.to_thread(self.exchange.close)
         gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
-        await self.tiers.close()
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):

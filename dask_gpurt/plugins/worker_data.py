@@ -23,6 +23,7 @@ from distributed.worker_state_machine import (
 )
 
 from dask_gpurt.config import MemorySettings
+from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.ladder import serving
 from dask_gpurt.observe import Metrics
@@ -55,6 +56,7 @@ class WorkerData:
         self._ladder = tiers.ladder
         self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute)
         self._following = Following(worker, self._ladder, metrics)
+        self._patches = Patches()
 
     def install(self) -> None:
         """Take the worker's data over. On the event loop, since it is one step to everybody."""
@@ -71,8 +73,9 @@ class WorkerData:
                 let_go = partial(_forget, self._before, key)
                 self._ladder.adopt(key, nbytes, partial(self._before.pop, key), let_go)
         self._set_data(self._ladder)
-        self._gather_dep, self._get_data = worker.gather_dep, worker.get_data
-        worker.execute, worker.gather_dep = self.execute, self.gather_dep
+        self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
+        self._patches.put(worker, "execute", lambda original: self.execute)
+        self._patches.put(worker, "gather_dep", lambda original: self.gather_dep)
         worker.handlers["get_data"] = self.get_data
 
     def _set_data(self, data: Any) -> None:
@@ -80,15 +83,23 @@ class WorkerData:
 
     async def uninstall(self) -> None:
         """Give the worker its own mapping back, with every key that can be read."""
-        worker = self.worker
-        for name in ("execute", "gather_dep"):
-            worker.__dict__.pop(name, None)
-        worker.handlers["get_data"] = self._get_data
+        self._patches.restore()
+        if self.worker.handlers["get_data"] == self.get_data:  # else of another, who has wrapped it
+            self.worker.handlers["get_data"] = self._get_data
+        # Again for what came while the others were read.
         while missing := [key for key in self._ladder if key not in self._before]:
-            self._before.update(await self._copies(missing[:1]))
+            for key in missing:
+                await self._give_back(key)
         for key in [key for key in self._before if key not in self._ladder]:
             del self._before[key]  # released while the others were read
         self._set_data(self._before)
+
+    async def _give_back(self, key: Key) -> None:
+        """Put a key into the worker's own mapping; only what can not be read is lost."""
+        try:
+            self._before.update(await self._copies([key]))
+        except Exception as error:
+            self._lose([key], error)
 
     # ---- what can not be read any more -------------------------------------------------
 
@@ -105,8 +116,8 @@ class WorkerData:
                 self._lose([key], error)
         return found
 
-    def _lose(self, keys: list[Key], error: CorruptFile) -> None:
-        """Give up keys whose file is damaged or gone: the scheduler has them computed again."""
+    def _lose(self, keys: list[Key], error: Exception) -> None:
+        """Give up keys that can not be read, say of a damaged file: the scheduler has them computed again."""
         self.metrics.fallback("spilled data is computed again", str(error))
         for key in keys:
             self._ladder.discard(key)
