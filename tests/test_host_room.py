@@ -15,7 +15,7 @@ from shared_memory import PAGE, Shm, filled, held, resident
 from test_topology_reports import on_cluster
 
 from dask_gpurt.device import Block, PoolFull
-from dask_gpurt.exchange import Shard, host_room
+from dask_gpurt.exchange import Attempt, Exchange, Shard, host_room
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import Section
@@ -33,12 +33,18 @@ def publish(exchange: Any, owner: str, nbytes: int) -> Shard:
     outbox = exchange.pools.outbox("host")
     block = filled(outbox.pool, nbytes)
     section = Section((0,), (0, 1), block.offset, nbytes, b"")
-    return Shard(outbox.publish(RUN, owner, [block]), exchange.worker.address, "host", 0, 0, 0, (section,))
+    return Shard(outbox.publish(RUN, owner, [block]), exchange.me, "host", 0, Attempt(0, 0), 0, (section,))
 
 
 def read(exchange: Any, parcel: Parcel) -> int:
     with reading([(parcel, 0)], exchange.landing, lambda: None, "task") as ((buffer, _),):
         return int(buffer.sum())
+
+
+async def taken(exchange: Exchange, shard: Shard) -> Parcel:
+    """A shard that was offered to an owner."""
+    exchange.run_begins(RUN)
+    return exchange.take(RUN, shard, await exchange.path(shard), print)
 
 
 class Enough(Exception):
@@ -69,12 +75,12 @@ def test_what_was_read_of_a_peer_does_not_count(drained: bool) -> None:
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         here, there = exchange_of(a), exchange_of(b)
         shard = await here.offload(publish, here, b.address, 4 * MIB)
-        parcel = await there.accept(RUN, shard, print)
+        parcel = await taken(there, shard)
         if drained:
-            there.drain(producer=a.address)
+            there.drain(producer=list(here.me))
             await asyncio.wrap_future(parcel._landed)
         assert await there.offload(read, there, parcel) == 4 * MIB
-        assert resident(parcel.path.mapping) == 0
+        assert resident(parcel.path.mapping._mapping) == 0
         await there.offload(there.discard, [parcel])
 
     run()
@@ -92,7 +98,7 @@ def test_a_producer_waits_for_what_another_worker_has_published(
         shm = Shm(monkeypatch, 4 * MIB)
         shm.pools = [box.pool for box in boxes]
         shard = await ends[0].offload(publish, ends[0], b.address, 3 * MIB)
-        parcel = await ends[1].accept(RUN, shard, print)
+        parcel = await taken(ends[1], shard)
         block = await ends[2].offload(cut, boxes[2], 2 * MIB)
         assert held(boxes[0].pool) == 0
         assert held(boxes[2].pool) == 2 * MIB

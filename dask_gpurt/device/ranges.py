@@ -32,6 +32,8 @@ class Ranges:
 
     def remove(self, start: int, stop: int) -> None:
         """Leave a range out, whatever of it is there."""
+        if start >= stop:
+            return
         found = [
             (first, last) for first, last in self._touching(start, stop) if last > start and first < stop
         ]
