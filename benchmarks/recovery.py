@@ -1,6 +1,6 @@
 """Time what the loss of a worker costs a shuffle, by the moment at which it is killed.
 
-    python benchmarks/recovery.py --workers 4 --partitions 32 --methods gpurt,p2p --repeat 3 --json results.json
+    python benchmarks/recovery.py --workers 4 --methods gpurt,p2p --repeat 3 --json results.json
 
 A worker is killed with SIGKILL half-way through the transfers, as the barrier begins, half-way through the
 outputs, and once all of them are there. Its nanny starts another one. The time is that from ``persist``
