@@ -227,6 +227,53 @@ async def test_a_release_gets_lost() -> None:
     cluster.close()
 
 
+def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
+    """Have a handler of a worker never answer, as while connections are tried, or its process is stopped."""
+    called = asyncio.Event()
+
+    async def hang(handle: Any, to: str, called_op: str, content: dict[str, Any]) -> Any:
+        if (called_op, to) == (op, address):
+            called.set()
+            await asyncio.Event().wait()
+        return await handle(to, called_op, content)
+
+    intercept(cluster, hang)
+    return called
+
+
+@in_process
+async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> None:
+    """What was published for it would fill the pool meanwhile, which the next run needs."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_forget", B)
+    b.die()
+    cluster.scheduler.leaves(B)
+    await cluster.hear()
+    await called.wait()
+    while a.outbox.pool.used:
+        await asyncio.sleep(0.01)
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing_needs() -> None:
+    """The bytes in flight would be counted for ever, and keep others from being pulled."""
+    cluster = Cluster(A, B, paths=["comms"])
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_fetch", A)
+    await cluster.transfer_all("a shuffle")
+    await called.wait()
+    assert not b.exchange._limiter.empty
+    cluster.scheduler.end("a shuffle")
+    await cluster.hear()
+    while any(b.exchange._parcels.values()) or a.outbox.pool.used:
+        await asyncio.sleep(0.01)
+    assert b.exchange._limiter.empty
+    cluster.close()
+
+
 # ---- what fails where it could go on -------------------------------------------------
 
 

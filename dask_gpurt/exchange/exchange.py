@@ -344,12 +344,15 @@ class Exchange:
         self.worker.loop.add_callback(self._send_drain, owners)
 
     async def _send_drain(self, owners: set[str]) -> None:
-        for owner in owners:
-            if owner == self.me.address:
-                self.drain(producer=list(self.me))
-            else:
-                with contextlib.suppress(OSError):  # asked again soon, for as long as room is short
-                    await self.worker.rpc(owner).gpurt_drain(producer=list(self.me))
+        await asyncio.gather(*map(self._send_drain_to, owners))
+
+    async def _send_drain_to(self, owner: str) -> None:
+        if owner == self.me.address:
+            self.drain(producer=list(self.me))
+            return
+        # It is asked again soon, for as long as room is short.
+        with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
+            await self.calls.once(owner, "gpurt_drain", check=self._check_open, producer=list(self.me))
 
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
@@ -367,11 +370,14 @@ class Exchange:
         if owner == self.me.address:
             await self.forget(producer=list(self.me), run=list(run))
             return True
+        message = {"producer": list(self.me), "run": list(run)}
         try:
-            await self.worker.rpc(owner).gpurt_forget(producer=list(self.me), run=list(run))
-            return True
+            await self.calls.once(owner, "gpurt_forget", check=self._check_open, **message)
+        except PeerLost:
+            pass
         except OSError:
             return await self.calls.has_left(owner)
+        return True
 
     # ---- what peers call -------------------------------------------------------------
 
