@@ -46,7 +46,8 @@ class Calls:
         op
             The name of the handler, which may be called again with the same message.
         check
-            Raises when the answer is of no use any more. Looked at while waiting, and before each further call.
+            Raises when the answer is of no use any more. Looked at while waiting, and before each call but
+            the first.
 
         Raises
         ------

@@ -128,8 +128,8 @@ class SchedulerShuffles:
             recommendations: dict[Key, str] = original(shuffle_id)
             runs = self._extension._shuffles.get(shuffle_id, ())
             if any(isinstance(run.run_spec.spec, ShuffleSpec) for run in runs):
-                # Dask recommends nothing where an output has failed. Other outputs, asked of a run that has to
-                # begin again, would be rescheduled for ever.
+                # Dask recommends nothing where an output has failed. Other outputs, asked of a run that has
+                # to begin again, would be rescheduled for ever.
                 for each in (shuffle_id, *self._partners_to_restart(shuffle_id)):
                     recommendations |= self._releases(each)
             return recommendations
