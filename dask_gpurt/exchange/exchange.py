@@ -227,15 +227,14 @@ class Exchange:
     async def _pull(self, parcel: Parcel) -> None:
         try:
             await self._limiter.wait_for_available()
-            if parcel.place is Place.GONE:
-                await self.offload(parcel.stop_moving)  # which may wait for a device
-            else:
+            if parcel.place is not Place.GONE:
                 await self._pull_now(parcel)
+                return
         except Exception as error:
             if parcel.place is not Place.GONE:  # else it belongs to what is over, and nothing reads it
                 parcel.fail(error)
-        finally:
-            parcel.stop_moving()
+        with contextlib.suppress(ExchangeClosed):  # which lets go of all
+            await self.offload(parcel.stop_moving)  # on a thread: it may wait for a device
 
     async def _pull_now(self, parcel: Parcel) -> None:
         nbytes = parcel.shard.nbytes
@@ -307,6 +306,8 @@ class Exchange:
             del self._released[to]
 
     async def _send_release(self, producer: Peer, kind: str, shards: list[int]) -> None:
+        if self.closed:  # so are the producers, or else they hear that this worker leaves
+            return
         if producer == self.me:
             self.release(kind=kind, shards=shards, to=producer.incarnation)
             return
@@ -458,6 +459,8 @@ class Exchange:
         for name in ("ticket", "fetch", "release", "drain", "forget", "make_room"):
             self.worker.handlers.pop(f"gpurt_{name}", None)
         self.executor.shutdown(cancel_futures=True)
+        for parcel in [parcel for parcels in list(self._parcels.values()) for parcel in list(parcels)]:
+            parcel.abandon()  # else its mapping would stay open
         self.peers.close()
         self.pools.close()
 
