@@ -171,7 +171,7 @@ class Parcel:
         self._forget()
 
     def abandon(self) -> None:
-        """Let go of it, or have its last reader do so: nothing moves any more, and nothing new will read it."""
+        """Let go of it, or have its last reader do so. Nothing moves, and nothing new will read it."""
         with self._lock:
             self.place, self._moving = Place.GONE, False
             let_go = self._lets_go()
