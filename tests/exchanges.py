@@ -105,7 +105,7 @@ class Network:
 
     async def call(self, sender: Process, address: str, op: str, content: dict[str, Any]) -> Any:
         if self.direct:
-            return await self._handle(address, op, content)
+            return _received(await self._handle(address, op, content))
         message = Message(sender, address, op, content, asyncio.get_running_loop().create_future())
         self.messages.append(message)
         return await message.answer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,7 @@ import dask_gpurt
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.inbox import Place
 from dask_gpurt.exchange.mappings import HeldMapping
+from dask_gpurt.exchange.shard import PeerError
 
 A, B = "tcp://a:1", "tcp://b:1"
 
@@ -227,6 +230,53 @@ async def test_a_release_gets_lost() -> None:
     cluster.close()
 
 
+def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
+    """Have a handler of a worker never answer, as while connections are tried, or its process is stopped."""
+    called = asyncio.Event()
+
+    async def hang(handle: Any, to: str, called_op: str, content: dict[str, Any]) -> Any:
+        if (called_op, to) == (op, address):
+            called.set()
+            await asyncio.Event().wait()
+        return await handle(to, called_op, content)
+
+    intercept(cluster, hang)
+    return called
+
+
+@in_process
+async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> None:
+    """What was published for it would fill the pool meanwhile, which the next run needs."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_forget", B)
+    b.die()
+    cluster.scheduler.leaves(B)
+    await cluster.hear()
+    await called.wait()
+    while a.outbox.pool.used:
+        await asyncio.sleep(0.01)
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing_needs() -> None:
+    """The bytes in flight would be counted for ever, and keep others from being pulled."""
+    cluster = Cluster(A, B, paths=["comms"])
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_fetch", A)
+    await cluster.transfer_all("a shuffle")
+    await called.wait()
+    assert not b.exchange._limiter.empty
+    cluster.scheduler.end("a shuffle")
+    await cluster.hear()
+    while any(b.exchange._parcels.values()) or a.outbox.pool.used:
+        await asyncio.sleep(0.01)
+    assert b.exchange._limiter.empty
+    cluster.close()
+
+
 # ---- what fails where it could go on -------------------------------------------------
 
 
@@ -349,4 +399,69 @@ async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
     await quiet()
     with pytest.raises(PeerLost):
         await run._consumer.receive([replace(shard, part=9)])
+    cluster.close()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_while_shards_are_held() -> None:
+    """Pools of peers would stay mapped for as long as their runs are known."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    b = cluster.network.processes[B]
+    held = {
+        parcel.path.mapping
+        for parcels in b.exchange._parcels.values()
+        for parcel in parcels
+        if isinstance(parcel.path.mapping, HeldMapping)
+    }
+    assert held
+    closed = list[Any]()
+    for mapping in held:
+        mapping._close_soon = closed.append  # type: ignore[method-assign]
+    b.exchange.close()
+    assert len(closed) == len(held)
+    await quiet()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_while_a_pool_is_mapped() -> None:
+    cluster = Cluster(A, B)
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    made = list[HeldMapping]()
+    hold = b.exchange.peers._held
+
+    def closes_first(path: Any) -> Any:
+        b.exchange.close()
+        held = hold(path)
+        made.append(held.mapping)
+        return held
+
+    b.exchange.peers._held = closes_first  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="is closed"):
+        await b.exchange.peers.path(a.exchange.me, "host", 1)
+    assert made
+    assert not made[0].hold()
+
+
+@in_process
+async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it() -> None:
+    """The event loop does not wait for that."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    parcel = next(iter(b.exchange._parcels[a.exchange.me]))
+    where = list[int]()
+    parcel.read_until(lambda: where.append(threading.get_ident()))
+    b.exchange.executor.shutdown()
+    b.exchange.executor = ThreadPoolExecutor(1)
+
+    def lets_go_and_fails(parcel: Any) -> None:
+        parcel.discard()
+        raise OSError("a test")
+
+    b.exchange._pull_mapped = lets_go_and_fails  # type: ignore[method-assign]
+    assert parcel.start_moving()
+    await b.exchange._pull(parcel)
+    assert where
+    assert threading.get_ident() not in where
     cluster.close()

@@ -66,6 +66,7 @@ SEAMS = (
     Seam(_SCHEDULER + "_retrieve_spec", "self shuffle_id"),
     Seam(_SCHEDULER + "_create", "self shuffle_id key worker"),
     Seam(_SCHEDULER + "_calculate_worker_for", "self spec"),
+    Seam(_SCHEDULER + "_restart_recommendations", "self id"),
     Seam(_SCHEDULER + "_set_restriction", "self ts worker"),
     Seam(_SCHEDULER + "_fail_on_workers", "self shuffle message"),
     Seam(_SCHEDULER + "_clean_on_scheduler", "self id stimulus_id"),

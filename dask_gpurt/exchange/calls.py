@@ -1,5 +1,8 @@
 """Calls to peers: again where a connection breaks, until the peer answers or has left.
 
+A worker that has left without a word, or stands still, does not break connections: Dask goes on trying to
+connect for 30 seconds, and waits for an answer for ever. So each call is watched.
+
 Every handler of the exchange does the same for a message that comes twice as for one that comes once, so a
 call whose answer got lost may be made again.
 """
@@ -18,6 +21,8 @@ from dask_gpurt.observe import Metrics
 MOST_CALLS, LONGEST_PAUSE_S = 30, 1.0
 #: The pause before the second call, in seconds; each further one is twice as long.
 FIRST_PAUSE_S = 0.05
+#: How often a call that is under way is looked at, in seconds: does the peer live, is its answer needed?
+WATCH_S = 0.5
 
 
 class Calls:
@@ -41,7 +46,8 @@ class Calls:
         op
             The name of the handler, which may be called again with the same message.
         check
-            Raises when the answer is of no use any more. Looked at before each further call.
+            Raises when the answer is of no use any more. Looked at while waiting, and before each call but
+            the first.
 
         Raises
         ------
@@ -51,7 +57,7 @@ class Calls:
         pause = FIRST_PAUSE_S
         for number in range(1, MOST_CALLS + 1):
             try:
-                return await getattr(self._worker.rpc(address), op)(**message)
+                return await self.once(address, op, check=check, **message)
             except OSError as error:
                 check()
                 self._metrics.add("exchange.calls.repeated")
@@ -64,6 +70,26 @@ class Calls:
             pause = min(2 * pause, LONGEST_PAUSE_S)
             check()
         raise AssertionError("unreachable")
+
+    async def once(self, address: str, op: str, *, check: Callable[[], None], **message: Any) -> Any:
+        """Call a handler once.
+
+        Raises
+        ------
+        PeerLost
+            When the worker leaves meanwhile.
+        OSError
+            When the connection breaks.
+        """
+        answer = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**message))
+        try:
+            while not (await asyncio.wait([answer], timeout=WATCH_S))[0]:
+                check()
+                if await self.has_left(address) and not answer.done():
+                    raise PeerLost(f"worker {address} has left")
+            return answer.result()
+        finally:
+            answer.cancel()  # which does nothing to one that is done
 
     async def has_left(self, address: str) -> bool:
         """Ask the scheduler whether a worker has left; False where it can not be asked."""

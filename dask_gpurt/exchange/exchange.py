@@ -227,15 +227,14 @@ class Exchange:
     async def _pull(self, parcel: Parcel) -> None:
         try:
             await self._limiter.wait_for_available()
-            if parcel.place is Place.GONE:
-                await self.offload(parcel.stop_moving)  # which may wait for a device
-            else:
+            if parcel.place is not Place.GONE:
                 await self._pull_now(parcel)
+                return
         except Exception as error:
             if parcel.place is not Place.GONE:  # else it belongs to what is over, and nothing reads it
                 parcel.fail(error)
-        finally:
-            parcel.stop_moving()
+        with contextlib.suppress(ExchangeClosed):  # which lets go of all
+            await self.offload(parcel.stop_moving)  # on a thread: it may wait for a device
 
     async def _pull_now(self, parcel: Parcel) -> None:
         nbytes = parcel.shard.nbytes
@@ -307,6 +306,8 @@ class Exchange:
             del self._released[to]
 
     async def _send_release(self, producer: Peer, kind: str, shards: list[int]) -> None:
+        if self.closed:  # so are the producers, or else they hear that this worker leaves
+            return
         if producer == self.me:
             self.release(kind=kind, shards=shards, to=producer.incarnation)
             return
@@ -344,12 +345,15 @@ class Exchange:
         self.worker.loop.add_callback(self._send_drain, owners)
 
     async def _send_drain(self, owners: set[str]) -> None:
-        for owner in owners:
-            if owner == self.me.address:
-                self.drain(producer=list(self.me))
-            else:
-                with contextlib.suppress(OSError):  # asked again soon, for as long as room is short
-                    await self.worker.rpc(owner).gpurt_drain(producer=list(self.me))
+        await asyncio.gather(*map(self._send_drain_to, owners))
+
+    async def _send_drain_to(self, owner: str) -> None:
+        if owner == self.me.address:
+            self.drain(producer=list(self.me))
+            return
+        # It is asked again soon, for as long as room is short.
+        with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
+            await self.calls.once(owner, "gpurt_drain", check=self._check_open, producer=list(self.me))
 
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
@@ -367,11 +371,14 @@ class Exchange:
         if owner == self.me.address:
             await self.forget(producer=list(self.me), run=list(run))
             return True
+        message = {"producer": list(self.me), "run": list(run)}
         try:
-            await self.worker.rpc(owner).gpurt_forget(producer=list(self.me), run=list(run))
-            return True
+            await self.calls.once(owner, "gpurt_forget", check=self._check_open, **message)
+        except PeerLost:
+            pass
         except OSError:
             return await self.calls.has_left(owner)
+        return True
 
     # ---- what peers call -------------------------------------------------------------
 
@@ -452,6 +459,8 @@ class Exchange:
         for name in ("ticket", "fetch", "release", "drain", "forget", "make_room"):
             self.worker.handlers.pop(f"gpurt_{name}", None)
         self.executor.shutdown(cancel_futures=True)
+        for parcel in [parcel for parcels in list(self._parcels.values()) for parcel in list(parcels)]:
+            parcel.abandon()  # else its mapping would stay open
         self.peers.close()
         self.pools.close()
 

@@ -170,6 +170,14 @@ class Parcel:
             self._landing.discard(self.key)
         self._forget()
 
+    def abandon(self) -> None:
+        """Let go of it, or have its last reader do so. Nothing moves, and nothing new will read it."""
+        with self._lock:
+            self.place, self._moving = Place.GONE, False
+            let_go = self._lets_go()
+        if let_go:
+            self._let_go()
+
     def _forget(self) -> None:
         self.memos = [{} for _ in self.shard.sections]
 

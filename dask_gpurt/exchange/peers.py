@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +64,7 @@ class Peers:
         self._offload = offload
         self._close_soon = close_soon
         self._found: dict[tuple[Peer, str], asyncio.Task[tuple[Path, ...]]] = {}
+        self._closed = False
 
     async def path(self, peer: Peer, kind: str, nbytes: int) -> Path:
         """The path by which a shard of a peer's pool is there first.
@@ -95,6 +96,9 @@ class Peers:
             paths.possible, self._pools.devices.get(kind), reply["ticket"], self._allowed, between
         )
         found = tuple(map(self._held, found))
+        if self._closed:  # while it was mapped, so that this was not retired with the others
+            await asyncio.to_thread(_retire_all, found)
+            raise PeerError(f"the exchange of {self._me.address} is closed")
         self._note(paths.least(found, USUAL, self._links.speed_from(peer.address)))
         return found
 
@@ -179,13 +183,18 @@ class Peers:
 
     def close(self) -> None:
         """Retire all mappings."""
+        self._closed = True
         for task in self._found.values():
             _retire(task)
         self._found.clear()
 
 
 def _retire(task: asyncio.Task[tuple[Path, ...]]) -> None:
-    for path in _result(task):
+    _retire_all(_result(task))
+
+
+def _retire_all(found: Iterable[Path]) -> None:
+    for path in found:
         for mapping in path.mappings:
             mapping.retire()
 

@@ -1,6 +1,6 @@
 """Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
 
-Three of its methods are replaced on that one instance; each replacement ends in the original.
+Four of its methods are replaced on that one instance; each replacement ends in the original.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class SchedulerShuffles:
         self._patches.put(extension, "_retrieve_spec", self._retrieve_spec)
         self._patches.put(extension, "_create", self._create)
         self._patches.put(extension, "_calculate_worker_for", self._calculate_worker_for)
+        self._patches.put(extension, "_restart_recommendations", self._restart_recommendations)
 
     def uninstall(self) -> None:
         """Leave everything to Dask; runs that were taken over begin again as its own."""
@@ -122,6 +123,35 @@ class SchedulerShuffles:
 
         return calculate
 
+    def _restart_recommendations(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def recommend(shuffle_id: Any) -> dict[Key, str]:
+            recommendations: dict[Key, str] = original(shuffle_id)
+            runs = self._extension._shuffles.get(shuffle_id, ())
+            if any(isinstance(run.run_spec.spec, ShuffleSpec) for run in runs):
+                # Dask recommends nothing where an output has failed. Other outputs, asked of a run that has
+                # to begin again, would be rescheduled for ever.
+                for each in (shuffle_id, *self._partners_to_restart(shuffle_id)):
+                    recommendations |= self._releases(each)
+            return recommendations
+
+        return recommend
+
+    def _releases(self, shuffle_id: Any) -> dict[Key, str]:
+        """What has a shuffle begin again: its tasks are released, but for those that have failed."""
+        barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
+        tasks = (*barrier.dependents, barrier, *barrier.dependencies)
+        return {task.key: "released" for task in tasks if task.state != "erred"}
+
+    def _partners_to_restart(self, shuffle_id: Any) -> list[Any]:
+        """The shuffles past their barriers that share outputs with one that begins again.
+
+        They have let go of the shards of outputs that were in memory, and are made again now. Were that left
+        to their runs to find out, the two sides of a join would have each other begin again, in turns.
+        """
+        tasks = self._scheduler.tasks
+        others = _sharing_outputs(tasks[barrier_key(shuffle_id)]) & self._extension.active_shuffles.keys()
+        return [other for other in others if tasks[barrier_key(other)].state == "memory"]
+
     def _among_ready(
         self, spec: ShuffleSpec, chosen: dict[Any, str], allowed: Collection[str] | None
     ) -> dict[Any, str]:
@@ -149,5 +179,10 @@ class SchedulerShuffles:
 
 def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
     """Whether a shuffle with a barrier shares outputs with an active one, whose owners Dask has taken."""
+    return any(other in active for other in _sharing_outputs(barrier))
+
+
+def _sharing_outputs(barrier: Any) -> set[Any]:
+    """The shuffles that share outputs with that of a barrier, as the other side of a join does."""
     others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
-    return any(id_from_key(key) in active for key in others)
+    return {shuffle_id for key in others if (shuffle_id := id_from_key(key))}

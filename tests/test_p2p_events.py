@@ -1,0 +1,442 @@
+"""The events that Dask's own p2p tests go through, with the runtime on: docs/p2p-events.md has the table.
+
+Scheduler, workers and client are in one process. A gate stops a step of a run until the event has happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from dask import config
+from distributed import KilledWorker, Worker, wait
+from distributed.core import Status
+from distributed.shuffle._core import id_from_key
+from distributed.utils_test import gen_cluster
+
+import dask_gpurt
+from dask_gpurt.plugins.client import teach_method
+from dask_gpurt.shuffle.consumer import Consumer
+from dask_gpurt.shuffle.producer import Producer
+from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.spec import ShuffleSpec
+
+ROWS, PARTS = 200, 4
+FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
+
+
+def frames(name: str = "row") -> Any:
+    """The input partitions, each made by a task of its own."""
+    size = ROWS // PARTS
+    parts = [FRAME[at * size : (at + 1) * size].rename(columns={"row": name}) for at in range(PARTS)]
+    return dd.from_map(lambda at: parts[at], range(PARTS), meta=parts[0][:0])
+
+
+def shuffled() -> Any:
+    with config.set({"dataframe.shuffle.method": "gpurt"}):
+        return frames().shuffle("key")
+
+
+def assert_right(found: pd.DataFrame) -> None:
+    assert sorted(found["row"]) == list(range(ROWS))
+    assert (found["key"] == found["row"] % 17).all()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for what comes without an event."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any) -> None:
+    """Run a coroutine with a client, a scheduler and workers; afterwards nothing is held of any shuffle."""
+
+    async def body(client: Any, scheduler: Any, *crew: Any) -> None:
+        teach_method()
+        await dask_gpurt.enable(client)
+        try:
+            await test(client, scheduler, *crew)
+        finally:
+            while _gates:  # a thread that waits at one would keep the process from ending
+                _gates.pop().open.set()
+        for worker in crew:
+            if worker.status in (Status.closing, Status.closed):
+                worker.state.validate = False  # its data have gone with it
+            else:
+                await until(lambda worker=worker: not held(worker))
+        extension = scheduler.extensions["shuffle"]
+        await until(lambda: not extension.active_shuffles)
+        await until(lambda: not (extension._shuffles or extension._archived_by_stimulus))
+        await dask_gpurt.disable(client)
+
+    nthreads = [("127.0.0.1", 1)] * workers
+    gen_cluster(client=True, nthreads=nthreads, timeout=60, config=settings)(body)()
+
+
+def held(worker: Any) -> list[Any]:
+    """What is left of shuffles on a worker."""
+    exchange = worker.plugins["gpurt"].exchange
+    return [
+        *worker.plugins["shuffle"].shuffle_runs._runs,
+        *exchange._receiving,
+        *(parcel for parcels in exchange._parcels.values() for parcel in parcels),
+        *([] if not exchange.pools.known("host").pool.used else ["blocks"]),
+    ]
+
+
+def runs(*workers: Any) -> int:
+    """How many runs these have taken part in."""
+    each = [w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.runs", 0) for w in workers]
+    return int(sum(each))
+
+
+_gates: list[Gate] = []
+
+
+class Gate:
+    """A step that stops until it is let through, the first time that it is taken."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.where: list[str] = []
+        _gates.append(self)
+
+    def stops(self, address: str) -> bool:
+        first = not self.where
+        self.where.append(address)
+        self.reached.set()
+        return first and not self.open.is_set()
+
+
+def _address(step: Any) -> str:
+    worker = step._worker if isinstance(step, ShuffleRun) else step.exchange.worker
+    return str(worker.address)
+
+
+#: The step of each phase of a run that a test stops at.
+STEPS = {
+    "transfer": (Producer, "add"),
+    "inputs-done": (ShuffleRun, "inputs_done"),
+    "barrier": (ShuffleRun, "barrier"),
+    "unpack": (Consumer, "assemble"),
+}
+
+
+def gate(monkeypatch: pytest.MonkeyPatch, phase: str) -> Gate:
+    """Stop a run in a phase."""
+    owner, name = STEPS[phase]
+    original, gate = getattr(owner, name), Gate()
+
+    async def stops_coroutine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if gate.stops(_address(self)):
+            await until(gate.open.is_set)
+        return await original(self, *args, **kwargs)
+
+    def stops_thread(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if gate.stops(_address(self)):
+            gate.open.wait(60)
+        return original(self, *args, **kwargs)
+
+    stops = stops_coroutine if asyncio.iscoroutinefunction(original) else stops_thread
+    monkeypatch.setattr(owner, name, stops)
+    return gate
+
+
+# ---- a worker leaves -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["the one", "another"])
+@pytest.mark.parametrize("phase", STEPS)
+def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: str) -> None:
+    """In each phase: the one whose step it is, and another."""
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        (leaves, *_) = [w for w in crew if (w.address == stopped.where[0]) == (which == "the one")]
+        closing = asyncio.create_task(leaves.close(executor_wait=False))
+        await until(lambda: leaves.address not in scheduler.workers)
+        stopped.open.set()
+        await closing
+        assert_right(await result)
+        del result
+
+    run(test, workers=3)
+
+
+# ---- a run begins again --------------------------------------------------------------
+
+
+def test_one_side_of_a_join_begins_again_when_outputs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both do: left alone, each would find what the other has let go of, and begin again in turns."""
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        with config.set({"dataframe.shuffle.method": "gpurt"}):
+            out = client.persist(frames().merge(frames("other"), on="key"))
+        await until(lambda: any(ts.state == "memory" for ts in outputs(scheduler)))
+        before = list(scheduler.extensions["shuffle"].active_shuffles.values())
+        (one, _) = crew[0].plugins["shuffle"].shuffle_runs._active_runs.values()
+        await one._begin_again("a test")
+        assert [run.archived for run in before] == [True, True]
+        stopped.open.set()
+        assert len(await client.compute(out)) == len(FRAME.merge(FRAME, on="key"))
+        del out
+
+    run(test)
+
+
+def outputs(scheduler: Any) -> list[Any]:
+    """The tasks behind barriers."""
+    barriers = [task for key, task in scheduler.tasks.items() if id_from_key(key)]
+    return [output for barrier in barriers for output in barrier.dependents]
+
+
+def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be rescheduled for ever, since Dask begins no shuffle again of which an output has failed."""
+    assemble = Consumer.assemble
+
+    def fails(self: Any, partition: int, key: Any) -> Any:
+        if partition == 1:
+            raise ValueError("a test")
+        return assemble(self, partition, key)
+
+    monkeypatch.setattr(Consumer, "assemble", fails)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        out = shuffled().optimize()
+        graph, keys = dict(out.__dask_graph__()), out.__dask_keys__()
+        (barrier,) = filter(id_from_key, graph)
+        first, *others = client.get(graph, [*keys, barrier], sync=False)
+        await wait([first, *others])
+        expected = await first
+        first.release()
+        await until(lambda: keys[0] not in scheduler.tasks)
+        (first,) = client.get(graph, [keys[0]], sync=False)
+        pd.testing.assert_frame_equal(await asyncio.wait_for(first, 20), expected)
+        assert runs(*crew) == 2 * len(crew)
+        del first, others
+
+    run(test)
+
+
+# ---- a worker leaves, or comes, in other ways ----------------------------------------
+
+
+def test_a_worker_that_owns_no_output_is_closed_during_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        owner, other = sorted(crew, key=lambda worker: worker.address)
+        (shuffle,) = scheduler.extensions["shuffle"].active_shuffles.values()
+        assert shuffle.participating_workers == {owner.address, other.address}
+        await other.close(executor_wait=False)
+        stopped.open.set()
+        assert_right(await result)
+        del result
+
+    run(test)
+
+
+def test_a_worker_that_takes_no_part_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        *part, other = crew
+        result = client.compute(shuffled(), workers=[w.address for w in part], allow_other_workers=False)
+        await until(stopped.reached.is_set)
+        await other.close()
+        stopped.open.set()
+        assert_right(await result)
+        assert runs(*part) == len(part)
+        del result
+
+    run(test, workers=3)
+
+
+@pytest.mark.parametrize("phase", ["transfer", "barrier", "unpack"])
+def test_no_failures_are_allowed_and_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        (leaves,) = [worker for worker in crew if worker.address == stopped.where[0]]
+        closing = asyncio.create_task(leaves.close(executor_wait=False))
+        with pytest.raises(KilledWorker):
+            await result
+        stopped.open.set()
+        await closing
+        result.release()
+
+    run(test, **{"distributed.scheduler.allowed-failures": 0})
+
+
+def test_workers_are_retired_during_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        (other, *_) = [worker.address for worker in crew if worker.address != stopped.where[0]]
+        retiring = asyncio.create_task(client.retire_workers([other]))
+        await until(
+            lambda: other not in scheduler.workers or scheduler.workers[other].status != Status.running
+        )
+        stopped.open.set()
+        await retiring
+        assert_right(await result)
+        del result
+
+    run(test, workers=3)
+
+
+def test_a_worker_is_paused_and_another_one_is_lost() -> None:
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        a, b = crew
+        result = client.compute(shuffled())
+        await until(lambda: scheduler.extensions["shuffle"].active_shuffles)
+        a.status = Status.paused
+        await until(lambda: len(scheduler.running) == 1)
+        b.batched_stream.close()
+        await until(lambda: not scheduler.running)
+        a.status = Status.running
+        assert_right(await result)
+        del result
+
+    run(test)
+
+
+def test_workers_leave_between_repeats() -> None:
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        for leaves in (None, crew[2], crew[1]):
+            if leaves is not None:
+                await leaves.close()
+            assert_right(await client.compute(shuffled()))
+
+    run(test, workers=3)
+
+
+def test_a_worker_joins_and_is_given_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no part in the run, and sends the task on to the owner."""
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        async with Worker(scheduler.address) as joined:
+            await until(lambda: "gpurt" in joined.plugins)
+            some = outputs(scheduler)[0]
+            (some.annotations or {}).pop("shuffle_original_restrictions", None)
+            scheduler.set_restrictions({some.key: {joined.address}})
+            stopped.open.set()
+            assert_right(await result)
+            del result
+
+    run(test)
+
+
+def test_workers_that_take_part_are_not_chosen_for_scaling_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        assert len(scheduler.workers_to_close(n=2)) == 2
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        assert not scheduler.workers_to_close(n=2)
+        stopped.open.set()
+        assert_right(await result)
+        del result
+
+    run(test)
+
+
+# ---- nobody wants it any more, or again ----------------------------------------------
+
+
+@pytest.mark.parametrize("again", ["", "at once", "later"])
+@pytest.mark.parametrize("phase", STEPS)
+def test_a_shuffle_is_let_go(monkeypatch: pytest.MonkeyPatch, phase: str, again: str) -> None:
+    """In each phase; what is stale meets the same shuffle, which was asked for again."""
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        out = client.persist(shuffled())
+        await until(stopped.reached.is_set)
+        del out
+        if again == "later":
+            await until(lambda: not scheduler.tasks)
+        result = client.compute(shuffled()) if again else None
+        await asyncio.sleep(0)
+        stopped.open.set()
+        if result is not None:
+            assert_right(await result)
+        del result
+
+    run(test)
+
+
+def test_some_outputs_are_wanted_more_and_some_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        whole = shuffled()
+        some = client.persist(whole.partitions[: PARTS // 2])
+        await until(lambda: any(ts.state == "memory" for ts in scheduler.tasks.values()))
+        every = client.persist(whole)
+        assert_right(await client.compute(every))
+        del some
+        rest = client.persist(every.partitions[PARTS // 2 :])
+        del every
+        assert 0 < len(await client.compute(rest)) < ROWS
+        del rest
+        await until(lambda: not scheduler.tasks)
+        few = await client.compute(whole.partitions[:1])  # culled to one
+        assert (few["key"] == few["row"] % 17).all()
+
+    run(test)
+
+
+def test_a_run_is_failed_before_its_worker_hears_that_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, worker: Any) -> None:
+        out = client.persist(shuffled())
+        await until(stopped.reached.is_set)
+        manager = worker.plugins["shuffle"].shuffle_runs
+        ((shuffle, active),) = manager._active_runs.items()
+        manager.fail(shuffle, active.run_id, "a test")
+        for stale in (manager.get_with_run_id(shuffle, active.run_id), manager.get_or_create(shuffle, "key")):
+            with pytest.raises(RuntimeError, match="stale shuffle run"):
+                await stale
+        assert shuffle not in manager._active_runs
+        del out
+        stopped.open.set()
+
+    run(test, workers=1)
+
+
+def test_a_run_can_not_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker closes all the same."""
+    close, failed = ShuffleRun.close, []
+
+    async def fails(self: Any) -> None:
+        await close(self)
+        failed.append(self)
+        raise RuntimeError("a test")
+
+    monkeypatch.setattr(ShuffleRun, "close", fails)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        assert_right(await client.compute(shuffled()))
+        await crew[1].close()
+        assert failed
+
+    run(test)
