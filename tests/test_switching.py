@@ -13,6 +13,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from distributed import Client, Event, Worker
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils_test import gen_cluster
 from test_activation import state
 from test_topology_reports import until
@@ -453,3 +454,22 @@ def test_outputs_may_be_lost_more_often_than_a_shuffle_may_fail() -> None:
                 for worker in (a, b):
                     outputs = [key for key in worker.data if "gpurtshuffle" in str(key)]
                     runtime.lost(worker.address, outputs)
+
+
+def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its failure ends the run, so that another try finds none: Dask says that, and not what went wrong."""
+    barrier = ShuffleWorkerPlugin._barrier
+    errors = [ValueError("injected")]
+
+    async def fails_once(self: Any, shuffle_id: Any, run_ids: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return await barrier(self, shuffle_id, run_ids)
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        monkeypatch.setattr(ShuffleWorkerPlugin, "_barrier", fails_once)
+        with client.as_current(), pytest.raises(RuntimeError, match="during barrier phase") as caught:
+            await client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"), retries=2)
+        assert "injected" in str(caught.value.__cause__)
