@@ -15,6 +15,7 @@ import pytest
 from distributed import Client, Event, Worker
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils_test import gen_cluster
+from exchanges import spec_of
 from test_activation import state
 from test_topology_reports import until
 
@@ -220,6 +221,19 @@ def test_shuffles_of_others_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, off
             assert not switching.done()
             gate.open.set()
             await switching
+
+
+def test_a_run_comes_to_a_worker_that_has_no_exchange_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = setup_stops_early(monkeypatch)
+        switching = await begun(dask_gpurt.enable(client))
+        await gate.reached.wait()
+        assert "gpurt" in a.plugins
+        with pytest.raises(RuntimeError, match="the runtime is not on there"):
+            spec_of("early", 2).create_run_on_worker(1, None, {0: a.address}, a.plugins["shuffle"])
+        gate.open.set()
+        await switching
 
 
 def test_what_was_taken_over_begins_again_by_dask(monkeypatch: pytest.MonkeyPatch) -> None:
