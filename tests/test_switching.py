@@ -22,10 +22,13 @@ from test_topology_reports import until
 import dask_gpurt
 from dask_gpurt.plugins.client import teach_method
 from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 
 ROWS = 200
+#: Bytes that do not fit into a tier of 1 MiB.
+LARGE = 8 * 2**20
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
 
 
@@ -449,6 +452,30 @@ def test_bags_are_grouped_while_it_is_on() -> None:
             )
         assert sorted(key for key, _ in grouped) == [0, 1]
         assert dask.config.get("dataframe.shuffle.method", None) is None
+
+
+@pytest.mark.parametrize("begun_before", [True, False])
+def test_a_task_ends_after_it_was_switched_off(monkeypatch: pytest.MonkeyPatch, begun_before: bool) -> None:
+    """One whose result finds no room, or one that waits for room, in tiers that are not there any more."""
+
+    def large(reached: Event, go: Event) -> bytes:
+        reached.set()
+        go.wait()
+        return bytes(LARGE)
+
+    @on_plain_cluster(workers=1, **{"gpurt.memory.device": "1 MiB"})
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        await dask_gpurt.enable(client)
+        reached, go = Event("reached", client=client), Event("go", client=client)
+        gate = Gate()
+        if not begun_before:
+            gate.put(monkeypatch, TaskRunner, "_admitted")
+        task = client.submit(large, reached, go)
+        await (reached.wait() if begun_before else gate.reached.wait())
+        await dask_gpurt.disable(client)
+        gate.open.set()
+        await go.set()
+        assert len(await task) == LARGE
 
 
 # ---- retries -----------------------------------------------------------------------------------
