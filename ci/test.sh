@@ -57,10 +57,10 @@ without_compiler() {
 
 # Two minutes, on seeds that are always the same: the defaults and comms only, little memory, and nothing but lost workers.
 chaos() {
-    local options=(--workers 3 --limit 60 --dumps "$scratch")
-    timeout 200 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 1 --roomy &&
-        timeout 200 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 2 --tight &&
-        timeout 200 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 3 --faults "kill*,replace,stop" && return
+    local options=(--workers 3 --limit 120 --dumps "$scratch")
+    timeout 300 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 1 --roomy &&
+        timeout 300 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 2 --tight &&
+        timeout 300 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 3 --faults "kill*,replace,stop" && return
     cat "$scratch"/gpurt-chaos-*.txt 2> /dev/null
     return 1
 }

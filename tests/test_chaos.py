@@ -8,6 +8,7 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -15,12 +16,14 @@ import pytest
 from click.testing import CliRunner, Result
 from distributed import Worker
 from distributed.comm.core import CommClosedError
+from distributed.core import Status
 from distributed.utils_test import gen_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.chaos import FAULTS, OPERATIONS, Plan
+from dask_gpurt.chaos.cluster import restart_given_up
 from dask_gpurt.chaos.compare import difference
 from dask_gpurt.chaos.faults import MESSAGES
 from dask_gpurt.chaos.frames import ROW, make_partition, whole_frame
@@ -61,6 +64,14 @@ def test_only_what_was_asked_for_is_drawn(seed: int, number: int) -> None:
     assert {fault.kind for fault in step.faults} <= {"replace", "stop"}
     assert all(operation.frame.rows <= 500 for operation in step.operations)
     assert all(fault.setup.tight and not fault.setup.comms for fault in step.faults)
+
+
+def test_objects_are_left_out_where_a_shuffle_may_be_dasks_own() -> None:
+    """Dask's transfer tasks fail with `ArrowTypeError` on a column of tuples, with the runtime off."""
+    steps = [Plan(1, ["shuffle"], ["switch"]).step(number) for number in range(40)]
+    drawn = {(bool(step.faults), name) for step in steps for name in step.operations[0].frame.columns}
+    assert (False, "object") in drawn
+    assert (True, "object") not in drawn
 
 
 def test_two_seeds_differ() -> None:
@@ -204,6 +215,25 @@ async def test_what_faults_take_hold_of_is_there(c: Any, s: Any, a: Worker, b: W
     failing.stop()
     assert "allocate" not in vars(pool)
     await dask_gpurt.disable(c)
+
+
+def test_workers_whose_nannies_have_given_up_are_started_anew() -> None:
+    started: list[str] = []
+
+    class Cluster:
+        worker_spec = dict.fromkeys("abc")
+        workers = {"a": SimpleNamespace(status=Status.running), "b": SimpleNamespace(status=Status.closed)}
+
+        async def _correct_state(self) -> None:
+            started.extend(self.worker_spec.keys() - self.workers.keys())
+
+        def sync(self, function: Any) -> None:
+            asyncio.run(function())
+
+    assert restart_given_up(Cluster()) == 2
+    assert sorted(started) == ["b", "c"]
+    Cluster.workers |= {name: SimpleNamespace(status=Status.starting) for name in started}
+    assert restart_given_up(Cluster()) == 0
 
 
 # ---- the command ---------------------------------------------------------------------

@@ -332,6 +332,34 @@ async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> N
 
 
 @in_process
+async def test_the_runtime_is_switched_off_while_a_shard_is_taken_or_an_input_is_added() -> None:
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    shard = next(p.shard for p in run._consumer._unread if p.shard.producer == a.exchange.me)
+
+    async def off(*_: Any) -> Any:
+        b.exchange.close()
+        raise ExchangeClosed("the exchange is closed")
+
+    def add(*_: Any) -> Any:
+        raise ValueError("mmap closed or invalid")
+
+    b.exchange.peers.path = off  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the runtime was switched off"):
+        await run._receive([replace(shard, part=9)])
+    run._producer.add = add
+    b.exchange.closed, run.transferred = False, False
+    with pytest.raises(ValueError, match="mmap"):
+        run.add_partition(None, 0)
+    run._producer.add = lambda *_: (setattr(b.exchange, "closed", True), add())
+    with pytest.raises(RuntimeError, match="the runtime was switched off"):
+        run.add_partition(None, 0)
+    cluster.close()
+
+
+@in_process
 async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> None:
     """Its block may hold what belongs to another run by then."""
     cluster = Cluster(A, B)

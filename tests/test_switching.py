@@ -13,17 +13,22 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from distributed import Client, Event, Worker
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils_test import gen_cluster
+from exchanges import spec_of
 from test_activation import state
 from test_topology_reports import until
 
 import dask_gpurt
 from dask_gpurt.plugins.client import teach_method
 from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 
 ROWS = 200
+#: Bytes that do not fit into a tier of 1 MiB.
+LARGE = 8 * 2**20
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
 
 
@@ -219,6 +224,19 @@ def test_shuffles_of_others_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, off
             assert not switching.done()
             gate.open.set()
             await switching
+
+
+def test_a_run_comes_to_a_worker_that_has_no_exchange_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = setup_stops_early(monkeypatch)
+        switching = await begun(dask_gpurt.enable(client))
+        await gate.reached.wait()
+        assert "gpurt" in a.plugins
+        with pytest.raises(RuntimeError, match="the runtime is not on there"):
+            spec_of("early", 2).create_run_on_worker(1, None, {0: a.address}, a.plugins["shuffle"])
+        gate.open.set()
+        await switching
 
 
 def test_what_was_taken_over_begins_again_by_dask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,6 +454,30 @@ def test_bags_are_grouped_while_it_is_on() -> None:
         assert dask.config.get("dataframe.shuffle.method", None) is None
 
 
+@pytest.mark.parametrize("begun_before", [True, False])
+def test_a_task_ends_after_it_was_switched_off(monkeypatch: pytest.MonkeyPatch, begun_before: bool) -> None:
+    """One whose result finds no room, or one that waits for room, in tiers that are not there any more."""
+
+    def large(reached: Event, go: Event) -> bytes:
+        reached.set()
+        go.wait()
+        return bytes(LARGE)
+
+    @on_plain_cluster(workers=1, **{"gpurt.memory.device": "1 MiB"})
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        await dask_gpurt.enable(client)
+        reached, go = Event("reached", client=client), Event("go", client=client)
+        gate = Gate()
+        if not begun_before:
+            gate.put(monkeypatch, TaskRunner, "_admitted")
+        task = client.submit(large, reached, go)
+        await (reached.wait() if begun_before else gate.reached.wait())
+        await dask_gpurt.disable(client)
+        gate.open.set()
+        await go.set()
+        assert len(await task) == LARGE
+
+
 # ---- retries -----------------------------------------------------------------------------------
 
 
@@ -453,3 +495,22 @@ def test_outputs_may_be_lost_more_often_than_a_shuffle_may_fail() -> None:
                 for worker in (a, b):
                     outputs = [key for key in worker.data if "gpurtshuffle" in str(key)]
                     runtime.lost(worker.address, outputs)
+
+
+def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its failure ends the run, so that another try finds none: Dask says that, and not what went wrong."""
+    barrier = ShuffleWorkerPlugin._barrier
+    errors = [ValueError("injected")]
+
+    async def fails_once(self: Any, shuffle_id: Any, run_ids: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return await barrier(self, shuffle_id, run_ids)
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        monkeypatch.setattr(ShuffleWorkerPlugin, "_barrier", fails_once)
+        with client.as_current(), pytest.raises(RuntimeError, match="during barrier phase") as caught:
+            await client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"), retries=2)
+        assert "injected" in str(caught.value.__cause__)

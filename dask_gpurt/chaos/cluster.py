@@ -10,17 +10,24 @@ import random
 import socket
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import dask
 import psutil
 from distributed import Client, LocalCluster
+from distributed.core import Status
+
+logger = logging.getLogger(__name__)
 
 #: Seconds for a cluster to come back to its size, and to end.
 PATIENCE_S = 60
 #: Dask's 30 s would be spent on each connection to a worker that was just killed.
 CONNECT = "10s"
+#: Dask's cluster closes the nanny of a worker that has been away for 15 s, while it starts another process: a
+#: busy machine may take longer for that. The worker would never come back.
+LOST_WORKER = "1h"
 #: For workers and nannies that keep their address.
 PORTS = range(15_000, 32_000)
 
@@ -71,7 +78,11 @@ def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[
             "dashboard_address": None,
             "scheduler_kwargs": {"dashboard_address": ":0"},
         }
-        with dask.config.set({"distributed.comm.timeouts.connect": CONNECT}):
+        settings = {
+            "distributed.comm.timeouts.connect": CONNECT,
+            "distributed.deploy.lost-worker-timeout": LOST_WORKER,
+        }
+        with dask.config.set(settings):
             if backend == "cudf":
                 kind = importlib.import_module("dask_cuda").LocalCUDACluster
                 cluster = _with_fixed_ports(kind)(n_workers=workers, **options)
@@ -91,6 +102,47 @@ def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[
                 with contextlib.suppress(OSError, TimeoutError):
                     cluster.close(timeout=PATIENCE_S)
                 _end_children(before)
+
+
+def restart_given_up(cluster: Any) -> int:
+    """Start workers anew whose nannies have closed: they give up when a process can not start.
+
+    Returns how many these are.
+    """
+    ended = (Status.closed, Status.failed)
+    given_up = [name for name, nanny in list(cluster.workers.items()) if nanny.status in ended]
+    missing = [name for name in cluster.worker_spec if name in given_up or name not in cluster.workers]
+    if not missing:
+        return 0
+    for name in missing:
+        logger.warning("the nanny of worker %s has given up and is replaced", name)
+        cluster.workers.pop(name, None)
+    try:
+        cluster.sync(cluster._correct_state)
+    except Exception as error:  # whatever a worker can not start with; it is tried again
+        logger.warning("a worker could not be started: %r", error)
+    return len(missing)
+
+
+class NannyLog(logging.Handler):
+    """Keeps the last lines that nannies have logged: they are in this process, and say why one gives up."""
+
+    NAMES = ("distributed.nanny", __name__)
+
+    def __init__(self, most: int = 100):
+        super().__init__(logging.WARNING)
+        self.lines: deque[str] = deque(maxlen=most)
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+        for name in self.NAMES:
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+    def close(self) -> None:
+        for name in self.NAMES:
+            logging.getLogger(name).removeHandler(self)
+        super().close()
 
 
 def _end_children(before: set[int]) -> None:

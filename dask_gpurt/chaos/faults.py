@@ -18,7 +18,7 @@ from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.chaos import worker_side
-from dask_gpurt.chaos.cluster import PATIENCE_S, keeps_address
+from dask_gpurt.chaos.cluster import PATIENCE_S, NannyLog, keeps_address, restart_given_up
 from dask_gpurt.chaos.plan import FaultSpec, Setup
 
 #: Handlers of workers that other workers call, by the word that a fault has for them.
@@ -67,6 +67,9 @@ class Site:
         self.client = client
         self.cluster = cluster
         self.workers = self.wanted = workers
+        #: How many nannies had given up, and were replaced.
+        self.given_up = 0
+        self.log = NannyLog()
 
     def addresses(self) -> list[str]:
         """List the workers in the order of their names, which stay when a worker is replaced."""
@@ -108,6 +111,8 @@ class Site:
                     f"the cluster did not come back to {self.wanted} workers in {PATIENCE_S} s"
                 )
             time.sleep(0.05)
+            if self.cluster is not None:
+                self.given_up += restart_given_up(self.cluster)
 
 
 class Fault(ABC):

@@ -50,6 +50,8 @@ class Report:
     #: By kind of fault: how many there were, and how many messages, processes or allocations they hit.
     faults: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
+    #: Workers that Dask's nannies did not start again, and that were started anew.
+    given_up: int = 0
     #: What was left at the end.
     left: list[str] = field(default_factory=list)
     #: Seconds since the start, and bytes that the mean worker had of its own between steps.
@@ -88,6 +90,7 @@ class Report:
             "faults": {kind: {"injected": n, "hits": self.hits[kind]} for kind, n in self.faults.items()},
             "failed": [self._row(one) for one in self.outcomes if one.ending is Ending.FAILED],
             "bad": [self._row(one) for one in self.bad()],
+            "nannies given up": self.given_up,
             "left": self.left,
             "memory": [[round(at, 1), nbytes] for at, nbytes in self.memory],
             "dumps": self.dumps,

@@ -135,6 +135,7 @@ class Chaos:
             if not self.report.count(Ending.HUNG):
                 self.report.left.append(str(hung))
         self.report.seconds = time.monotonic() - began
+        self.report.given_up = self.site.given_up
         return self.report
 
     # ---- a step ----------------------------------------------------------------------

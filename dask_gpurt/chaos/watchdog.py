@@ -24,6 +24,7 @@ def describe(site: Site) -> str:
         sections.append(
             (f"worker {address}", replies.get(address, "does not answer: stopped, or its loop is"))
         )
+    sections.append(("nannies", "\n".join(site.log.lines)))
     sections.append(("client: threads", threads()))
     return "\n".join(f"==== {title}\n{text}\n" for title, text in sections)
 
@@ -82,6 +83,6 @@ async def describe_worker(dask_worker: Any) -> str:
             lines.append(f"{name}: {', '.join(found)}")
     if (shuffles := dask_worker.plugins.get("shuffle")) is not None:
         lines += [f"run: {run!r}" for run in shuffles.shuffle_runs._active_runs.values()]
-    if (runtime := dask_worker.plugins.get("gpurt")) is not None:
+    if hasattr(runtime := dask_worker.plugins.get("gpurt"), "exchange"):  # else it is being switched on
         lines.append(f"pools: {runtime.exchange.pools.describe()}, counters: {runtime.metrics.snapshot()}")
     return "\n".join([*lines, "coroutines:", coroutines(), "threads:", threads()])

@@ -46,7 +46,7 @@ class TaskRunner:
         self._ladder = tiers.ladder
         self._settings = settings
         self._metrics = metrics
-        self._execute = execute
+        self.execute = execute
         self._failures = Failures(settings.failures)
         self._needs = Needs()
         self.turns = Turns(worker, tiers.ladder, metrics)
@@ -77,7 +77,11 @@ class TaskRunner:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
         added = self._ladder.added_by(result, self._tiers.home(result))
         self._needs.learn(key_split(key), inputs, max(added, peak))
-        await self.make_room({key: result}, reservation(key))
+        try:
+            await self.make_room({key: result}, reservation(key))
+        except Exception:
+            if not self._tiers.closed:  # else it is Dask's to keep: the runtime was switched off meanwhile
+                raise
 
     async def hold(self, keys: list[Key]) -> Any:
         """Make inputs live and keep them so, spilling what else there is if need be."""
@@ -159,7 +163,7 @@ class TaskRunner:
             return ExecuteFailureEvent.from_exception(
                 error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-failure-{stimulus_id}"
             )
-        return await self._execute(key, stimulus_id=stimulus_id)
+        return await self.execute(key, stimulus_id=stimulus_id)
 
     def _reserve_all(self, key: Key) -> None:
         # What peers send in the meantime goes to lower tiers.

@@ -103,8 +103,13 @@ class SchedulerShuffles:
             self._refuse_after_retries(shuffle_id)
             run = original(shuffle_id, key, worker)
             if isinstance(run.spec, ShuffleSpec):
-                outputs = self._scheduler.tasks[barrier_key(shuffle_id)].dependents
-                self._runs.begins(shuffle_id, [task.key for task in outputs if task.state != "memory"])
+                barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
+                # Dask ends the run of a barrier that failed. Tried again, it would find no run, and say that
+                # in place of what went wrong.
+                barrier.retries = 0
+                self._runs.begins(
+                    shuffle_id, [task.key for task in barrier.dependents if task.state != "memory"]
+                )
                 self._send_outputs_to_owners(shuffle_id, run.worker_for)
             return run
 

@@ -75,6 +75,8 @@ class WorkerTiers:
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._relieving = False
+        #: Whether the runtime is being switched off; what has begun before may come to its end afterwards.
+        self.closed = False
         self._watch = PeriodicCallback(self._look, LOOK * 1000)
 
     def start(self) -> None:
@@ -100,6 +102,7 @@ class WorkerTiers:
 
     async def close(self) -> None:
         """Let everything go that still lies in a tier."""
+        self.closed = True
         self._watch.stop()
         self._unguard()
         self.reporter.close()
@@ -149,6 +152,8 @@ class WorkerTiers:
 
     def in_background(self, function: Callable[..., Any], *args: Any) -> None:
         """Run something that nobody waits for."""
+        if self.closed:
+            return
         self.executor.submit(function, *args).add_done_callback(_complain)
 
     # ---- looking after it --------------------------------------------------------------

@@ -135,7 +135,10 @@ class WorkerData:
         task = self.worker.state.tasks[key]
         try:
             event = await self._run(key, task, stimulus_id)
-        except Exception as error:  # the task fails with it, as when Dask can not read its own files
+        except Exception as error:
+            if self.tiers.closed:  # while the task waited for room or its inputs, which Dask has again
+                return await self._runner.execute(key, stimulus_id=stimulus_id)
+            # The task fails with it, as when Dask can not read its own files.
             return ExecuteFailureEvent.from_exception(
                 error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-unspill-{stimulus_id}"
             )

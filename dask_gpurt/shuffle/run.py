@@ -169,7 +169,11 @@ class ShuffleRun:
             late = PeerLost(f"input {partition_id} is transferred again after the barrier")
             self._worker.loop.add_callback(self.fail, late)
             raise RunInterrupted(str(late))
-        attempt = self._producer.add(data, partition_id, self._dispatch())
+        try:
+            attempt = self._producer.add(data, partition_id, self._dispatch())
+        except Exception:
+            self.raise_if_closed()  # what has ended the run meanwhile says more
+            raise
         return Transferred(self.run_id, partition_id, attempt)
 
     def _dispatch(self) -> int:
@@ -264,7 +268,11 @@ class ShuffleRun:
         self.raise_if_closed()
         if isinstance(message, Mapping):
             return sorted(self._consumer.seal(message))
-        await self._consumer.receive(message)
+        try:
+            await self._consumer.receive(message)
+        except Exception:
+            self.raise_if_closed()  # what has ended the run meanwhile says more
+            raise
         return []
 
     def get_output_partition(self, partition_id: int, key: Key, **_: Any) -> Any:

@@ -90,14 +90,14 @@ class ShuffleSpec(DaskShuffleSpec[int]):
         from dask_gpurt.shuffle.run import ShuffleRun
 
         worker = plugin.worker
-        try:
-            runtime: Any = worker.plugins["gpurt"]
-        except KeyError:
+        runtime: Any = worker.plugins.get("gpurt")
+        # A worker has the plugin before that has an exchange, which is made on a thread.
+        if (exchange := getattr(runtime, "exchange", None)) is None:
             raise RuntimeError(
                 f"worker {worker.address} takes part in a gpurt shuffle, but the runtime is not on there: "
                 "start it with `--preload dask_gpurt`, or call dask_gpurt.enable(client) again"
-            ) from None
-        return ShuffleRun(self, run_id, span_id, worker_for, worker, runtime.exchange)
+            )
+        return ShuffleRun(self, run_id, span_id, worker_for, worker, exchange)
 
 
 def output_partition(node: Any) -> int | None:
