@@ -110,18 +110,21 @@ def restart_given_up(cluster: Any) -> int:
     Returns how many these are.
     """
     ended = (Status.closed, Status.failed)
-    given_up = [name for name, nanny in list(cluster.workers.items()) if nanny.status in ended]
-    missing = [name for name in cluster.worker_spec if name in given_up or name not in cluster.workers]
-    if not missing:
+    given_up = [
+        name
+        for name, nanny in list(cluster.workers.items())
+        if name in cluster.worker_spec and nanny.status in ended
+    ]
+    if not given_up:
         return 0
-    for name in missing:
+    for name in given_up:
         logger.warning("the nanny of worker %s has given up and is replaced", name)
         cluster.workers.pop(name, None)
     try:
         cluster.sync(cluster._correct_state)
     except Exception as error:  # whatever a worker can not start with; it is tried again
         logger.warning("a worker could not be started: %r", error)
-    return len(missing)
+    return len(given_up)
 
 
 class NannyLog(logging.Handler):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import dask
@@ -20,6 +20,8 @@ import dask_gpurt
 from dask_gpurt.chaos import worker_side
 from dask_gpurt.chaos.cluster import PATIENCE_S, NannyLog, keeps_address, restart_given_up
 from dask_gpurt.chaos.plan import FaultSpec, Setup
+
+logger = logging.getLogger(__name__)
 
 #: Handlers of workers that other workers call, by the word that a fault has for them.
 MESSAGES = {
@@ -130,6 +132,8 @@ class Fault(ABC):
     explains: ClassVar[tuple[str, ...]] = ()
     #: Whether it takes a cluster of our own.
     own_cluster: ClassVar[bool] = False
+    #: Whether it is mended after others: the runtime does not go on while there is no memory for its pools.
+    ends_last: ClassVar[bool] = False
 
     def __init__(self, spec: FaultSpec, site: Site):
         self.spec = spec
@@ -393,6 +397,7 @@ class Switch(Fault):
     """The runtime is switched off, and on again when the operations have ended."""
 
     explains = (r"the runtime was switched off", r"the runtime is not on")
+    ends_last = True
 
     def begin(self) -> None:
         dask_gpurt.disable(self.site.client)
@@ -406,15 +411,29 @@ class SwitchTwice(Fault):
     """The runtime is switched off, and on again by two threads at once."""
 
     explains = Switch.explains
+    ends_last = True
+    #: Whether it did not go on, beside another fault.
+    is_off = False
 
     def begin(self) -> None:
         dask_gpurt.disable(self.site.client)
-        enable = partial(self.site.enable, self.spec.setup)
-        threads = [threading.Thread(target=enable) for _ in range(2)]
+        threads = [threading.Thread(target=self._enable) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+
+    def _enable(self) -> None:
+        try:
+            self.site.enable(self.spec.setup)
+        except Exception as error:
+            logger.warning("the runtime did not go on: %r", error)
+            self.is_off = True
+
+    def end(self) -> int:
+        if self.is_off:
+            self.site.enable(self.spec.setup)
+        return 1
 
 
 class WrongRow(Fault):

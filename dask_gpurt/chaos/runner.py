@@ -188,7 +188,7 @@ class Chaos:
                 fault.begin()
 
     def _end(self, faults: Sequence[Fault]) -> None:
-        for fault in reversed(faults):
+        for fault in sorted(reversed(faults), key=lambda fault: fault.ends_last):
             self.report.hits[fault.spec.kind] += fault.end()
 
     # ---- waiting ---------------------------------------------------------------------
