@@ -297,6 +297,35 @@ async def test_the_connection_breaks_while_a_pool_is_asked_for() -> None:
 
 
 @in_process
+async def test_the_runtime_is_switched_off_at_a_producer_while_a_shard_is_fetched() -> None:
+    """Dask answers None then. The run begins again, and what is not there any more is told of."""
+    cluster = Cluster(A, B, paths=["comms"])
+
+    async def is_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        return None if op == "gpurt_fetch" else await handle(address, op, content)
+
+    intercept(cluster, is_off)
+    with pytest.raises(ShuffleClosedError, match="the runtime was switched off at worker"):
+        await cluster.transfer_all("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_at_an_owner_while_shards_are_offered() -> None:
+    cluster = Cluster(A, B)
+
+    async def is_closed(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive" and cluster.scheduler.restarts == 0:
+            raise ExchangeClosed("the exchange is closed")
+        return await handle(address, op, content)
+
+    intercept(cluster, is_closed)
+    await cluster.transfer_all("a shuffle")
+    assert cluster.scheduler.restarts == 1
+    cluster.close()
+
+
+@in_process
 async def test_a_task_of_another_graph_ends() -> None:
     """No shard is looked at: the event loop would be busy for 150 ms with 100,000 of them."""
     cluster = Cluster(A, B)

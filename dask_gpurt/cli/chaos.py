@@ -93,15 +93,14 @@ def chaos(
     messages are late, repeated or lost, and memory, disk and /dev/shm are full. A wrong row, something that
     hangs and something that is left behind make the exit code 1.
     """
-    plan = Plan(
-        seed, chosen("--only", only, OPERATIONS), chosen_faults(faults, scheduler), rows, tight, comms
-    )
+    backend = choose_backend(backend)
+    possible = chosen_faults(faults, scheduler, on_gpus=backend == "cudf")
+    plan = Plan(seed, chosen("--only", only, OPERATIONS), possible, rows, tight, comms)
     if plan_only:
         click.echo(plan.setup)
         for number in range(steps or 1):
             click.echo(plan.step(number))
         return
-    backend = choose_backend(backend)
     count = workers or (visible_gpus() if backend == "cudf" else WORKERS)
     dumps.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
@@ -142,13 +141,17 @@ def chosen(option: str, patterns: str, known: Collection[str]) -> list[str]:
     return [name for name in known if any(fnmatch(name, pattern) for pattern in wanted)]
 
 
-def chosen_faults(patterns: str, scheduler: str | None) -> list[str]:
-    """List the faults that are possible there; the one that tries the checker takes its whole name."""
+def chosen_faults(patterns: str, scheduler: str | None, *, on_gpus: bool) -> list[str]:
+    """List the faults that are possible there; the one that tries the checker takes its whole name.
+
+    Of workers with a GPU there are no more than GPUs.
+    """
     found = chosen("--faults", patterns, FAULTS)
     return [
         name
         for name in found
         if not (scheduler and FAULTS[name].own_cluster)
+        and not (on_gpus and name == "scale-up")
         and (name != CHECKS_THE_CHECKER or name in patterns.split(","))
     ]
 

@@ -112,7 +112,7 @@ class Comms:
         shard = parcel.shard
         producer = shard.producer
         start = perf_counter()
-        reply: dict[str, Any] = await self._calls.call(
+        reply: dict[str, Any] | None = await self._calls.call(
             producer.address,
             "gpurt_fetch",
             check=parcel.check_wanted,
@@ -123,6 +123,8 @@ class Comms:
             staged_for=None if parcel.path.staging is None else self._me.address,
             to=producer.incarnation,
         )
+        if reply is None:  # Dask's answer to an operation that it does not know
+            raise PeerLost(f"the runtime was switched off at worker {producer.address}")
         if reply["data"] is None:
             raise PeerLost(f"worker {producer.address} does not have shard {shard.id} any more")
         if not reply["staged"]:

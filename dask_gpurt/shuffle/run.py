@@ -132,7 +132,8 @@ class ShuffleRun:
         """
         if self.closed or self._exception is not None:
             return
-        if isinstance(exception, PeerLost):
+        # An exchange that is closed, while ours is not, is that of a peer.
+        if isinstance(exception, PeerLost | ExchangeClosed):
             self._exception = RunInterrupted(f"{self} begins again: {exception}")
             self._worker._ongoing_background_tasks.call_soon(self._begin_again, str(exception))
         else:
