@@ -300,15 +300,18 @@ def test_workers_are_retired_during_transfer(monkeypatch: pytest.MonkeyPatch) ->
     run(test, workers=3)
 
 
-def test_a_worker_is_paused_and_another_one_is_lost() -> None:
+def test_a_worker_is_paused_and_another_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "barrier")
+
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         a, b = crew
         result = client.compute(shuffled())
-        await until(lambda: scheduler.extensions["shuffle"].active_shuffles)
+        await until(stopped.reached.is_set)
         a.status = Status.paused
         await until(lambda: len(scheduler.running) == 1)
         b.batched_stream.close()
         await until(lambda: not scheduler.running)
+        stopped.open.set()
         a.status = Status.running
         assert_right(await result)
         del result

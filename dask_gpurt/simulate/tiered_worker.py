@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -28,7 +29,8 @@ class TieredWorker(VirtualWorker):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._needs = Needs()
-        self._admission = Admission()
+        # Simulated tasks never wait for each other, and take as long as the workload says.
+        self._admission = Admission(patience=math.inf)
         self._numbers = itertools.count()
         self._turns: dict[Holder, Turn] = {}
         #: The one fetch from a peer that is on its way, and what is being sent.
