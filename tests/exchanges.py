@@ -124,6 +124,10 @@ class Network:
         self.messages.remove(message)
         try:
             answer = await self._handle(message.address, message.op, message.content)
+        except asyncio.CancelledError:  # the receiver has died meanwhile
+            if not message.answer.done():
+                message.answer.set_exception(CommClosedError("the connection was reset"))
+            return
         except Exception as error:
             if not message.answer.done():
                 message.answer.set_exception(error)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pandas as pd
+from distributed._async_taskgroup import AsyncTaskGroupClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import P2PConsistencyError
 from exchanges import (
@@ -149,6 +150,9 @@ class ExactlyOnce(RuleBasedStateMachine):
             active.done = True
         except (Reschedule, P2PConsistencyError, asyncio.CancelledError):
             active.sealed = False  # to be run again, elsewhere if its worker has died
+        except AsyncTaskGroupClosedError:
+            assert not process.alive  # where a task only goes on in this test
+            active.sealed = False
 
     @precondition(lambda self: self.active.__dict__.get("done"))
     @rule(output=st.integers(0, OUTPUTS - 1))
@@ -322,8 +326,11 @@ def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) 
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
+#: More than the usual number are drawn anew each time: `GPURT_TEST_EXAMPLES=10000 python -m pytest …`.
+EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
 TestExactlyOnce.settings = settings(
-    max_examples=int(os.environ.get("GPURT_TEST_EXAMPLES", 60)),
+    max_examples=EXAMPLES,
+    derandomize=EXAMPLES <= 60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
