@@ -113,11 +113,17 @@ class Network:
     async def _handle(self, address: str, op: str, content: dict[str, Any]) -> Any:
         if address not in self.processes:
             raise CommClosedError(f"nothing listens at {address}")
-        handler = self.processes[address].handlers.get(op)
+        process = self.processes[address]
+        handler = process.handlers.get(op)
         if handler is None:
             return None  # as Dask answers
         answer = handler(**pickle.loads(pickle.dumps(content)))
-        return await answer if inspect.isawaitable(answer) else answer
+        if not inspect.isawaitable(answer):
+            return answer
+        handling = asyncio.ensure_future(answer)
+        process.handling.add(handling)
+        handling.add_done_callback(process.handling.discard)
+        return await handling
 
     async def deliver(self, message: Message, *, answered: bool = True) -> None:
         """Deliver a message; unless ``answered``, the connection breaks before the answer is there."""
@@ -178,6 +184,8 @@ class Process:
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network = loop, network
         self.alive = True
+        #: Handlers that are under way, which end with their process.
+        self.handling: set[asyncio.Future[Any]] = set()
         settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})
         metrics = Metrics()
         tiers: Any = None  # `Landed` takes their place
@@ -228,6 +236,8 @@ class Process:
         for message in [message for message in self._network.messages if message.sender is self]:
             self._network.messages.remove(message)
             message.answer.cancel()
+        for handling in list(self.handling):
+            handling.cancel()
         self._ongoing_background_tasks.close()
 
     def run_of(self, shuffle: str) -> ShuffleRun | None:

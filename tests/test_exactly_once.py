@@ -276,6 +276,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         raise AssertionError(f"a hang: {self.network.messages}, {self.background}, {self.errors}")
 
     def _nothing_waits(self) -> bool:
+        if len(self._alive()) < len(ADDRESSES):  # a death is still to be noticed
+            return False
         return not self.network.messages and not any(self.network.streams.values()) and not self.background
 
     def _deliver_all(self) -> None:
