@@ -201,9 +201,9 @@ class Exchange:
         if withdrawn is None or shard.producer in withdrawn:
             address = shard.producer.address
             raise ExchangeClosed(f"shard {shard.id} of {address} was offered after the end of its run")
-        if not path.hold():
-            raise PeerLost(f"worker {shard.producer.address} has left")
         device = self.pools.device(shard.device)
+        if not path.hold():  # from here on nothing fails: the parcel lets go of it
+            raise PeerLost(f"worker {shard.producer.address} has left")
         release = partial(self._release_soon, path)
         parcel = Parcel(run, shard, path, device, self.landing, release, failed)
         self._parcels[shard.producer].add(parcel)
