@@ -22,6 +22,7 @@ from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import AS_THEY_ARE, Compressor
 from dask_gpurt.exchange.inbox import Parcel
 from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.outbox import COPIED
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer, PeerLost, RunKey
@@ -223,7 +224,7 @@ class Comms:
             codec, data = await self._offload(self._prepared, device, blocks, key, packing)
         if outbox.view(shard) is None:  # the run has ended meanwhile, too early to see what was staged
             if staged is not None:
-                self._pools.known("host").release([staged["shard"]])
+                self._pools.known("host").release([(staged["shard"], COPIED)])
             return {"data": None}
         return {
             "data": [to_serialize(one) for one in data],
@@ -248,7 +249,10 @@ class Comms:
                 outbox.give_back(copy)
             self._metrics.fallback("bytes take Dask's comms", f"the pool in host memory has no room: {error}")
             return None
-        return {"shard": outbox.publish(run, peer, copies), "offsets": [copy.offset for copy in copies]}
+        return {
+            "shard": outbox.publish(run, COPIED, peer, copies),
+            "offsets": [copy.offset for copy in copies],
+        }
 
     def _prepared(
         self, device: Device, blocks: Sequence[Block], run: RunKey, packing: dict[str, Any] | None

@@ -26,7 +26,7 @@ from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.inbox import Parcel, Place, drop_pages
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.outbox import COPIED, Outbox
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
@@ -80,6 +80,7 @@ class Exchange:
         self.handovers = handovers
         self.pools = pools
         self.pools.ask_for_room = self._ask_for_room
+        self.pools.retains = self._goes_on
         self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
         self.pools.ask_host = self.host_room.ask
         self.landing = Landing(ladder, pools.main, metrics)
@@ -112,7 +113,7 @@ class Exchange:
         self._limiter = ResourceLimiter(settings.exchange.inflight)
         self._parcels: defaultdict[Peer, set[Parcel]] = defaultdict(set)
         #: Releases that are on their way or still to be sent.
-        self._released: dict[tuple[Peer, str], list[int]] = {}
+        self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
         self._asked: dict[Peer, float] = {}
         self._publishing: set[RunKey] = set()
         #: The runs that receive here, each with the producers that have withdrawn from it.
@@ -142,6 +143,10 @@ class Exchange:
         self._receiving[run] = set()
         self.in_flight(len(self._publishing), self._pulls)
 
+    def _goes_on(self, run: RunKey) -> bool:
+        """Whether a run may need once more what it has published here. From any thread."""
+        return run in self._receiving
+
     def run_published(self, run: RunKey) -> None:
         """A run publishes nothing any more; again does nothing."""
         if run in self._publishing:
@@ -151,7 +156,8 @@ class Exchange:
     def run_ends(self, run: RunKey) -> None:
         """A run is over on this worker; again does nothing."""
         self.run_published(run)
-        self._receiving.pop(run, None)
+        self._receiving.pop(run, None)  # from here on nothing of it is retained
+        self.pools.end(run)
 
     @contextlib.contextmanager
     def _pulling(self) -> Iterator[None]:
@@ -218,7 +224,7 @@ class Exchange:
 
     def refuse(self, shard: Shard) -> None:
         """Have the producer free a shard that will not be taken."""
-        self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id)
+        self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id, shard.share)
 
     def _pull_soon(self, parcel: Parcel) -> None:
         if parcel.start_moving():
@@ -275,7 +281,9 @@ class Exchange:
             assert parcel.path.staging is not None
             for offset, section in zip(staged["offsets"], parcel.shard.sections, strict=True):
                 parcel.path.staging.drop_pages(offset, section.nbytes)
-            self.worker.loop.add_callback(self._note_release, parcel.shard.producer, "host", staged["shard"])
+            self.worker.loop.add_callback(
+                self._note_release, parcel.shard.producer, "host", staged["shard"], COPIED
+            )
 
     def _land(
         self, parcel: Parcel, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]
@@ -289,14 +297,14 @@ class Exchange:
         if self.handovers is not None and path.mapping is not None:
             blocks = [path.mapping.view(each.offset, each.nbytes) for each in shard.sections]
             self.handovers.changes_hands("a shard is let go", blocks)
-        self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id)
+        self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id, shard.share)
 
-    async def _note_release(self, producer: Peer, kind: str, shard: int) -> None:
+    async def _note_release(self, producer: Peer, kind: str, shard: int, share: int) -> None:
         to = (producer, kind)
         if to in self._released:  # which are sent by the one that came first
-            self._released[to].append(shard)
+            self._released[to].append((shard, share))
             return
-        self._released[to] = [shard]
+        self._released[to] = [(shard, share)]
         try:
             await asyncio.sleep(0)  # what else is released in this turn goes along
             while shards := self._released[to]:
@@ -305,7 +313,7 @@ class Exchange:
         finally:
             del self._released[to]
 
-    async def _send_release(self, producer: Peer, kind: str, shards: list[int]) -> None:
+    async def _send_release(self, producer: Peer, kind: str, shards: list[tuple[int, int]]) -> None:
         if self.closed:  # so are the producers, or else they hear that this worker leaves
             return
         if producer == self.me:
@@ -390,10 +398,10 @@ class Exchange:
             reply["ticket"] = outbox.pool.ticket()
         return reply
 
-    def release(self, kind: str, shards: list[int], to: str) -> None:
-        """Handler: an owner is done with these shards of ``to``."""
+    def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None:
+        """Handler: the owners of shares are done with shards of ``to``; each comes with its share."""
         if to == self.me.incarnation:
-            self.pools.known(kind).release(shards)
+            self.pools.known(kind).release((shard, share) for shard, share in shards)
         else:  # of the one before at this address, whose ids are others here
             self.metrics.add("exchange.messages.stale")
 

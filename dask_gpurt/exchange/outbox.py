@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from dask_gpurt.device import Block, Pool, PoolFull
@@ -22,15 +22,23 @@ from dask_gpurt.observe import Metrics
 ASK_AGAIN = 0.5
 
 
-@dataclass(frozen=True)
+#: The share of copies that are made for one reader, and are of no use to any other.
+COPIED = -1
+
+
+@dataclass
 class _Entry:
     run: RunKey
-    owner: str
     blocks: tuple[Block, ...]
+    #: The address of whoever may read them, by share.
+    readers: dict[int, str]
 
 
 class Outbox:
     """Published blocks of one pool, by shard id. Thread-safe.
+
+    Blocks that all readers have let go of are *retained* for as long as their run goes on and nothing else needs
+    their room: should a reader be lost, another one is offered them again.
 
     Parameters
     ----------
@@ -55,6 +63,12 @@ class Outbox:
         self._ask_for_room = ask_for_room
         self._metrics = metrics
         self._entries: dict[int, _Entry] = {}
+        #: Those without readers, the oldest first.
+        self._retained: dict[int, _Entry] = {}
+        #: Runs of which blocks came or went since the last look.
+        self._busy: set[RunKey] = set()
+        #: Whether blocks of a run may be read once more. Called under the lock, from any thread.
+        self.retains: Callable[[RunKey], bool] = _never
         self._ids = itertools.count()
         self._changed = threading.Condition()
         self._waiting = 0
@@ -67,8 +81,14 @@ class Outbox:
         return self._waiting > 0
 
     def allocate(self, nbytes: int) -> Block:
-        """Cut a block, or raise PoolFull."""
-        block = self.pool.allocate(nbytes)
+        """Cut a block, if need be where retained blocks are; or raise PoolFull."""
+        while True:
+            try:
+                block = self.pool.allocate(nbytes)
+                break
+            except PoolFull:
+                if not self._reclaim(nbytes):
+                    raise
         self._metrics.peak("exchange.pool.peak", self.pool.used)
         return block
 
@@ -79,16 +99,30 @@ class Outbox:
         """
         self.pool.free(block)
 
-    def publish(self, run: RunKey, owner: str, blocks: Iterable[Block]) -> int:
-        """Hand the blocks of a shard over to ``owner``; returns the id by which they are released."""
-        entry = _Entry(run, owner, tuple(blocks))
+    def publish(self, run: RunKey, share: int, owner: str, blocks: Iterable[Block]) -> int:
+        """Hand the blocks of a shard over to the owner of a share; returns the id by which they are released."""
+        entry = _Entry(run, tuple(blocks), {share: owner})
         if self._handovers is not None:
             shown = [block.buffer for block in entry.blocks]
             self._handovers.changes_hands("a shard is published", shown, readable=True)
         with self._changed:
             shard = next(self._ids)
             self._entries[shard] = entry
+            self._busy.add(run)
         return shard
+
+    def publish_again(self, shards: Iterable[int], share: int, owner: str) -> bool:
+        """Offer shards to the owner of another share too; False, and nothing done, when one is gone."""
+        with self._changed:
+            found = [self._entries.get(shard) or self._retained.get(shard) for shard in shards]
+            if not all(found):
+                return False
+            for shard, entry in zip(shards, found, strict=True):
+                assert entry is not None
+                entry.readers[share] = owner
+                self._entries[shard] = entry
+                self._retained.pop(shard, None)
+            return True
 
     def wait_for_room(self, nbytes: int, seen: int, check: Callable[[], None]) -> None:
         """Ask for room and wait until a block comes back, or for a moment: then try again.
@@ -114,7 +148,7 @@ class Outbox:
             try:
                 check()
                 if self.freed == seen:
-                    self._ask_for_room({entry.owner for entry in self._entries.values()})
+                    self._ask_for_room(self._readers())
                     self._changed.wait(ASK_AGAIN)
                 check()
             finally:
@@ -126,36 +160,117 @@ class Outbox:
             entry = self._entries.get(shard)
         return entry.blocks if entry else None
 
-    def release(self, shards: Iterable[int]) -> None:
-        """Free blocks that their owners are done with; unknown ids are ignored."""
+    def release(self, shards: Iterable[tuple[int, int]]) -> None:
+        """Note that owners are done with shards.
+
+        Parameters
+        ----------
+        shards
+            Each with the share that needs it no more; unknown ones are ignored.
+        """
         with self._changed:
-            self._free([self._entries.pop(shard) for shard in shards if shard in self._entries])
+            for shard, share in shards:
+                if (entry := self._entries.get(shard)) and entry.readers.pop(share, None) is not None:
+                    self._left(shard, share)
+
+    def _left(self, shard: int, share: int) -> None:
+        """Retain or free a block that a reader has left, if that was the last. Under the lock."""
+        entry = self._entries[shard]
+        if entry.readers:
+            return
+        del self._entries[shard]
+        self._busy.add(entry.run)
+        if share != COPIED and self.retains(entry.run):
+            self._retained[shard] = entry
+            self._notify(1)  # who waits for room takes it
+        else:
+            self._free([entry])
 
     def owners(self, run: RunKey) -> set[str]:
         """Who may still read blocks of a run."""
         with self._changed:
-            return {entry.owner for entry in self._entries.values() if entry.run == run}
+            mine = (entry for entry in self._entries.values() if entry.run == run)
+            return {owner for entry in mine for owner in entry.readers.values()}
 
     def readers(self) -> set[str]:
         """Who may still read any block."""
         with self._changed:
-            return {entry.owner for entry in self._entries.values()}
+            return self._readers()
+
+    def _readers(self) -> set[str]:
+        return {owner for entry in self._entries.values() for owner in entry.readers.values()}
 
     def drop(self, run: RunKey, owner: str) -> None:
-        """Free what a run had published for an owner who will not read it any more."""
+        """Note that an owner will not read any more what a run had published for it."""
+        self._drop(run, lambda share, reader: reader == owner)
+
+    def drop_shares(self, run: RunKey, shares: Collection[int]) -> None:
+        """Note that nothing reads what a run had published for these shares, since their owners have left."""
+        self._drop(run, lambda share, reader: share in shares)
+
+    def _drop(self, run: RunKey, leaves: Callable[[int, str], bool]) -> None:
         with self._changed:
-            gone = [s for s, entry in self._entries.items() if (entry.run, entry.owner) == (run, owner)]
-            self._free([self._entries.pop(shard) for shard in gone])
+            for shard, entry in list(self._entries.items()):
+                if entry.run == run:
+                    for share in [share for share, reader in entry.readers.items() if leaves(share, reader)]:
+                        del entry.readers[share]
+                        self._left(shard, share)
+
+    def end(self, run: RunKey) -> None:
+        """Free what was retained of a run."""
+        with self._changed:
+            ended = [shard for shard, entry in self._retained.items() if entry.run == run]
+            self._free([self._retained.pop(shard) for shard in ended])
+            self._busy.discard(run)
+
+    def _reclaim(self, nbytes: int) -> bool:
+        """Free the oldest retained blocks, so many bytes of them; False when there are none."""
+        with self._changed:
+            oldest, found = [], 0
+            for shard, entry in self._retained.items():
+                if found >= nbytes:
+                    break
+                oldest.append(shard)
+                found += sum(block.nbytes for block in entry.blocks)
+            self._free([self._retained.pop(shard) for shard in oldest])
+        self._metrics.add("exchange.retained.reclaimed", found)
+        return bool(oldest)
+
+    def reclaim_idle(self) -> None:
+        """Free what is retained of runs of which nothing came or went since the last call."""
+        with self._changed:
+            idle = [shard for shard, entry in self._retained.items() if entry.run not in self._busy]
+            self._free([self._retained.pop(shard) for shard in idle])
+            self._busy.clear()
+
+    def reclaim_all(self) -> None:
+        """Free all that is retained."""
+        with self._changed:
+            self._free(list(self._retained.values()))
+            self._retained.clear()
+
+    @property
+    def retained(self) -> int:
+        """Bytes that are retained."""
+        with self._changed:
+            return sum(block.nbytes for entry in self._retained.values() for block in entry.blocks)
 
     def _free(self, entries: list[_Entry]) -> None:
         for entry in entries:
             for block in entry.blocks:
                 self.pool.free(block)
         if entries:
-            self.freed += len(entries)
-            self._changed.notify_all()
+            self._notify(len(entries))
+
+    def _notify(self, freed: int) -> None:
+        self.freed += freed
+        self._changed.notify_all()
 
     def wake(self) -> None:
         """Let waiting producers look again, because a run has ended."""
         with self._changed:
             self._changed.notify_all()
+
+
+def _never(run: RunKey) -> bool:
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ class Pools:
     ask_for_room: Callable[[set[str]], None]
     #: Called from producers that wait since the host has no memory for a block, of that size; must not block.
     ask_host: Callable[[int], None]
+    #: Whether blocks of a run may be read once more; from any thread.
+    retains: Callable[[RunKey], bool]
 
     def __init__(
         self, size: Size | None, memory_limit: int, metrics: Metrics, handovers: Handovers | None = None
@@ -82,7 +84,8 @@ class Pools:
                 device = self.device(kind)
                 pool = device.create_pool(self._size_for(device))
                 ask = partial(self._ask, pool)
-                self._outboxes[kind] = Outbox(pool, ask, self._metrics, self._handovers)
+                outbox = self._outboxes[kind] = Outbox(pool, ask, self._metrics, self._handovers)
+                outbox.retains = lambda run: self.retains(run)
             return self._outboxes[kind]
 
     def _ask(self, pool: Pool, owners: set[str]) -> None:
@@ -120,6 +123,16 @@ class Pools:
         """Who may still read blocks of a run, and which outbox they are in."""
         return [(outbox, owner) for outbox in list(self._outboxes.values()) for owner in outbox.owners(run)]
 
+    def end(self, run: RunKey) -> None:
+        """Free what was retained of a run."""
+        for outbox in list(self._outboxes.values()):
+            outbox.end(run)
+
+    def drop_shares(self, run: RunKey, shares: Collection[int]) -> None:
+        """Note that the owners of these shares of a run have left."""
+        for outbox in list(self._outboxes.values()):
+            outbox.drop_shares(run, shares)
+
     def wake(self) -> None:
         """Let waiting producers see that something has ended."""
         for outbox in list(self._outboxes.values()):
@@ -128,7 +141,11 @@ class Pools:
     def describe(self) -> dict[str, dict[str, int]]:
         """Capacity and use of the pools made so far, by kind of device."""
         return {
-            kind: {"capacity": outbox.pool.capacity, "used": outbox.pool.used}
+            kind: {
+                "capacity": outbox.pool.capacity,
+                "used": outbox.pool.used,
+                "retained": outbox.retained,
+            }
             for kind, outbox in list(self._outboxes.items())
         }
 
@@ -142,8 +159,9 @@ class Pools:
             self.ask_for_room(outbox.readers())
 
     def trim(self) -> None:
-        """Give memory that no block uses back to the system. Blocks."""
+        """Give memory that no reader needs back to the system. Blocks."""
         for outbox in list(self._outboxes.values()):
+            outbox.reclaim_all()
             outbox.pool.trim()
 
     def trim_idle(self) -> None:
@@ -152,6 +170,7 @@ class Pools:
         A pool in use would soon take again what it has given back, which is slower than to copy.
         """
         for kind, outbox in list(self._outboxes.items()):
+            outbox.reclaim_idle()
             cuts = outbox.pool.cuts
             if not outbox.pool.used or self._cuts.get(kind) == cuts:
                 outbox.pool.trim()

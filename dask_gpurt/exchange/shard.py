@@ -86,7 +86,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one owner gets of one input partition, or a part of that.
+    """The rows of one input partition that one share gets, or a part of that.
 
     Attributes
     ----------
@@ -96,8 +96,10 @@ class Shard:
         The exchange whose pool holds it.
     device
         Kind of that pool.
+    share
+        The outputs that it was offered for, some or all of those in its sections.
     source, attempt, part
-        The input partition it was cut from, in which attempt, and which of several shards for its owner it
+        The input partition it was cut from, in which attempt, and which of several shards for its share it
         is: outputs are put together by source, part and section.
     sections
         Usually one; many when outputs are to be read one by one.
@@ -106,6 +108,7 @@ class Shard:
     id: int
     producer: Peer
     device: str
+    share: int
     source: int
     attempt: Attempt
     part: int
@@ -127,16 +130,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class Commit:
-    """Ends an attempt for one owner, which may get no shard of it at all.
+    """Ends an attempt for one share, which may get no shard of it at all.
 
     Attributes
     ----------
+    share
+        The outputs that it is about.
     source, attempt
         The input partition, and the attempt that has published all of it.
     parts
-        How many shards the owner gets.
+        How many shards there are.
     """
 
+    share: int
     source: int
     attempt: Attempt
     parts: int

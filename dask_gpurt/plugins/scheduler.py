@@ -26,6 +26,7 @@ from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
+from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -122,11 +123,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "gpurt_explain": self.explain,
             HANDLER: self.learned.learned,
             JOIN: self.workers.join,
+            OWNERS: self.shuffles.recovery.owners,
+            RECOVER: self.shuffles.recovery.recover,
+            SEALED: self.shuffles.recovery.sealed,
         }
         operations = {
             OP: self.memory_changed,
             LOST: self.lost,
-            READY: self.workers.is_ready,
+            READY: self.is_ready,
             LEFT: self.workers.has_left,
         }
         self.scheduler.handlers.update(handlers)
@@ -158,6 +162,15 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _rename(self, before: str, after: str) -> None:
         self._unregister(before)
         self._register(after)
+
+    def is_ready(self, worker: str, token: str) -> None:
+        """Handler: a worker has switched on."""
+        self.workers.is_ready(worker, token)
+        if worker in self.workers.ready:
+            self.shuffles.recovery.joined(worker)
+
+    def restart(self, scheduler: Any) -> None:
+        self.shuffles.recovery.restart()
 
     # ---- memory ------------------------------------------------------------------------
 
@@ -204,7 +217,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.submitted(tasks)
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **told: Any) -> None:
-        self.shuffles.transition(key, finish)
+        self.shuffles.transition(key, finish, told.get("worker"))
         if self.placement is None or start != "processing":
             return
         if finish == "memory":

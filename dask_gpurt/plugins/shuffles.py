@@ -1,10 +1,11 @@
 """Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
 
-Four of its methods are replaced on that one instance; each replacement ends in the original.
+Some of its methods are replaced on that one instance; each replacement ends in the original, for what is not ours.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,9 +19,13 @@ from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
+from dask_gpurt.plugins.recovery import Recovery
+from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
 from dask_gpurt.table import library
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerShuffles:
@@ -52,6 +57,13 @@ class SchedulerShuffles:
         self._ready = ready
         self._patches = Patches()
         self._runs = RunsInARow()
+        self.recovery = Recovery(scheduler, ready, settings.shuffle.retries, metrics, self._begin_again)
+
+    def _begin_again(self, shuffle_id: Any, reason: str) -> None:
+        logger.warning("Shuffle %s begins again: %s", shuffle_id, reason)
+        self._extension._restart_shuffle(
+            shuffle_id, self._scheduler, stimulus_id=f"gpurt-begin-again-{time()}"
+        )
 
     def install(self) -> None:
         """Take part from now on; runs that have begun go on as they are."""
@@ -60,9 +72,14 @@ class SchedulerShuffles:
         self._patches.put(extension, "_create", self._create)
         self._patches.put(extension, "_calculate_worker_for", self._calculate_worker_for)
         self._patches.put(extension, "_restart_recommendations", self._restart_recommendations)
+        self._patches.put(extension, "_restart_shuffle", self._restart_shuffle)
+        self._patches.put(extension, "transition", self._transition)
+        self._patches.put(extension, "remove_worker", self._remove_worker)
+        self._patches.put(extension, "valid_workers_downscaling", self._valid_workers_downscaling)
 
     def uninstall(self) -> None:
         """Leave everything to Dask; runs that were taken over begin again as its own."""
+        self.recovery.end_all()
         self._patches.restore()
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
         for shuffle_id, run in list(extension.active_shuffles.items()):
@@ -75,8 +92,9 @@ class SchedulerShuffles:
         spec = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec.spec
         return type(spec) is DataFrameShuffleSpec
 
-    def transition(self, key: Key, finish: str) -> None:
+    def transition(self, key: Key, finish: str, worker: str | None) -> None:
         """Note what has become of a task."""
+        self.recovery.transition(key, finish, worker)
         if finish in ("memory", "forgotten"):
             self._runs.done(key)
         if finish == "forgotten" and isinstance(key, str) and (shuffle_id := id_from_key(key)):
@@ -111,6 +129,7 @@ class SchedulerShuffles:
                     shuffle_id, [task.key for task in barrier.dependents if task.state != "memory"]
                 )
                 self._send_outputs_to_owners(shuffle_id, run.worker_for)
+                self.recovery.begins(shuffle_id)
             return run
 
         return create
@@ -124,38 +143,86 @@ class SchedulerShuffles:
             placement = self._placement()
             if placement is not None and not _has_partner(barrier, self._extension.active_shuffles):
                 chosen = placement.owners(barrier, chosen)
-            return self._among_ready(spec, chosen, barrier.worker_restrictions)
+            chosen = self._among_ready(spec, chosen, barrier.worker_restrictions)
+            there = {output_partition(task.run_spec) for task in barrier.dependents if task.state == "memory"}
+            return Owners.begin(chosen, chosen.keys() - there)
 
         return calculate
 
+    def _transition(self, original: Callable[..., None]) -> Callable[..., None]:
+        def transition(key: Key, start: str, finish: str, *args: Any, **options: Any) -> None:
+            # Dask ends a shuffle whose barrier is released. If that was lost, it is only run again.
+            if finish != "released" or not self._is_needed_again(key):
+                original(key, start, finish, *args, **options)
+
+        return transition
+
+    def _is_needed_again(self, key: Key) -> bool:
+        shuffle_id = id_from_key(key) if isinstance(key, str) else None
+        if shuffle_id is None or not self._is_ours(shuffle_id):
+            return False
+        barrier = self._scheduler.tasks[key]
+        return bool(barrier.who_wants or barrier.waiters)
+
+    def _is_ours(self, shuffle_id: Any) -> bool:
+        run = self._extension.active_shuffles.get(shuffle_id)
+        return run is not None and isinstance(run.run_spec.spec, ShuffleSpec)
+
+    def _restart_shuffle(self, original: Callable[..., None]) -> Callable[..., None]:
+        def restart(id: Any, scheduler: Any, *, stimulus_id: str) -> None:
+            if self._is_ours(id):  # else Dask would end it as its barrier is released
+                run = self._extension.active_shuffles[id]
+                self._metrics.add("shuffle.runs.restarted")
+                self._extension._fail_on_workers(run, f"{run} begins again")
+                self._extension._clean_on_scheduler(id, stimulus_id)
+            original(id, scheduler, stimulus_id=stimulus_id)
+
+        return restart
+
+    def _remove_worker(self, original: Callable[..., None]) -> Callable[..., None]:
+        def remove(scheduler: Any, worker: str, **options: Any) -> None:
+            self.recovery.remove_worker(worker)
+            original(scheduler, worker, **options)
+
+        return remove
+
+    def _valid_workers_downscaling(self, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def valid(scheduler: Any, workers: list[Any]) -> list[Any]:
+            # Where all outputs are there, a worker may leave.
+            active = self._extension.active_shuffles
+            done = [s for s in active if self._is_ours(s) and self.recovery.is_done(s)]
+            kept = {shuffle_id: active.pop(shuffle_id) for shuffle_id in done}
+            try:
+                return original(scheduler, workers)
+            finally:
+                active.update(kept)
+
+        return valid
+
     def _restart_recommendations(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def recommend(shuffle_id: Any) -> dict[Key, str]:
-            recommendations: dict[Key, str] = original(shuffle_id)
             runs = self._extension._shuffles.get(shuffle_id, ())
             if any(isinstance(run.run_spec.spec, ShuffleSpec) for run in runs):
                 # Dask recommends nothing where an output has failed. Other outputs, asked of a run that has
                 # to begin again, would be rescheduled for ever.
-                for each in (shuffle_id, *self._partners_to_restart(shuffle_id)):
-                    recommendations |= self._releases(each)
+                return self._releases(shuffle_id)
+            recommendations: dict[Key, str] = original(shuffle_id)
             return recommendations
 
         return recommend
 
     def _releases(self, shuffle_id: Any) -> dict[Key, str]:
-        """What has a shuffle begin again: its tasks are released, but for those that have failed."""
-        barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
-        tasks = (*barrier.dependents, barrier, *barrier.dependencies)
-        return {task.key: "released" for task in tasks if task.state != "erred"}
+        """What has a shuffle begin again: its tasks are released, but for those that have failed, and for outputs.
 
-    def _partners_to_restart(self, shuffle_id: Any) -> list[Any]:
-        """The shuffles past their barriers that share outputs with one that begins again.
-
-        They have let go of the shards of outputs that were in memory, and are made again now. Were that left
-        to their runs to find out, the two sides of a join would have each other begin again, in turns.
+        Outputs in memory stay, others wait for the barrier.
         """
-        tasks = self._scheduler.tasks
-        others = _sharing_outputs(tasks[barrier_key(shuffle_id)]) & self._extension.active_shuffles.keys()
-        return [other for other in others if tasks[barrier_key(other)].state == "memory"]
+        barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
+        outputs = (task for task in barrier.dependents if task.state != "memory")
+        return {
+            task.key: "released"
+            for task in (*outputs, barrier, *barrier.dependencies)
+            if task.state != "erred"
+        }
 
     def _among_ready(
         self, spec: ShuffleSpec, chosen: dict[Any, str], allowed: Collection[str] | None

@@ -17,7 +17,6 @@ from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
-import dask_gpurt.shuffle.run  # noqa: F401 - so that the first shuffle does not import it on the event loop
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.device import Device
@@ -37,6 +36,8 @@ from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
+from dask_gpurt.shuffle.owners import Owners
+from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 from dask_gpurt.table.protocol import import_backends, warm_up
 
 logger = logging.getLogger("dask_gpurt")
@@ -148,6 +149,15 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
         worker.stream_handlers["remove-worker"] = peer_left
         self._undo.callback(worker.stream_handlers.__setitem__, "remove-worker", remove_worker)
+        worker.stream_handlers[RENEW] = self.renew
+        self._undo.callback(worker.stream_handlers.pop, RENEW, None)
+
+    def renew(self, id: Any, run_id: int, owners: Owners) -> None:
+        """Handler: the outputs of a run have other owners."""
+        if shuffles := self.worker.plugins.get("shuffle"):
+            run = shuffles.shuffle_runs._active_runs.get(id)
+            if isinstance(run, ShuffleRun) and run.run_id == run_id:
+                run.renew(owners)
 
     def _build(self, worker: Any, settings: config.Settings) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT

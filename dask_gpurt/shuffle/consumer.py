@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from dask.typing import Key
 
 from dask_gpurt.device.protocol import Buffer
-from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, Shard
+from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.shuffle.inputs import Inputs, Offered
+from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from dask_gpurt.table import Part
 
 
-class Consumed(Exception):
-    """An output partition was asked for after its shards had been let go."""
+class NotReceived(Exception):
+    """An output was asked for that is not, or not yet, or no longer there; the message says why."""
+
+
+@dataclass
+class _Received:
+    """What is there of a share.
+
+    Attributes
+    ----------
+    outputs
+        Those that have not been read for good, each with the parcels that have rows of it: in which sections,
+        and where they stand in each.
+    """
+
+    inputs: Inputs[Parcel] = field(default_factory=Inputs)
+    outputs: dict[int, dict[Parcel, list[tuple[int, int]]]] = field(default_factory=dict)
 
 
 class Consumer:
@@ -32,19 +48,22 @@ class Consumer:
 
     Parameters
     ----------
+    owners
+        Who receives what, as the run begins.
     check
         Raises when the run is over.
     failed
-        Called when a shard that was accepted can not be had.
+        Called when a shard that was accepted can not be had, with the error.
     """
 
     def __init__(
         self,
         spec: ShuffleSpec,
         run: RunKey,
+        owners: Owners,
         exchange: Exchange,
         check: Callable[[], None],
-        failed: Callable[[Exception], None],
+        failed: Callable[[Shard, Exception], None],
     ):
         self.spec = spec
         self.run = run
@@ -53,14 +72,53 @@ class Consumer:
         self._failed = failed
         self._lock = threading.Lock()
         self._closed = False
-        self._inputs = Inputs[Parcel]()
-        #: Where each output partition that has not been read for good has rows: in which sections of which
-        #: parcels, and where they stand in each.
-        self._places: defaultdict[int, dict[Parcel, list[tuple[int, int]]]] = defaultdict(dict)
+        self._shares: dict[int, _Received] = {}
+        self._share_of: dict[int, _Received] = {}
         #: How many outputs of each parcel have not been read for good.
         self._unread: dict[Parcel, int] = {}
-        self._readers: dict[Key, set[int]] = {}
-        self._consumed: set[int] = set()
+        self._readers: dict[Key, dict[int, _Received]] = {}
+        self.renew(owners)
+
+    # ---- shares ----------------------------------------------------------------------
+
+    def renew(self, owners: Owners) -> list[Parcel]:
+        """Take new shares, and let go of what is not ours any more; returns the parcels of that."""
+        mine = {id_: share for id_, share in owners.shares.items() if share.owner == self.exchange.me.address}
+        with self._lock:
+            finished: list[Parcel] = []
+            if self._closed:
+                return finished
+            for id_ in list(self._shares):
+                finished += self._keep(id_, mine.get(id_))
+            for id_, share in mine.items():
+                if id_ not in self._shares:
+                    received = _Received(outputs={output: {} for output in share.outputs})
+                    self._shares[id_] = received
+                    self._share_of |= dict.fromkeys(share.outputs, received)
+        return finished
+
+    def _keep(self, id_: int, share: Share | None) -> list[Parcel]:
+        """Keep what is still in a share; returns the parcels that are needed no more. Under the lock."""
+        received = self._shares[id_]
+        kept = () if share is None else share.outputs
+        finished = []
+        for output in [output for output in received.outputs if output not in kept]:
+            finished += self._finish(received, output)
+        for output in [o for o, of in self._share_of.items() if of is received and o not in kept]:
+            del self._share_of[output]
+        if share is None:
+            del self._shares[id_]
+        return finished
+
+    def _finish(self, received: _Received, output: int) -> list[Parcel]:
+        """Forget an output; returns the parcels that are needed no more. Under the lock."""
+        finished = []
+        for parcel in received.outputs.pop(output, ()):
+            self._unread[parcel] -= 1
+            if not self._unread[parcel]:
+                del self._unread[parcel]
+                finished.append(parcel)
+        return finished
 
     # ---- offers ----------------------------------------------------------------------
 
@@ -71,55 +129,91 @@ class Consumer:
         ------
         ExchangeClosed
             When the run is over.
-        PeerLost
-            When the producer has left.
         """
         for offer in offers:
             self._check()
             if isinstance(offer, Shard):
                 outdated = await self._take(offer)
             else:
-                with self._lock:
-                    outdated = self._inputs.commit(offer.source, offer.attempt, offer.parts)
-                    self._drop(outdated)
+                outdated = self._commit(offer)
             if outdated:
                 self.exchange.metrics.add("shuffle.shards.outdated", len(outdated))
                 await self.exchange.offload(self.exchange.discard, outdated)
 
+    def _commit(self, commit: Commit) -> list[Parcel]:
+        with self._lock:
+            if (received := self._shares.get(commit.share)) is None:
+                return []
+            return self._drop(received, received.inputs.commit(commit.source, commit.attempt, commit.parts))
+
     async def _take(self, shard: Shard) -> list[Parcel]:
         """Take a shard if it is new; returns what it outdates."""
-        path = await self.exchange.path(shard)
+        try:
+            path = await self.exchange.path(shard)
+        except PeerLost as error:  # what it has offered is missing at the barrier
+            self._failed(shard, error)
+            return []
         # From here on nothing is awaited. While the path was found out, the same shard may have been offered
         # again, and the run may have ended.
         with self._lock:
             if self._closed:
                 raise ExchangeClosed(f"shuffle {self.run} is over")
-            offered = self._inputs.classify(shard.source, shard.attempt, shard.part)
-            if offered is not Offered.NEW:
+            received = self._shares.get(shard.share)
+            offered = (
+                Offered.STALE
+                if received is None
+                else received.inputs.classify(shard.source, shard.attempt, shard.part)
+            )
+            if received is None or offered is not Offered.NEW:
                 self.exchange.metrics.add(f"shuffle.shards.{offered.name.lower()}")
                 if offered is Offered.STALE:  # its block would fill the producer's pool until the run is over
                     self.exchange.refuse(shard)
                 return []
-            parcel = self.exchange.take(self.run, shard, path, self._failed)
-            outdated = self._inputs.add(shard.source, shard.attempt, shard.part, parcel)
-            self._drop(outdated)
-            places = shard.places()
-            for partition, where in places.items():
-                self._places[partition][parcel] = where
-            self._unread[parcel] = len(places)
+            try:
+                parcel = self.exchange.take(self.run, shard, path, partial(self._failed, shard))
+            except PeerLost as error:
+                self._failed(shard, error)
+                return []
+            outdated = received.inputs.add(shard.source, shard.attempt, shard.part, parcel)
+            outdated = self._drop(received, outdated)
+            places = {o: where for o, where in shard.places().items() if o in received.outputs}
+            for output, where in places.items():
+                received.outputs[output][parcel] = where
+            if places:
+                self._unread[parcel] = len(places)
+            else:
+                outdated.append(parcel)
         return outdated
 
-    def _drop(self, parcels: Iterable[Parcel]) -> None:
-        """Forget parcels that do not count any more. Under the lock."""
-        for parcel in parcels:
-            if self._unread.pop(parcel, None) is not None:
-                for partition in parcel.shard.places():
-                    self._places[partition].pop(parcel, None)
+    def _drop(self, received: _Received, parcels: Iterable[Parcel]) -> list[Parcel]:
+        """Forget parcels that do not count any more; returns those that were held. Under the lock."""
+        held = [parcel for parcel in parcels if self._unread.pop(parcel, None) is not None]
+        for parcel in held:
+            for places in received.outputs.values():
+                places.pop(parcel, None)
+        return held
+
+    def lose(self, shard: Shard) -> tuple[list[Parcel], list[int]]:
+        """Note that a shard can not be had.
+
+        Returns
+        -------
+        tuple
+            The parcels that are of no use without it; and the outputs that have to be received once more, if the
+            barrier does not find out by itself that something is missing.
+        """
+        with self._lock:
+            if (received := self._shares.get(shard.share)) is None:
+                return [], []
+            if received.inputs.sealed:
+                return [], [output for output in shard.places() if output in received.outputs]
+            return self._drop(received, received.inputs.lose(shard.source, shard.attempt)), []
 
     def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
-        """Close the list of shards; returns the inputs of which something is missing."""
+        """Close the lists of shards of all shares that are complete; returns the inputs that others are missing."""
         with self._lock:
-            return self._inputs.seal(succeeded)
+            open_ = [received.inputs for received in self._shares.values() if not received.inputs.sealed]
+            return {source for inputs in open_ for source in inputs.seal(succeeded)}
 
     # ---- outputs ---------------------------------------------------------------------
 
@@ -133,14 +227,19 @@ class Consumer:
 
         Raises
         ------
-        Consumed
-            When a task had asked before, and was done.
+        NotReceived
+            When it has not been sealed, or has been read for good.
         """
         with self._lock:
-            if partition in self._consumed:
-                raise Consumed(partition)
-            self._readers.setdefault(key, set()).add(partition)
-            places = list(self._places[partition].items())
+            # Whether it is sealed, and what it consists of, are looked at together: as outputs are moved, or
+            # inputs transferred again, the one changes with the other.
+            received = self._share_of.get(partition)
+            if received is None or not received.inputs.sealed:
+                raise NotReceived(f"output {partition} has not been received as a whole")
+            if partition not in received.outputs:
+                raise NotReceived(f"output {partition} is needed once more")
+            self._readers.setdefault(key, {})[partition] = received
+            places = list(received.outputs[partition].items())
         places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
         wanted = [(parcel, which, at) for parcel, mine in places for which, at in mine]
         table = self.exchange.table(self._meta)
@@ -175,13 +274,9 @@ class Consumer:
             return []
         with self._lock:
             finished: list[Parcel] = []
-            for partition in self._readers.pop(key, set()) - self._consumed:
-                self._consumed.add(partition)
-                for parcel in self._places.pop(partition, ()):
-                    self._unread[parcel] -= 1
-                    if not self._unread[parcel]:
-                        del self._unread[parcel]
-                        finished.append(parcel)
+            for partition, received in self._readers.pop(key, {}).items():
+                if self._share_of.get(partition) is received:  # else it is being received once more
+                    finished += self._finish(received, partition)
             return finished
 
     def close(self) -> None:
@@ -190,8 +285,8 @@ class Consumer:
             self._closed = True
             parcels = list(self._unread)
             self._unread.clear()
-            self._places.clear()
-            self._inputs.clear()
+            self._shares.clear()
+            self._share_of.clear()
         self.exchange.discard(parcels)
 
 

@@ -1,7 +1,7 @@
-"""Which shards of each input partition an owner has, so that each row counts exactly once. Pure.
+"""Which shards of each input partition there are for a share, so that each row counts exactly once. Pure.
 
 An input partition is cut by a transfer task, in attempts that the scheduler orders. Each attempt publishes
-parts 0, 1, … for an owner, and ends with a commit that says how many. A message may come twice, late or
+parts 0, 1, … for each share, and ends with a commit that says how many. A message may come twice, late or
 not at all, and an attempt may end in the middle, its task to be run again elsewhere. Therefore
 
 - of two attempts only the later one counts: what the earlier one has published is outdated;
@@ -10,7 +10,7 @@ not at all, and an attempt may end in the middle, its task to be run again elsew
 - the barrier seals the run with the attempts that have succeeded. From then on nothing changes, and what
   is missing is told.
 
-A run in which something is missing begins again: no row is lost without a word. docs/exactly-once.md has
+What is missing is transferred again: no row is lost without a word. docs/exactly-once.md has
 the whole protocol.
 """
 
@@ -49,7 +49,7 @@ class Input(Generic[T]):
 
 
 class Inputs(Generic[T]):
-    """The input partitions of a run, as one owner knows them. Not thread-safe."""
+    """The input partitions of a run, as the owner of a share knows them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, Input[T]] = {}
@@ -92,16 +92,34 @@ class Inputs(Generic[T]):
         self._inputs[source] = Input(attempt)
         return [] if known is None else list(known.parts.values())
 
+    def lose(self, source: int, attempt: Attempt) -> list[T]:
+        """Forget what was received of an attempt, since a part of it is lost; returns the parts.
+
+        The input stays incomplete until the attempt is offered again as a whole, or a later one is.
+        """
+        known = self._inputs.get(source)
+        if known is None or known.attempt != attempt:
+            return []
+        self._inputs[source] = Input(attempt)
+        return list(known.parts.values())
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the barrier has found all of them complete."""
+        return self._sealed is not None
+
     def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
-        """Close the list of shards; returns the inputs of which something is missing.
+        """Close the list of shards, unless something of it is missing; returns the inputs that it is missing of.
 
         Parameters
         ----------
         succeeded
             The attempt that has succeeded at each input.
         """
-        self._sealed = succeeded
-        return {source for source, attempt in succeeded.items() if not self._has(source, attempt)}
+        missing = {source for source, attempt in succeeded.items() if not self._has(source, attempt)}
+        if not missing:
+            self._sealed = succeeded
+        return missing
 
     def _has(self, source: int, attempt: Attempt) -> bool:
         known = self._inputs.get(source)

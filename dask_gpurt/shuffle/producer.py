@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dask.sizeof import sizeof
@@ -14,8 +15,28 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
+from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from dask_gpurt.table import Packed, Piece, Routed, Table
+
+
+@dataclass(frozen=True)
+class _Published:
+    """An attempt that has ended well.
+
+    Attributes
+    ----------
+    outputs
+        Those that it was cut for.
+    shards
+        One for each block in the pool, as it was first offered.
+    """
+
+    source: int
+    attempt: Attempt
+    outputs: frozenset[int]
+    outbox: Outbox
+    shards: tuple[Shard, ...]
 
 
 class Producer:
@@ -23,8 +44,8 @@ class Producer:
 
     Parameters
     ----------
-    worker_for
-        The owner of each output partition.
+    owners
+        Who receives what, as the run begins.
     offer
         Called with an owner and a shard that waits for it, or the end of an attempt; from the thread of the
         caller.
@@ -36,7 +57,7 @@ class Producer:
         self,
         spec: ShuffleSpec,
         run: RunKey,
-        worker_for: dict[int, str],
+        owners: Owners,
         exchange: Exchange,
         offer: Callable[[str, Shard | Commit], None],
         check: Callable[[], None],
@@ -46,17 +67,13 @@ class Producer:
         self.exchange = exchange
         self.offer = offer
         self.check = check
-        outputs = _beginning_after(exchange.worker.address, worker_for)
-        #: The outputs that go into one section, and whom it goes to: coarse, and fine.
-        self._coarse: dict[str, list[int]] = {}
-        for partition, owner in outputs:
-            self._coarse.setdefault(owner, []).append(partition)
-        self._fine = [(owner, [partition]) for partition, owner in outputs]
-        self.owners = list(self._coarse)
+        self._lock = threading.Lock()
+        self.owners = owners
+        self._published: dict[int, _Published] = {}
         self._retries = itertools.count()
 
     def add(self, frame: Any, source: int, dispatch: int) -> Attempt:
-        """Split an input partition and publish its shards, and a commit for each owner.
+        """Split an input partition and publish its shards, and a commit for each share.
 
         Blocks while the exchange pool is full.
 
@@ -77,29 +94,78 @@ class Producer:
         outbox = self.exchange.pools.outbox(table.device.kind)
         metrics = self.exchange.metrics
         metrics.add("shuffle.rows", len(plain))
-        groups = self._fine if self._will_spill(plain, table.device.kind) else list(self._coarse.items())
+        owners = self.owners
+        shares = _beginning_after(self.exchange.me.address, owners.open_shares())
+        if not shares:  # all that is needed of it has been received
+            return attempt
+        groups = [(share, share.outputs) for share in shares]
+        if self._will_spill(plain, table.device.kind, len(groups)):
+            groups = [(share, (output,)) for share, outputs in groups for output in outputs]
         with metrics.seconds("shuffle.seconds.splitting"):
             pieces = table.split(
                 frame,
                 self.spec.column,
-                [partitions for _, partitions in groups],
+                [list(outputs) for _, outputs in groups],
                 self.spec.npartitions,
                 drop_column=self.spec.drop_column,
                 ignore_index=self.spec.ignore_index,
             )
         owned = [
-            (owner, piece) for (owner, _), piece in zip(groups, pieces, strict=True) if piece is not None
+            (share, piece) for (share, _), piece in zip(groups, pieces, strict=True) if piece is not None
         ]
-        _Packing(self, table, outbox, source, attempt).publish_all(owned)
+        packing = _Packing(self, table, outbox, source, attempt)
+        packing.publish_all(owned)
+        outputs = frozenset(output for share in shares for output in share.outputs)
+        published = _Published(source, attempt, outputs, outbox, tuple(packing.shards))
+        self._end(published, owners, packing.commits(shares))
         return attempt
 
-    def _will_spill(self, frame: Any, kind: str) -> bool:
+    def _end(self, published: _Published, owners: Owners, commits: list[tuple[str, Commit]]) -> None:
+        """End an attempt, and offer what it has published to the shares that have come up meanwhile."""
+        # The event loop takes new owners while this thread cuts for the old ones. Either it finds this attempt
+        # among those that have ended and offers it to the new shares itself; or it comes first, and the newer
+        # owners are found here.
+        with self._lock:
+            self._published[published.source] = published
+            newer = self.owners
+        for owner, commit in commits:
+            self.offer(owner, commit)
+        for share in newer.open_shares():
+            if share.id not in owners.shares:
+                self._offer_again(published, share)
+
+    def renew(self, owners: Owners) -> None:
+        """Offer what has been published to the owners of shares that are new. On the event loop."""
+        with self._lock:
+            before, self.owners = self.owners, owners
+            published = list(self._published.values())
+        self.exchange.pools.drop_shares(self.run, owners.left)
+        for share in owners.open_shares():
+            if share.id not in before.shares:
+                for each in published:
+                    self._offer_again(each, share)
+
+    def _offer_again(self, published: _Published, share: Share) -> None:
+        """Offer an attempt to the owner of another share than those it was cut for, where it is still there.
+
+        Else it has no commit for that share, and the barrier finds that something is missing.
+        """
+        if not published.outputs.issuperset(share.outputs):
+            return
+        shards = [shard for shard in published.shards if not shard.places().keys().isdisjoint(share.outputs)]
+        if published.outbox.publish_again([shard.id for shard in shards], share.id, share.owner):
+            self.exchange.metrics.add("shuffle.shards.offered-again", len(shards))
+            for part, shard in enumerate(shards):
+                self.offer(share.owner, replace(shard, share=share.id, part=part))
+            self.offer(share.owner, Commit(share.id, published.source, published.attempt, len(shards)))
+
+    def _will_spill(self, frame: Any, kind: str, shares: int) -> bool:
         """Whether owners can hardly keep all that is shuffled live, if other inputs are like this one.
 
         A section that has been spilled is read as a whole for each output in it. So each output
         gets a section of its own then; otherwise fewer and larger ones are cheaper.
         """
-        share = sizeof(frame) * self.spec.npartitions // max(1, len(self._coarse))
+        share = sizeof(frame) * self.spec.npartitions // max(1, shares)
         return not self.exchange.landing.keeps(share, kind)
 
     def _validated(self, frame: Any, source: int) -> Any:
@@ -126,12 +192,12 @@ class Producer:
         return frame[columns]
 
 
-def _beginning_after(me: str, worker_for: dict[int, str]) -> list[tuple[int, str]]:
-    """The outputs in order, from the first behind our own on: not all send to one owner first."""
-    outputs = sorted(worker_for.items())
-    mine = [at for at, (_, owner) in enumerate(outputs) if owner == me]
+def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
+    """The shares in the order of their outputs, from the first behind our own on: not all send to one owner first."""
+    shares = sorted(shares, key=lambda share: share.outputs)
+    mine = [at for at, share in enumerate(shares) if share.owner == me]
     start = mine[-1] + 1 if mine else 0
-    return outputs[start:] + outputs[:start]
+    return shares[start:] + shares[:start]
 
 
 class _Packing:
@@ -148,19 +214,26 @@ class _Packing:
         self.outbox = outbox
         self.source = source
         self.attempt = attempt
-        #: Shards that each owner has been offered.
-        self._parts = Counter[str]()
-        self._packed: list[tuple[str, Piece, Packed]] = []
+        #: What has been offered.
+        self.shards: list[Shard] = []
+        self._parts = Counter[int]()
+        self._packed: list[tuple[Share, Piece, Packed]] = []
 
-    def publish_all(self, owned: list[tuple[str, Piece]]) -> None:
+    def publish_all(self, owned: list[tuple[Share, Piece]]) -> None:
         with self.producer.exchange.metrics.seconds("shuffle.seconds.packing"):
             try:
-                for owner, piece in owned:
-                    self._pack(owner, piece)
+                for share, piece in owned:
+                    self._pack(share, piece)
                 self._publish()
-                self._commit()
             finally:  # when the run has ended meanwhile, or a piece could not be packed
                 self._give_back()
+
+    def commits(self, shares: Iterable[Share]) -> list[tuple[str, Commit]]:
+        """What ends the attempt, for the owner of each share."""
+        return [
+            (share.owner, Commit(share.id, self.source, self.attempt, self._parts[share.id]))
+            for share in shares
+        ]
 
     def _give_back(self) -> None:
         if self._packed:
@@ -168,7 +241,7 @@ class _Packing:
             for _, _, packed in self._packed:
                 self.outbox.give_back(packed.block)
 
-    def _pack(self, owner: str, piece: Piece) -> None:
+    def _pack(self, share: Share, piece: Piece) -> None:
         """Pack a piece, in halves where it does not fit into the pool as a whole."""
         try:
             packed = self._pack_whole(piece)  # which may publish what was packed before
@@ -180,9 +253,9 @@ class _Packing:
                 ) from full
             for half in piece.halves(self.table.cut):
                 if len(half):
-                    self._pack(owner, half)
+                    self._pack(share, half)
         else:
-            self._packed.append((owner, piece, packed))
+            self._packed.append((share, piece, packed))
 
     def _pack_whole(self, piece: Piece) -> Packed:
         while True:
@@ -197,26 +270,29 @@ class _Packing:
     def _publish(self) -> None:
         self.table.settle()
         packed, self._packed = self._packed, []
-        sections: dict[str, list[tuple[Piece, Packed]]] = {}
-        for owner, piece, one in packed:
-            sections.setdefault(owner, []).append((piece, one))
-        for owner, mine in sections.items():
-            shard = self.outbox.publish(self.producer.run, owner, (one.block for _, one in mine))
-            self.producer.offer(owner, self._describe(shard, owner, mine))
-            self._parts[owner] += 1
+        sections: dict[Share, list[tuple[Piece, Packed]]] = {}
+        for share, piece, one in packed:
+            sections.setdefault(share, []).append((piece, one))
+        for share, mine in sections.items():
+            blocks = (one.block for _, one in mine)
+            id_ = self.outbox.publish(self.producer.run, share.id, share.owner, blocks)
+            self.shards.append(self._describe(id_, share, mine))
+            self.producer.offer(share.owner, self.shards[-1])
+            self._parts[share.id] += 1
+            # The owner may have left since this attempt began. Either `renew` has told the outbox after this
+            # block was published, or the newer owners are seen here.
+            if share.id in self.producer.owners.left:
+                self.outbox.drop_shares(self.producer.run, [share.id])
 
-    def _commit(self) -> None:
-        for owner in self.producer.owners:
-            self.producer.offer(owner, Commit(self.source, self.attempt, self._parts[owner]))
-
-    def _describe(self, shard: int, owner: str, packed: list[tuple[Piece, Packed]]) -> Shard:
+    def _describe(self, id_: int, share: Share, packed: list[tuple[Piece, Packed]]) -> Shard:
         return Shard(
-            id=shard,
+            id=id_,
             producer=self.producer.exchange.me,
             device=self.table.device.kind,
+            share=share.id,
             source=self.source,
             attempt=self.attempt,
-            part=self._parts[owner],
+            part=self._parts[share.id],
             sections=tuple(
                 Section(piece.partitions, piece.offsets, one.block.offset, one.block.nbytes, one.header)
                 for piece, one in packed

@@ -22,19 +22,25 @@ from dask.context import thread_state
 from dask.typing import Key
 from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
 from distributed.exceptions import Reschedule
-from distributed.shuffle._exceptions import ShuffleClosedError
+from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.utils import sync
 
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
-from dask_gpurt.shuffle.consumer import Consumed, Consumer
+from dask_gpurt.shuffle.consumer import Consumer, NotReceived
+from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.producer import Producer
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
 logger = logging.getLogger(__name__)
 
-#: What owners are sent: offers of one producer, or at the barrier the attempt that counts at each input.
-Message = list[Shard | Commit] | Mapping[int, Attempt]
+#: What workers are sent: offers of one producer; at the barrier the attempt that counts at each input; and before
+#: that None, which asks for what has not been offered yet.
+Message = list[Shard | Commit] | Mapping[int, Attempt] | None
+#: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
+OWNERS, RECOVER, SEALED = "gpurt_owners", "gpurt_recover", "gpurt_sealed"
+#: What workers hear from the scheduler as owners change.
+RENEW = "gpurt-renew"
 
 
 class RunInterrupted(ShuffleClosedError, Reschedule):
@@ -44,19 +50,35 @@ class RunInterrupted(ShuffleClosedError, Reschedule):
     """
 
 
+class Stale(Exception):
+    """The barrier was begun with other owners than there are now."""
+
+
 class Transferred(int):
-    """The result of a transfer task: the id of its run, and which attempt at which input has succeeded."""
+    """The result of a transfer task: the id of its run, and which attempt at which input has succeeded.
+
+    Attributes
+    ----------
+    source, attempt
+        The input, and the attempt.
+    key
+        The task.
+    producer
+        The address of its worker.
+    """
 
     source: int
     attempt: Attempt
+    key: Key
+    producer: str
 
-    def __new__(cls, run_id: int, source: int, attempt: Attempt) -> Transferred:
+    def __new__(cls, run_id: int, source: int, attempt: Attempt, key: Key, producer: str) -> Transferred:
         self = super().__new__(cls, run_id)
-        self.source, self.attempt = source, attempt
+        self.source, self.attempt, self.key, self.producer = source, attempt, key, producer
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Transferred, (int(self), self.source, self.attempt)
+        return Transferred, (int(self), self.source, self.attempt, self.key, self.producer)
 
 
 class ShuffleRun:
@@ -68,8 +90,8 @@ class ShuffleRun:
         The shuffle.
     run_id
         Grows with each run; unique on the scheduler.
-    worker_for
-        The owner of each output partition.
+    owners
+        The owner of each output partition, as the run begins here.
     """
 
     def __init__(
@@ -77,7 +99,7 @@ class ShuffleRun:
         spec: ShuffleSpec,
         run_id: int,
         span_id: str | None,
-        worker_for: dict[int, str],
+        owners: Owners,
         worker: Any,
         exchange: Exchange,
     ):
@@ -85,15 +107,14 @@ class ShuffleRun:
         self.run_id = run_id
         self.span_id = span_id
         self.closed = False
-        self.transferred = False
         self.start_time = time.time()
         self._exception: Exception | None = None
         self._worker = worker
         self._exchange = exchange
-        self._worker_for = worker_for
+        self._owners = owners
         self._key = (spec.id, run_id)
-        self._producer = Producer(spec, self._key, worker_for, exchange, self._offer, self.raise_if_closed)
-        self._consumer = Consumer(spec, self._key, exchange, self.raise_if_closed, self.fail)
+        self._producer = Producer(spec, self._key, owners, exchange, self._offer, self.raise_if_closed)
+        self._consumer = Consumer(spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed)
         #: Offers on their way, by owner: one message at a time, with all that has come up.
         self._outgoing: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
@@ -101,7 +122,7 @@ class ShuffleRun:
         exchange.run_begins(self._key)
 
     def __repr__(self) -> str:
-        return f"<{self}, closed={self.closed}, transferred={self.transferred}>"
+        return f"<{self}, closed={self.closed}, epoch={self._owners.epoch}>"
 
     def __str__(self) -> str:
         return f"ShuffleRun<{self.id}[{self.run_id}]> on {self._worker.address}"
@@ -128,7 +149,7 @@ class ShuffleRun:
     def fail(self, exception: Exception) -> None:
         """End the run with an error that everything that waits in it will see. On the event loop.
 
-        Where a peer was lost, the tasks are scheduled again and a new run begins.
+        Where the runtime was switched off at a peer, the tasks are scheduled again and a new run begins.
         """
         if self.closed or self._exception is not None:
             return
@@ -161,21 +182,65 @@ class ShuffleRun:
         waiting = {"memory": 0, "buckets": 0, "written": 0, "read": 0, "active": 0, "memory_limit": 0}
         return {"disk": waiting, "comm": waiting, "start": self.start_time}
 
+    # ---- owners ----------------------------------------------------------------------
+
+    def renew(self, owners: Owners) -> None:
+        """Go on with other owners, if these are newer than those that are known. On the event loop."""
+        if owners.epoch <= self._owners.epoch or not self.is_open:
+            return
+        self._owners = owners
+        outdated = self._consumer.renew(owners)
+        self._producer.renew(owners)
+        self._exchange.discard_soon(outdated)
+
+    async def _catch_up(self) -> None:
+        """Ask the scheduler for the owners as they are now; raises ShuffleClosedError when the run is over."""
+        reply = await getattr(self._worker.scheduler, OWNERS)(id=self.id, run_id=self.run_id)
+        if reply is None:
+            raise ShuffleClosedError(f"{self} is over")
+        self.renew(reply)
+
+    async def _recover(self, reason: str, **what: Any) -> None:
+        """Have the scheduler mend what is broken, unless it has changed owners since."""
+        logger.warning("%s: %s", self, reason)
+        epoch = self._owners.epoch
+        while self.is_open and self._owners.epoch == epoch:
+            try:
+                request = getattr(self._worker.scheduler, RECOVER)
+                await request(id=self.id, run_id=self.run_id, epoch=epoch, reason=reason, **what)
+                with contextlib.suppress(ShuffleClosedError):
+                    await self._catch_up()
+                return
+            except OSError as error:
+                logger.warning("%s can not reach the scheduler and tries again: %s", self, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
+
+    def _shard_failed(self, shard: Shard, error: Exception) -> None:
+        """A shard that was accepted can not be had. On the event loop; does not wait."""
+        if isinstance(error, PeerLost):
+            self._worker._ongoing_background_tasks.call_soon(self._lose, shard, str(error))
+        else:
+            self.fail(error)
+
+    async def _lose(self, shard: Shard, reason: str) -> None:
+        useless, outputs = self._consumer.lose(shard)
+        self._exchange.metrics.add("shuffle.shards.lost")
+        self._exchange.discard_soon(useless)
+        if outputs:  # else the barrier finds what is missing
+            await self._recover(f"a shard is lost: {reason}", outputs=outputs)
+
     # ---- producing -------------------------------------------------------------------
 
     def add_partition(self, data: Any, partition_id: int, **_: Any) -> int:
         """Publish an input partition. On the thread of a transfer task."""
         self.raise_if_closed()
-        if self.transferred:  # the result of a transfer got lost when all were there
-            late = PeerLost(f"input {partition_id} is transferred again after the barrier")
-            self._worker.loop.add_callback(self.fail, late)
-            raise RunInterrupted(str(late))
         try:
             attempt = self._producer.add(data, partition_id, self._dispatch())
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
-        return Transferred(self.run_id, partition_id, attempt)
+        key = getattr(thread_state, "key", "")
+        return Transferred(self.run_id, partition_id, attempt, key, self._worker.address)
 
     def _dispatch(self) -> int:
         """How the scheduler counts the task that runs on this thread."""
@@ -195,6 +260,10 @@ class ShuffleRun:
         try:
             while offers := self._outgoing.pop(owner, None):
                 await self._deliver(owner, offers)
+        except PeerLost as error:
+            # If it has left, the scheduler has given its outputs to others, who are offered this again.
+            self._outgoing.pop(owner, None)
+            await self._recover(str(error), unreachable=owner)
         except Exception as error:  # kept for everything that waits in this run
             self.fail(error)
 
@@ -203,13 +272,14 @@ class ShuffleRun:
 
         Raises what it fails with there. The same message twice does what it does once.
         """
+        epoch = self._owners.epoch
         if owner == self._worker.address:
-            return await self._receive(message)
+            return await self._receive(epoch, message)
         reply: OKMessage | ErrorMessage = await self._exchange.calls.call(
             owner,
             "shuffle_receive",
             check=self.raise_if_closed,
-            data=pickle.dumps(message),
+            data=pickle.dumps((epoch, message)),
             shuffle_id=self.id,
             run_id=self.run_id,
         )
@@ -217,57 +287,83 @@ class ShuffleRun:
             raise _exception_of(cast(ErrorMessage, reply))
         return cast(dict[str, list[int]], reply).get("missing", [])
 
-    async def inputs_done(self) -> None:
-        """All inputs have been added: deliver what is still on its way."""
-        self._raise_unless_interrupted()
-        self.transferred = True
+    async def _flush(self) -> None:
+        """Deliver what is still on its way. Called at the barrier, on workers that have transferred inputs."""
         while pending := [sender for sender in self._senders.values() if not sender.done()]:
             await asyncio.wait(pending)
         self._exchange.run_published(self._key)
-        self._raise_unless_interrupted()
-
-    def _raise_unless_interrupted(self) -> None:
-        # Owners miss shards of an interrupted run, which the barrier finds out. Raised here, Dask's scheduler
-        # would make an error of it that fails the barrier.
-        if not isinstance(self._exception, RunInterrupted):
-            self.raise_if_closed()
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
-        """Close the list of shards on all workers that take part, and see that each has all of its own."""
+        """Close the lists of shards on all workers that take part, and see that each has all of its own.
+
+        Raises
+        ------
+        RunInterrupted
+            When the barrier has to be run again, after what is missing has been transferred again.
+        """
         self.raise_if_closed()
-        consistent = all(run_id == self.run_id for run_id in run_ids)
-        await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=consistent)
-        if consistent:
-            succeeded = {one.source: one.attempt for one in cast(Sequence[Transferred], run_ids)}
-            try:
-                await self._seal(succeeded)
-            except (PeerLost, ShuffleClosedError) as error:
-                self.fail(error if isinstance(error, PeerLost) else PeerLost(str(error)))
-                self.raise_if_closed()
+        if any(run_id != self.run_id for run_id in run_ids):
+            await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=False)
+            return self.run_id
+        results = cast(Sequence[Transferred], run_ids)
+        await self._catch_up()
+        epoch = self._owners.epoch
+        try:
+            await asyncio.gather(*map(self._flush_at, {result.producer for result in results}))
+            missing = await self._seal({result.source: result.attempt for result in results})
+        except (Stale, P2PConsistencyError) as error:
+            raise RunInterrupted(str(error)) from error
+        if missing:
+            self._exchange.metrics.add("shuffle.inputs.missing", len(missing))
+            inputs = [result.key for result in results if result.source in missing]
+            await self._recover(f"shards of inputs {sorted(missing)} are missing", inputs=inputs)
+            raise RunInterrupted(f"inputs {sorted(missing)} are transferred again")
+        if not await getattr(self._worker.scheduler, SEALED)(id=self.id, run_id=self.run_id, epoch=epoch):
+            raise RunInterrupted(f"the owners of {self} have changed")
         return self.run_id
 
-    async def _seal(self, succeeded: Mapping[int, Attempt]) -> None:
-        """Tell the owners which attempts count; raises PeerLost if one misses something of them."""
-        owners = sorted(set(self._worker_for.values()))
-        answers = await asyncio.gather(*(self._deliver(owner, succeeded) for owner in owners))
-        if missing := {owner: lacks for owner, lacks in zip(owners, answers, strict=True) if lacks}:
-            self._exchange.metrics.add("shuffle.runs.incomplete")
-            raise PeerLost(f"shards of these inputs did not arrive, by owner: {missing}")
+    async def _flush_at(self, producer: str) -> None:
+        """Have a worker deliver what it still has to offer."""
+        with contextlib.suppress(PeerLost):  # what one that has left did not deliver is missing
+            await self._deliver(producer, None)
+
+    async def _seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
+        """Tell the owners which attempts count; returns the inputs that something is missing of."""
+        owners = sorted({share.owner for share in self._owners.open_shares()})
+        answers = await asyncio.gather(
+            *(self._deliver(owner, succeeded) for owner in owners), return_exceptions=True
+        )
+        for owner, answer in zip(owners, answers, strict=True):
+            if isinstance(answer, PeerLost):
+                await self._recover(str(answer), unreachable=owner)
+                raise Stale(str(answer)) from answer
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return {source for answer in answers if isinstance(answer, list) for source in answer}
 
     # ---- consuming -------------------------------------------------------------------
 
     async def receive(self, data: bytes) -> OKMessage | ErrorMessage:
         """Take a message of another worker in this run."""
         try:
-            missing = await self._receive(pickle.loads(data))
+            missing = await self._receive(*pickle.loads(data))
         except Exception as error:
             # The sender raises it where its task can see it.
             return error_message(error)
         return cast(OKMessage, {"status": "OK", "missing": missing})
 
-    async def _receive(self, message: Message) -> list[int]:
+    async def _receive(self, epoch: int, message: Message) -> list[int]:
         self.raise_if_closed()
+        if epoch > self._owners.epoch:  # the sender has heard of new owners first
+            await self._catch_up()
+        if message is None:
+            await self._flush()
+            return []
         if isinstance(message, Mapping):
+            if epoch != self._owners.epoch:
+                raise Stale(f"{self} has other owners by now")
+            self._exchange.run_published(self._key)
             return sorted(self._consumer.seal(message))
         try:
             await self._consumer.receive(message)
@@ -280,17 +376,17 @@ class ShuffleRun:
         """Put an output partition together. On the thread of an unpack task."""
         self.raise_if_closed()
         self._ensure_owner(partition_id, key)
-        if not self.transferred:
-            raise RuntimeError(f"partition {partition_id} of {self} was asked for before the barrier")
         try:
             frame = self._consumer.assemble(partition_id, key)
         except ExchangeClosed as error:
             self.raise_if_closed()
-            raise ShuffleClosedError(str(error)) from error
-        except Consumed:
-            reason = f"output {partition_id} is needed once more"
-            sync(self._worker.loop, self._begin_again, reason)
-            raise Reschedule() from None
+            raise Reschedule(
+                str(error)
+            ) from error  # its shards were let go of meanwhile: the owner is another one
+        except (NotReceived, PeerLost) as error:
+            self.raise_if_closed()
+            sync(self._worker.loop, self._recover, str(error), outputs=[partition_id])
+            raise Reschedule(str(error)) from None
         except Exception:
             self.raise_if_closed()  # what was read of a run that had ended may have made no sense
             raise
@@ -300,8 +396,10 @@ class ShuffleRun:
 
     def _ensure_owner(self, partition: int, key: Key) -> None:
         """Send a task that was started on another worker than its owner there."""
-        owner = self._worker_for[partition]
-        if owner == self._worker.address:
+        if self._owners[partition] == self._worker.address:
+            return
+        sync(self._worker.loop, self._catch_up)
+        if (owner := self._owners[partition]) == self._worker.address:
             return
         self._exchange.metrics.add("shuffle.tasks.redirected")
         reply = sync(

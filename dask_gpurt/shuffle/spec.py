@@ -7,14 +7,17 @@ shuffles on the scheduler and the workers; a spec of ours makes it work with our
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distributed.shuffle._core import ShuffleSpec as DaskShuffleSpec
 from distributed.shuffle._shuffle import DataFrameShuffleSpec, _get_worker_for_range_sharding
 
+from dask_gpurt.shuffle.owners import Owners
+
 if TYPE_CHECKING:
+    from distributed.shuffle._core import SchedulerShuffleState
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
     from dask_gpurt.shuffle.run import ShuffleRun
@@ -82,6 +85,10 @@ class ShuffleSpec(DaskShuffleSpec[int]):
         """
         return str(_get_worker_for_range_sharding(self.npartitions, partition, workers))
 
+    def create_new_run(self, worker_for: dict[int, str], span_id: str | None) -> SchedulerShuffleState[int]:
+        """Begin a run on the scheduler, whose owners can change."""
+        return super().create_new_run(Owners.of(worker_for), span_id)
+
     # Dask wants a run of its own class, and calls no more of it than ours has.
     def create_run_on_worker(  # type: ignore[override]
         self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: ShuffleWorkerPlugin
@@ -97,7 +104,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
                 f"worker {worker.address} takes part in a gpurt shuffle, but the runtime is not on there: "
                 "start it with `--preload dask_gpurt`, or call dask_gpurt.enable(client) again"
             )
-        return ShuffleRun(self, run_id, span_id, worker_for, worker, exchange)
+        return ShuffleRun(self, run_id, span_id, Owners.of(worker_for), worker, exchange)
 
 
 def output_partition(node: Any) -> int | None:
@@ -108,9 +115,15 @@ def output_partition(node: Any) -> int | None:
     node
         The task as the scheduler has it.
     """
+    found = set(_output_partitions(node))
+    return found.pop() if len(found) == 1 else None
+
+
+def _output_partitions(node: Any) -> Iterator[int]:
     name = getattr(getattr(node, "func", None), "__name__", "")
+    if name == "_execute_subgraph":  # tasks that were fused
+        for inner in node.args[0].values():
+            yield from _output_partitions(inner)
     position = {"shuffle_unpack": 1, "merge_unpack": 2}.get(name)
-    if position is None or len(node.args) <= position:
-        return None
-    partition = node.args[position]
-    return partition if isinstance(partition, int) else None
+    if position is not None and len(node.args) > position and isinstance(node.args[position], int):
+        yield node.args[position]

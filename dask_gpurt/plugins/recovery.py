@@ -1,0 +1,389 @@
+"""Mends runs that have lost a worker, so that only what was lost is done again.
+
+While Dask's p2p restarts a shuffle as a whole, a run of ours goes on:
+
+- The outputs of a worker that has left are given to others, which are offered what the others still have.
+- The results of transfers, and of the barrier, are kept for as long as an output may be needed again. So Dask
+  transfers again by itself the inputs whose results were lost, and no other.
+- The barrier is run again. It tells what is missing; that is transferred again too.
+
+docs/exactly-once.md has the protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from dask.typing import Key
+from distributed.metrics import time
+from distributed.protocol.serialize import ToPickle
+from distributed.shuffle._core import barrier_key
+
+from dask_gpurt.observe import Metrics
+from dask_gpurt.shuffle.owners import Owners, deal
+from dask_gpurt.shuffle.retries import RunsInARow
+from dask_gpurt.shuffle.run import RENEW
+from dask_gpurt.shuffle.spec import output_partition
+
+logger = logging.getLogger(__name__)
+
+#: States of outputs that a run has nothing to do for.
+IDLE = ("released", "forgotten", "erred")
+
+
+class Recovery:
+    """Keeps the runs of a scheduler going.
+
+    Parameters
+    ----------
+    scheduler
+        Dask's.
+    ready
+        The workers that have the runtime.
+    retries
+        So many times in a row a run is mended before it begins again.
+    begin_again
+        Begins a run again as a whole: its shuffle, and why.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        ready: Collection[str],
+        retries: int,
+        metrics: Metrics,
+        begin_again: Callable[[Any, str], None],
+    ):
+        self._scheduler = scheduler
+        self._extension = scheduler.extensions["shuffle"]
+        self._ready = ready
+        self._retries = retries
+        self._metrics = metrics
+        self._begin_again = begin_again
+        self._in_a_row = RunsInARow()
+        #: The outputs of the runs whose results are kept, each with its shuffles.
+        self._kept: dict[Any, set[Key]] = {}
+        self._shuffles_of: dict[Key, set[Any]] = {}
+        self._pending: dict[Any, set[Key]] = {}
+        #: The workers that have transferred inputs, by task; None before.
+        self._producers: dict[Key, str | None] = {}
+
+    # ---- results that are kept -------------------------------------------------------
+
+    def begins(self, shuffle: Any) -> None:
+        """Keep the results of the tasks of a run that begins."""
+        barrier = self._barrier(shuffle)
+        self._forget(shuffle)
+        outputs = {task.key for task in barrier.dependents}
+        self._kept[shuffle], self._pending[shuffle] = outputs, set(outputs)
+        for key in outputs:
+            self._shuffles_of.setdefault(key, set()).add(shuffle)
+        transfers = [task.key for task in barrier.dependencies]
+        self._producers |= dict.fromkeys(transfers)
+        self._scheduler.client_desires_keys([barrier.key, *transfers], _client(shuffle))  # as published datasets
+
+    def transition(self, key: Key, finish: str, worker: str | None) -> None:
+        """Note what has become of a task; a run ends once none of its outputs is needed.
+
+        Parameters
+        ----------
+        worker
+            The one that has run it, if it is in memory now.
+        """
+        if finish in ("memory", "forgotten"):
+            self._in_a_row.done(key)
+        if finish == "memory" and key in self._producers:
+            self._producers[key] = worker
+        for shuffle in self._shuffles_of.get(key, ()):
+            pending = self._pending[shuffle]
+            if finish not in IDLE:
+                pending.add(key)
+                continue
+            pending.discard(key)
+            if not pending:  # not within a transition: one of them may be about to be needed again
+                self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
+
+    def _end_unless_needed(self, shuffle: Any) -> None:
+        if shuffle in self._kept and not self._pending[shuffle]:
+            self.end(shuffle)
+
+    def end(self, shuffle: Any) -> None:
+        """Keep nothing of a shuffle any more: Dask ends the run, if no output waits for it."""
+        self._in_a_row.forget(shuffle)
+        self._forget(shuffle)
+        if (client := self._scheduler.clients.get(_client(shuffle))) is not None:
+            keys = [task.key for task in client.wants_what]
+            for key in keys:
+                self._producers.pop(key, None)
+            self._scheduler.client_releases_keys(keys, client.client_key, f"gpurt-shuffle-ends-{time()}")
+            self._scheduler.clients.pop(client.client_key, None)
+
+    def _forget(self, shuffle: Any) -> None:
+        self._pending.pop(shuffle, None)
+        for key in self._kept.pop(shuffle, ()):
+            self._shuffles_of[key].discard(shuffle)
+            if not self._shuffles_of[key]:
+                del self._shuffles_of[key]
+
+    def restart(self) -> None:
+        """The scheduler forgets all tasks."""
+        for shuffle in list(self._kept):
+            self._forget(shuffle)
+            self._scheduler.clients.pop(_client(shuffle), None)
+        self._producers.clear()
+
+    def end_all(self) -> None:
+        """Keep nothing of any shuffle."""
+        for shuffle in list(self._kept):
+            self.end(shuffle)
+
+    def is_done(self, shuffle: Any) -> bool:
+        """Whether a shuffle has put all of its outputs together that are needed."""
+        return not any(self._is_unfinished(task) for task in self._barrier(shuffle).dependents)
+
+    # ---- what workers ask ------------------------------------------------------------
+
+    def owners(self, id: Any, run_id: int) -> Any:
+        """Handler: the owners of a run; None when it is over."""
+        owners = self._owners(id, run_id)
+        return None if owners is None else ToPickle(owners)
+
+    def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
+        """Handler: all owners of an epoch have all there is to receive; False when it is not the current one."""
+        owners = self._owners(id, run_id)
+        return owners is not None and owners.seal(epoch)
+
+    def recover(
+        self,
+        id: Any,
+        run_id: int,
+        epoch: int,
+        reason: str,
+        outputs: Collection[int] = (),
+        inputs: Collection[Key] = (),
+        unreachable: str | None = None,
+    ) -> None:
+        """Handler: mend what is broken, unless owners have changed since.
+
+        Parameters
+        ----------
+        outputs
+            Those that have to be received once more.
+        inputs
+            The transfer tasks to be run again.
+        unreachable
+            A worker that does not answer: what it has not begun goes to others.
+        """
+        owners = self._owners(id, run_id)
+        if owners is None or owners.epoch != epoch:
+            return
+        workers = [worker for worker in self._candidates(id) if worker != unreachable]
+        lost = set(outputs)
+        if unreachable is not None:
+            lost |= self._unfinished(id, self._owned(id, unreachable))
+        if lost or inputs:
+            self._mend(self._sharing(id) if lost else {id}, lost, inputs, workers, reason)
+
+    def _owners(self, shuffle: Any, run_id: int) -> Owners | None:
+        run = self._extension.active_shuffles.get(shuffle)
+        if run is None or run.run_id != run_id or not isinstance(run.run_spec.worker_for, Owners):
+            return None
+        return run.run_spec.worker_for
+
+    # ---- workers that leave, and come ------------------------------------------------
+
+    def remove_worker(self, worker: str) -> None:
+        """Mend the runs that a worker took part in; Dask restarts those that it still finds it in."""
+        affected = set()
+        for shuffle, run in self._extension.active_shuffles.items():
+            if worker in run.participating_workers and isinstance(run.run_spec.worker_for, Owners):
+                run.participating_workers.discard(worker)
+                affected.add(shuffle)
+        while affected:
+            together = self._sharing(affected.pop())
+            affected -= together
+            self._replace(worker, together)
+
+    def _replace(self, worker: str, shuffles: set[Any]) -> None:
+        """Give the outputs of a worker that has left to others."""
+        reason = f"worker {worker} has left"
+        owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles))
+        lost = set().union(*(self._unfinished(shuffle, owned) for shuffle in shuffles))
+        if lost or not all(map(self._is_sealed, shuffles)):
+            # The results of their tasks may be elsewhere too.
+            inputs = [key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)]
+            workers = self._candidates(*shuffles)
+            self._mend(shuffles, lost, inputs, workers, reason, gone=worker, idle=owned - lost)
+            return
+        if all(map(self.is_done, shuffles)):
+            for shuffle in shuffles:  # nothing is needed: its lost transfers need not be run again
+                self.end(shuffle)
+        elif candidates := self._candidates(*shuffles):
+            for shuffle in shuffles:
+                self._move(shuffle, {}, worker, deal(owned, candidates, {}))
+
+    def _transferred_by(self, worker: str, shuffle: Any) -> list[Key]:
+        tasks = self._barrier(shuffle).dependencies
+        return [task.key for task in tasks if self._producers.get(task.key) == worker]
+
+    def _owned(self, shuffle: Any, worker: str) -> set[int]:
+        owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
+        return {output for output, owner in owners.items() if owner == worker}
+
+    def joined(self, worker: str) -> None:
+        """Give a worker that has joined its share of the outputs that have not been received yet."""
+        for shuffle, run in list(self._extension.active_shuffles.items()):
+            owners = run.run_spec.worker_for
+            if not isinstance(owners, Owners) or owners.sealed or worker not in self._candidates(shuffle):
+                continue
+            taken = self._share_for(worker, shuffle, owners)
+            if taken:
+                reason = f"worker {worker} has joined"
+                self._mend(self._sharing(shuffle), taken, (), [worker], reason, counts=False)
+
+    def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
+        """Outputs for one worker more: the last of each that has more than its share."""
+        waiting = sorted(self._unfinished(shuffle, owners))
+        share = len(waiting) // len(self._candidates(shuffle))
+        if any(owners[output] == worker for output in waiting):
+            return set()
+        taken: set[int] = set()
+        by_owner = Counter(owners[output] for output in waiting)
+        while len(taken) < share:
+            most = max(by_owner, key=lambda owner: by_owner[owner])
+            taken.add(max(o for o in waiting if owners[o] == most and o not in taken))
+            by_owner[most] -= 1
+        return taken
+
+    # ---- mending ---------------------------------------------------------------------
+
+    def _mend(
+        self,
+        shuffles: Collection[Any],
+        lost: Collection[int],
+        inputs: Collection[Key],
+        workers: list[str],
+        reason: str,
+        *,
+        gone: str | None = None,
+        idle: Collection[int] = (),
+        counts: bool = True,
+    ) -> None:
+        """Give outputs to workers, and have the barriers of shuffles run again.
+
+        Parameters
+        ----------
+        shuffles
+            Those that share the outputs: tasks of a join read both sides on one worker.
+        lost, idle
+            The outputs that are given away: those that are needed, and those that may be needed again.
+        inputs
+            The transfer tasks to be run again.
+        counts
+            Whether something has been lost.
+        """
+        if impossible := self._impossible(shuffles, workers, counts):
+            for shuffle in shuffles:
+                self._begin_again(shuffle, f"{reason}; {impossible}")
+            return
+        to = deal(lost, workers, self._load(next(iter(shuffles)), lost))
+        kept = deal(idle, workers, {})
+        released = [key for key in inputs if self._is(key, "memory")]
+        for shuffle in shuffles:
+            logger.warning("Shuffle %s goes on: %s", shuffle, reason)
+            self._metrics.add("shuffle.runs.recovered", int(counts))
+            self._move(shuffle, to, gone, kept)
+            released += [
+                key
+                for key in (barrier_key(shuffle),)
+                if self._is(key, "memory", "processing", "queued", "no-worker")
+            ]
+        stimulus = f"gpurt-recovery-{time()}"
+        self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
+        self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
+
+    def _impossible(self, shuffles: Iterable[Any], workers: list[str], counts: bool) -> str | None:
+        """Why runs can not be mended, None if they can."""
+        if not workers:
+            return "no worker is left for its outputs"
+        for shuffle in shuffles:
+            run = self._extension.active_shuffles.get(shuffle)
+            if run is None or not isinstance(run.run_spec.worker_for, Owners):
+                return f"{shuffle}, which shares its outputs, is not ours"
+            if counts:
+                outputs = self._barrier(shuffle).dependents
+                self._in_a_row.begins(shuffle, [task.key for task in outputs if self._is_unfinished(task)])
+                if self._in_a_row[shuffle] > self._retries:
+                    self._in_a_row.forget(shuffle)
+                    return f"it was mended {self._retries} times in a row"
+        return None
+
+    def _move(self, shuffle: Any, to: Mapping[int, str], gone: str | None, idle: Mapping[int, str]) -> None:
+        run = self._extension.active_shuffles[shuffle]
+        owners: Owners = run.run_spec.worker_for
+        owners.move(to, () if gone is None else (gone,), idle)
+        run.participating_workers.update(to.values())
+        moved = {**to, **idle}
+        for task in self._barrier(shuffle).dependents:
+            partition = output_partition(task.run_spec)
+            if partition is None or partition in moved:
+                self._extension._unset_restriction(task)
+            if partition in moved:
+                self._extension._set_restriction(task, moved[partition])
+        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": ToPickle(owners)}
+        here = run.participating_workers & self._scheduler.stream_comms.keys()
+        self._scheduler.send_all({}, {worker: [message] for worker in here})
+
+    def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
+        """How many outputs each worker still has to put together."""
+        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
+        return Counter(owners[output] for output in self._unfinished(shuffle, owners) - set(moved))
+
+    # ---- what there is ---------------------------------------------------------------
+
+    def _barrier(self, shuffle: Any) -> Any:
+        return self._scheduler.tasks[barrier_key(shuffle)]
+
+    def _candidates(self, *shuffles: Any) -> list[str]:
+        """The workers that may own outputs of shuffles."""
+        allowed = [self._barrier(shuffle).worker_restrictions for shuffle in shuffles]
+        return [
+            worker
+            for worker in self._scheduler.workers
+            if worker in self._ready and all(worker in only for only in allowed if only)
+        ]
+
+    def _unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
+        """Those of these outputs that may still have to be put together."""
+        done = set()
+        for task in self._barrier(shuffle).dependents:
+            if not self._is_unfinished(task) and (partition := output_partition(task.run_spec)) is not None:
+                done.add(partition)
+        return set(outputs) - done
+
+    @staticmethod
+    def _is_unfinished(task: Any) -> bool:
+        return task.state not in ("memory", *IDLE)
+
+    def _is_sealed(self, shuffle: Any) -> bool:
+        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
+        return owners.sealed
+
+    def _is(self, key: Key, *states: str) -> bool:
+        task = self._scheduler.tasks.get(key)
+        return task is not None and task.state in states
+
+    def _sharing(self, shuffle: Any) -> set[Any]:
+        """A shuffle, and the active ones that share outputs with it, as the other side of a join does."""
+        found = {shuffle}
+        for key in self._kept.get(shuffle, ()):
+            found |= self._shuffles_of[key] & self._extension.active_shuffles.keys()
+        return found
+
+
+def _client(shuffle: Any) -> str:
+    """The name under which the scheduler keeps the results of a shuffle."""
+    return f"gpurt-shuffle-{shuffle}"
