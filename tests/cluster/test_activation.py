@@ -6,21 +6,18 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
-from dask.dataframe.dask_expr import _collection, _merge, _shuffle
-from dask.dataframe.dask_expr._merge import Merge
-from dask.dataframe.dask_expr._shuffle import Shuffle
 from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.config import ConfigError
 from dask_gpurt.plugins.client import teach_method
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, started
+from tests.helpers.in_process import state
 
 #: What a user may have written before the runtime was there, with a question about it at the end.
 SCRIPT = """\
@@ -202,31 +199,6 @@ def local() -> Iterator[LocalCluster]:
 def plain(local: LocalCluster) -> Iterator[Client]:
     with Client(local) as client:
         yield client
-
-
-#: What Dask and copyreg themselves write into classes that are used.
-CACHES = ("_instances", "__slotnames__")
-
-
-def state(local: LocalCluster) -> dict[str, Any]:
-    """All that the runtime touches when it is switched on."""
-    scheduler: Any = local.scheduler
-    workers: list[Any] = list(local.workers.values())
-    return {
-        "expressions": [
-            {name: value for name, value in vars(cls).items() if name not in CACHES}
-            for cls in (Shuffle, Merge)
-        ],
-        "default": [vars(module)["get_default_shuffle_method"] for module in (_collection, _merge, _shuffle)],
-        "config": {name: dask.config.get(name, None) for name in ("dataframe", "gpurt", "distributed")},
-        "extensions": dict(scheduler.extensions),
-        "shuffle": {n: v for n, v in vars(scheduler.extensions["shuffle"]).items() if callable(v)},
-        "plugins": set(scheduler.plugins),
-        "worker plugins": set(scheduler.worker_plugins),
-        "handlers": [set(server.handlers) for server in (scheduler, *workers)],
-        "stream handlers": [set(server.stream_handlers) for server in (scheduler, *workers)],
-        "on workers": [set(worker.plugins) for worker in workers],
-    }
 
 
 def shuffle_runs(client: Client) -> float:

@@ -12,9 +12,9 @@ import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.cli.calibrate import QUERIES, ensure_confined, learn, random_rows, split_text, written_since
 from dask_gpurt.overlap.learned import load
-from tests.cluster.test_overlap_cluster import Starting
-from tests.cluster.test_overlap_cluster import start as start  # a fixture
 from tests.helpers.clusters import cluster
+from tests.helpers.overlap_cluster import Starting
+from tests.helpers.overlap_cluster import start as start  # a fixture
 
 
 def test_without_a_gpu_there_is_nothing_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:

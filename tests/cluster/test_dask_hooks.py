@@ -19,7 +19,7 @@ import dask_gpurt
 from dask_gpurt import preload
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.dask_hooks import EXPRESSIONS, SEAMS, Patches, Seam, UnsupportedError, differences
-from tests.cluster.test_switching import on_plain_cluster, whole_state
+from tests.helpers.in_process import on_plain_cluster, whole_state
 
 # ---- replacements --------------------------------------------------------------------------
 

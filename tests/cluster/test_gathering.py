@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.plugins.gathering import WHAT, Gathering, farness
-from tests.cluster.test_topology_reports import all_placed, on_cluster
 from tests.helpers.clusters import cluster
+from tests.helpers.in_process import all_placed, on_cluster
 
 #: Two hosts with two workers each, which all have one address.
 FILE = """\

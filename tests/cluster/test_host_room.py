@@ -16,8 +16,8 @@ from dask_gpurt.exchange import Attempt, Exchange, Shard, host_room
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import Section
-from tests.cluster.test_topology_reports import on_cluster
 from tests.helpers.clusters import cluster
+from tests.helpers.in_process import on_cluster
 from tests.helpers.shared_memory import PAGE, Shm, filled, held, resident
 
 RUN = ("a shuffle", 1)

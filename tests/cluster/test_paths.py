@@ -18,7 +18,7 @@ from dask_gpurt.exchange.inbox import reading
 from dask_gpurt.exchange.paths import Between, Path, least, possible
 from dask_gpurt.exchange.shard import Attempt, Section, Shard
 from dask_gpurt.topology import SHIPPED, Link, Speed
-from tests.cluster.test_topology_reports import all_placed, on_cluster, until
+from tests.helpers.in_process import all_placed, on_cluster, until
 
 ALL = frozenset(PATHS)
 RUN = ("a shuffle", 1)

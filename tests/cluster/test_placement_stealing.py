@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.test_topology_reports import FILE, all_placed, on_cluster, until
-from tests.unit.placement.test_placement_owners import believed_full
+from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster, until
 
 #: What the tasks of a test wait for; its workers are in this process.
 GO = threading.Event()

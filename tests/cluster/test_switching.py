@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -14,44 +12,19 @@ import pandas as pd
 import pytest
 from distributed import Client, Event, Worker
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.plugins.client import teach_method
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
-from tests.cluster.test_activation import state
-from tests.cluster.test_topology_reports import until
 from tests.helpers.exchanges import spec_of
+from tests.helpers.in_process import on_plain_cluster, until, whole_state
 
 ROWS = 200
 #: Bytes that do not fit into a tier of 1 MiB.
 LARGE = 8 * 2**20
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
-
-
-def on_plain_cluster(workers: int = 2, **settings: Any) -> Callable[[Callable[..., Awaitable[None]]], None]:
-    """Run a coroutine with a client, a scheduler and workers, which are afterwards as they were."""
-
-    def run(test: Callable[..., Awaitable[None]]) -> None:
-        async def body(client: Any, scheduler: Any, *crew: Any) -> None:
-            teach_method()  # which is for good
-            before = whole_state(scheduler, *crew)
-            await test(client, scheduler, *crew)
-            await dask_gpurt.disable(client)
-            if all(worker.address in scheduler.workers for worker in crew):
-                assert whole_state(scheduler, *crew) == before
-
-        nthreads = [("127.0.0.1", 1)] * workers
-        gen_cluster(client=True, nthreads=nthreads, timeout=60, config=settings)(body)()
-
-    return run
-
-
-def whole_state(scheduler: Any, *workers: Any) -> dict[str, Any]:
-    return state(SimpleNamespace(scheduler=scheduler, workers={w.address: w for w in workers}))  # type: ignore
 
 
 def another(scheduler: Any) -> Any:

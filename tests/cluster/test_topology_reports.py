@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Nanny, Worker
+from distributed import Worker
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
@@ -22,52 +21,11 @@ from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import TopologyReporter
-from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology, system
+from dask_gpurt.topology import SHIPPED, Link, Place, Speed, system
 from dask_gpurt.topology.file import TopologyError, parse
 from dask_gpurt.topology.hosts import Host
 from tests.helpers import commands
-
-#: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
-FILE = """\
-version: 1
-speeds:
-  tcp: {bandwidth: 3 GB/s, latency: 300 us}
-hosts:
-  one:
-    gpus: [{id: GPU-a}, {id: GPU-b}]
-    links: [[same-device, nvlink x18], [nvlink x18, same-device]]
-  two: {}
-workers:
-  "0": {host: one, gpu: GPU-b}
-  "1": {host: one, gpu: GPU-a}
-  "2": {host: two}
-"""
-
-
-def places(scheduler: Any) -> SchedulerTopology:
-    found: SchedulerTopology = scheduler.extensions["gpurt"].places
-    return found
-
-
-def topology(scheduler: Any) -> Topology:
-    return places(scheduler).topology
-
-
-async def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    for _ in range(round(seconds / 0.02)):
-        if holds():
-            return
-        await asyncio.sleep(0.02)
-    assert holds()
-
-
-async def all_placed(scheduler: Any) -> None:
-    await until(
-        lambda: (
-            all(topology(scheduler).place(worker) for worker in scheduler.workers)
-            and all(topology(scheduler).described(host) for host in topology(scheduler).hosts)
-        )
-    )
+from tests.helpers.in_process import FILE, all_placed, on_cluster, topology, until
 
 
 @pytest.fixture
@@ -75,31 +33,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "topology.yaml"
     path.write_text(FILE)
     return path
-
-
-# gen_cluster begins with Dask's own configuration, so that the file has to be handed to it.
-def on_cluster(
-    *, workers: int = 2, processes: bool = False, file: Path | None = None, **settings: Any
-) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
-    """Run a coroutine with a client, a scheduler and workers, the runtime switched on."""
-
-    def decorate(test: Callable[..., Awaitable[None]]) -> Any:
-        def run() -> None:
-            async def body(client: Any, scheduler: Any, *crew: Any) -> None:
-                await dask_gpurt.enable(client)
-                try:
-                    await test(client, scheduler, *crew)
-                finally:
-                    await dask_gpurt.disable(client)
-
-            kind = Nanny if processes else Worker
-            nthreads = [("127.0.0.1", 1)] * workers
-            config = {"gpurt.topology.file": file and str(file), **settings}
-            gen_cluster(client=True, nthreads=nthreads, Worker=kind, timeout=120, config=config)(body)()
-
-        return run
-
-    return decorate
 
 
 # ---- places --------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from dask_gpurt.overlap.occupancy import Limits, residency, shared_for
 from tests.helpers.commands import answer
 from tests.helpers.interposers import ROOT, SOURCES, build_interposer, needs_compiler
-from tests.system.test_residency import packages as packages  # a fixture
+from tests.helpers.interposers import packages as packages  # a fixture
 
 pytestmark = [pytest.mark.gpu, needs_compiler]
 

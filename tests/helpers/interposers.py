@@ -108,3 +108,64 @@ def process(driver: Path | None, *preload: Path) -> Iterator[Process]:
             assert child.stdin
             child.stdin.close()
             assert child.wait(20) == 0
+
+
+#: A cluster of one nanny. What its worker has, before and after a restart, and what the doctor says of it.
+SCRIPT = """\
+import json, os, sys
+import dask_gpurt
+from dask_gpurt.cli.examine import examine
+from distributed import Client, LocalCluster
+
+def look(dask_worker):
+    maps = open("/proc/self/maps").read()
+    known = dask_worker.plugins["gpurt"].residency.describe()
+    return {"preload": os.environ.get("LD_PRELOAD"), "loaded": "_interposer" in maps, **known}
+
+def main():
+    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster:
+        with Client(cluster) as client:
+            dask_gpurt.enable(client)
+            (first,) = client.run(look).values()
+            facts = examine(client)
+            client.restart(timeout=120)
+            (second,) = client.run(look).values()
+    fallbacks = [fallback for fallback in facts["cluster"]["fallbacks"] if "residency" in fallback["what"]]
+    print(json.dumps({**first, "same": first == second, "doctor": facts["cluster"]["residency"],
+                      "interposer": facts["machine"]["interposer"], "fallbacks": fallbacks,
+                      "package": dask_gpurt.__file__}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package twice, with the interposer and without it."""
+    folder = tmp_path_factory.mktemp("packages")
+    for name in ("built", "bare"):
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / "dask_gpurt", folder / name / "dask_gpurt", ignore=ignored)
+    build_interposer(folder / "built" / "dask_gpurt" / "overlap")
+    compile_c(folder / "second.so", SOURCES / "second.c", flags=("-shared", "-fPIC"))
+    (folder / "script.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interposer")
+    build_interposer(folder)
+    build_driver(folder)
+    for name, *flags in (("next",), ("second",), ("rude", "-DRUDE")):
+        source = SOURCES / ("next.c" if name == "next" else "second.c")
+        compile_c(folder / f"{name}.so", source, flags=("-shared", "-fPIC", *flags))
+    return folder
+
+
+@pytest.fixture
+def one(built: Path) -> Iterator[Process]:
+    with process(built / "libcuda.so.1", built / "_interposer.so") as one:
+        one.load()
+        yield one

@@ -16,44 +16,17 @@ from hypothesis import strategies as st
 
 from dask_gpurt.overlap.interposer import name_id
 from dask_gpurt.overlap.occupancy import Limits, residency, shared_for
-from tests.helpers.interposers import (
-    H200,
-    INTERPOSER,
-    SMALL,
-    SOURCES,
-    Process,
-    build_driver,
-    build_interposer,
-    compile_c,
-    needs_compiler,
-    process,
-)
+from tests.helpers.interposers import H200, INTERPOSER, SMALL, Process, compile_c, needs_compiler, process
+from tests.helpers.interposers import built as built  # a fixture
+from tests.helpers.interposers import one as one  # a fixture
 
 pytestmark = needs_compiler
 
 FOUR, TWO = shared_for(H200, 4), shared_for(H200, 2)
 
 
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("interposer")
-    build_interposer(folder)
-    build_driver(folder)
-    for name, *flags in (("next",), ("second",), ("rude", "-DRUDE")):
-        source = SOURCES / ("next.c" if name == "next" else "second.c")
-        compile_c(folder / f"{name}.so", source, flags=("-shared", "-fPIC", *flags))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def shared_process(built: Path) -> Iterator[Process]:
-    with process(built / "libcuda.so.1", built / "_interposer.so") as one:
-        one.load()
-        yield one
-
-
-@pytest.fixture
-def one(built: Path) -> Iterator[Process]:
     with process(built / "libcuda.so.1", built / "_interposer.so") as one:
         one.load()
         yield one

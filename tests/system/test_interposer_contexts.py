@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.interposers import Process, needs_compiler
-from tests.system.test_interposer import built as built  # a fixture
-from tests.system.test_interposer import one as one  # a fixture
+from tests.helpers.interposers import built as built  # a fixture
+from tests.helpers.interposers import one as one  # a fixture
 
 pytestmark = needs_compiler
 

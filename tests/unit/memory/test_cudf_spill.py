@@ -19,7 +19,7 @@ from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.clusters import cluster
-from tests.unit.memory.test_ladder import KIB, array, new_ladder
+from tests.helpers.ladders import KIB, array, new_ladder
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.frames import raw_frames
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.tiers import Limits, Tier
-from tests.unit.memory.test_ladder import KIB, array, new_ladder, put
+from tests.helpers.ladders import KIB, array, new_ladder, put
 
 ALL = 1 << 30
 

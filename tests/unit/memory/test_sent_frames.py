@@ -18,7 +18,7 @@ from distributed.protocol.serialize import dask_deserialize, dask_serialize
 from hypothesis import given
 
 from dask_gpurt.memory.frames import Frames, message, raw_frames, take_apart
-from tests.unit.memory.test_memory_rules import OBJECTS, same, scattered
+from tests.helpers.objects import OBJECTS, same, scattered
 
 
 def over_the_wire(sent: Any) -> Any:

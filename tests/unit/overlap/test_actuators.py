@@ -18,9 +18,9 @@ from dask_gpurt.device import SmsError
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.overlap.actuators import Precedence, SmShare, Together, UnfitSetting
 from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
-from tests.cluster.test_overlap_cluster import Starting, assert_right, shuffled
-from tests.cluster.test_overlap_cluster import start as start  # a fixture
-from tests.unit.overlap.test_overlap_control import Hand
+from tests.helpers.actuators import Hand
+from tests.helpers.overlap_cluster import Starting, assert_right, shuffled
+from tests.helpers.overlap_cluster import start as start  # a fixture
 
 
 class Contexts:

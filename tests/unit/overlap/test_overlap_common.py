@@ -12,7 +12,7 @@ from dask_gpurt.overlap.governor import Governor
 from dask_gpurt.overlap.knowledge import Kernel, Knowledge
 from dask_gpurt.overlap.steps import Setting
 from dask_gpurt.plugins.sharing import FRESH, CommonKnowledge
-from tests.unit.overlap.test_governor_shuffles import CANDIDATES, STEPS, TASKS, Worker
+from tests.helpers.shuffling_worker import CANDIDATES, STEPS, TASKS, Worker
 
 samples = st.lists(st.floats(0.1, 10), max_size=30)
 

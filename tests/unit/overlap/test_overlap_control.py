@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from dask_gpurt.observe import Decisions, Metrics
@@ -11,8 +9,9 @@ from dask_gpurt.observe.decisions import KEPT
 from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Decision, Governor
-from dask_gpurt.overlap.occupancy import Kernel, Limits, Residency
+from dask_gpurt.overlap.occupancy import Residency
 from dask_gpurt.overlap.steps import PRIORITY, Alone, Ran, Setting, Step
+from tests.helpers.actuators import Hand, Launches
 from tests.helpers.curves import CAP4, CAP8, CURVES, SPLIT, TASKS, Curve
 
 
@@ -35,31 +34,6 @@ class Deciding:
     def learn_step(self, step: Step) -> str | None:
         self.steps.append(step)
         return self.forgets
-
-
-class Hand:
-    """An actuator that remembers what it was asked for."""
-
-    def __init__(self, refuses: Setting | None = None):
-        self.confined = PRIORITY
-        self.refuses = refuses
-        self.calls = 0
-
-    def settings(self) -> Mapping[Setting, float]:
-        return {CAP8: 0.5, CAP4: 0.25}
-
-    def apply(self, setting: Setting) -> None:
-        self.calls += 1
-        if setting == self.refuses:
-            raise ValueError(f"{setting} is too much for this device")
-        self.confined = setting
-
-    def clear(self) -> None:
-        self.calls += 1
-        self.confined = PRIORITY
-
-    def counters(self) -> Mapping[str, int]:
-        return {"seen": self.calls}
 
 
 class Bench:
@@ -334,28 +308,6 @@ def test_the_ledger_keeps_the_last_decisions_only() -> None:
 
 
 # ---- residency -----------------------------------------------------------------------
-
-
-class Launches:
-    """The launches of a process with an H200, where nothing is launched."""
-
-    def __init__(self) -> None:
-        self.on, self.cap = False, 0
-
-    def switch(self, on: bool) -> None:
-        self.on = on
-
-    def write(self, default: int, kernels: Mapping[str, int]) -> None:
-        self.cap = default
-
-    def limits(self, device: int) -> Limits | None:
-        return Limits(132, 32, 2048, 65536, 233472, 1024, 232448)
-
-    def counters(self) -> dict[str, int]:
-        return {"seen": 0}
-
-    def kernels(self) -> list[Kernel]:
-        return []
 
 
 def test_a_residency_is_a_cap_for_all_kernels() -> None:

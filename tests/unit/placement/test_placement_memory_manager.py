@@ -22,7 +22,7 @@ from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
-from tests.cluster.test_topology_reports import FILE, all_placed, on_cluster, until
+from tests.helpers.in_process import FILE, all_placed, on_cluster, until
 from tests.helpers.placed_cluster import GB, Rooms
 
 WORKERS = 12

@@ -14,11 +14,10 @@ from distributed.shuffle._core import ShuffleSpec as DaskShuffleSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.owners import Site, assign, shares
 from dask_gpurt.topology import Place, Topology
 from tests.helpers.clusters import cluster, counters
+from tests.helpers.in_process import believed_full
 from tests.helpers.placed_cluster import Cluster
 
 SITUATIONS = {
@@ -170,12 +169,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, str]]:
 
     monkeypatch.setattr(DaskShuffleSpec, "create_new_run", create_new_run)
     return found
-
-
-def believed_full(scheduler: Any, worker: str) -> None:
-    """Have a scheduler believe for good that a worker has no room."""
-    message = Ledger(dict.fromkeys(Tier, 0)).snapshot()
-    scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})
 
 
 def fill_up(client: Client, worker: str) -> None:

@@ -33,7 +33,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.table import Packed, Part, Piece
 from dask_gpurt.table.pandas import PandasTable
 from dask_gpurt.table.pickled import Chunks, Pickled
-from tests.unit.memory.test_ladder import new_ladder
+from tests.helpers.ladders import new_ladder
 
 OUTPUTS = 5
 ROWS = 100_000
