@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -418,7 +418,19 @@ class Exchange:
         peer, key = Peer(*producer), (run[0], run[1])
         if key in self._receiving:  # what it has offered may still be on its way here
             self._receiving[key].add(peer)
-        parcels = [parcel for parcel in list(self._parcels[peer]) if parcel.run == key]
+        await self._let_go(parcel for parcel in list(self._parcels[peer]) if parcel.run == key)
+
+    async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
+        """Let go of what was offered for shares that are nothing to a run any more; returns when it is not read."""
+        mine = [(peer, parcel) for peer, parcels in self._parcels.items() for parcel in parcels]
+        await self._let_go(
+            parcel
+            for peer, parcel in mine
+            if peer.address == producer and parcel.run == run and parcel.shard.share in shares
+        )
+
+    async def _let_go(self, which: Iterable[Parcel]) -> None:
+        parcels = list(which)
         with contextlib.suppress(ExchangeClosed):
             await self.offload(self.discard, parcels)
             # Only here is known when that is: what a producer sends of its pool is on its way long after

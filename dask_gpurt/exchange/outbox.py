@@ -192,6 +192,14 @@ class Outbox:
             mine = (entry for entry in self._entries.values() if entry.run == run)
             return {owner for entry in mine for owner in entry.readers.values()}
 
+    def shares(self, run: RunKey) -> dict[int, str]:
+        """The shares for which a run has published blocks that may still be read, each with its owner."""
+        with self._changed:
+            mine = (entry for entry in self._entries.values() if entry.run == run)
+            return {
+                share: owner for entry in mine for share, owner in entry.readers.items() if share != COPIED
+            }
+
     def readers(self) -> set[str]:
         """Who may still read any block."""
         with self._changed:

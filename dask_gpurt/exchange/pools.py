@@ -128,6 +128,13 @@ class Pools:
         for outbox in list(self._outboxes.values()):
             outbox.end(run)
 
+    def shares(self, run: RunKey) -> dict[int, str]:
+        """The shares for which a run has published blocks that may still be read, each with its owner."""
+        found: dict[int, str] = {}
+        for outbox in list(self._outboxes.values()):
+            found |= outbox.shares(run)
+        return found
+
     def drop_shares(self, run: RunKey, shares: Collection[int]) -> None:
         """Note that the owners of these shares of a run have left."""
         for outbox in list(self._outboxes.values()):

@@ -83,7 +83,9 @@ class Recovery:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
         transfers = [task.key for task in barrier.dependencies]
         self._producers |= dict.fromkeys(transfers)
-        self._scheduler.client_desires_keys([barrier.key, *transfers], _client(shuffle))  # as published datasets
+        self._scheduler.client_desires_keys(
+            [barrier.key, *transfers], _client(shuffle)
+        )  # as published datasets
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
         """Note what has become of a task; a run ends once none of its outputs is needed.
@@ -149,7 +151,7 @@ class Recovery:
     def owners(self, id: Any, run_id: int) -> Any:
         """Handler: the owners of a run; None when it is over."""
         owners = self._owners(id, run_id)
-        return None if owners is None else ToPickle(owners)
+        return None if owners is None else ToPickle(owners.snapshot())
 
     def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
         """Handler: all owners of an epoch have all there is to receive; False when it is not the current one."""
@@ -181,10 +183,10 @@ class Recovery:
         if owners is None or owners.epoch != epoch:
             return
         workers = [worker for worker in self._candidates(id) if worker != unreachable]
-        lost = set(outputs)
+        lost = owners.received(outputs)
         if unreachable is not None:
             lost |= self._unfinished(id, self._owned(id, unreachable))
-        if lost or inputs:
+        if lost or inputs or (outputs and self._is(barrier_key(id), "memory")):
             self._mend(self._sharing(id) if lost else {id}, lost, inputs, workers, reason)
 
     def _owners(self, shuffle: Any, run_id: int) -> Owners | None:
@@ -333,7 +335,7 @@ class Recovery:
                 self._extension._unset_restriction(task)
             if partition in moved:
                 self._extension._set_restriction(task, moved[partition])
-        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": ToPickle(owners)}
+        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": ToPickle(owners.snapshot())}
         here = run.participating_workers & self._scheduler.stream_comms.keys()
         self._scheduler.send_all({}, {worker: [message] for worker in here})
 

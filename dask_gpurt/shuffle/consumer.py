@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -150,30 +151,29 @@ class Consumer:
         """Take a shard if it is new; returns what it outdates."""
         try:
             path = await self.exchange.path(shard)
-        except PeerLost as error:  # what it has offered is missing at the barrier
-            self._failed(shard, error)
-            return []
+        except PeerLost:
+            path = None
         # From here on nothing is awaited. While the path was found out, the same shard may have been offered
         # again, and the run may have ended.
         with self._lock:
             if self._closed:
                 raise ExchangeClosed(f"shuffle {self.run} is over")
             received = self._shares.get(shard.share)
-            offered = (
-                Offered.STALE
-                if received is None
-                else received.inputs.classify(shard.source, shard.attempt, shard.part)
-            )
+            offered = Offered.STALE
+            if received is not None:
+                offered = received.inputs.classify(shard.source, shard.attempt, shard.part)
             if received is None or offered is not Offered.NEW:
                 self.exchange.metrics.add(f"shuffle.shards.{offered.name.lower()}")
                 if offered is Offered.STALE:  # its block would fill the producer's pool until the run is over
                     self.exchange.refuse(shard)
                 return []
-            try:
-                parcel = self.exchange.take(self.run, shard, path, partial(self._failed, shard))
-            except PeerLost as error:
-                self._failed(shard, error)
-                return []
+            parcel = None
+            if path is not None:
+                with contextlib.suppress(PeerLost):
+                    parcel = self.exchange.take(self.run, shard, path, partial(self._failed, shard))
+            if parcel is None:  # the barrier will find that something is missing
+                self.exchange.refuse(shard)  # should the producer live after all, it would hold the block for ever
+                return self._drop(received, received.inputs.lose(shard.source, shard.attempt))
             outdated = received.inputs.add(shard.source, shard.attempt, shard.part, parcel)
             outdated = self._drop(received, outdated)
             places = {o: where for o, where in shard.places().items() if o in received.outputs}

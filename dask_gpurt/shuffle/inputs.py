@@ -42,10 +42,12 @@ class Input(Generic[T]):
     parts: dict[int, T] = field(default_factory=dict)
     #: How many parts there are, None before the commit.
     expected: int | None = None
+    #: Whether a part can not be had.
+    lost: bool = False
 
     @property
     def complete(self) -> bool:
-        return self.expected is not None and len(self.parts) == self.expected
+        return not self.lost and len(self.parts) == self.expected
 
 
 class Inputs(Generic[T]):
@@ -63,7 +65,7 @@ class Inputs(Generic[T]):
             return Offered.STALE
         if known is None or known.attempt < attempt:
             return Offered.NEW
-        if known.attempt > attempt:
+        if known.attempt > attempt or known.lost:
             return Offered.STALE
         return Offered.REPEATED if part in known.parts else Offered.NEW
 
@@ -93,15 +95,16 @@ class Inputs(Generic[T]):
         return [] if known is None else list(known.parts.values())
 
     def lose(self, source: int, attempt: Attempt) -> list[T]:
-        """Forget what was received of an attempt, since a part of it is lost; returns the parts.
+        """Note that a part of an attempt can not be had: only a later one counts; returns the parts that are there.
 
-        The input stays incomplete until the attempt is offered again as a whole, or a later one is.
+        What has been let go of is never taken again, should it be offered once more: its producer may reuse the
+        block as soon as it hears of the first.
         """
         known = self._inputs.get(source)
-        if known is None or known.attempt != attempt:
+        if known is not None and known.attempt > attempt:
             return []
-        self._inputs[source] = Input(attempt)
-        return list(known.parts.values())
+        self._inputs[source] = Input(attempt, lost=True)
+        return [] if known is None else list(known.parts.values())
 
     @property
     def sealed(self) -> bool:

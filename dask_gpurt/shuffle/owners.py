@@ -76,8 +76,14 @@ class Owners(dict[int, str]):
 
     @classmethod
     def of(cls, worker_for: Mapping[int, str]) -> Owners:
-        """Return owners as they are, or have a plain mapping be those that a run begins with."""
-        return worker_for if isinstance(worker_for, Owners) else cls.begin(worker_for)
+        """Return the owners as they are now, or have a plain mapping be those that a run begins with."""
+        return worker_for.snapshot() if isinstance(worker_for, Owners) else cls.begin(worker_for)
+
+    def snapshot(self) -> Owners:
+        """Return the owners as they are now. Within one process messages hand over the object itself."""
+        copy = Owners(self)
+        copy.epoch, copy.shares, copy.left, copy._issued = self.epoch, self.shares, self.left, self._issued
+        return copy
 
     def move(
         self, to: Mapping[int, str], gone: Collection[str] = (), idle: Mapping[int, str] | None = None
@@ -128,6 +134,11 @@ class Owners(dict[int, str]):
     def sealed(self) -> bool:
         """Whether nothing is to be received any more."""
         return all(share.sealed for share in self.shares.values())
+
+    def received(self, outputs: Iterable[int]) -> set[int]:
+        """Return those of some outputs of which nothing more would come without a new share."""
+        coming = {output for share in self.open_shares() for output in share.outputs}
+        return set(outputs) - coming
 
     def open_shares(self) -> list[Share]:
         """Return the shares that are still received."""

@@ -16,7 +16,7 @@ import pickle
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from dask.context import thread_state
 from dask.typing import Key
@@ -34,9 +34,19 @@ from dask_gpurt.shuffle.spec import ShuffleSpec
 
 logger = logging.getLogger(__name__)
 
-#: What workers are sent: offers of one producer; at the barrier the attempt that counts at each input; and before
-#: that None, which asks for what has not been offered yet.
-Message = list[Shard | Commit] | Mapping[int, Attempt] | None
+
+class Flush(NamedTuple):
+    """Asks a producer for what it has not offered yet."""
+
+
+class Retire(NamedTuple):
+    """Asks an owner to let go of shares that have been given to others."""
+
+    shares: frozenset[int]
+
+
+#: What workers are sent: offers of one producer, or at the barrier the attempt that counts at each input.
+Message = list[Shard | Commit] | Mapping[int, Attempt] | Flush | Retire
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER, SEALED = "gpurt_owners", "gpurt_recover", "gpurt_sealed"
 #: What workers hear from the scheduler as owners change.
@@ -118,6 +128,8 @@ class ShuffleRun:
         #: Offers on their way, by owner: one message at a time, with all that has come up.
         self._outgoing: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
+        #: Shares that their owners have been asked to let go of.
+        self._retiring: set[int] = set()
         exchange.metrics.add("shuffle.runs")
         exchange.run_begins(self._key)
 
@@ -192,6 +204,34 @@ class ShuffleRun:
         outdated = self._consumer.renew(owners)
         self._producer.renew(owners)
         self._exchange.discard_soon(outdated)
+        self._retire_all()
+
+    def _retire_all(self) -> None:
+        """Have what was published for shares that are nothing to their owners any more not wait for them."""
+        retired = defaultdict[str, set[int]](set)
+        for share, owner in self._exchange.pools.shares(self._key).items():
+            if share not in self._owners.shares and share not in self._retiring:
+                retired[owner].add(share)
+        for owner, shares in retired.items():
+            self._retiring |= shares
+            self._worker._ongoing_background_tasks.call_soon(self._retire, owner, frozenset(shares))
+
+    async def _retire(self, owner: str, shares: frozenset[int]) -> None:
+        """Have an owner let go of shares that are not its own any more, also of what it never heard of."""
+        try:
+            while self.is_open:
+                try:
+                    await self._deliver(owner, Retire(shares))
+                except PeerLost:
+                    if not await self._exchange.calls.has_left(owner):
+                        await asyncio.sleep(LONGEST_PAUSE_S)
+                        continue
+                self._exchange.pools.drop_shares(self._key, shares)
+                return
+        except Exception as error:  # its run is over, and ours will be before long
+            logger.debug("%s does not let go of shares in %s: %s", owner, self, error)
+        finally:
+            self._retiring -= shares
 
     async def _catch_up(self) -> None:
         """Ask the scheduler for the owners as they are now; raises ShuffleClosedError when the run is over."""
@@ -259,11 +299,15 @@ class ShuffleRun:
     async def _send(self, owner: str) -> None:
         try:
             while offers := self._outgoing.pop(owner, None):
-                await self._deliver(owner, offers)
-        except PeerLost as error:
-            # If it has left, the scheduler has given its outputs to others, who are offered this again.
-            self._outgoing.pop(owner, None)
-            await self._recover(str(error), unreachable=owner)
+                try:
+                    await self._deliver(owner, offers)
+                except PeerLost as error:
+                    await self._recover(str(error), unreachable=owner)
+                    # What has been given to others they are offered by `renew`. The rest is still for this one.
+                    kept = [offer for offer in offers if offer.share in self._owners.shares]
+                    self._outgoing[owner][:0] = kept
+                    self._retire_all()
+                    self.raise_if_closed()
         except Exception as error:  # kept for everything that waits in this run
             self.fail(error)
 
@@ -274,12 +318,12 @@ class ShuffleRun:
         """
         epoch = self._owners.epoch
         if owner == self._worker.address:
-            return await self._receive(epoch, message)
+            return await self._receive(owner, epoch, message)
         reply: OKMessage | ErrorMessage = await self._exchange.calls.call(
             owner,
             "shuffle_receive",
             check=self.raise_if_closed,
-            data=pickle.dumps((epoch, message)),
+            data=pickle.dumps((self._worker.address, epoch, message)),
             shuffle_id=self.id,
             run_id=self.run_id,
         )
@@ -325,7 +369,7 @@ class ShuffleRun:
     async def _flush_at(self, producer: str) -> None:
         """Have a worker deliver what it still has to offer."""
         with contextlib.suppress(PeerLost):  # what one that has left did not deliver is missing
-            await self._deliver(producer, None)
+            await self._deliver(producer, Flush())
 
     async def _seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
         """Tell the owners which attempts count; returns the inputs that something is missing of."""
@@ -353,12 +397,15 @@ class ShuffleRun:
             return error_message(error)
         return cast(OKMessage, {"status": "OK", "missing": missing})
 
-    async def _receive(self, epoch: int, message: Message) -> list[int]:
+    async def _receive(self, sender: str, epoch: int, message: Message) -> list[int]:
         self.raise_if_closed()
         if epoch > self._owners.epoch:  # the sender has heard of new owners first
             await self._catch_up()
-        if message is None:
+        if isinstance(message, Flush):
             await self._flush()
+            return []
+        if isinstance(message, Retire):
+            await self._exchange.forget_shares(sender, self._key, message.shares)
             return []
         if isinstance(message, Mapping):
             if epoch != self._owners.epoch:

@@ -33,7 +33,8 @@ from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.owners import Owners, deal
+from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 
 
 class Inline(Executor):
@@ -176,7 +177,7 @@ class Process:
         loop = asyncio.get_running_loop()
         self.address = address
         self.handlers: dict[str, Any] = {}
-        self.stream_handlers: dict[str, Any] = {"remove-worker": self._remove_worker}
+        self.stream_handlers: dict[str, Any] = {"remove-worker": self._remove_worker, RENEW: self._renew}
         self.extensions: dict[str, Any] = {}
         self.state = SimpleNamespace(tasks={}, nthreads=1)
         self.loop = SimpleNamespace(time=loop.time, add_callback=self._add_callback)
@@ -227,6 +228,11 @@ class Process:
 
     def _remove_worker(self, worker: str) -> None:
         self.exchange.peer_left(worker)
+
+    def _renew(self, id: str, run_id: int, owners: Owners) -> None:
+        run = self.run_of(id)
+        if run is not None and run.run_id == run_id:
+            run.renew(owners)
 
     def die(self) -> None:
         """End as after kill -9: nothing is said to anybody, and what peers have mapped stays readable."""
@@ -294,11 +300,20 @@ class Active:
     participants: set[str]
     #: Results of transfer tasks, by input.
     transferred: dict[int, Any] = field(default_factory=dict)
+    #: Outputs in memory, each with the worker that has it.
+    outputs: dict[int, tuple[str, pd.DataFrame]] = field(default_factory=dict)
+    #: Whether the barrier runs, or has passed; and whether it has passed.
     sealed: bool = False
+    done: bool = False
+
+    @property
+    def owners(self) -> Owners:
+        assert isinstance(self.run_spec.worker_for, Owners)
+        return self.run_spec.worker_for
 
 
 class Scheduler:
-    """Dask's p2p extension on the scheduler, as far as runs need it."""
+    """Dask's p2p extension on the scheduler with our recovery, as far as runs need them."""
 
     def __init__(self, network: Network):
         self.network = network
@@ -306,6 +321,7 @@ class Scheduler:
         self.active: dict[str, Active] = {}
         self._dispatches = itertools.count()
         self.restarts = 0
+        self.recoveries = 0
 
     def next_dispatch(self) -> int:
         return next(self._dispatches)
@@ -313,7 +329,7 @@ class Scheduler:
     def begin(self, spec: ShuffleSpec) -> Active:
         workers = sorted(self.workers)
         worker_for = {output: spec.pick_worker(output, workers) for output in spec.output_partitions}
-        run_spec = ShuffleRunSpec(spec=spec, worker_for=worker_for, span_id=None)
+        run_spec = ShuffleRunSpec(spec=spec, worker_for=Owners.begin(worker_for), span_id=None)
         self.active[spec.id] = Active(spec, run_spec, set(worker_for.values()))
         return self.active[spec.id]
 
@@ -338,15 +354,47 @@ class Scheduler:
     def joins(self, process: Process) -> None:
         self.workers.add(process.address)
 
-    def leaves(self, address: str) -> None:
-        """Notice that a worker has died."""
+    def leaves(self, address: str, *, results_survive: bool = False) -> None:
+        """Notice that a worker has died.
+
+        Parameters
+        ----------
+        results_survive
+            Whether there are copies elsewhere of what its transfer tasks have returned.
+        """
         self.workers.discard(address)
         for process in self.network.processes.values():
             if process.address in self.workers:
                 self.network.stream(process, "remove-worker", worker=address)
-        for shuffle, active in list(self.active.items()):
-            if address in active.participants:
-                self.restart(shuffle)
+        for active in self.active.values():
+            if address not in active.participants:
+                continue
+            active.participants.discard(address)
+            for output in [o for o, (where, _) in active.outputs.items() if where == address]:
+                del active.outputs[output]
+            if not results_survive:
+                for source in [s for s, one in active.transferred.items() if one.producer == address]:
+                    del active.transferred[source]
+            self._move(active, {o for o, owner in active.owners.items() if owner == address}, [address])
+
+    def _move(
+        self, active: Active, outputs: Iterable[int], gone: Sequence[str] = (), avoiding: str | None = None
+    ) -> None:
+        """Give outputs to others, or to the same again, and have the barrier run again."""
+        self.recoveries += 1
+        idle = {output for output in outputs if output in active.outputs}
+        workers = sorted(self.workers - {avoiding}) or [str(avoiding)]
+        active.owners.move(deal(set(outputs) - idle, workers, {}), gone=gone, idle=deal(idle, workers, {}))
+        active.sealed = active.done = False
+        active.participants |= set(active.owners.values())
+        for address in active.participants & self.network.processes.keys():
+            self.network.stream(
+                self.network.processes[address],
+                RENEW,
+                id=active.spec.id,
+                run_id=active.run_spec.run_id,
+                owners=active.owners.snapshot(),
+            )
 
     # ---- what workers ask ------------------------------------------------------------
 
@@ -369,26 +417,64 @@ class Scheduler:
         active = self.active[id]
         if active.run_spec.run_id != run_id:
             raise ValueError(f"{run_id=} does not match")
-        if not consistent:
-            self.restart(id)
+        assert not consistent
+        self.restart(id)
+
+    def _of(self, id: str, run_id: int) -> Active | None:
+        active = self.active.get(id)
+        return active if active is not None and active.run_spec.run_id == run_id else None
+
+    async def gpurt_owners(self, id: str, run_id: int) -> Owners | None:
+        active = self._of(id, run_id)
+        return active and active.owners.snapshot()
+
+    async def gpurt_sealed(self, id: str, run_id: int, epoch: int) -> bool:
+        active = self._of(id, run_id)
+        return active is not None and active.owners.seal(epoch)
+
+    async def gpurt_recover(
+        self,
+        id: str,
+        run_id: int,
+        epoch: int,
+        reason: str,
+        outputs: Sequence[int] = (),
+        inputs: Sequence[str] = (),
+        unreachable: str | None = None,
+    ) -> None:
+        active = self._of(id, run_id)
+        if active is None or active.owners.epoch != epoch:
             return
-        for address in sorted(active.participants):
-            if (process := self.network.processes.get(address)) is not None:
-                await process.shuffles.shuffle_inputs_done(ShuffleId(id), run_id)
+        lost = active.owners.received(outputs) - active.outputs.keys()
+        if unreachable is not None:
+            lost |= {o for o, owner in active.owners.items() if owner == unreachable} - active.outputs.keys()
+        if lost or inputs or (outputs and active.done):
+            for key in inputs:
+                active.transferred.pop(int(key.removeprefix("transfer-")), None)
+            self._move(active, lost, avoiding=unreachable)
 
 
 @contextmanager
 def without_pauses(calls: int = 4) -> Iterator[None]:
     """Skip all pauses of the exchange, and give up after few calls."""
     from dask_gpurt.exchange import calls as module
+    from dask_gpurt.shuffle import run
 
     kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S
     module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_AGAIN_S = 0.0
     module.MOST_CALLS = calls
+    kept_here = run.sync, run.LONGEST_PAUSE_S
+    run.sync, run.LONGEST_PAUSE_S = _without_waiting, 0.001
     try:
         yield
     finally:
+        run.sync, run.LONGEST_PAUSE_S = kept_here
         module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S = kept
+
+
+def _without_waiting(loop: Any, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Have the event loop do something: tasks run on it here, and can not wait for it."""
+    asyncio.ensure_future(function(*args, **options))
 
 
 async def quiet() -> None:
@@ -469,13 +555,13 @@ class Cluster:
 
     async def outputs(self, shuffle: str) -> dict[int, list[int]]:
         """Run the unpack tasks; the rows of each output."""
-        found = {}
-        for output, address in self.scheduler.active[shuffle].run_spec.worker_for.items():
+        active = self.scheduler.active[shuffle]
+        for output, address in active.owners.items():
             process = self.network.processes[address]
             run: Any = process.run_of(shuffle)
-            found[output] = list(run.get_output_partition(output, f"unpack-{output}")["row"])
+            active.outputs[output] = address, run.get_output_partition(output, f"unpack-{output}")
             run.task_done(f"unpack-{output}")
-        return found
+        return {output: list(frame["row"]) for output, (_, frame) in active.outputs.items()}
 
     async def shuffle(self, shuffle: str) -> dict[int, list[int]]:
         """Shuffle; the rows of each output."""

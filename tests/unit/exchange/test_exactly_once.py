@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pandas as pd
 from distributed._async_taskgroup import AsyncTaskGroupClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import P2PConsistencyError
@@ -80,7 +79,6 @@ class ExactlyOnce(RuleBasedStateMachine):
     def _next_shuffle(self) -> None:
         self.number += 1
         self.shuffle = f"shuffle-{self.number}"
-        self.outputs: dict[int, pd.DataFrame] = {}
         self.scheduler.begin(spec_of(self.shuffle, OUTPUTS))
 
     def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -147,14 +145,14 @@ class ExactlyOnce(RuleBasedStateMachine):
             results = list(active.transferred.values())
             run: Any = await process.shuffles.shuffle_runs.get_most_recent(self.shuffle, results)
             await run.barrier(results)
-            active.done = True
+            active.done = active.sealed  # else the scheduler has had it run again meanwhile
         except (Reschedule, P2PConsistencyError, asyncio.CancelledError):
             active.sealed = False  # to be run again, elsewhere if its worker has died
         except AsyncTaskGroupClosedError:
             assert not process.alive  # where a task only goes on in this test
             active.sealed = False
 
-    @precondition(lambda self: self.active.__dict__.get("done"))
+    @precondition(lambda self: self.active.done)
     @rule(output=st.integers(0, OUTPUTS - 1))
     def unpack(self, output: int) -> None:
         self._unpack_if_there(output)
@@ -169,16 +167,18 @@ class ExactlyOnce(RuleBasedStateMachine):
         run: ShuffleRun | None = process.run_of(self.shuffle)
         if run is None or run.run_id != self.active.run_spec.run_id:
             return
-        if any(parcel.place is Place.MOVING for parcel in run._consumer._places[output]):
+        received = run._consumer._share_of.get(output)
+        parcels = received.outputs.get(output, ()) if received else ()
+        if any(parcel.place is Place.MOVING and not parcel._landed.done() for parcel in parcels):
             return  # its thread would wait
         key = f"unpack-{output}"
         try:
-            self.outputs[output] = run.get_output_partition(output, key)
+            self.active.outputs[output] = process.address, run.get_output_partition(output, key)
         except (Reschedule, P2PConsistencyError):
             return
         run.task_done(key)
 
-    @precondition(lambda self: len(self.outputs) == OUTPUTS and self.number < 2)
+    @precondition(lambda self: len(self.active.outputs) == OUTPUTS and self.number < 2)
     @rule()
     def end(self) -> None:
         self._check_outputs()
@@ -221,19 +221,16 @@ class ExactlyOnce(RuleBasedStateMachine):
             alive[where % len(alive)].die()
             self._settle()
 
-    @rule()
-    def notice(self) -> None:
+    @rule(results_survive=st.booleans())
+    def notice(self, results_survive: bool) -> None:
         """The scheduler notices a dead worker, and its nanny starts another one at the same address."""
         for address in ADDRESSES:
             if address in self.scheduler.workers and address not in self.network.processes:
-                self._notice(address)
+                self._notice(address, results_survive)
                 return
 
-    def _notice(self, address: str) -> None:
-        restarts = self.scheduler.restarts
-        self.scheduler.leaves(address)
-        if self.scheduler.restarts > restarts:
-            self.outputs.clear()
+    def _notice(self, address: str, results_survive: bool = False) -> None:
+        self.scheduler.leaves(address, results_survive=results_survive)
         self._start(address)
 
     # ---- the end ---------------------------------------------------------------------
@@ -255,7 +252,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             self.loop.close()
 
     def _finish(self) -> None:
-        self._until(lambda: len(self.outputs) == OUTPUTS, self._go_on)
+        self._until(lambda: len(self.active.outputs) == OUTPUTS, self._go_on)
         self._check_outputs()
         self.scheduler.end(self.shuffle)
         self._until(self._nothing_waits, self._deliver_all)
@@ -273,10 +270,16 @@ class ExactlyOnce(RuleBasedStateMachine):
             if done():
                 return
             step()
-        raise AssertionError(f"a hang: {self.network.messages}, {self.background}, {self.errors}")
+        raise AssertionError(
+            f"a hang: {self.network.messages}, {self.background}, {self.errors}, {self.active.owners.shares}, "
+            f"{self.active.transferred}, outputs {list(self.active.outputs)}"
+        )
 
     def _nothing_waits(self) -> bool:
         if len(self._alive()) < len(ADDRESSES):  # a death is still to be noticed
+            return False
+        if any(run._retiring for process in self._alive() if (run := process.run_of(self.shuffle))):
+            self.loop.run_until_complete(asyncio.sleep(0.001))
             return False
         return not self.network.messages and not any(self.network.streams.values()) and not self.background
 
@@ -303,17 +306,21 @@ class ExactlyOnce(RuleBasedStateMachine):
         if len(self.active.transferred) == INPUTS and not self.active.sealed:
             self._do(self._barrier(alive[0], self.active))
             self._until(self._nothing_waits, self._deliver_all)
-        if self.active.__dict__.get("done"):
+        if self.active.done:
             for output in range(OUTPUTS):
                 self._unpack_if_there(output)
 
     def _unpack_if_there(self, output: int) -> None:
-        process = self.network.processes.get(self.active.run_spec.worker_for[output])
-        if output not in self.outputs and process is not None and process.address in self.scheduler.workers:
+        process = self.network.processes.get(self.active.owners[output])
+        if (
+            output not in self.active.outputs
+            and process is not None
+            and process.address in self.scheduler.workers
+        ):
             self._do(self._unpack(process, output))
 
     def _check_outputs(self) -> None:
-        for output, frame in self.outputs.items():
+        for output, (_, frame) in self.active.outputs.items():
             wanted = [
                 row for source in range(INPUTS) for row in self._rows(source) if row % OUTPUTS == output
             ]
@@ -323,7 +330,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) -> None:
     """Ask for room as a producer that waits does, and end the attempt."""
     check()
-    self._ask_for_room({entry.owner for entry in self._entries.values()})
+    self._ask_for_room(self.readers())
     raise AttemptFailed
 
 
