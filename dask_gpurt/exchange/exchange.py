@@ -414,11 +414,18 @@ class Exchange:
             self._pull_soon(parcel)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
-        """Handler: a producer ends a run; returns when nothing of it is being read, nor will be."""
+        """Handler: a producer ends its part of a run; returns when nothing of it is being read, nor will be.
+
+        Where the run goes on, since only the producer closes, what has not been pulled is lost.
+        """
         peer, key = Peer(*producer), (run[0], run[1])
         if key in self._receiving:  # what it has offered may still be on its way here
             self._receiving[key].add(peer)
-        await self._let_go(parcel for parcel in list(self._parcels[peer]) if parcel.run == key)
+        parcels = [parcel for parcel in self._parcels[peer] if parcel.run == key]
+        there = [parcel for parcel in parcels if parcel.place in (Place.PRODUCER, Place.MOVING)]
+        for parcel in there:
+            parcel.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
+        await self._let_go(there)
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
         """Let go of what was offered for shares that are nothing to a run any more; returns when it is not read."""

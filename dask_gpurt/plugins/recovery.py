@@ -187,6 +187,8 @@ class Recovery:
         if unreachable is not None:
             lost |= self._unfinished(id, self._owned(id, unreachable))
         if lost or inputs or (outputs and self._is(barrier_key(id), "memory")):
+            if id not in self._kept:  # its outputs had not been needed for a while
+                self.begins(id)
             self._mend(self._sharing(id) if lost else {id}, lost, inputs, workers, reason)
 
     def _owners(self, shuffle: Any, run_id: int) -> Owners | None:

@@ -47,6 +47,8 @@ class Retire(NamedTuple):
 
 #: What workers are sent: offers of one producer, or at the barrier the attempt that counts at each input.
 Message = list[Shard | Commit] | Mapping[int, Attempt] | Flush | Retire
+#: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
+GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER, SEALED = "gpurt_owners", "gpurt_recover", "gpurt_sealed"
 #: What workers hear from the scheduler as owners change.
@@ -248,9 +250,10 @@ class ShuffleRun:
             try:
                 request = getattr(self._worker.scheduler, RECOVER)
                 await request(id=self.id, run_id=self.run_id, epoch=epoch, reason=reason, **what)
-                with contextlib.suppress(ShuffleClosedError):
-                    await self._catch_up()
+                await self._catch_up()
                 return
+            except ShuffleClosedError as error:
+                self.fail(error)
             except OSError as error:
                 logger.warning("%s can not reach the scheduler and tries again: %s", self, error)
                 await asyncio.sleep(LONGEST_PAUSE_S)
@@ -301,7 +304,8 @@ class ShuffleRun:
             while offers := self._outgoing.pop(owner, None):
                 try:
                     await self._deliver(owner, offers)
-                except PeerLost as error:
+                except GONE as error:
+                    self.raise_if_closed()
                     await self._recover(str(error), unreachable=owner)
                     # What has been given to others they are offered by `renew`. The rest is still for this one.
                     kept = [offer for offer in offers if offer.share in self._owners.shares]
@@ -368,7 +372,7 @@ class ShuffleRun:
 
     async def _flush_at(self, producer: str) -> None:
         """Have a worker deliver what it still has to offer."""
-        with contextlib.suppress(PeerLost):  # what one that has left did not deliver is missing
+        with contextlib.suppress(*GONE):  # what one that has left did not deliver is missing
             await self._deliver(producer, Flush())
 
     async def _seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
@@ -378,7 +382,8 @@ class ShuffleRun:
             *(self._deliver(owner, succeeded) for owner in owners), return_exceptions=True
         )
         for owner, answer in zip(owners, answers, strict=True):
-            if isinstance(answer, PeerLost):
+            if isinstance(answer, GONE):
+                self.raise_if_closed()
                 await self._recover(str(answer), unreachable=owner)
                 raise Stale(str(answer)) from answer
         for answer in answers:
@@ -425,12 +430,7 @@ class ShuffleRun:
         self._ensure_owner(partition_id, key)
         try:
             frame = self._consumer.assemble(partition_id, key)
-        except ExchangeClosed as error:
-            self.raise_if_closed()
-            raise Reschedule(
-                str(error)
-            ) from error  # its shards were let go of meanwhile: the owner is another one
-        except (NotReceived, PeerLost) as error:
+        except (NotReceived, PeerLost, ExchangeClosed) as error:
             self.raise_if_closed()
             sync(self._worker.loop, self._recover, str(error), outputs=[partition_id])
             raise Reschedule(str(error)) from None

@@ -221,6 +221,13 @@ class ExactlyOnce(RuleBasedStateMachine):
             alive[where % len(alive)].die()
             self._settle()
 
+    @rule(where=st.integers(0, 2))
+    def close(self, where: int) -> None:
+        """A worker ends its runs, as it does before it leaves."""
+        alive = [process for process in self._alive() if not process.shuffles.shuffle_runs.closed]
+        if len(alive) > 1:
+            self._do(alive[where % len(alive)].shuffles.shuffle_runs.teardown())
+
     @rule(results_survive=st.booleans())
     def notice(self, results_survive: bool) -> None:
         """The scheduler notices a dead worker, and its nanny starts another one at the same address."""
@@ -284,6 +291,9 @@ class ExactlyOnce(RuleBasedStateMachine):
         return not self.network.messages and not any(self.network.streams.values()) and not self.background
 
     def _deliver_all(self) -> None:
+        for process in self._alive():
+            if process.shuffles.shuffle_runs.closed:
+                process.die()
         for address in ADDRESSES:
             if address not in self.network.processes:
                 self._notice(address)
