@@ -100,15 +100,15 @@ def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> Non
     def die_once(dask_worker: Any) -> None:
         from dask_gpurt.shuffle import run
 
-        inputs_done = run.ShuffleRun.inputs_done
+        flush = run.ShuffleRun._flush
         state = {"first": True}
 
         async def dying(self: Any) -> None:
             if state.pop("first", False):
                 os.kill(os.getpid(), signal.SIGKILL)
-            await inputs_done(self)
+            await flush(self)
 
-        run.ShuffleRun.inputs_done = dying
+        run.ShuffleRun._flush = dying
 
     victim = next(iter(own.nthreads()))
     own.run(die_once, workers=[victim])

@@ -121,7 +121,7 @@ def _address(step: Any) -> str:
 #: The step of each phase of a run that a test stops at.
 STEPS = {
     "transfer": (Producer, "add"),
-    "inputs-done": (ShuffleRun, "inputs_done"),
+    "inputs-done": (ShuffleRun, "_flush"),
     "barrier": (ShuffleRun, "barrier"),
     "unpack": (Consumer, "assemble"),
 }
@@ -174,7 +174,7 @@ def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: 
 
 
 def test_one_side_of_a_join_begins_again_when_outputs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both do: left alone, each would find what the other has let go of, and begin again in turns."""
+    """The other goes on, and is offered once more what it has let go of."""
     stopped = gate(monkeypatch, "unpack")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -184,7 +184,7 @@ def test_one_side_of_a_join_begins_again_when_outputs_are_there(monkeypatch: pyt
         before = list(scheduler.extensions["shuffle"].active_shuffles.values())
         (one, _) = crew[0].plugins["shuffle"].shuffle_runs._active_runs.values()
         await one._begin_again("a test")
-        assert [run.archived for run in before] == [True, True]
+        assert [run.archived for run in before].count(True) == 1
         stopped.open.set()
         assert len(await client.compute(out)) == len(FRAME.merge(FRAME, on="key"))
         del out
@@ -220,7 +220,7 @@ def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pyte
         await until(lambda: keys[0] not in scheduler.tasks)
         (first,) = client.get(graph, [keys[0]], sync=False)
         pd.testing.assert_frame_equal(await asyncio.wait_for(first, 20), expected)
-        assert runs(*crew) == 2 * len(crew)
+        assert runs(*crew) == len(crew), "no other run was needed"
         del first, others
 
     run(test)

@@ -464,7 +464,7 @@ def test_outputs_may_be_lost_more_often_than_a_shuffle_may_fail() -> None:
             for day in range(4):
                 found = await client.compute(kept)
                 assert sorted(found["row"]) == list(range(ROWS)), day
-                assert await runs(client) == 2 * (day + 1)
+                assert await runs(client) == 2, "each worker goes on with its first"
                 for worker in (a, b):
                     outputs = [key for key in worker.data if "gpurtshuffle" in str(key)]
                     runtime.lost(worker.address, outputs)

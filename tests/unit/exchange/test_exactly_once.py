@@ -285,6 +285,8 @@ class ExactlyOnce(RuleBasedStateMachine):
     def _nothing_waits(self) -> bool:
         if len(self._alive()) < len(ADDRESSES):  # a death is still to be noticed
             return False
+        if any(process.shuffles.shuffle_runs.closed for process in self._alive()):
+            return False
         if any(run._retiring for process in self._alive() if (run := process.run_of(self.shuffle))):
             self.loop.run_until_complete(asyncio.sleep(0.001))
             return False
