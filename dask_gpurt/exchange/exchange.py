@@ -428,7 +428,7 @@ class Exchange:
         await self._let_go(there)
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
-        """Let go of what was offered for shares that are nothing to a run any more; returns when it is not read."""
+        """Let go of what was offered for shares that have been given to others; return when it is not read."""
         mine = [(peer, parcel) for peer, parcels in self._parcels.items() for parcel in parcels]
         await self._let_go(
             parcel

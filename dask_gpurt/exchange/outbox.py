@@ -37,8 +37,8 @@ class _Entry:
 class Outbox:
     """Published blocks of one pool, by shard id. Thread-safe.
 
-    Blocks that all readers have let go of are *retained* for as long as their run goes on and nothing else needs
-    their room: should a reader be lost, another one is offered them again.
+    Blocks that all readers have let go of are *retained* for as long as their run goes on and nothing else
+    needs their room: should a reader be lost, another one is offered them again.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class Outbox:
         self.pool.free(block)
 
     def publish(self, run: RunKey, share: int, owner: str, blocks: Iterable[Block]) -> int:
-        """Hand the blocks of a shard over to the owner of a share; returns the id by which they are released."""
+        """Hand the blocks of a shard over to the owner of a share; return the id of the shard."""
         entry = _Entry(run, tuple(blocks), {share: owner})
         if self._handovers is not None:
             shown = [block.buffer for block in entry.blocks]

@@ -64,8 +64,11 @@ class Recovery:
         self._metrics = metrics
         self._begin_again = begin_again
         self._in_a_row = RunsInARow()
-        #: The outputs of the runs whose results are kept, each with its shuffles.
-        self._kept: dict[Any, set[Key]] = {}
+        #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if that
+        #: can be told.
+        self._kept: dict[Any, dict[Key, int | None]] = {}
+        #: Outputs that have been in memory since they were received.
+        self._read: dict[Any, set[int]] = {}
         self._shuffles_of: dict[Key, set[Any]] = {}
         self._pending: dict[Any, set[Key]] = {}
         #: The workers that have transferred inputs, by task; None before.
@@ -74,10 +77,19 @@ class Recovery:
     # ---- results that are kept -------------------------------------------------------
 
     def begins(self, shuffle: Any) -> None:
-        """Keep the results of the tasks of a run that begins."""
+        """Take care of a run that begins."""
+        self._read[shuffle] = set()
+        self._keep(shuffle)
+
+    def forgotten(self, shuffle: Any) -> None:
+        """Forget a shuffle with its barrier."""
+        self._read.pop(shuffle, None)
+
+    def _keep(self, shuffle: Any) -> None:
+        """Keep the results of the tasks of a run."""
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
-        outputs = {task.key for task in barrier.dependents}
+        outputs = {task.key: output_partition(task.run_spec) for task in barrier.dependents}
         self._kept[shuffle], self._pending[shuffle] = outputs, set(outputs)
         for key in outputs:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
@@ -103,6 +115,8 @@ class Recovery:
             pending = self._pending[shuffle]
             if finish not in IDLE:
                 pending.add(key)
+                if finish == "memory" and (partition := self._kept[shuffle][key]) is not None:
+                    self._read[shuffle].add(partition)
                 continue
             pending.discard(key)
             if not pending:  # not within a transition: one of them may be about to be needed again
@@ -136,11 +150,13 @@ class Recovery:
             self._forget(shuffle)
             self._scheduler.clients.pop(_client(shuffle), None)
         self._producers.clear()
+        self._read.clear()
 
     def end_all(self) -> None:
         """Keep nothing of any shuffle."""
         for shuffle in list(self._kept):
             self.end(shuffle)
+        self._read.clear()
 
     def is_done(self, shuffle: Any) -> bool:
         """Whether a shuffle has put all of its outputs together that are needed."""
@@ -154,7 +170,7 @@ class Recovery:
         return None if owners is None else ToPickle(owners.snapshot())
 
     def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
-        """Handler: all owners of an epoch have all there is to receive; False when it is not the current one."""
+        """Handler: note that all owners have what there is; False when the epoch is not the current one."""
         owners = self._owners(id, run_id)
         return owners is not None and owners.seal(epoch)
 
@@ -184,11 +200,13 @@ class Recovery:
             return
         workers = [worker for worker in self._candidates(id) if worker != unreachable]
         lost = owners.received(outputs)
+        if lost:  # what else has been read, and is needed again, is asked for before long
+            lost |= self._unfinished(id, self._read[id])
         if unreachable is not None:
             lost |= self._unfinished(id, self._owned(id, unreachable))
         if lost or inputs or (outputs and self._is(barrier_key(id), "memory")):
             if id not in self._kept:  # its outputs had not been needed for a while
-                self.begins(id)
+                self._keep(id)
             self._mend(self._sharing(id) if lost else {id}, lost, inputs, workers, reason)
 
     def _owners(self, shuffle: Any, run_id: int) -> Owners | None:
@@ -329,6 +347,7 @@ class Recovery:
         run = self._extension.active_shuffles[shuffle]
         owners: Owners = run.run_spec.worker_for
         owners.move(to, () if gone is None else (gone,), idle)
+        self._read[shuffle].difference_update(to)
         run.participating_workers.update(to.values())
         moved = {**to, **idle}
         for task in self._barrier(shuffle).dependents:

@@ -1,6 +1,7 @@
 """Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
 
-Some of its methods are replaced on that one instance; each replacement ends in the original, for what is not ours.
+Some of its methods are replaced on that one instance; for what is not ours each replacement ends in the
+original.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class SchedulerShuffles:
             self._runs.done(key)
         if finish == "forgotten" and isinstance(key, str) and (shuffle_id := id_from_key(key)):
             self._runs.forget(shuffle_id)
+            self.recovery.forgotten(shuffle_id)
 
     # ---- in the place of the extension's own ---------------------------------------------
 
@@ -212,10 +214,7 @@ class SchedulerShuffles:
         return recommend
 
     def _releases(self, shuffle_id: Any) -> dict[Key, str]:
-        """What has a shuffle begin again: its tasks are released, but for those that have failed, and for outputs.
-
-        Outputs in memory stay, others wait for the barrier.
-        """
+        """Release the tasks of a shuffle, but for those that have failed, and for outputs in memory."""
         barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
         outputs = (task for task in barrier.dependents if task.state != "memory")
         return {

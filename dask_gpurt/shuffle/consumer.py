@@ -172,7 +172,9 @@ class Consumer:
                 with contextlib.suppress(PeerLost):
                     parcel = self.exchange.take(self.run, shard, path, partial(self._failed, shard))
             if parcel is None:  # the barrier will find that something is missing
-                self.exchange.refuse(shard)  # should the producer live after all, it would hold the block for ever
+                self.exchange.refuse(
+                    shard
+                )  # should the producer live after all, it would hold the block for ever
                 return self._drop(received, received.inputs.lose(shard.source, shard.attempt))
             outdated = received.inputs.add(shard.source, shard.attempt, shard.part, parcel)
             outdated = self._drop(received, outdated)
@@ -199,8 +201,8 @@ class Consumer:
         Returns
         -------
         tuple
-            The parcels that are of no use without it; and the outputs that have to be received once more, if the
-            barrier does not find out by itself that something is missing.
+            The parcels that are of no use without it; and the outputs that have to be received once more, if
+            the barrier does not find out by itself that something is missing.
         """
         with self._lock:
             if (received := self._shares.get(shard.share)) is None:
@@ -210,7 +212,7 @@ class Consumer:
             return self._drop(received, received.inputs.lose(shard.source, shard.attempt)), []
 
     def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
-        """Close the lists of shards of all shares that are complete; returns the inputs that others are missing."""
+        """Close the lists of shards of all shares that are complete; return the inputs that others miss."""
         with self._lock:
             open_ = [received.inputs for received in self._shares.values() if not received.inputs.sealed]
             return {source for inputs in open_ for source in inputs.seal(succeeded)}

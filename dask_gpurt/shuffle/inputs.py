@@ -95,10 +95,10 @@ class Inputs(Generic[T]):
         return [] if known is None else list(known.parts.values())
 
     def lose(self, source: int, attempt: Attempt) -> list[T]:
-        """Note that a part of an attempt can not be had: only a later one counts; returns the parts that are there.
+        """Note that a part of an attempt can not be had: only a later one counts. Return the other parts.
 
-        What has been let go of is never taken again, should it be offered once more: its producer may reuse the
-        block as soon as it hears of the first.
+        What has been let go of is never taken again, should it be offered once more: its producer may reuse
+        the block as soon as it hears of the first.
         """
         known = self._inputs.get(source)
         if known is not None and known.attempt > attempt:
@@ -112,7 +112,7 @@ class Inputs(Generic[T]):
         return self._sealed is not None
 
     def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
-        """Close the list of shards, unless something of it is missing; returns the inputs that it is missing of.
+        """Close the list of shards, unless something is missing; return the inputs that it is missing of.
 
         Parameters
         ----------

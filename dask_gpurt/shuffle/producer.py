@@ -122,9 +122,9 @@ class Producer:
 
     def _end(self, published: _Published, owners: Owners, commits: list[tuple[str, Commit]]) -> None:
         """End an attempt, and offer what it has published to the shares that have come up meanwhile."""
-        # The event loop takes new owners while this thread cuts for the old ones. Either it finds this attempt
-        # among those that have ended and offers it to the new shares itself; or it comes first, and the newer
-        # owners are found here.
+        # The event loop takes new owners while this thread cuts for the old ones. Either it finds this
+        # attempt among those that have ended, and offers it to the new shares itself; or it comes first, and
+        # the newer owners are found here.
         with self._lock:
             self._published[published.source] = published
             newer = self.owners
@@ -193,7 +193,7 @@ class Producer:
 
 
 def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
-    """The shares in the order of their outputs, from the first behind our own on: not all send to one owner first."""
+    """Sort shares by their outputs, from the first behind our own on: not all send to one owner first."""
     shares = sorted(shares, key=lambda share: share.outputs)
     mine = [at for at, share in enumerate(shares) if share.owner == me]
     start = mine[-1] + 1 if mine else 0

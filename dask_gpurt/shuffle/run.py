@@ -236,7 +236,7 @@ class ShuffleRun:
             self._retiring -= shares
 
     async def _catch_up(self) -> None:
-        """Ask the scheduler for the owners as they are now; raises ShuffleClosedError when the run is over."""
+        """Ask the scheduler for the owners as they are now; raise ShuffleClosedError when the run is over."""
         reply = await getattr(self._worker.scheduler, OWNERS)(id=self.id, run_id=self.run_id)
         if reply is None:
             raise ShuffleClosedError(f"{self} is over")
@@ -307,7 +307,7 @@ class ShuffleRun:
                 except GONE as error:
                     self.raise_if_closed()
                     await self._recover(str(error), unreachable=owner)
-                    # What has been given to others they are offered by `renew`. The rest is still for this one.
+                    # `renew` offers the new owners what they have been given. The rest is still for this one.
                     kept = [offer for offer in offers if offer.share in self._owners.shares]
                     self._outgoing[owner][:0] = kept
                     self._retire_all()
@@ -336,7 +336,7 @@ class ShuffleRun:
         return cast(dict[str, list[int]], reply).get("missing", [])
 
     async def _flush(self) -> None:
-        """Deliver what is still on its way. Called at the barrier, on workers that have transferred inputs."""
+        """Deliver what is still on its way. At the barrier, on workers that have transferred inputs."""
         while pending := [sender for sender in self._senders.values() if not sender.done()]:
             await asyncio.wait(pending)
         self._exchange.run_published(self._key)

@@ -472,9 +472,14 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
         module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S = kept
 
 
+_doing: set[asyncio.Future[Any]] = set()
+
+
 def _without_waiting(loop: Any, function: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Have the event loop do something: tasks run on it here, and can not wait for it."""
-    asyncio.ensure_future(function(*args, **options))
+    doing = asyncio.ensure_future(function(*args, **options))
+    _doing.add(doing)
+    doing.add_done_callback(_doing.discard)
 
 
 async def quiet() -> None:

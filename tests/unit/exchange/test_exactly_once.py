@@ -278,8 +278,8 @@ class ExactlyOnce(RuleBasedStateMachine):
                 return
             step()
         raise AssertionError(
-            f"a hang: {self.network.messages}, {self.background}, {self.errors}, {self.active.owners.shares}, "
-            f"{self.active.transferred}, outputs {list(self.active.outputs)}"
+            f"a hang: {self.network.messages}, {self.background}, {self.errors}, "
+            f"{self.active.owners.shares}, {self.active.transferred}, outputs {list(self.active.outputs)}"
         )
 
     def _nothing_waits(self) -> bool:
