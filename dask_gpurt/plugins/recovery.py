@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dask.typing import Key
@@ -32,6 +33,31 @@ logger = logging.getLogger(__name__)
 
 #: States of outputs that a run has nothing to do for.
 IDLE = ("released", "forgotten", "erred")
+
+
+#: For how long outputs that are being put together are waited for, and how often they are looked at, in seconds.
+PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
+
+
+@dataclass
+class _Loss:
+    """What is to be mended once the outputs are there that are being put together.
+
+    Attributes
+    ----------
+    outputs
+        Those that have to be received once more.
+    gone, unreachable
+        Workers that have left, and that can not be reached.
+    since
+        When the first of it became known, in seconds.
+    """
+
+    reason: str
+    since: float
+    outputs: set[int] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
+    unreachable: set[str] = field(default_factory=set)
 
 
 class Recovery:
@@ -71,6 +97,8 @@ class Recovery:
         self._read: dict[Any, set[int]] = {}
         self._shuffles_of: dict[Key, set[Any]] = {}
         self._pending: dict[Any, set[Key]] = {}
+        #: What has not been mended yet; shuffles that share outputs share that.
+        self._losses: dict[Any, _Loss] = {}
         #: The workers that have transferred inputs, by task; None before.
         self._producers: dict[Key, str | None] = {}
 
@@ -149,6 +177,7 @@ class Recovery:
         for shuffle in list(self._kept):
             self._forget(shuffle)
             self._scheduler.clients.pop(_client(shuffle), None)
+        self._losses.clear()
         self._producers.clear()
         self._read.clear()
 
@@ -198,7 +227,6 @@ class Recovery:
         owners = self._owners(id, run_id)
         if owners is None or owners.epoch != epoch:
             return
-        workers = [worker for worker in self._candidates(id) if worker != unreachable]
         lost = owners.received(outputs)
         if lost:  # what else has been read, and is needed again, is asked for before long
             lost |= self._unfinished(id, self._read[id])
@@ -207,7 +235,11 @@ class Recovery:
         if lost or inputs or (outputs and self._is(barrier_key(id), "memory")):
             if id not in self._kept:  # its outputs had not been needed for a while
                 self._keep(id)
-            self._mend(self._sharing(id) if lost else {id}, lost, inputs, workers, reason)
+            loss = self._note(self._sharing(id) if lost else {id}, lost, reason)
+            if unreachable is not None:
+                loss.unreachable.add(unreachable)
+            self._release(inputs)
+            self._look(loss)
 
     def _owners(self, shuffle: Any, run_id: int) -> Owners | None:
         run = self._extension.active_shuffles.get(shuffle)
@@ -235,17 +267,18 @@ class Recovery:
         owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles))
         lost = set().union(*(self._unfinished(shuffle, owned) for shuffle in shuffles))
         if lost or not all(map(self._is_sealed, shuffles)):
-            # The results of their tasks may be elsewhere too.
-            inputs = [key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)]
-            workers = self._candidates(*shuffles)
-            self._mend(shuffles, lost, inputs, workers, reason, gone=worker, idle=owned - lost)
+            loss = self._note(shuffles, lost, reason)
+            loss.gone.add(worker)
+            # The results of its transfers may be elsewhere too.
+            self._release([key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)])
+            self._look(loss)
             return
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # nothing is needed: its lost transfers need not be run again
                 self.end(shuffle)
         elif candidates := self._candidates(*shuffles):
             for shuffle in shuffles:
-                self._move(shuffle, {}, worker, deal(owned, candidates, {}))
+                self._move(shuffle, {}, {worker}, deal(owned, candidates, {}))
 
     def _transferred_by(self, worker: str, shuffle: Any) -> list[Key]:
         tasks = self._barrier(shuffle).dependencies
@@ -262,9 +295,10 @@ class Recovery:
             if not isinstance(owners, Owners) or owners.sealed or worker not in self._candidates(shuffle):
                 continue
             taken = self._share_for(worker, shuffle, owners)
-            if taken:
-                reason = f"worker {worker} has joined"
-                self._mend(self._sharing(shuffle), taken, (), [worker], reason, counts=False)
+            if taken and shuffle not in self._losses:
+                self._mend(
+                    self._sharing(shuffle), taken, [worker], f"worker {worker} has joined", counts=False
+                )
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
         """Outputs for one worker more: the last of each that has more than its share."""
@@ -282,15 +316,52 @@ class Recovery:
 
     # ---- mending ---------------------------------------------------------------------
 
+    def _note(self, shuffles: Collection[Any], outputs: Collection[int], reason: str) -> _Loss:
+        """Note a loss of shuffles that share outputs, with what has not been mended of earlier ones."""
+        known = [self._losses[shuffle] for shuffle in shuffles if shuffle in self._losses]
+        loss = known[0] if known else _Loss(reason, time())
+        loss.outputs.update(outputs)
+        self._losses |= dict.fromkeys(shuffles, loss)
+        return loss
+
+    def _look(self, loss: _Loss) -> None:
+        """Mend a loss, unless outputs are being put together that are not concerned.
+
+        Dask takes these back when it has the barrier run again. Some would be there by then, and have let go of
+        their shards: they would be lost too, and to mend that would take others back.
+        """
+        shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
+        if any(self._has_others(shuffle, loss) for shuffle in shuffles) and time() - loss.since < PATIENCE_S:
+            self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
+            return
+        for shuffle in shuffles:
+            del self._losses[shuffle]
+        shuffles = [shuffle for shuffle in shuffles if shuffle in self._extension.active_shuffles]
+        if not shuffles:
+            return
+        needed = set().union(*(self._unfinished(shuffle, loss.outputs) for shuffle in shuffles))
+        owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles for worker in loss.gone))
+        workers = [worker for worker in self._candidates(*shuffles) if worker not in loss.unreachable]
+        self._mend(shuffles, needed, workers, loss.reason, gone=loss.gone, idle=owned - needed)
+
+    def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
+        """Whether outputs are being put together that a loss does not concern."""
+        if not self._is(barrier_key(shuffle), "memory"):
+            return False
+        outputs = self._kept.get(shuffle, {})
+        return any(
+            partition not in loss.outputs and self._is(key, "processing")
+            for key, partition in outputs.items()
+        )
+
     def _mend(
         self,
         shuffles: Collection[Any],
         lost: Collection[int],
-        inputs: Collection[Key],
         workers: list[str],
         reason: str,
         *,
-        gone: str | None = None,
+        gone: Collection[str] = (),
         idle: Collection[int] = (),
         counts: bool = True,
     ) -> None:
@@ -302,8 +373,6 @@ class Recovery:
             Those that share the outputs: tasks of a join read both sides on one worker.
         lost, idle
             The outputs that are given away: those that are needed, and those that may be needed again.
-        inputs
-            The transfer tasks to be run again.
         counts
             Whether something has been lost.
         """
@@ -313,17 +382,17 @@ class Recovery:
             return
         to = deal(lost, workers, self._load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
-        released = [key for key in inputs if self._is(key, "memory")]
         for shuffle in shuffles:
             logger.warning("Shuffle %s goes on: %s", shuffle, reason)
             self._metrics.add("shuffle.runs.recovered", int(counts))
             self._move(shuffle, to, gone, kept)
-            released += [
-                key
-                for key in (barrier_key(shuffle),)
-                if self._is(key, "memory", "processing", "queued", "no-worker")
-            ]
+        barriers = map(barrier_key, shuffles)
+        self._release(barriers, "memory", "processing", "queued", "no-worker")
+
+    def _release(self, keys: Iterable[Key], *states: str) -> None:
+        """Have tasks run again that are in memory, or in one of some states."""
         stimulus = f"gpurt-recovery-{time()}"
+        released = [key for key in keys if self._is(key, *(states or ("memory",)))]
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
@@ -343,10 +412,12 @@ class Recovery:
                     return f"it was mended {self._retries} times in a row"
         return None
 
-    def _move(self, shuffle: Any, to: Mapping[int, str], gone: str | None, idle: Mapping[int, str]) -> None:
+    def _move(
+        self, shuffle: Any, to: Mapping[int, str], gone: Collection[str], idle: Mapping[int, str]
+    ) -> None:
         run = self._extension.active_shuffles[shuffle]
         owners: Owners = run.run_spec.worker_for
-        owners.move(to, () if gone is None else (gone,), idle)
+        owners.move(to, gone, idle)
         self._read[shuffle].difference_update(to)
         run.participating_workers.update(to.values())
         moved = {**to, **idle}
