@@ -29,8 +29,16 @@ def small(library: Library) -> Iterator[Client]:
         yield client
 
 
+@pytest.fixture
+def tiny(library: Library) -> Iterator[Client]:
+    """Two workers whose tiers above the disk hold 4 MiB each."""
+    sizes = {"memory__device": 2 * MIB, "memory__pinned": MIB, "memory__host": MIB}
+    with cluster(library.name, **{**SMALL, **sizes}) as client:
+        yield client
+
+
 def frames(library: Library, count: int = 24, rows: int = 1 << 17) -> Any:
-    """Partitions of 2 MiB each."""
+    """Partitions, of 2 MiB each unless there are fewer rows."""
     parts = [
         pd.DataFrame({"key": (np.arange(rows) * (i + 7)) % 997, "value": np.arange(rows) + i})
         for i in range(count)
@@ -58,9 +66,9 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
 
 @pytest.mark.parametrize("operation", ["shuffle", "merge", "sort"])
 def test_shuffles_larger_than_the_tiers_above_the_disk(
-    small: Client, library: Library, operation: str
+    tiny: Client, library: Library, operation: str
 ) -> None:
-    collection = frames(library)
+    collection = frames(library, rows=1 << 15)
 
     def run(frame: Any) -> Any:
         if operation == "shuffle":
@@ -80,9 +88,9 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
             pd.concat(parts).sort_values(["value", "key"], ignore_index=True) for parts in (ours, theirs)
         )
         pd.testing.assert_frame_equal(mine, other)
-    moved = {name: n for name, n in counters(small).items() if name.startswith("memory.spill.bytes")}
+    moved = {name: n for name, n in counters(tiny).items() if name.startswith("memory.spill.bytes")}
     assert moved
-    assert not counters(small).get("memory.unspill.unheld", 0)  # which would have been on the event loop
+    assert not counters(tiny).get("memory.unspill.unheld", 0)  # which would have been on the event loop
 
 
 def test_peers_read_what_is_spilled_without_making_it_live(small: Client, library: Library) -> None:
