@@ -241,7 +241,11 @@ def test_dependencies_that_dask_fetches_teach_the_link(file: Path) -> None:
         await until(lambda: topology(scheduler).learned()[Link.TCP] != before[Link.TCP])
         # Between the GPUs of a and b it takes another way than theirs.
         await client.submit(np.max, block, workers=[b.address])
-        await asyncio.sleep(1.5)
+        # What b fetches of c it reports later, or at the same time.
+        tcp = topology(scheduler).learned()[Link.TCP]
+        other = client.submit(np.zeros, 30_000_000 // 8, workers=[c.address])
+        await client.submit(np.min, other, workers=[b.address])
+        await until(lambda: topology(scheduler).learned()[Link.TCP] != tcp)
         assert topology(scheduler).learned()[Link.NVLINK] == before[Link.NVLINK]
 
     run()
