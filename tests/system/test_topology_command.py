@@ -13,6 +13,7 @@ import pytest
 from dask_gpurt.topology import Link
 from dask_gpurt.topology.file import load
 from tests.helpers.commands import run
+from tests.helpers.shared_memory import alone_in_shm
 
 
 def topology(*arguments: str | Path, code: int = 0, **settings: str) -> Any:
@@ -20,7 +21,8 @@ def topology(*arguments: str | Path, code: int = 0, **settings: str) -> Any:
 
 
 def test_this_host_is_measured_and_the_file_is_read_back(tmp_path: Path) -> None:
-    done = topology("--measure", "--json")
+    with alone_in_shm():
+        done = topology("--measure", "--json")
     file = tmp_path / "measured.json"
     file.write_text(done.stdout)
     speeds = load(file).speeds
