@@ -39,7 +39,7 @@ readme_command() {
     python -m pip install -e ".[test]" && python -m pytest
 }
 
-# Without the slow tests of the demo and of the benchmarks, which ask little of Dask; and with memory that is short now
+# Without the slow tests, which run above; and with memory that is short now
 # and then: one allocation of so many fails on every cluster of the tests.
 oldest_command() {
     python -m pip install -e ".[test]" "dask==$OLDEST" "distributed==$OLDEST" &&

@@ -59,11 +59,15 @@ def test_a_worker_that_dask_pauses_stays_paused(tight: Client) -> None:
             await asyncio.sleep(0.001)
         return held
 
+    def go_on(dask_worker: object) -> None:
+        dask_worker.status = dask_worker.status.running  # type: ignore[attr-defined]
+
     def running(dask_worker: object) -> bool:
         return bool(dask_worker.state.running)  # type: ignore[attr-defined]
 
     assert all(tight.run(pause).values())
     assert not any(tight.run(running).values())
+    tight.run(go_on)  # a worker that stays paused is waited for when the cluster is closed
 
 
 def keys(number: int) -> pd.DataFrame:

@@ -22,6 +22,8 @@ from dask_gpurt.device.codecs import Codec, CodecError, host_codecs
 from tests.helpers.clusters import assert_same_partitions, counters, partitions
 from tests.helpers.two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
 
+pytestmark = pytest.mark.slow
+
 PARTS, ROWS = 8, 20_000
 #: Bytes per second of a link that is slow, 32 Mbit/s: beside it a codec is fast on the busiest machine.
 SLOW = 4_000_000
