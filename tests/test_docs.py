@@ -19,7 +19,7 @@ from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dask_gpurt"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -116,7 +116,7 @@ def test_yaml_is_yaml(page: Path) -> None:
 
 
 def test_settings_lists_every_key_once() -> None:
-    page = text("docs/settings.md")
+    page = text("docs/reference/settings.md")
     assert sorted(re.findall(r"^## `(gpurt\..*)`$", page, re.MULTILINE)) == sorted(KEYS)
     overview = section(page, "Overview")
     assert re.findall(r"^\| \[`(.*?)`\]", overview, re.MULTILINE) == list(KEYS)
@@ -132,9 +132,10 @@ def values(tree: Any) -> Iterator[Any]:
 
 def test_settings_has_the_defaults() -> None:
     defaults = yaml.safe_load((PACKAGE / "gpurt.yaml").read_text())
-    assert yaml.safe_load(blocks(text("docs/settings.md"), "yaml")[0]) == defaults
+    assert yaml.safe_load(blocks(text("docs/reference/settings.md"), "yaml")[0]) == defaults
     shown = [
-        yaml.safe_load(cell.strip("`")) for cell in cells(section(text("docs/settings.md"), "Overview"), 1)
+        yaml.safe_load(cell.strip("`"))
+        for cell in cells(section(text("docs/reference/settings.md"), "Overview"), 1)
     ]
     assert shown == list(values(defaults))
 
@@ -150,7 +151,7 @@ def class_attribute(file: str, owner: str, name: str) -> Any:
 
 
 def test_settings_says_what_auto_is() -> None:
-    page = " ".join(text("docs/settings.md").split())
+    page = " ".join(text("docs/reference/settings.md").split())
     host, cuda = HostDevice.pool_share, class_attribute("device/cuda.py", "CudaDevice", "pool_share")
     assert f"`auto` is {cuda:.0%} of the memory of a GPU and {host:.0%} of a worker's memory limit" in page
     assert f"never more than {pools.AUTO_POOL_OF_FREE:.0%} of what is free on the GPU" in page
@@ -173,7 +174,7 @@ def test_development_names_every_module() -> None:
 
 def quoted() -> list[str]:
     """Messages that the pages explain."""
-    page = text("docs/troubleshooting.md").split("\n## Problems")[1]
+    page = text("docs/guides/troubleshooting.md").split("\n## Problems")[1]
     listed = re.findall(r"^- \*\*[^`*]*`(.*?)`", page, re.MULTILINE)
     tables = [said for cell in cells(page, 0) for said in re.findall(r"`(.*?)`", cell)]
     # Dask says this one, and some are a name of ours between names of the user.
@@ -205,13 +206,13 @@ def fallbacks() -> Iterator[str]:
 
 
 def test_each_fallback_is_explained() -> None:
-    page, found = text("docs/troubleshooting.md"), set(fallbacks())
+    page, found = text("docs/guides/troubleshooting.md"), set(fallbacks())
     assert len(found) > 15
     assert [what for what in sorted(found) if f"`{what}" not in page] == []
 
 
 def test_counters_exist() -> None:
-    page = section(text("docs/performance.md"), "In your own program")
+    page = section(text("docs/benchmarks.md"), "In your own program")
     named = [name for cell in cells(page, 0) for name in re.findall(r"`(.*?)`", cell)]
     assert len(named) > 10
     assert set(named) <= set(literals())
@@ -220,7 +221,7 @@ def test_counters_exist() -> None:
 @pytest.mark.parametrize("script", ["shuffle", "exchange"])
 def test_options_of_the_benchmarks_are_listed(script: str) -> None:
     page = section(
-        text("docs/performance.md"),
+        text("docs/benchmarks.md"),
         {"shuffle": "Shuffles, by method", "exchange": "The exchange alone"}[script],
     )
     listed = {name for cell in cells(page, 0) for name in re.findall(r"`(--[a-z-]+)`", cell)}
