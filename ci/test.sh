@@ -55,6 +55,11 @@ without_compiler() {
         grep -q "the interposer was not built" doctor
 }
 
+# In an environment of its own, which tests nothing else.
+docs_site() (
+    environment "$scratch/docs" && ci/docs.sh "$scratch/site"
+)
+
 # Two minutes, on seeds that are always the same: the defaults and comms only, little memory, and nothing but lost workers.
 chaos() {
     local options=(--workers 3 --limit 120 --dumps "$scratch")
@@ -75,6 +80,7 @@ step "mypy" mypy --strict dask_gpurt
 step "import contract" lint-imports
 # Once more, to say which sanitizers were there; -rs gives the reason where one was not.
 step "interposer under sanitizers" python -m pytest -rs tests/test_interposer_threads.py
+step "documentation" docs_site
 step "Dask's own shuffle tests" ci/dask_suite.sh
 step "chaos" chaos
 
