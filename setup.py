@@ -9,9 +9,9 @@ class WithData(Distribution):
         return bool(self.has_data_files())
 
 
-# Not an extension module: workers preload it, and it uses nothing of Python's. So one wheel serves each Python from
-# 3.11 on. Where it can not be built, there are no residency caps, and `dask gpurt doctor` says so; wheels that are
-# published require it.
+# Not an extension module: workers preload it, and it uses nothing of Python's. So one wheel serves each
+# Python from 3.11 on. Where it can not be built, there are no residency caps, and `dask gpurt doctor` says
+# so; wheels that are published require it.
 interposer = Extension(
     "dask_gpurt.overlap._interposer",
     ["dask_gpurt/overlap/_interposer.c"],

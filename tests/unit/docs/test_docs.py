@@ -1,0 +1,306 @@
+"""What the documentation says, held against the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dask_gpurt.config import KEYS
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.exchange import pools
+from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "dask_gpurt"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _generator() -> Any:
+    """Load what writes the pages that come from the code; it lies beside the package."""
+    spec = spec_from_file_location("docs_pages", ROOT / "ci" / "docs_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+docs_pages = _generator()
+#: The pages that are written from the code, by where they are in the site.
+WRITTEN = {ROOT / "docs" / path: write() for path, write in docs_pages.PAGES.items()}
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def without_blocks(page: str) -> str:
+    return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def cells(page: str, column: int) -> list[str]:
+    """What stands in a column of the tables, headings left out."""
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
+    following = [*rows[1:], [""]]
+    bodies = [row for row, below in zip(rows, following, strict=True) if "---" not in row[0] + below[0]]
+    return [row[column].strip() for row in bodies]
+
+
+def section(page: str, heading: str) -> str:
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def content(page: Path) -> str:
+    """Return the text of a page, from the file or from the code."""
+    return WRITTEN[page] if page in WRITTEN else page.read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the ids that a page's headings get."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(content(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def fragments(said: str) -> list[str]:
+    return [part for part in said.split("…") if len(part.strip()) > 3]
+
+
+@cache
+def literals() -> tuple[str, ...]:
+    """Return all strings in the package, with … for what is put into them."""
+    return tuple(_literals())
+
+
+def _literals() -> Iterator[str]:
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+# ---- README --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["-m dask_gpurt demo", "-m pytest"])
+def test_the_two_commands_stand_there(command: str) -> None:
+    line = f'python -m pip install -e ".[test]" && python {command}'
+    assert [block.splitlines() for block in blocks(text("README.md"), "console")].count([line]) == 1
+
+
+def test_python_in_the_readme_compiles() -> None:
+    found = blocks(text("README.md"), "python")
+    assert found
+    for block in found:
+        compile(block, "README.md", "exec")
+
+
+def test_there_is_a_place_for_the_figures() -> None:
+    figures = text("README.md").split("<!-- figures:begin -->")[1].split("<!-- figures:end -->")[0]
+    assert "benchmarks/results/" in figures
+
+
+# ---- every page ----------------------------------------------------------------------
+
+
+def unresolved(page: Path) -> Iterator[str]:
+    """Yield the links of a page that lead nowhere."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(content(page))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        exists = target in WRITTEN or target.exists()
+        if not exists or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+@each_page
+def test_links_resolve(page: Path) -> None:
+    assert list(unresolved(page)) == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_links_of_pages_from_the_code_resolve(page: Path) -> None:
+    assert list(unresolved(page)) == []
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    def files(entries: list[Any]) -> Iterator[str]:
+        for entry in entries:
+            for found in entry.values() if isinstance(entry, dict) else [entry]:
+                yield from files(found) if isinstance(found, list) else [found]
+
+    listed = sorted(files(yaml.safe_load(text("mkdocs.yml"))["nav"]))
+    pages = [page for page in [*PAGES, *WRITTEN] if ROOT / "docs" in page.parents]
+    assert listed == sorted(str(page.relative_to(ROOT / "docs")) for page in pages)
+
+
+@each_page
+def test_yaml_is_yaml(page: Path) -> None:
+    for block in blocks(page.read_text(), "yaml"):
+        assert isinstance(yaml.safe_load(block), dict)
+
+
+# ---- settings ------------------------------------------------------------------------
+
+
+SETTINGS = WRITTEN[ROOT / "docs/reference/settings.md"]
+
+
+def test_settings_lists_every_key_once() -> None:
+    assert sorted(re.findall(r"^## `(gpurt\..*)`$", SETTINGS, re.MULTILINE)) == sorted(KEYS)
+    overview = section(SETTINGS, "Overview")
+    assert re.findall(r"^\| \[`(.*?)`\]", overview, re.MULTILINE) == list(KEYS)
+
+
+def values(tree: Any) -> Iterator[Any]:
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from values(value)
+        else:
+            yield value
+
+
+def test_settings_has_the_defaults() -> None:
+    defaults = yaml.safe_load((PACKAGE / "gpurt.yaml").read_text())
+    assert yaml.safe_load(blocks(SETTINGS, "yaml")[0]) == defaults
+    shown = [yaml.safe_load(cell.strip("`")) for cell in cells(section(SETTINGS, "Overview"), 1)]
+    assert shown == list(values(defaults))
+
+
+def class_attribute(file: str, owner: str, name: str) -> Any:
+    """Read from the source, where importing it takes a GPU."""
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            for line in node.body:
+                if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name:
+                    return ast.literal_eval(line.value)
+    raise AttributeError(f"{owner}.{name}")
+
+
+def test_settings_says_what_auto_is() -> None:
+    page = " ".join(SETTINGS.split())
+    host, cuda = HostDevice.pool_share, class_attribute("device/cuda.py", "CudaDevice", "pool_share")
+    assert f"`auto` is {cuda:.0%} of the memory of a GPU and {host:.0%} of a worker's memory limit" in page
+    assert f"never more than {pools.AUTO_POOL_OF_FREE:.0%} of what is free on the GPU" in page
+    assert f"or {pools.AUTO_POOL_OF_SHM:.0%} of `/dev/shm`" in page
+    assert f"fails only after {FOREIGN_PATIENCE_S:.0f} seconds" in page
+
+
+# ---- development ---------------------------------------------------------------------
+
+
+def test_development_names_every_module() -> None:
+    named = [cell.strip("`") for cell in cells(section(text("docs/development.md"), "The house"), 1)]
+    files = [path for kind in ("*.py", "*.c", "*.yaml") for path in PACKAGE.rglob(kind)]
+    rooms = {path / "__init__.py" for path in PACKAGE.iterdir()}
+    assert sorted(named) == sorted(str(path.relative_to(PACKAGE)) for path in files if path not in rooms)
+
+
+# ---- what is quoted ------------------------------------------------------------------
+
+
+def quoted() -> list[str]:
+    """Messages that the pages explain."""
+    page = text("docs/guides/troubleshooting.md").split("\n## Problems")[1]
+    listed = re.findall(r"^- \*\*[^`*]*`(.*?)`", page, re.MULTILINE)
+    tables = [said for cell in cells(page, 0) for said in re.findall(r"`(.*?)`", cell)]
+    # Dask says this one, and some are a name of ours between names of the user.
+    return [said for said in [*listed, *tables] if not said.startswith("P2P ") and fragments(said)]
+
+
+@pytest.mark.parametrize("said", quoted())
+def test_messages_are_quoted_as_they_are(said: str) -> None:
+    strings = literals()
+    missing = [part for part in fragments(said) if not any(part in string for string in strings)]
+    assert not missing
+
+
+def fallbacks() -> Iterator[str]:
+    """What the package counts as fallen back; of a name that is put together, its beginning."""
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    constants = {
+        ast.unparse(node.targets[0]): node.value.value
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        given = [call.func, *call.args]  # or as partial(metrics.fallback, what)
+        for function, what in pairwise(given):
+            if isinstance(function, ast.Attribute) and function.attr == "fallback":
+                first = what.values[0] if isinstance(what, ast.JoinedStr) else what
+                yield str(first.value if isinstance(first, ast.Constant) else constants[ast.unparse(first)])
+
+
+def test_each_fallback_is_explained() -> None:
+    page, found = text("docs/guides/troubleshooting.md"), set(fallbacks())
+    assert len(found) > 15
+    assert [what for what in sorted(found) if f"`{what}" not in page] == []
+
+
+def test_counters_exist() -> None:
+    page = text("docs/reference/metrics.md").split("\n## Shuffle\n")[1]
+    named = [name for cell in cells(page, 0) for name in re.findall(r"`(.*?)`", cell)]
+    strings = set(literals())
+
+    def known(name: str) -> bool:
+        # A name may be put together: the part before a tier, a path or a reason has to be there.
+        stem, family = re.split("[…<]", name)[0], name.partition(".")[0]
+        return any(stem in string for string in strings) or f"{family}.…" in strings
+
+    assert len(named) > 30
+    assert [name for name in named if not known(name)] == []
+
+
+@pytest.mark.parametrize("script", ["shuffle", "exchange"])
+def test_options_of_the_benchmarks_are_listed(script: str) -> None:
+    page = section(
+        text("docs/guides/measure.md"),
+        {"shuffle": "Shuffles, by method", "exchange": "The exchange alone"}[script],
+    )
+    listed = {name for cell in cells(page, 0) for name in re.findall(r"`(--[a-z-]+)`", cell)}
+    options = re.findall(r'^@click\.option\(\s*"(--[^"]+)"', text(f"benchmarks/{script}.py"), re.MULTILINE)
+    assert listed == {name for option in options for name in option.split("/")}
+
+
+def test_the_command_line_has_every_command_and_option() -> None:
+    page = WRITTEN[ROOT / "docs/reference/cli.md"]
+    for name, command in docs_pages.commands().items():
+        shown = section(page, name)
+        assert [
+            option
+            for option in command.params
+            if f"`{option.opts[0]}`" not in shown and option.opts[0][0] == "-"
+        ] == []
+
+
+def test_the_api_has_every_public_function() -> None:
+    page = WRITTEN[ROOT / "docs/reference/api.md"]
+    shown = re.findall(r"heading: dask_gpurt\.(\w+)$", page, re.MULTILINE)
+    assert {"enable", "disable", "is_enabled", "report", "explain"} <= set(shown)
+
+
+def test_each_result_is_named_in_the_table_of_figures() -> None:
+    table = section(text("docs/benchmarks.md"), "All figures")
+    named = {name for cell in cells(table, 3) for name in re.findall(r"`(.*?)`", cell)}
+    assert named == {file.name for file in RESULTS.glob("*.json")}
