@@ -42,7 +42,7 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
-from commandline import write
+from common.commandline import write
 from distributed import Client, LocalCluster, SchedulerPlugin
 from rich.console import Console
 from rich.table import Table

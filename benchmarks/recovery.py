@@ -24,11 +24,11 @@ from typing import Any
 import click
 import dask
 import dask.dataframe as dd
-from commandline import split_list, write
+from common.commandline import split_list, write
+from common.rows import fingerprints, make_random, totals
 from distributed import Client, SchedulerPlugin, wait
 from rich.console import Console
 from rich.table import Table
-from rows import fingerprints, make_random, totals
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import local_cluster

@@ -23,13 +23,11 @@ from typing import Any
 import click
 import dask
 import dask.dataframe as dd
-from commandline import in_bytes, split_list, write
-from distributed import Client, wait
-from links import link_limit
-from moved import moved
-from peaks import PeakMemory, take_peaks
-from rich.console import Console
-from rows import (
+from common.commandline import in_bytes, split_list, write
+from common.links import link_limit
+from common.moved import moved
+from common.peaks import PeakMemory, take_peaks
+from common.rows import (
     ROW_BYTES,
     STRIDE,
     WEIGHT,
@@ -41,6 +39,8 @@ from rows import (
     make_unique,
     totals,
 )
+from distributed import Client, wait
+from rich.console import Console
 from shuffle_figures import Run, print_summary, summarise, warm_seconds
 
 import dask_gpurt

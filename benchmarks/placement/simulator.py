@@ -3,7 +3,7 @@
 Tasks sleep for their time, beside making a result of their size, and results go over the loopback. The speed
 of that and the cost of a task are measured first: they are all that the simulator is told of this machine.
 
-    python benchmarks/simulator.py --json simulator-2cpu.json
+    python -m benchmarks.placement.simulator --json simulator-2cpu.json
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import click
 import dask
 import distributed
 import numpy as np
-from commandline import write
 from dask._task_spec import Task, TaskRef
 from distributed import Client, LocalCluster, wait
 
+from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.simulate import WORKLOADS, Capacity, Cluster, Machine, Overheads, Simulation, Work, Workload
 from dask_gpurt.simulate.workloads import Scale

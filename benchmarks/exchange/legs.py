@@ -17,12 +17,12 @@ from typing import Any
 
 import dask
 from distributed import Client, as_completed, wait
-from exchange_sides import Frame, Gpurt, Plan, RapidsMPF, Side, wait_for_gpu
-from links import link_limit
-from processes import Barrier, Child, one_of_each
-from rows import WRAP, fingerprint, totals
 
 import dask_gpurt
+from benchmarks.common.links import link_limit
+from benchmarks.common.processes import Barrier, Child, one_of_each
+from benchmarks.common.rows import WRAP, fingerprint, totals
+from benchmarks.exchange.sides import Frame, Gpurt, Plan, RapidsMPF, Side, wait_for_gpu
 from dask_gpurt.cli.cluster import local_cluster
 
 PHASES = ("produce", "settle", "consume", "wait")

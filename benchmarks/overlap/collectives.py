@@ -19,11 +19,11 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
-from overlap_figures import OFF, Round
-from overlap_plan import LEARNING, Plan, rotated
-from overlap_workers import Board
-from processes import Child, one_of_each
 
+from benchmarks.common.processes import Child, one_of_each
+from benchmarks.overlap.figures import OFF, Round
+from benchmarks.overlap.plan import LEARNING, Plan, rotated
+from benchmarks.overlap.workers import Board
 from dask_gpurt.overlap.actuators import ONE_BY_ONE, ResidencyCaps, SmShare, Together
 from dask_gpurt.overlap.explain import rows
 from dask_gpurt.overlap.governor import Governor

@@ -1,6 +1,6 @@
 """Placement on real clusters: the makespan with Dask's choices and with ours, on skewed data.
 
-    python benchmarks/placement_real.py --repeat 5 --json placement-real.json
+    python -m benchmarks.placement.clusters --repeat 5 --json placement-real.json
 
 Two clusters of four processes of one thread are up at the same time, both with the runtime on and its
 shuffle, one with placement. They take turns: a run here, a run there, every other turn the other way round.
@@ -24,16 +24,16 @@ from typing import Any
 
 import click
 import dask
-import simulator
 from dask.utils import format_bytes, parse_bytes
 from distributed import Client
-from moved import moved
-from placement_workloads import WORKLOADS, Workload
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
+from benchmarks.common.moved import moved
+from benchmarks.placement import simulator
+from benchmarks.placement.workloads import WORKLOADS, Workload
 from dask_gpurt.cli.environment import environment
 
 #: Who decides.

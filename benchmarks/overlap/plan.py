@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from overlap_figures import ADAPTIVE, OFF
-
+from benchmarks.overlap.figures import ADAPTIVE, OFF
 from dask_gpurt.overlap.actuators import USUAL
 from dask_gpurt.overlap.steps import PRIORITY, Setting
 

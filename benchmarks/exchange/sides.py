@@ -12,9 +12,9 @@ from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
 from distributed import get_worker
 from distributed.shuffle._core import ShuffleId
 from distributed.utils import sync
-from processes import Barrier
-from rows import ROW_BYTES, make_random
 
+from benchmarks.common.processes import Barrier
+from benchmarks.common.rows import ROW_BYTES, make_random
 from dask_gpurt.dataframe.expressions import HashTargets
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.run import ShuffleRun

@@ -1,6 +1,6 @@
 """What the memory ledgers of many workers cost the scheduler, in CPU time of its process.
 
-    python benchmarks/ledger.py --workers 256 --rate 1000 --seconds 8 --repeats 5 --json results.json
+    python -m benchmarks.memory.ledger --workers 256 --rate 1000 --seconds 8 --repeats 5 --json results.json
 
 The scheduler has a process of its own, with the runtime switched on. Real workers, many in a process, reach
 it over TCP; of the ledger of each, ``--rate`` cells change in a second, all cells in turn, and of partitions
@@ -25,12 +25,12 @@ from typing import Any
 
 import click
 import psutil
-from commandline import write
 from distributed import Client
 from distributed.protocol.core import dumps, loads
-from ledger_workers import CELLS, Truth, change, run, schedule, send
 
 import dask_gpurt
+from benchmarks.common.commandline import write
+from benchmarks.memory.ledger_workers import CELLS, Truth, change, run, schedule, send
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import KINDS, PARTITIONS, Ledger, Picture
 from dask_gpurt.memory.tiers import Tier

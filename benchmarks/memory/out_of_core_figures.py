@@ -11,7 +11,8 @@ from dask.utils import format_bytes
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rows import GIB
+
+from benchmarks.common.rows import GIB
 
 
 @dataclass

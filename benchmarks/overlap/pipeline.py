@@ -10,13 +10,13 @@ from typing import Any
 
 import dask
 import dask.dataframe as dd
-import gpu_timeline
 from distributed import Client, wait
-from overlap_figures import ADAPTIVE, Round, against, spread
-from overlap_plan import LEARNING, Plan, rotated
-from overlap_workers import LOADED
 
 import dask_gpurt
+from benchmarks.overlap import gpu_timeline
+from benchmarks.overlap.figures import ADAPTIVE, Round, against, spread
+from benchmarks.overlap.plan import LEARNING, Plan, rotated
+from benchmarks.overlap.workers import LOADED
 from dask_gpurt.cli.cluster import local_cluster
 
 Frame = Any

@@ -1,6 +1,6 @@
 """Shuffle, merge and sort more than fits into memory, kept in several ways, and check every result.
 
-    python benchmarks/out_of_core.py --size 2GiB --partitions 64 --device 64MiB --pinned 64MiB --pool 64MiB
+    python -m benchmarks.memory.out_of_core --size 2GiB --partitions 64 --device 64MiB --pool 64MiB
 
 The rows are made by tasks, go through the operation, and are reduced to fingerprints: nothing has to be kept
 but what the operation itself keeps. Contenders take turns, each run on a cluster of its own:
@@ -25,19 +25,19 @@ from typing import Any
 
 import click
 import dask
-from commandline import in_bytes, split_list, write
 from dask.delayed import delayed
 from distributed import Client, LocalCluster, wait
 from distributed.diagnostics import nvml
-from out_of_core_figures import Run, print_summary, summarise
-from out_of_core_work import OPERATIONS, expected
-from peaks import PeakMemory, take_peaks
 from rich.console import Console
-from rows import check, fingerprint
-from samples import Samples, take_samples, take_tasks
-from stalls import LoopStalls, take_stacks, take_stalls
 
 import dask_gpurt
+from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.peaks import PeakMemory, take_peaks
+from benchmarks.common.rows import check, fingerprint
+from benchmarks.common.samples import Samples, take_samples, take_tasks
+from benchmarks.memory.out_of_core_figures import Run, print_summary, summarise
+from benchmarks.memory.out_of_core_work import OPERATIONS, expected
+from benchmarks.stalls import LoopStalls, take_stacks, take_stalls
 from dask_gpurt.cli.cluster import choose_backend
 from dask_gpurt.cli.environment import environment
 

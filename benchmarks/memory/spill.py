@@ -1,6 +1,6 @@
 """How fast objects go from the device into the lower tiers and back, while the device computes.
 
-    python benchmarks/spill.py --size 4GiB --object 256MiB --disk /tmp
+    python -m benchmarks.memory.spill --size 4GiB --object 256MiB --disk /tmp
 
 A ladder as a worker has it, without a worker: frames are put on the device, spilled, and made live again, in
 turns with the plain copies that show what the bus does. On a host without a GPU it measures copies in memory.
@@ -20,12 +20,12 @@ from typing import Any
 
 import click
 import numpy as np
-from commandline import write
 from dask.utils import parse_bytes
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier

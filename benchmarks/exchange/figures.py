@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dask.utils import format_bytes
-from exchange_legs import PHASES
-from exchange_sides import Plan
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rows import GIB
 
+from benchmarks.common.rows import GIB
+from benchmarks.exchange.legs import PHASES
+from benchmarks.exchange.sides import Plan
 from dask_gpurt.cli.demo import BYTES_PREFIX
 from dask_gpurt.cli.report import speedups
 

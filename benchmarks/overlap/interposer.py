@@ -1,6 +1,6 @@
 """What the interposer adds to a launch, in nanoseconds of processor time.
 
-    python benchmarks/interposer.py --json results.json
+    python -m benchmarks.overlap.interposer --json results.json
 
 A C program launches on the tests' driver without a device, which returns at once; so do the calls that the
 interposer makes of it. On a GPU those take what the driver takes. Each repeat is a process that measures all
@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -21,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from commandline import write
 
+from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.helpers.interposers import build_launcher
 
 #: The targets, in nanoseconds added to a launch.

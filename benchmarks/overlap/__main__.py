@@ -1,6 +1,6 @@
 """What overlap is worth: compute beside communication, under each setting and under the governor.
 
-    python benchmarks/overlap.py --parts collectives,workers,pipeline --json results.json --plot results.png
+    python -m benchmarks.overlap --parts collectives,workers,pipeline --json results.json --plot results.png
 
 collectives
     Matrix products and elementwise work beside NCCL's all-to-all and all-reduce, with PyTorch.
@@ -29,18 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-from commandline import in_bytes, split_list, write
-from overlap_collectives import CELLS, collectives_part
-from overlap_figures import Round, figures, plot, print_cells
-from overlap_pipeline import modes, pipeline_part
-from overlap_plan import MODES, Plan
-from overlap_workers import workers_part
-from overlap_workloads import NAMES
-from processes import GRACE, Child, say
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.processes import GRACE, Child, say
+from benchmarks.overlap.collectives import CELLS, collectives_part
+from benchmarks.overlap.figures import Round, figures, plot, print_cells
+from benchmarks.overlap.pipeline import modes, pipeline_part
+from benchmarks.overlap.plan import MODES, Plan
+from benchmarks.overlap.workers import workers_part
+from benchmarks.overlap.workloads import NAMES
 from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment
 

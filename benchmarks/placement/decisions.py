@@ -1,6 +1,6 @@
 """What a decision costs the scheduler: Dask's choices and ours, on its real state without any worker.
 
-    python benchmarks/placement.py --workers 64,256,1024,2048 --tasks 40000 --json placement.json
+    python -m benchmarks.placement.decisions --workers 64,256,1024,2048 --tasks 40000 --json placement.json
 
 Each worker count runs the same graphs with Dask's choices and with ours: ``pairs`` are root tasks, and tasks
 with two of their results as inputs; ``tree`` sums results eight at a time. It prints microseconds of CPU time
@@ -24,11 +24,11 @@ from typing import Any
 
 import click
 import dask
-from commandline import write
 from dask._task_spec import Task, TaskRef
 from dask.typing import Key
 from distributed.scheduler import Scheduler
 
+from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import Ledger, Picture
 from dask_gpurt.memory.tiers import Tier

@@ -16,17 +16,17 @@ from time import perf_counter
 from typing import Any
 
 import dask
-import exchange_sides
 import numpy as np
-import overlap_workloads
 from distributed import Client, as_completed, get_worker, wait
 from distributed.utils import sync
-from exchange_sides import Gpurt, wait_for_gpu
-from overlap_figures import OFF, Round
-from overlap_plan import LEARNING, Plan, rotated
-from processes import Barrier
 
 import dask_gpurt
+from benchmarks.common.processes import Barrier
+from benchmarks.exchange import sides as exchange_sides
+from benchmarks.exchange.sides import Gpurt, wait_for_gpu
+from benchmarks.overlap import workloads as overlap_workloads
+from benchmarks.overlap.figures import OFF, Round
+from benchmarks.overlap.plan import LEARNING, Plan, rotated
 from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.device import PriorityError, SmsError
 from dask_gpurt.observe import Decisions

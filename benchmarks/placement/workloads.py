@@ -17,8 +17,8 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 from distributed import Client, wait
-from simulator import graph, stretched
 
+from benchmarks.placement.simulator import graph, stretched
 from dask_gpurt.simulate import WORKLOADS as SIMULATED
 from dask_gpurt.simulate.workloads import Scale
 

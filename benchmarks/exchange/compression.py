@@ -1,6 +1,6 @@
 """What codecs make of the bytes of a shard, how fast, and over which links that pays.
 
-    python benchmarks/compression.py --size 64MiB
+    python -m benchmarks.exchange.compression --size 64MiB
 
 The codecs are those of the device that this process computes on, with those of the host beside them.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 import click
 import numpy as np
-from commandline import in_bytes, write
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.commandline import in_bytes, write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.discover import discover
 from dask_gpurt.exchange.compression import WORTH, Sample, sample

@@ -1,6 +1,6 @@
 """Time the exchange alone, without Dask's scheduler, beside RapidsMPF where it is installed.
 
-    python benchmarks/exchange.py --size 64GiB --partitions 64 --workers 4 --repeat 5 --json results.json
+    python -m benchmarks.exchange --size 64GiB --partitions 64 --workers 4 --repeat 5 --json results.json
 
 The data are random int64 keys with an int64 payload. The workers of a real cluster meet at a barrier, hash
 and publish their inputs, meet again, put their outputs together, and meet a last time: that is timed, and
@@ -27,12 +27,12 @@ from typing import Any
 
 import click
 import dask
-from commandline import in_bytes, write
-from exchange_figures import compare, print_summary, summarise
-from exchange_legs import LEGS
-from exchange_sides import Plan
-from processes import GRACE, Child, say
 
+from benchmarks.common.commandline import in_bytes, write
+from benchmarks.common.processes import GRACE, Child, say
+from benchmarks.exchange.figures import compare, print_summary, summarise
+from benchmarks.exchange.legs import LEGS
+from benchmarks.exchange.sides import Plan
 from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment
 

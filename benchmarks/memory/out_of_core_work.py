@@ -10,7 +10,8 @@ from typing import Any
 
 import dask.dataframe as dd
 import numpy as np
-from rows import ROW_BYTES, STRIDE, WEIGHT, WRAP, arrays_of
+
+from benchmarks.common.rows import ROW_BYTES, STRIDE, WEIGHT, WRAP, arrays_of
 
 #: Rows whose products are summed at once: as many as a cache holds.
 PIECE = 1 << 16

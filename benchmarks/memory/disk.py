@@ -1,6 +1,6 @@
 """What a disk does by itself: several processes write a file each, past the page cache, and read it back.
 
-python benchmarks/disk.py --directory /tmp --processes 4 --size 4GiB
+python -m benchmarks.memory.disk --directory /tmp --processes 4 --size 4GiB
 """
 
 from __future__ import annotations
