@@ -240,4 +240,4 @@ def make_plan(parameters: Mapping[str, Any]) -> Plan:
 
 if __name__ == "__main__":
     # By its own name, by which all the processes find what is sent to them.
-    importlib.import_module("overlap").main()
+    importlib.import_module("benchmarks.overlap.__main__").main()
