@@ -275,7 +275,7 @@ def test_counters_exist() -> None:
 @pytest.mark.parametrize(
     ("heading", "script"),
     [
-        ("Shuffles, by method", "benchmarks/shuffle.py"),
+        ("Shuffles, by method", "benchmarks/shuffle/__main__.py"),
         ("The exchange alone", "benchmarks/exchange/__main__.py"),
     ],
 )

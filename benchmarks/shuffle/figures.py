@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.rows import GIB
 from dask.utils import format_bytes
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.common.rows import GIB
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Run thousands of small operations in a row, and look for gaps in which nothing happens on the cluster.
 
-    python benchmarks/gaps.py --operations 2000 --switch config --switch preload --output gaps.json
-    python benchmarks/gaps.py --backend cudf --protocol ucx --workers 2 --directory gaps-out --stop
+    python -m benchmarks.shuffle.gaps --operations 2000 --switch config --switch preload --output gaps.json
+    python -m benchmarks.shuffle.gaps --backend cudf --protocol ucx --workers 2 --directory gaps-out --stop
 
 Operations take turns at random: a filter and a sum, groupbys, joins, shuffles, a sort. Each is timed, with
 the longest time in which no task of the cluster changed state. A gap that ends with a task that was computed
@@ -42,12 +42,12 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
-from common.commandline import write
 from distributed import Client, LocalCluster, SchedulerPlugin
 from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
+from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.observe.waiting import (
     Watchdog,

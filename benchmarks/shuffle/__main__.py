@@ -1,6 +1,6 @@
 """Time shuffles by method, side by side on one cluster, and check every result.
 
-    python benchmarks/shuffle.py --size 1GiB --partitions 16 --workers 2 --methods gpurt,p2p,tasks \\
+    python -m benchmarks.shuffle --size 1GiB --partitions 16 --workers 2 --methods gpurt,p2p,tasks \\
         --operation shuffle,merge,set_index --repeat 3 --json results.json
 
 The data are random int64 keys with an int64 payload, on the workers before the clock starts. Timed is
@@ -23,11 +23,15 @@ from typing import Any
 import click
 import dask
 import dask.dataframe as dd
-from common.commandline import in_bytes, split_list, write
-from common.links import link_limit
-from common.moved import moved
-from common.peaks import PeakMemory, take_peaks
-from common.rows import (
+from distributed import Client, wait
+from rich.console import Console
+
+import dask_gpurt
+from benchmarks.common.commandline import in_bytes, split_list, write
+from benchmarks.common.links import link_limit
+from benchmarks.common.moved import moved
+from benchmarks.common.peaks import PeakMemory, take_peaks
+from benchmarks.common.rows import (
     ROW_BYTES,
     STRIDE,
     WEIGHT,
@@ -39,11 +43,7 @@ from common.rows import (
     make_unique,
     totals,
 )
-from distributed import Client, wait
-from rich.console import Console
-from shuffle_figures import Run, print_summary, summarise, warm_seconds
-
-import dask_gpurt
+from benchmarks.shuffle.figures import Run, print_summary, summarise, warm_seconds
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.demo import METHODS, exchange_bytes
 from dask_gpurt.cli.environment import environment

@@ -1,6 +1,6 @@
 """Time what the loss of a worker costs a shuffle, by the moment at which it is killed.
 
-    python benchmarks/recovery.py --workers 4 --methods gpurt,p2p --repeat 3 --json results.json
+    python -m benchmarks.shuffle.recovery --workers 4 --methods gpurt,p2p --repeat 3 --json results.json
 
 A worker is killed with SIGKILL half-way through the transfers, as the barrier begins, half-way through the
 outputs, and once all of them are there. Its nanny starts another one. The time is that from ``persist``
@@ -24,13 +24,13 @@ from typing import Any
 import click
 import dask
 import dask.dataframe as dd
-from common.commandline import split_list, write
-from common.rows import fingerprints, make_random, totals
 from distributed import Client, SchedulerPlugin, wait
 from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
+from benchmarks.common.commandline import split_list, write
+from benchmarks.common.rows import fingerprints, make_random, totals
 from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
 
