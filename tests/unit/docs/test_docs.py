@@ -216,6 +216,28 @@ def test_development_names_every_module() -> None:
     assert sorted(named) == sorted(str(path.relative_to(PACKAGE)) for path in files if path not in rooms)
 
 
+# ---- contributing --------------------------------------------------------------------
+
+
+def defined(file: Path) -> Iterator[str]:
+    """Yield the functions and classes of a module, and the methods of its classes."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            members = node.body if isinstance(node, ast.ClassDef) else []
+            yield from (f"{node.name}.{one.name}" for one in members if hasattr(one, "name"))
+
+
+def test_the_walks_name_what_is_there() -> None:
+    walks = section(text("CONTRIBUTING.md"), "Four walks")
+    steps = re.findall(r"`([\w/]+\.py)::([\w.]+)`", walks)
+    assert len(walks.split("\n**")) == 5
+    assert len(steps) > 20
+    assert [step for step in steps if step[1] not in defined(PACKAGE / step[0])] == []
+    files = re.findall(r"`([\w/]+\.(?:py|yaml))`", walks)
+    assert [file for file in files if not (PACKAGE / file).exists() and not (ROOT / file).exists()] == []
+
+
 # ---- what is quoted ------------------------------------------------------------------
 
 
