@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks have in common."""
+"""Share options and output among the command lines of the benchmarks."""
 
 from __future__ import annotations
 

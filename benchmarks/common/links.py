@@ -1,4 +1,4 @@
-"""How fast the workers of one host can copy from each other at best: the limit a shuffle is held against."""
+"""Measure the limit of a shuffle: all workers of one host copy from each other, as fast as they can."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ GRACE = 5.0
 
 
 class Barrier:
-    """Where processes of one host meet: each counts its arrivals in its own line of a mapped file.
+    """Let processes of one host meet: each counts its arrivals in its own line of a mapped file.
 
     Left by an exception it is broken, and the others raise with the same reason when they arrive.
     """

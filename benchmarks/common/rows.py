@@ -21,7 +21,7 @@ WEIGHT = 0x9E3779B97F4A7C1
 
 
 class Fingerprint(NamedTuple):
-    """What tells one set of rows from another, in any order: sums modulo 2**64, and the range of the keys."""
+    """Tell one set of rows from another, in any order: sums modulo 2**64, and the range of the keys."""
 
     rows: int
     key: int

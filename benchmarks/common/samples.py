@@ -1,4 +1,4 @@
-"""Where the threads of the workers are, sampled while something is timed."""
+"""Sample the stacks of the workers' threads while something is timed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask.utils import key_split
 from distributed import Client, Worker, WorkerPlugin
 
 INTERVAL = 0.005
-#: Seconds without a sample that are worth a note: somebody has kept Python's lock.
+#: Seconds without a sample that are worth a note: a thread has kept Python's lock.
 GAP = 0.03
 #: What a thread that has nothing to do is in.
 IDLE = ("_worker (thread.py", "select (selectors.py", "_watch (profile.py", "_recv (connection.py")

@@ -1,4 +1,4 @@
-"""How long the event loop of a worker does not come round, sampled while something is timed."""
+"""Sample how long the event loop of a worker is blocked while something is timed."""
 
 from __future__ import annotations
 

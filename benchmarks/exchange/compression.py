@@ -1,4 +1,4 @@
-"""What codecs make of the bytes of a shard, how fast, and over which links that pays.
+"""Compare codecs on the bytes of a shard: ratio, speed, and the links over which they pay.
 
     python -m benchmarks.exchange.compression --size 64MiB
 

@@ -1,4 +1,4 @@
-"""What comes of the turns of the exchange: figures of the legs, and how they are printed."""
+"""Summarise the turns of the exchange by leg, and print them."""
 
 from __future__ import annotations
 

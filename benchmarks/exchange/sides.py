@@ -27,7 +27,7 @@ HIGHEST = 2**62
 
 @dataclass(frozen=True)
 class Plan:
-    """What is shuffled, by how many, how often."""
+    """Hold the sizes and counts of a shuffle."""
 
     size: int
     partitions: int

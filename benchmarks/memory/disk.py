@@ -1,4 +1,4 @@
-"""What a disk does by itself: several processes write a file each, past the page cache, and read it back.
+"""Measure a disk alone: several processes write a file each, past the page cache, and read it back.
 
 python -m benchmarks.memory.disk --directory /tmp --processes 4 --size 4GiB
 """

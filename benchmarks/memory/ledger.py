@@ -1,4 +1,4 @@
-"""What the memory ledgers of many workers cost the scheduler, in CPU time of its process.
+"""Measure the scheduler's CPU time for the memory ledgers of many workers.
 
     python -m benchmarks.memory.ledger --workers 256 --rate 1000 --seconds 8 --repeats 5 --json results.json
 
@@ -50,7 +50,7 @@ MOST_SHARE, MOST_MICROSECONDS = 0.2, 2.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How many report, how many changes each, and for how long it is measured."""
+    """Hold the number of workers, their changes and the time of a measurement."""
 
     workers: int
     rate: float
@@ -88,7 +88,7 @@ def start(stack: ExitStack, function: Callable[..., Any], *args: Any) -> tuple[p
 
 
 class Bench:
-    """What is measured: ``scheduler`` is a process, ``pipes`` lead to those of the workers."""
+    """Measure one leg: ``scheduler`` is a process, ``pipes`` lead to those of the workers."""
 
     def __init__(self, plan: Plan, scheduler: psutil.Process, pipes: Sequence[Connection], client: Client):
         self.plan = plan
@@ -132,7 +132,7 @@ class Bench:
 
 
 def known(client: Client) -> Truth:
-    """What the scheduler says, in the same form."""
+    """Return the scheduler's account, in the same form."""
     prefixes: dict[Any, dict[str, int]] = defaultdict(dict)
     by_prefix = dask_gpurt.memory(client, by="prefix")
     for row in by_prefix[by_prefix["kind"] == PARTITIONS].itertuples():

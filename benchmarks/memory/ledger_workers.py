@@ -57,7 +57,7 @@ class Senders:
         self.made = 0
 
     def tiers(self) -> list[Any]:
-        """What the runtime has given the workers."""
+        """Return the runtime's tiers of the workers."""
         return [worker.plugins["gpurt"].tiers for worker in self.workers]
 
     async def begin(self) -> None:

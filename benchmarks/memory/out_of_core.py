@@ -60,7 +60,7 @@ class Budget:
 
     @property
     def kept(self) -> int:
-        """What a worker keeps in memory, of the device's and of the host's."""
+        """Return the bytes that a worker keeps in memory, of the device and of the host."""
         return self.device + self.pinned + self.host
 
     @property
@@ -71,7 +71,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is moved, by how many, and what is looked at meanwhile."""
+    """Hold sizes, counts, and the samples to take."""
 
     size: int
     partitions: int
@@ -187,7 +187,7 @@ def _counters(client: Client) -> dict[str, float]:
 
 
 def collected(plan: Plan, runs: Sequence[Run], output: Path | None) -> dict[str, Any]:
-    """What there is so far, written down as well."""
+    """Return the results so far, and write them to the file."""
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": asdict(plan),

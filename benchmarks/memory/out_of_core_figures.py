@@ -1,4 +1,4 @@
-"""What comes of runs out of core: figures, and how they are printed."""
+"""Summarise runs out of core, and print the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shuffled, merged and sorted out of core, and what its rows have to add up to."""
+"""Make the rows that are shuffled, merged and sorted out of core, and their expected sums."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OPERATIONS: dict[str, Callable[[int, int, str], Any]] = {
 
 
 def expected(operation: str, size: int, partitions: int) -> tuple[int | None, ...]:
-    """What the fingerprints have to add up to, by arithmetic: keys and payloads are permutations."""
+    """Compute the expected fingerprints by arithmetic: keys and payloads are permutations."""
     part = size // 2 if operation == "merge" else size
     rows = part // ROW_BYTES // partitions * partitions
     whole = rows * (rows - 1) // 2 % WRAP

@@ -1,4 +1,4 @@
-"""How fast objects go from the device into the lower tiers and back, while the device computes.
+"""Measure how fast objects move from the device into the lower tiers and back while it computes.
 
     python -m benchmarks.memory.spill --size 4GiB --object 256MiB --disk /tmp
 

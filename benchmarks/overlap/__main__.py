@@ -1,4 +1,4 @@
-"""What overlap is worth: compute beside communication, under each setting and under the governor.
+"""Measure the gain of overlap: compute beside communication, under each setting and the governor.
 
     python -m benchmarks.overlap --parts collectives,workers,pipeline --json results.json --plot results.png
 
@@ -61,7 +61,7 @@ REHEARSAL = {
 
 
 class Results:
-    """What has been measured, kept in a file as well."""
+    """Keep the measurements, in a file as well."""
 
     def __init__(self, plan: Plan, path: Path | None):
         self.path = path

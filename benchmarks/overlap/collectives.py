@@ -63,7 +63,7 @@ class Side(Protocol):
     share: SmShare | None
 
     def choose(self, cell: str) -> None:
-        """What is computed and communicated from now on."""
+        """Choose the cell to compute and communicate."""
 
     def run(self, computes: int, collectives: int, *, first: bool) -> Times:
         """Start so many of each at a time and wait; the longest times of all processes."""
@@ -256,7 +256,7 @@ class Cell:
 
 
 def _share(rank: int, sms: Sequence[int]) -> SmShare | None:
-    """What confines to so many SMs; None where nothing is to be, or can."""
+    """Return the actuator that confines to so many SMs; None where it is off or not possible."""
     if not sms:
         return None
     contexts = import_module("dask_gpurt.device.green").GreenContexts(rank, put_instead)
@@ -273,7 +273,7 @@ def _not_confined(reason: str) -> None:
 
 
 def step(name: str, setting: Setting, times: Times, work: float, moved: float) -> Step:
-    """What a leg says to a governor.
+    """Report a leg to a governor.
 
     Parameters
     ----------
@@ -325,7 +325,7 @@ def collectives_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator
 
 
 def environment(backend: str) -> Mapping[str, str]:
-    """What processes are started with: the interposer too, where there is one."""
+    """Return the environment of the processes, with the interposer where there is one."""
     found = NCCL if backend == "cudf" else ONE_THREAD
     try:
         return {**found, "LD_PRELOAD": with_preload(os.environ.get("LD_PRELOAD", ""), library())}

@@ -1,4 +1,4 @@
-"""What comes of compute and communication beside each other: figures, a table and a plot.
+"""Summarise compute and communication beside each other: figures, a table and a plot.
 
 The share of what could be hidden that was hidden is f = (S - T) / (S - max(C, M)), with C and M the times of
 compute and communication alone, S their sum, and T the time of both together: 0 is one after the other, 1 is

@@ -1,4 +1,4 @@
-"""What a GPU worker's device did while a program ran: compute, communication, both, or nothing.
+"""Record the activity of a GPU worker's device: compute, communication, both, or nothing.
 
 PyTorch's profiler asks CUPTI for each kernel and copy of the process, whoever launched it. What ran on the
 stream of user code is compute; the runtime's own streams are communication.
@@ -47,7 +47,7 @@ def _begin() -> Any:
 
 
 async def end(dask_worker: Any) -> dict[str, Any]:
-    """What was seen since ``begin``."""
+    """Return the activity since ``begin``."""
     thread, profiler = dask_worker.timeline
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, _end, profiler)

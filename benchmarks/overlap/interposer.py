@@ -1,4 +1,4 @@
-"""What the interposer adds to a launch, in nanoseconds of processor time.
+"""Measure the time that the interposer adds to a launch, in nanoseconds of processor time.
 
     python -m benchmarks.overlap.interposer --json results.json
 

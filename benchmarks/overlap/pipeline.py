@@ -61,7 +61,7 @@ def only_shuffles(frame: Frame) -> Frame:
 
 
 def only_compute(shuffled: Frame) -> Frame:
-    """What the pipeline computes, on a frame that is shuffled by the first key."""
+    """Compute one step of the pipeline, on a frame that is shuffled by the first key."""
     meta = shuffled._meta
     for _ in range(STEPS):
         shuffled = shuffled.map_partitions(group_and_join, "a", meta=meta)

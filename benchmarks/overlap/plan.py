@@ -1,4 +1,4 @@
-"""What the benchmark of overlap measures: sizes, times, and the settings that take turns."""
+"""Hold the plan of the overlap benchmark: sizes, times, and the settings that take turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEARNING = 1.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, on what, how often.
+    """Hold sizes, times and settings.
 
     Parameters
     ----------

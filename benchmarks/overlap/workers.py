@@ -108,7 +108,7 @@ class Beside:
         self.sharing: Sharing | None = None
 
     def _share(self) -> SmShare | None:
-        """What confines to SMs, if the plan asks for it and the device can."""
+        """Return the actuator for SMs, if the plan asks for it and the device can."""
         note = partial(self.plugin.metrics.fallback, "compute is not confined to SMs")
         try:
             contexts = self.device.sm_contexts(put_instead)
@@ -120,7 +120,7 @@ class Beside:
             return None
 
     def _precedence(self) -> Precedence | None:
-        """What says whether communication comes first, if the device can change that."""
+        """Return the actuator for the priority of communication, if the device can change that."""
         try:
             self.device.try_priorities()
         except PriorityError as error:
@@ -261,7 +261,7 @@ class Beside:
         self.threads.shutdown(wait=False)
 
     def describe(self, governor: Governor) -> dict[str, Any]:
-        """How much was done in a leg, and what the governor made of it."""
+        """Return the work done in a leg, and the governor's decisions."""
         return {
             "tasks": self.tasks,
             "runs of a task": self.inner,

@@ -1,4 +1,4 @@
-"""What a worker computes with beside its shuffles: five workloads, on a GPU and on the host."""
+"""Compute beside the shuffles of a worker: five workloads, on a GPU and on the host."""
 
 from __future__ import annotations
 

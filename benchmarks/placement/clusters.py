@@ -4,8 +4,8 @@
 
 Two clusters of four processes of one thread are up at the same time, both with the runtime on and its
 shuffle, one with placement. They take turns: a run here, a run there, every other turn the other way round.
-The first run on each is told apart: it imports, and nobody knows how long tasks take. Results have to be the
-same.
+The first run on each is reported apart: it imports, and the durations of tasks are unknown. Results
+have to be the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dask_gpurt.cli.environment import environment
 
 #: Who decides.
 SIDES = ("stock", "gpurt")
-#: The memory of a worker, such that nobody spills: a multiple of its part of the data, and at least so much,
+#: The memory of a worker, such that none spills: a multiple of its part of the data, and at least so much,
 #: for a process that has imported RAPIDS takes 0.8 GiB before it holds anything.
 ROOM, LEAST = 8, 4 << 30
 #: Of the table, in characters: on a terminal, and in a file too.

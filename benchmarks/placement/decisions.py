@@ -1,4 +1,4 @@
-"""What a decision costs the scheduler: Dask's choices and ours, on its real state without any worker.
+"""Measure the scheduler's cost of a decision: Dask's and ours, on its real state without workers.
 
     python -m benchmarks.placement.decisions --workers 64,256,1024,2048 --tasks 40000 --json placement.json
 
@@ -117,7 +117,7 @@ class Roomy:
 
 
 def graph_of(inputs: Mapping[Key, Sequence[Key]]) -> tuple[dict[Key, Task], set[Key]]:
-    """Tasks that take results of others, and those whose results nobody takes: a client wants them."""
+    """Return tasks by their inputs, and the keys without dependents, which a client wants."""
     graph = {key: Task(key, tuple, *map(TaskRef, names)) for key, names in inputs.items()}
     return graph, set(graph) - {name for names in inputs.values() for name in names}
 

@@ -101,7 +101,7 @@ def cluster(workers: int, memory: int) -> Iterator[Client]:
 
 
 def measure_speed(client: Client) -> Speed:
-    """How fast each worker gets bytes from the next while all do: they share the cores that copy."""
+    """Measure the bandwidth from each worker to the next while all transfer: they share the cores."""
     workers = list(client.nthreads())
 
     def seconds(nbytes: int) -> float:
@@ -117,7 +117,7 @@ def measure_speed(client: Client) -> Speed:
 
 
 def measure_overheads(client: Client) -> Overheads:
-    """What a task costs beside its work: the steps of a chain, less what messages are known to take."""
+    """Measure the overhead of a task: the steps of a chain, less the known time of messages."""
     usual = Overheads()
     keys = [f"('step-s', {number})" for number in range(CHAIN)]
     chain = {keys[0]: Task(keys[0], work, 0.0, 1)}
@@ -191,7 +191,7 @@ def main(workers: int, partitions: int, memory: int, repeat: int, path: Path | N
 def results(
     parameters: dict[str, int], speed: Speed, overheads: Overheads, rows: Sequence[dict[str, object]]
 ) -> dict[str, object]:
-    """What is written down, with what it was measured on."""
+    """Return the results with the machine that they come from."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": parameters,

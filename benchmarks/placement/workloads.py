@@ -1,4 +1,4 @@
-"""What ``placement_real.py`` computes: data that are skewed, on workers that hold more of them than others.
+"""Build the workloads of ``clusters.py``: skewed data, of which some workers hold more than others.
 
 Tasks that stand for work on a device sleep for their time, as a host does that waits for its GPU: so a few
 workers do not fight for two cores, and what is compared is where tasks were put.
@@ -50,7 +50,7 @@ class Workload:
 
 
 def shares(parts: int) -> list[float]:
-    """How large each partition is, of all: the first one is as large as a third, few are large."""
+    """Return the sizes of the partitions: the first one has a third of all, few are large."""
     sizes = np.arange(1, parts + 1) ** -1.0
     return list(sizes / sizes.sum())
 
@@ -63,7 +63,7 @@ def frame(part: int, rows: Sequence[int]) -> pd.DataFrame:
 
 
 def rows(nbytes: int) -> list[int]:
-    """Of each partition."""
+    """Return the rows of each partition."""
     return [int(share * nbytes / ROW_BYTES) for share in shares(PARTITIONS)]
 
 

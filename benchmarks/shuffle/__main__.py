@@ -64,7 +64,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Operation:
-    """How the input of an operation is made, and what is timed."""
+    """Make the input of an operation, and the collection that is timed."""
 
     prepare: Callable[[int, int, str], Inputs]
     run: Callable[[Inputs], Any]

@@ -1,4 +1,4 @@
-"""What comes of timed shuffles: figures, and how they are printed."""
+"""Summarise timed shuffles, and print the figures."""
 
 from __future__ import annotations
 

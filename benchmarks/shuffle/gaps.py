@@ -71,7 +71,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run."""
+    """Hold the options of a run."""
 
     backend: str
     protocol: str
