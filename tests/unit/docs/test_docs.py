@@ -113,6 +113,10 @@ def test_python_in_the_readme_compiles() -> None:
         compile(block, "README.md", "exec")
 
 
+def test_the_readme_is_short() -> None:
+    assert len(text("README.md").splitlines()) <= 150
+
+
 def test_there_is_a_place_for_the_figures() -> None:
     figures = text("README.md").split("<!-- figures:begin -->")[1].split("<!-- figures:end -->")[0]
     assert "benchmarks/results/" in figures
