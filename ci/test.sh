@@ -55,6 +55,11 @@ without_compiler() {
         grep -q "the interposer was not built" doctor
 }
 
+# In an environment of its own, which tests nothing else.
+docs_site() (
+    environment "$scratch/docs" && ci/docs.sh "$scratch/site"
+)
+
 # Two minutes, on seeds that are always the same: the defaults and comms only, little memory, and nothing but lost workers.
 chaos() {
     local options=(--workers 3 --limit 120 --dumps "$scratch")
@@ -74,6 +79,7 @@ step "ruff format" ruff format --check
 step "ruff check" ruff check
 step "mypy" mypy --strict dask_gpurt
 step "import contract" lint-imports
+step "documentation" docs_site
 step "Dask's own shuffle tests" ci/dask_suite.sh
 step "chaos" chaos
 

@@ -4,7 +4,7 @@ Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messa
 them; the methods here are the ones that it calls. ``add_partition`` and
 ``get_output_partition`` run on the threads of tasks, everything else on the event loop.
 
-What goes from worker to worker, and why each row counts once, is in docs/exactly-once.md.
+What goes from worker to worker, and why each row counts once, is in docs/design/exactly-once.md.
 """
 
 from __future__ import annotations

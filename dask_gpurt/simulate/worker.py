@@ -63,7 +63,7 @@ class Overheads:
     """Seconds that Dask itself takes.
 
     The defaults are of the order that Dask's documentation names: about a millisecond for a task.
-    ``benchmarks/simulator.py`` measures them.
+    ``benchmarks.placement.simulator`` measures them.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The events that Dask's own p2p tests go through, with the runtime on: docs/p2p-events.md has the table.
+"""The events that Dask's own p2p tests go through, with the runtime on (docs/design/p2p-events.md).
 
 Scheduler, workers and client are in one process. A gate stops a step of a run until the event has happened.
 """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import placement as bare
 from dask._task_spec import Task
 from distributed.diagnostics.plugin import SchedulerPlugin
 
+from benchmarks.placement import decisions as bare
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement, Room

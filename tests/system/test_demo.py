@@ -301,7 +301,7 @@ def test_examples_run(example: Path) -> None:
 def test_shuffle_benchmark_checks_and_writes_its_results(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     arguments = ("--size", "4MiB", "--partitions", "4", "--workers", "2", "--backend", "pandas")
-    done = run("benchmarks/shuffle.py", *arguments, "--repeat", "1", "--json", output)
+    done = run("-m", "benchmarks.shuffle", *arguments, "--repeat", "1", "--json", output)
     assert "gpurt against p2p" in done.stdout
     results = json.loads(output.read_text())
     assert len(results["runs"]) == 3 * 4 * 2

@@ -12,9 +12,10 @@ from threading import BrokenBarrierError
 from typing import Any
 
 import pytest
-from exchange_figures import compare
-from exchange_legs import combine
-from processes import Barrier, Child
+
+from benchmarks.common.processes import Barrier, Child
+from benchmarks.exchange.figures import compare
+from benchmarks.exchange.legs import combine
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     small = ("--size", "4MiB", "--partitions", "4", "--workers", "2", "--backend", "pandas")
-    command = [sys.executable, "benchmarks/exchange.py", *small, *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.exchange", *small, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_timeline
-import overlap_collectives as collectives
-import overlap_figures as figures
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from overlap_plan import rotated
 
+from benchmarks.overlap import collectives as collectives
+from benchmarks.overlap import figures as figures
+from benchmarks.overlap import gpu_timeline
+from benchmarks.overlap.plan import rotated
 from dask_gpurt.overlap.knowledge import FEW, Knowledge
 from dask_gpurt.overlap.steps import PRIORITY, Alone
 
@@ -150,5 +150,5 @@ def test_a_part_that_takes_too_long_leaves_what_it_has(tmp_path: Path) -> None:
 
 
 def overlap(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/overlap.py", "--backend", "pandas", *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.overlap", "--backend", "pandas", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import placement as bare
 import pytest
 from dask._task_spec import Alias
 from distributed.core import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.placement import decisions as bare
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import placement as bare
 import pytest
 from distributed.active_memory_manager import (
     ActiveMemoryManagerExtension,
@@ -17,6 +16,7 @@ from distributed.core import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.placement import decisions as bare
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement

@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import dask
-import placement as bare
 import pytest
 from dask._task_spec import Task, TaskRef
 
+from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
 from tests.helpers.placed_cluster import GB, Cluster, run

@@ -74,7 +74,7 @@ def test_figures_survive(bandwidth: float, latency: float) -> None:
 
 
 def test_the_file_in_the_documentation_is_one() -> None:
-    page = (Path(__file__).parents[3] / "docs/topology.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/guides/topology.md").read_text()
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     found = parse(example)
     (worker,) = found.workers.values()
