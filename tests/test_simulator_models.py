@@ -14,9 +14,8 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.simulate import Capacity, Cluster, Machine, Result, Simulation, Submission, Work, Workload
 from dask_gpurt.simulate.clock import Clock, Name
 from dask_gpurt.simulate.network import Network
-from dask_gpurt.simulate.tiered_worker import TieredWorker
 from dask_gpurt.simulate.tiers import Tiers
-from dask_gpurt.simulate.worker import VirtualWorker
+from dask_gpurt.simulate.worker import TieredWorker, VirtualWorker
 from dask_gpurt.topology import Link, Place, Speed, Topology
 
 SPEEDS = {Link.SHARED_MEMORY: Speed(100.0, 0.0), Link.TCP: Speed(10.0, 0.0), Link.RDMA: Speed(50.0, 0.5)}

@@ -12,9 +12,8 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import Placement, Room
 from dask_gpurt.simulate.cluster import Cluster
 from dask_gpurt.simulate.simulation import Simulation
-from dask_gpurt.simulate.tiered_worker import TieredWorker
 from dask_gpurt.simulate.work import Workload
-from dask_gpurt.simulate.worker import VirtualWorker
+from dask_gpurt.simulate.worker import TieredWorker, VirtualWorker
 from dask_gpurt.topology import Topology
 
 #: Virtual seconds between two reports of a worker's memory to the scheduler.

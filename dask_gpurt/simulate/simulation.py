@@ -151,12 +151,39 @@ class Simulation:
                 raise Stuck(
                     f"{len(self._waiting)} keys of {self.workload.name} never came: {stuck}"
                 ) from None
-        self.result = Result.of(self, self._makespan)
+        self.result = self._sum_up()
         return self.result
 
     def machine(self, worker: str) -> Machine:
         """What a worker is."""
         return self._machines[worker]
+
+    def _sum_up(self) -> Result:
+        moved: Counter[str] = Counter()
+        for _, link, nbytes in self.trace.transfers:
+            moved[link.value] += nbytes
+        tiers = [*self.trace.gone, *(worker.tiers for worker in self.workers.values())]
+        stealing = self.scheduler.stealing
+        return Result(
+            workload=self.workload.name,
+            cluster=self.cluster.name,
+            placement=self.name,
+            workers=len(tiers),
+            tasks=len(self.works),
+            makespan=self._makespan,
+            bytes=dict(sorted(moved.items())),
+            between_hosts=self.trace.between_hosts,
+            spilled=sum(one.spilled for one in tiers),
+            worst_memory=max(one.peak / one.capacity.live for one in tiers),
+            over_memory=sum(one.over for one in tiers),
+            too_large=_too_large(self.works, max(one.capacity.live for one in tiers)),
+            runs=sum(self.runs.values()),
+            steals=stealing._request_counter if stealing else 0,
+            decisions=self.scheduler.deciding.count,
+            decision_us=self.scheduler.deciding.microseconds,
+            scheduler_us=1e6 * self.scheduler.busy.seconds / max(1, len(self.works)),
+            fallbacks=sum(known["count"] for known in self.metrics.snapshot()["fallbacks"].values()),
+        )
 
     # ---- what the client does --------------------------------------------------------
 
@@ -249,6 +276,15 @@ class Simulation:
         self.trace.left(worker.tiers)
         self.network.cut(worker.address)
         self.clock.after(NOTICED, self.scheduler.leave, worker.address)
+
+
+def _too_large(works: Mapping[str, Work], largest: int) -> int:
+    """How many tasks need more at once than the largest live tier holds."""
+    needed = (
+        sum(works[need].nbytes for need in work.needs) + work.nbytes + work.workspace
+        for work in works.values()
+    )
+    return sum(nbytes > largest for nbytes in needed)
 
 
 @contextmanager

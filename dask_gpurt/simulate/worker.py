@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import dask
 from dask.typing import Key
-from dask.utils import parse_bytes
+from dask.utils import key_split, parse_bytes
 from distributed.comm.addressing import get_address_host
 from distributed.worker_state_machine import (
     AcquireReplicasEvent,
@@ -20,6 +22,7 @@ from distributed.worker_state_machine import (
     FreeKeysEvent,
     GatherDep,
     GatherDepBusyEvent,
+    GatherDepDoneEvent,
     GatherDepNetworkFailureEvent,
     GatherDepSuccessEvent,
     RefreshWhoHasEvent,
@@ -34,6 +37,7 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
+from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, Holder, Needs
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.tiers import Tiers
@@ -56,6 +60,8 @@ BUSY_RETRY, FIND_MISSING = 0.15, 1.0
 TELLING = 1_000_000
 #: The shortest time, in seconds, that a clock tells of a task: of nothing Dask takes it to have seceded.
 RESOLUTION = 1e-6
+#: Whether there is room, and what to do then.
+Turn = tuple[Callable[[], bool], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -314,6 +320,101 @@ class VirtualWorker:
         """As Dask's worker does; the next heartbeat tells the scheduler."""
         if nbytes > TELLING:
             self.bandwidth = 0.95 * self.bandwidth + 0.05 * nbytes / max(0.001, seconds)
+
+
+class TieredWorker(VirtualWorker):
+    """Decides with the runtime's own :class:`Admission` and :class:`Needs` who may take memory.
+
+    What is sent is read from where it lies.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._needs = Needs()
+        # Simulated tasks never wait for each other, and take as long as the workload says.
+        self._admission = Admission(patience=math.inf)
+        self._numbers = itertools.count()
+        self._turns: dict[Holder, Turn] = {}
+        #: The one fetch from a peer that is on its way, and what is being sent.
+        self._fetches: dict[str, Holder] = {}
+        #: What they will take, by peer.
+        self._promised: dict[str, int] = {}
+
+    # ---- tasks -----------------------------------------------------------------------
+
+    def _execute(self, key: str) -> None:
+        work = self._peers.works[key]
+        need = min(self._needs.of(key_split(key), self._inputs(work)), self.tiers.capacity.live)
+        begin = partial(super()._execute, key)
+        self._admit(Holder(TASK, key), (partial(self.tiers.fits, work.needs, need), begin))
+
+    def _finish(self, work: Work, run_id: int, start: float) -> None:
+        if not self.gone:
+            self._needs.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
+        super()._finish(work, run_id, start)
+        self._leave(Holder(TASK, work.key))
+
+    def _inputs(self, work: Work) -> int:
+        return sum(self.tiers[key] for key in work.needs if key in self.tiers)
+
+    # ---- transfers -------------------------------------------------------------------
+
+    def _gather(self, asked: GatherDep) -> None:
+        self._fetches[asked.worker] = who = Holder(FETCH, next(self._numbers))
+        self._admit(who, (partial(self.tiers.fits, (), asked.total_nbytes), partial(self._ask_now, asked)))
+
+    def _ask_now(self, asked: GatherDep) -> None:
+        """The room is promised at once: until the peer has read the request others would take it."""
+        self._promised[asked.worker] = asked.total_nbytes
+        ready = self._after_moves(self.tiers.hold((), asked.total_nbytes))
+        self._clock.at(ready, super()._gather, asked)
+
+    def _expect(self, nbytes: int) -> float:
+        return 0.0
+
+    def _expect_no_more(self, nbytes: int) -> None:
+        """That is known when the fetch is over."""
+
+    def _stimulate(self, event: StateMachineEvent) -> None:
+        over = None
+        if isinstance(event, GatherDepDoneEvent):
+            over = self._fetches.pop(event.worker)
+            self.tiers.let_go((), self._promised.pop(event.worker, 0))
+        super()._stimulate(event)
+        if over is not None:
+            self._leave(over)
+
+    def busy_for(self, host: str) -> bool:
+        """Peers are told to ask later, too, while a task waits for what is being sent."""
+        return self._admission.short or super().busy_for(host)
+
+    def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
+        held, seconds = self.tiers.lend(keys)
+        who = Holder(SEND, next(self._numbers))
+        self._admission.ask(who, True, self._clock.now)
+        return (who, held), seconds
+
+    def _get_back(self, lent: Any) -> None:
+        who, held = lent
+        super()._get_back(held)
+        self._leave(who)
+
+    # ---- admission -------------------------------------------------------------------
+
+    def _admit(self, who: Holder, turn: Turn) -> None:
+        fits, begin = turn
+        if self._admission.ask(who, fits(), self._clock.now):
+            self._turns.pop(who, None)
+            begin()
+        else:
+            self._turns[who] = turn
+
+    def _leave(self, who: Holder) -> None:
+        """Something is over: those that wait have their turns, until one has to go on waiting."""
+        following = self._admission.leave(who, self._clock.now)
+        while following in self._turns and not self.gone:
+            self._admit(following, self._turns[following])
+            following = None if following in self._turns else self._admission.first
 
 
 def _incoming_limit(memory: int) -> float:
