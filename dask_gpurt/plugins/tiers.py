@@ -26,6 +26,7 @@ from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.pageable import HostTier
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.policy import next_use
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
@@ -137,12 +138,7 @@ class WorkerTiers:
         return Tier.DEVICE if self.device.on_host or lives_on_device(value) else Tier.HOST
 
     def _needed(self, key: Key) -> tuple[Any, ...] | None:
-        task = self.worker.state.tasks.get(key)
-        if task is None:
-            return None
-        # The loop may change the set meanwhile; copying it is one step.
-        waiting = [t.priority for t in tuple(task.dependents) if t.state not in _DONE and t.priority]
-        return min(waiting, default=None)
+        return next_use(self.worker.state.tasks.get(key))
 
     # ---- threads -----------------------------------------------------------------------
 
@@ -224,9 +220,6 @@ class WorkerTiers:
             {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
             for tier, capacity in _capacities(self.limits).items()
         ]
-
-
-_DONE = frozenset({"memory", "released", "forgotten", "error", "cancelled"})
 
 
 def _capacities(of: Limits) -> dict[Tier, int]:

@@ -19,7 +19,6 @@ from dask_gpurt.simulate.cluster import Cluster, Machine, address
 from dask_gpurt.simulate.network import Network, Transfer
 from dask_gpurt.simulate.report import Result, Trace
 from dask_gpurt.simulate.scheduler import VirtualScheduler
-from dask_gpurt.simulate.tiers import Tiers
 from dask_gpurt.simulate.work import Submission, Work, Workload
 from dask_gpurt.simulate.worker import Overheads, VirtualWorker
 
@@ -245,8 +244,14 @@ class Simulation:
         self._arrived.append(name)
         self._machines[name] = machine
         self.topology.add(name, machine.place)
-        tiers = Tiers(machine.capacity, lambda link: self.topology.tier_speed(link, name))
-        worker = self._worker(name, machine.threads, machine.speed, tiers, self)
+        worker = self._worker(
+            name,
+            machine.threads,
+            machine.speed,
+            machine.capacity,
+            lambda link: self.topology.tier_speed(link, name),
+            self,
+        )
         self.workers[name] = worker
 
         def send(*messages: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.memory.policy import Candidate, choose
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.topology import Link, Speed
 
@@ -46,8 +47,9 @@ class Capacity:
 class Tiers(MutableMapping[Key, Any]):
     """The data of a worker: the size of each key, which lies in one tier.
 
-    New keys go to the live tier. When that is over its capacity, the least recently used go a tier down, as
-    long as no running task holds them; what neither goes down nor fits is counted as over memory.
+    New keys go to the live tier. When a tier is over its capacity, the least recently used keys go one tier
+    down, as zict's buffers do on Dask's workers. Keys that a running task holds stay; bytes that neither go
+    down nor fit count as over memory.
 
     Parameters
     ----------
@@ -200,13 +202,16 @@ class Tiers(MutableMapping[Key, Any]):
             if excess <= 0:
                 continue
             for key in self._victims(tier, excess):
-                self.spilled += self[key]
-                seconds += self._move(key, below)
+                seconds += self._spill(key, below)
         self.peak = max(self.peak, self.live_bytes)
         return seconds
 
+    def _spill(self, key: Key, target: Tier) -> float:
+        self.spilled += self[key]
+        return self._move(key, target)
+
     def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
-        """The least recently used keys of a tier with so many bytes, of those that nobody holds."""
+        """Return the least recently used keys of a tier that free so many bytes; held keys stay."""
         found: list[Key] = []
         for key, size in self._keys[tier].items():
             if nbytes <= 0:
@@ -215,6 +220,49 @@ class Tiers(MutableMapping[Key, Any]):
                 found.append(key)
                 nbytes -= size
         return found
+
+
+class RuntimeTiers(Tiers):
+    """Spill as the runtime does: keys that are needed last leave the live tier first.
+
+    A key goes to the first lower tier with room for it, and stays there until it is read, see
+    :mod:`dask_gpurt.memory.policy`.
+
+    Parameters
+    ----------
+    capacity, speed
+        See :class:`Tiers`.
+    next_use
+        Returns the soonest scheduler priority among the tasks that need a key, None without any.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        speed: Callable[[Link], Speed],
+        next_use: Callable[[Key], tuple[Any, ...] | None],
+    ):
+        super().__init__(capacity, speed)
+        self._next_use = next_use
+
+    def _make_room(self) -> float:
+        seconds = 0.0
+        for key in self._victims(self.live, -self.free):
+            nbytes = self[key]
+            target = next(tier for tier, free in self.free_below().items() if nbytes <= free)
+            seconds += self._spill(key, target)
+        self.peak = max(self.peak, self.live_bytes)
+        return seconds
+
+    def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
+        if nbytes <= 0:
+            return []
+        free = [
+            Candidate(key, size, self._next_use(key), used)
+            for used, (key, size) in enumerate(self._keys[tier].items())
+            if key not in self._holders
+        ]
+        return [candidate.key for candidate in choose(free, int(nbytes))]
 
 
 def _between(one: Tier, other: Tier) -> Link:

@@ -38,10 +38,12 @@ from distributed.worker_state_machine import (
 )
 
 from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, Holder, Needs
+from dask_gpurt.memory.policy import next_use
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.network import Network
-from dask_gpurt.simulate.tiers import Tiers
+from dask_gpurt.simulate.tiers import Capacity, RuntimeTiers, Tiers
 from dask_gpurt.simulate.work import Work
+from dask_gpurt.topology import Link, Speed
 
 #: What the scheduler sends, and what a worker makes of it.
 EVENTS: Mapping[str, type[StateMachineEvent]] = {
@@ -128,25 +130,40 @@ class VirtualWorker:
         Tasks at a time.
     speed
         How many times as fast as :attr:`Work.seconds` says.
-    tiers
-        Where its data lie.
+    capacity
+        Bytes of each of its tiers.
+    link_speed
+        Returns how fast bytes go over a link between two of its tiers.
     peers
         All that is around it.
+
+    Attributes
+    ----------
+    tiers
+        Where its data lie.
     """
 
-    def __init__(self, address: str, threads: int, speed: float, tiers: Tiers, peers: Peers):
+    def __init__(
+        self,
+        address: str,
+        threads: int,
+        speed: float,
+        capacity: Capacity,
+        link_speed: Callable[[Link], Speed],
+        peers: Peers,
+    ):
         self.address = address
         self.speed = speed
-        self.tiers = tiers
+        self.tiers = self._make_tiers(capacity, link_speed)
         self.gone = False
         self.bandwidth: float = parse_bytes(dask.config.get("distributed.scheduler.bandwidth"))
         self.state = WorkerState(
             address=address,
             nthreads=threads,
-            data=tiers,
+            data=self.tiers,
             validate=False,
             transfer_incoming_count_limit=dask.config.get("distributed.worker.connections.incoming"),
-            transfer_incoming_bytes_limit=_incoming_limit(tiers.capacity.total),
+            transfer_incoming_bytes_limit=_incoming_limit(capacity.total),
             transfer_message_bytes_limit=parse_bytes(
                 dask.config.get("distributed.worker.transfer.message-bytes-limit")
             ),
@@ -160,6 +177,9 @@ class VirtualWorker:
         self._started: dict[str, float] = {}
         self._looking = False
         self._moving_until = 0.0
+
+    def _make_tiers(self, capacity: Capacity, link_speed: Callable[[Link], Speed]) -> Tiers:
+        return Tiers(capacity, link_speed)
 
     # ---- messages --------------------------------------------------------------------
 
@@ -323,9 +343,9 @@ class VirtualWorker:
 
 
 class TieredWorker(VirtualWorker):
-    """Decides with the runtime's own :class:`Admission` and :class:`Needs` who may take memory.
+    """Take memory as the runtime does: by its own admission, its estimates and its eviction policy.
 
-    What is sent is read from where it lies.
+    Data that are sent are read from the tier that they lie in.
     """
 
     def __init__(self, *arguments: Any):
@@ -339,6 +359,12 @@ class TieredWorker(VirtualWorker):
         self._fetches: dict[str, Holder] = {}
         #: What they will take, by peer.
         self._promised: dict[str, int] = {}
+
+    def _make_tiers(self, capacity: Capacity, link_speed: Callable[[Link], Speed]) -> Tiers:
+        return RuntimeTiers(capacity, link_speed, self._next_use)
+
+    def _next_use(self, key: Key) -> tuple[Any, ...] | None:
+        return next_use(self.state.tasks.get(key))
 
     # ---- tasks -----------------------------------------------------------------------
 
