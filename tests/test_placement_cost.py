@@ -13,7 +13,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate, Route, Space, Terms
 from dask_gpurt.placement.history import History
-from dask_gpurt.placement.loads import Loads
+from dask_gpurt.placement.queueing import Loads
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 

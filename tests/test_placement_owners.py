@@ -18,7 +18,7 @@ from placed_cluster import Cluster
 
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement.owners import Site, assign, shares
+from dask_gpurt.placement.outputs import Site, assign, shares
 from dask_gpurt.topology import Place, Topology
 
 SITUATIONS = {

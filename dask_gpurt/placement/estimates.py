@@ -16,7 +16,7 @@ from dask_gpurt.placement import cost
 from dask_gpurt.placement.behind import Behind
 from dask_gpurt.placement.cost import NO_WAY, Candidate, Space, Terms
 from dask_gpurt.placement.expected import Expected
-from dask_gpurt.placement.headroom import Headroom
+from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.lengths import Lengths
 from dask_gpurt.placement.paces import Paces
 from dask_gpurt.placement.routes import Routes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from dask_gpurt.placement.chooser import Chooser
+from dask_gpurt.placement.candidates import Chooser
 
 #: Workers without room that are offered a root task at a time when nobody has room.
 RESERVE = 8

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.cost import NO_WAY, Route, Step
-from dask_gpurt.placement.loads import Neighbourhood
+from dask_gpurt.placement.queueing import Neighbourhood
 from dask_gpurt.topology import Link, Topology
 from dask_gpurt.topology.links import BETWEEN_HOSTS
 

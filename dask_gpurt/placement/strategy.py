@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from math import floor
 from typing import Any
 
 from dask.typing import Key
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement import stealing
-from dask_gpurt.placement.chooser import Chooser
+from dask_gpurt.placement import cost
+from dask_gpurt.placement.candidates import Chooser
 from dask_gpurt.placement.cost import Candidate, best
-from dask_gpurt.placement.families import Families
+from dask_gpurt.placement.estimates import Demand
+from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.gate import Gate
-from dask_gpurt.placement.headroom import Headroom
 from dask_gpurt.placement.history import MOST_KEYS, History
-from dask_gpurt.placement.memory_manager import MemoryManager
-from dask_gpurt.placement.outputs import Inputs, sites
+from dask_gpurt.placement.outputs import Inputs, assign, sites
 from dask_gpurt.placement.overrides import Known, Overrides, Unsuitable
-from dask_gpurt.placement.owners import assign
+from dask_gpurt.placement.queueing import Families
+from dask_gpurt.placement.replicas import MemoryManager
 from dask_gpurt.topology import Topology
 
 #: The methods of Dask's scheduler that are replaced, with the parameters that they are known with.
@@ -210,7 +211,7 @@ class Placement:
     # ---- shuffles ----------------------------------------------------------------------
 
     def owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
-        """The owner of each output of a shuffle, see :mod:`dask_gpurt.placement.owners`.
+        """The owner of each output of a shuffle, see :mod:`dask_gpurt.placement.outputs`.
 
         Parameters
         ----------
@@ -305,9 +306,7 @@ class Placement:
         if valid is not None and ((able := potential_thieves & valid) or not ts.loose_restrictions):
             potential_thieves = able
         in_flight = scheduler.extensions["stealing"].in_flight_occupancy
-        found = stealing.thief(
-            self._chooser, ts, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0)
-        )
+        found = thief(self._chooser, ts, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0))
         if found is None:
             return None
         ws, candidate = found
@@ -320,3 +319,36 @@ class Placement:
 def _is_ready(ts: Any) -> bool:
     """Whether a task that nobody has asked for yet has inputs, and all are there."""
     return ts.state == "released" and bool(ts.dependencies) and all([dts.who_has for dts in ts.dependencies])
+
+
+#: The most workers of a neighbourhood whose costs are compared, and out of how many of the least loaded.
+MOST_THIEVES, LOOKED_AT = 4, 64
+
+
+def thief(
+    chooser: Chooser, ts: Any, thieves: Collection[Any], occupancy: Callable[[Any], float]
+) -> tuple[Any, Candidate] | None:
+    """The worker that should take a task from the one that has it; None if no one gains by it.
+
+    Parameters
+    ----------
+    thieves
+        The workers that may.
+    occupancy
+        Seconds of work that a worker has, with what is being moved counted where it goes.
+    """
+    victim, demand = ts.processing_on, chooser.estimates.demand(ts)
+    patience = occupancy(victim) / victim.nthreads
+    for name in chooser.neighbourhoods(victim):
+        near = (ws for ws in chooser.least_loaded(name, LOOKED_AT) if ws in thieves and ws is not victim)
+        found = {ws.address: ws for ws in islice(near, MOST_THIEVES)}
+        costs = [_cost(chooser, demand, ws, occupancy(ws)) for ws in found.values()]
+        fitting = [candidate for candidate in costs if candidate.terms.fits]
+        if fitting and (candidate := cost.best(fitting)).terms.seconds < patience:
+            return found[candidate.worker], candidate
+    return None
+
+
+def _cost(chooser: Chooser, demand: Demand, ws: Any, occupancy: float) -> Candidate:
+    candidate = chooser.estimates.cost(demand, ws)
+    return candidate._replace(terms=candidate.terms._replace(waiting=occupancy / ws.nthreads))

@@ -14,9 +14,8 @@ from dask.typing import Key
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Estimates, Need, is_alias
-from dask_gpurt.placement.families import siblings, whereabouts
-from dask_gpurt.placement.headroom import Headroom
-from dask_gpurt.placement.loads import Loads, Neighbourhood
+from dask_gpurt.placement.free_memory import Headroom
+from dask_gpurt.placement.queueing import Loads, Neighbourhood, siblings, whereabouts
 from dask_gpurt.placement.routes import EVERYWHERE, neighbourhoods
 from dask_gpurt.topology import Topology
 
