@@ -1,38 +1,36 @@
-"""How long tasks take, by what is known of others; and what is expected on workers."""
+"""The durations of tasks, predicted from those of others, and work that is pending on workers."""
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement.behind import Behind
-from dask_gpurt.placement.expected import Expected
-from dask_gpurt.placement.lengths import LEAST, Lengths
+from dask_gpurt.placement.durations import MIN_TASKS, DurationModel
+from dask_gpurt.placement.estimates import PendingWork
 
-sizes = st.lists(st.floats(1, 1e9), min_size=LEAST, max_size=40)
+sizes = st.lists(st.floats(1, 1e9), min_size=MIN_TASKS, max_size=40)
 
 
-def learned(pairs: list[tuple[float, float]]) -> Lengths:
-    lengths = Lengths()
+def trained(pairs: list[tuple[float, float]]) -> DurationModel:
+    model = DurationModel()
     for nbytes, seconds in pairs:
-        lengths.observe("x", nbytes, seconds)
-    return lengths
+        model.observe("x", nbytes, seconds)
+    return model
 
 
 def test_lengths_in_proportion_to_inputs_are_found() -> None:
-    lengths = learned([(2.0**i, 3.0 * 2**i) for i in range(LEAST)])
-    assert lengths.seconds("x", 1000.0) == pytest.approx(3000)
-    assert lengths.mean("x") == pytest.approx(3 * (2**LEAST - 1) / LEAST)
+    model = trained([(2.0**i, 3.0 * 2**i) for i in range(MIN_TASKS)])
+    assert model.predict("x", 1000.0) == pytest.approx(3000)
+    assert model.mean("x") == pytest.approx(3 * (2**MIN_TASKS - 1) / MIN_TASKS)
 
 
 def test_a_part_that_is_the_same_for_all_stays() -> None:
-    lengths = learned([(i, 10.0 + i) for i in range(1, 3 * LEAST)])
-    assert lengths.seconds("x", 0.0) == pytest.approx(10, rel=0.01)
-    assert lengths.seconds("x", 100.0) == pytest.approx(110, rel=0.01)
+    model = trained([(i, 10.0 + i) for i in range(1, 3 * MIN_TASKS)])
+    assert model.predict("x", 0.0) == pytest.approx(10, rel=0.01)
+    assert model.predict("x", 100.0) == pytest.approx(110, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -47,17 +45,17 @@ def test_a_part_that_is_the_same_for_all_stays() -> None:
     ids=["too few", "equal inputs", "equal lengths", "larger is shorter", "nothing"],
 )
 def test_nothing_is_said_where_inputs_do_not_tell_lengths(pairs: list[tuple[float, float]]) -> None:
-    lengths = learned(pairs)
-    assert lengths.mean("x") is None
-    assert lengths.seconds("x", 50.0) is None
+    model = trained(pairs)
+    assert model.mean("x") is None
+    assert model.predict("x", 50.0) is None
 
 
 def test_chance_is_seldom_taken_for_a_rule() -> None:
     rng = random.Random(1)
     chance = [
-        learned([(rng.lognormvariate(0, 1), rng.lognormvariate(0, 1)) for _ in range(20)]) for _ in range(500)
+        trained([(rng.lognormvariate(0, 1), rng.lognormvariate(0, 1)) for _ in range(20)]) for _ in range(500)
     ]
-    assert sum(lengths.mean("x") is not None for lengths in chance) < 10
+    assert sum(model.mean("x") is not None for model in chance) < 10
 
 
 @given(sizes, st.floats(0, 10), st.floats(0, 1), st.integers(0, 10**6), st.integers(0, 10**10))
@@ -65,64 +63,38 @@ def test_no_length_is_farther_from_the_mean_than_its_inputs(
     nbytes: list[float], constant: float, noise: float, seed: int, asked: int
 ) -> None:
     rng = random.Random(seed)
-    lengths = learned([(size, constant + size * rng.uniform(1 - noise, 1)) for size in nbytes])
-    found, mean = lengths.seconds("x", asked), lengths.mean("x")
+    model = trained([(size, constant + size * rng.uniform(1 - noise, 1)) for size in nbytes])
+    found, mean = model.predict("x", asked), model.mean("x")
     assert (found is None) == (mean is None)
     if found is not None and mean is not None:
-        proportional = mean * asked / lengths._known["x"].nbytes
+        proportional = mean * asked / model._prefixes["x"].nbytes.mean
         assert min(mean, proportional) * 0.999 <= found <= max(mean, proportional) * 1.001
 
 
 keys = st.integers(0, 5)
-steps = st.lists(
-    st.one_of(
-        st.tuples(keys, st.sampled_from("ab"), st.sampled_from("pq"), st.floats(-10, 10), st.floats(-1, 10)),
-        keys,
-    )
-)
+amounts = st.dictionaries(st.sampled_from("pq"), st.floats(-10, 10))
+steps = st.lists(st.one_of(st.tuples(keys, st.sampled_from("ab"), amounts, st.floats(-1, 10)), keys))
 
 
 @given(steps)
-def test_what_is_expected_is_the_sum_of_the_tasks_that_are(steps: list[object]) -> None:
-    expected, model = Expected(), dict[object, tuple[str, str, float, float]]()
+def test_pending_work_is_the_sum_of_its_entries(steps: list[object]) -> None:
+    pending, model = PendingWork(), dict[object, tuple[str, dict[str, float], float]]()
     for step in steps:
         if isinstance(step, tuple):
-            expected.add(*step)
+            pending.add(*step)
             model[step[0]] = step[1:]
         else:
             known = model.pop(step, None)
-            assert expected.remove(step) == (known[0] if known else None)
-    assert bool(expected) == bool(model)
+            assert pending.remove(step) == (known[0] if known else None)
+    assert bool(pending) == bool(model)
     for worker in "ab":
         here = [known for known in model.values() if known[0] == worker]
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for _, prefix, each, _ in here:
-            seconds[prefix] += each
-        found = expected.seconds(worker)
-        assert all(found.get(prefix, 0.0) == pytest.approx(seconds[prefix], abs=1e-6) for prefix in "pq")
-        assert expected.number(worker) == len(here)
-        assert expected.weight(worker) == pytest.approx(sum(known[3] for known in here), abs=1e-6)
-    assert expected.clear() == {known[0] for known in model.values()}
-    assert not expected
-
-
-parts = st.dictionaries(st.sampled_from("pq"), st.floats(0.1, 1))
-
-
-@given(st.lists(st.one_of(st.tuples(keys, st.sampled_from("ab"), parts), keys)))
-def test_what_waits_is_the_sum_of_what_waits_for_each_task(steps: list[object]) -> None:
-    behind, model = Behind(), dict[object, tuple[str, dict[str, float]]]()
-    for step in steps:
-        if isinstance(step, tuple):
-            behind.add(*step)
-            model[step[0]] = step[1:]
-        else:
-            known = model.pop(step, None)
-            assert behind.remove(step) == (known[0] if known else None)
-    assert bool(behind) == bool(model)
-    for worker in "ab":
-        here = [waiting for where, waiting in model.values() if where == worker]
+        found = pending.by_prefix(worker)
         for prefix in "pq":
-            wanted = sum(waiting.get(prefix, 0.0) for waiting in here)
-            assert behind.parts(worker).get(prefix, 0.0) == pytest.approx(wanted, abs=1e-6)
-        assert behind.number(worker) == pytest.approx(sum(sum(each.values()) for each in here), abs=1e-6)
+            wanted = sum(by_prefix.get(prefix, 0.0) for _, by_prefix, _ in here)
+            assert found.get(prefix, 0.0) == pytest.approx(wanted, abs=1e-6)
+        assert pending.count(worker) == len(here)
+        assert pending.tasks(worker) == pytest.approx(sum(tasks for _, _, tasks in here), abs=1e-6)
+    assert pending.clear() == {known[0] for known in model.values()}
+    assert not pending
+    assert not any(pending.count(worker) or pending.by_prefix(worker) for worker in "ab")

@@ -13,7 +13,7 @@ from dask.typing import Key
 
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.estimates import Estimates, Need, is_alias
+from dask_gpurt.placement.estimates import Estimates, InputRef, is_alias
 from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.queueing import Loads, Neighbourhood, siblings, whereabouts
 from dask_gpurt.placement.routes import EVERYWHERE, neighbourhoods
@@ -71,12 +71,12 @@ class Chooser:
         if names != self._loads.neighbourhoods(ws.address):
             self._loads.discard(ws.address)
             self.estimates.routes.clear()
-            self.estimates.routes_of_shards.clear()
+            self.estimates.shard_routes.clear()
 
     def forget(self, worker: str) -> None:
         """Dask has removed a worker."""
         self._loads.discard(worker)
-        self.estimates.forget(worker)
+        self.estimates.on_worker_removed(worker)
 
     def neighbourhoods(self, ws: Any) -> Sequence[Neighbourhood]:
         """What a worker belongs to, from near to far."""
@@ -127,7 +127,7 @@ class Chooser:
             holders = self._holders(demand.inputs)
             home = next((ws for ws in holders if valid is None or ws in valid), None)
             if home is not None:
-                self.estimates.arriving(ts, demand, home.address)
+                self.estimates.on_arriving(ts, demand, home.address)
                 self._look_at_again(home.address)
 
     def placing(self, ts: Any) -> None:
@@ -136,7 +136,7 @@ class Chooser:
 
     def ended(self, key: Key) -> None:
         """A task is no longer on its worker."""
-        self._look_at_again(self.estimates.left(key))
+        self._look_at_again(self.estimates.on_task_ended(key))
 
     def settle(self) -> None:
         """All tasks of a graph that could be placed have been."""
@@ -181,7 +181,7 @@ class Chooser:
             found.update((ws.address, estimate(ws)) for ws in self._far(allowed))
         return list(found.values())
 
-    def _holders(self, needs: Collection[Need]) -> list[Any]:
+    def _holders(self, needs: Collection[InputRef]) -> list[Any]:
         """Those with the most bytes of inputs, the most first; of many with as much, the least work."""
         held: defaultdict[str, int] = defaultdict(int)
         for _, nbytes, replicas in needs:

@@ -145,14 +145,14 @@ def sites(inputs: Inputs, workers: Sequence[Any], estimates: Estimates) -> list[
 
 def _site(ws: Any, moving: float, inputs: Inputs, estimates: Estimates) -> Site:
     free, below, _, _ = estimates.room(ws)
-    pace = moving + WORK * estimates.paces.of(ws.address) / ws.nthreads
+    pace = moving + WORK * estimates.slowdown.of(ws.address) / ws.nthreads
     return Site(ws.address, pace, free + inputs.going[ws.address] - ws._network_occ, below)
 
 
 def _moving(inputs: Inputs, workers: Sequence[str], estimates: Estimates) -> Mapping[str, float]:
     """Seconds that a byte of the inputs takes to each worker, from wherever it may be."""
     most = nlargest(MOST_HOLDERS, inputs.held.items(), key=lambda item: (item[1], item[0]))
-    between, nbytes = estimates.routes_of_shards.between, max(inputs.nbytes, 1.0)
+    between, nbytes = estimates.shard_routes.between, max(inputs.nbytes, 1.0)
     known = {
         worker: sum(held * between(holder, Tier.DEVICE, worker).pace for holder, held in most) / nbytes
         for worker in workers

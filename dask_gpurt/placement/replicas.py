@@ -16,7 +16,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import NO_WAY, Space
-from dask_gpurt.placement.estimates import MOST_REPLICAS
+from dask_gpurt.placement.estimates import MAX_REPLICAS
 from dask_gpurt.placement.free_memory import Headroom, Spaces
 from dask_gpurt.placement.overrides import Known, Overrides, Unsuitable
 from dask_gpurt.placement.routes import Routes
@@ -217,7 +217,7 @@ class MemoryManager:
         if len(allowed) <= FEW:
             return allowed
         workers = self._state.workers
-        places = (self._topology.place(ws.address) for ws in islice(ts.who_has, MOST_REPLICAS))
+        places = (self._topology.place(ws.address) for ws in islice(ts.who_has, MAX_REPLICAS))
         near = [address for place in places if place for address in self._topology.on_host(place.host)]
         roomy = (
             islice((address for address in order if workers[address] in allowed), ROOMIEST)
@@ -227,7 +227,7 @@ class MemoryManager:
         return [ws for address in found if (ws := workers.get(address)) in allowed]
 
     def _recipient(self, ts: Any, ws: Any) -> Recipient:
-        holders = [holder.address for holder in islice(ts.who_has, MOST_REPLICAS)]
+        holders = [holder.address for holder in islice(ts.who_has, MAX_REPLICAS)]
         return Recipient(
             ws.address,
             min(self._seconds(ts, holder, ws.address) for holder in holders),
@@ -259,7 +259,7 @@ class MemoryManager:
     def _dropper(self, ts: Any, holders: set[Any], candidates: set[Any]) -> Any:
         """Of the candidates the one that drops its replica; Dask has found that one of them may."""
         readers = {waiter.processing_on for waiter in ts.waiters or ()} - {None}
-        wanted = [ws.address for ws in nsmallest(MOST_REPLICAS, readers, key=lambda ws: ws.address)]
+        wanted = [ws.address for ws in nsmallest(MAX_REPLICAS, readers, key=lambda ws: ws.address)]
         droppable = candidates - readers
         found = [self._replica(ts, ws, wanted, ws not in droppable) for ws in holders]
         chosen = dropped(found, ts.get_nbytes())

@@ -136,13 +136,13 @@ class Placement:
         self._chooser.ended(key)
         ts = self._state.tasks.get(key)
         if ts is not None and worker is not None:
-            self._chooser.estimates.finished(ts, worker, seconds)
+            self._chooser.estimates.on_task_finished(ts, worker, seconds)
 
     def told(self, worker: str) -> None:
         """A worker has told what room it has now."""
         ws = self._state.workers.get(worker)
         if ws is not None:
-            self._chooser.estimates.told(ws)
+            self._chooser.estimates.on_memory_reported(ws)
             self._look_at(ws)
 
     def changed(self, worker: str) -> None:
@@ -199,14 +199,14 @@ class Placement:
         ws = self._state.workers.get(chosen.worker)
         if ws is None or ws not in allowed:
             raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
-        self._chooser.estimates.took(ts, chosen, ws)
+        self._chooser.estimates.on_decided(ts, chosen, ws)
         self._history.add(ts.key, chosen.worker, candidates)
         self._metrics.add("placement.decisions")
         return ws
 
     def _get_comm_cost(self, ts: Any, ws: Any) -> float:
         estimates = self._chooser.estimates
-        return estimates.inputs(estimates.needs(ts), ws)[1]
+        return estimates.fetch(estimates.inputs(ts), ws).seconds
 
     # ---- shuffles ----------------------------------------------------------------------
 
