@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from dask._task_spec import Alias
 from dask.typing import Key
 
-from dask_gpurt.memory.ledger import Room
+from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.cost import NO_WAY, Candidate, Space, Terms
+from dask_gpurt.placement.cost import LOCAL_ROUTE, Candidate, Terms
 from dask_gpurt.placement.durations import DurationModel, WorkerSlowdown
 from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.routes import Routes
@@ -327,19 +327,19 @@ class Estimates:
     # ---- free memory -------------------------------------------------------------------
 
     def _room(self, ws: Any, need: float, promised: float, working_set: float) -> tuple[float, bool]:
-        free, below, tier, live = self.room(ws)
-        holds = working_set <= live or live >= self._largest_live
-        if holds and need <= free - promised:
+        memory = self.free_memory(ws)
+        holds = working_set <= memory.live or memory.live >= self._largest_live
+        if holds and need <= memory.free - promised:
             return 0.0, True
-        spill = NO_WAY if tier is None else self.routes.out_of(tier, ws.address)
-        seconds, fits = cost.room(need, Space(free - promised, below, spill))
+        spill = LOCAL_ROUTE if memory.tier is None else self.routes.out_of(memory.tier, ws.address)
+        seconds, fits = cost.room(need, memory._replace(free=memory.free - promised), spill)
         return seconds, fits and holds
 
-    def room(self, ws: Any) -> Room:
+    def free_memory(self, ws: Any) -> FreeMemory:
         """Return the free memory that a worker has reported, less the bytes that have arrived there since."""
-        room = self._headroom.room(ws.address)
+        memory = self._headroom.free_memory(ws.address)
         arrived = self._arrived_since_report(ws)
-        return room._replace(free=room.free - arrived) if arrived else room
+        return memory._replace(free=memory.free - arrived) if arrived else memory
 
     def has_room(self, ws: Any) -> bool:
         """Tell whether a worker has room for what is on its way, and for results of its tasks and one more.
@@ -350,8 +350,8 @@ class Estimates:
         queued = self._state.queued
         if queued:
             need += (len(ws.processing) + 1) * mean_result_bytes(queued.peek().prefix)
-        room = self._headroom.room(ws.address)
-        return room.free + room.below - self._arrived_since_report(ws) > need
+        memory = self._headroom.free_memory(ws.address)
+        return memory.free + memory.below - self._arrived_since_report(ws) > need
 
     def _arrived_since_report(self, ws: Any) -> int:
         """Return bytes by Dask's count; 0 where it has fallen, for what is gone may have been spilled."""
@@ -363,7 +363,7 @@ class Estimates:
     def on_memory_reported(self, ws: Any) -> None:
         """Take notice that a worker has reported its memory."""
         self._bytes_at_report[ws.address] = ws.nbytes
-        self._live_capacity[ws.address] = live = self._headroom.room(ws.address).live
+        self._live_capacity[ws.address] = live = self._headroom.free_memory(ws.address).live
         self._largest_live = max(live, self._largest_live)
 
     def on_arriving(self, ts: Any, demand: Demand, worker: str) -> None:

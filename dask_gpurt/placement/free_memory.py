@@ -1,4 +1,4 @@
-"""How much room workers have, and in which tier their data is: what the ledger says, or else Dask."""
+"""Free memory of workers and the tiers of their data: from their ledgers, or else from Dask's own counts."""
 
 from __future__ import annotations
 
@@ -10,98 +10,103 @@ from dask.typing import Key
 from dask.utils import key_split
 from sortedcontainers import SortedKeyList
 
-from dask_gpurt.memory.ledger import Picture, Room
+from dask_gpurt.memory.ledger import FreeMemory, Picture
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement.cost import Space
 
 
 class Headroom(Protocol):
-    """What placement asks about memory. Called often: answers come from what is known, nobody is asked."""
+    """Free memory of all workers, as they have reported it.
 
-    def room(self, worker: str) -> Room:
-        """The room on a worker."""
+    Each decision asks several times, so answers come from what is known on the scheduler.
+    """
 
-    def told(self, worker: str) -> bool:
-        """Whether a worker has told of its room; otherwise that is a guess, and what it may spill unknown."""
+    def free_memory(self, worker: str) -> FreeMemory:
+        """Return the free memory of a worker."""
+
+    def has_reported(self, worker: str) -> bool:
+        """Tell whether a worker has reported its memory.
+
+        Otherwise its free memory is a guess, and what it may spill is unknown.
+        """
 
     def tier(self, worker: str, key: Key) -> Tier:
-        """Where the data of a key is on a worker that holds it; ``Tier.DEVICE`` if unknown."""
+        """Return the tier of a key on a worker that holds it; ``Tier.DEVICE`` if unknown."""
 
 
 class LedgerHeadroom:
-    """The picture of all ledgers; for a worker that has sent none, what Dask knows.
+    """Read free memory from the ledgers of all workers; for a worker that has sent none, from Dask.
 
     Parameters
     ----------
-    picture
-        As the plugin keeps it.
+    ledgers
+        As the scheduler's plugin keeps them.
     workers
         Dask's ``WorkerState`` by address.
     """
 
-    def __init__(self, picture: Picture, workers: Mapping[str, Any]):
-        self._picture = picture
+    def __init__(self, ledgers: Picture, workers: Mapping[str, Any]):
+        self._ledgers = ledgers
         self._workers = workers
 
-    def room(self, worker: str) -> Room:
-        """The room on a worker; without end on one that is gone, or has no memory limit."""
-        return self._picture.room(worker) or self._known_to_dask(worker)
+    def free_memory(self, worker: str) -> FreeMemory:
+        """Return the free memory of a worker; infinite on one that has left or has no memory limit."""
+        return self._ledgers.room(worker) or self._known_to_dask(worker)
 
-    def told(self, worker: str) -> bool:
-        """Whether a worker has sent its ledger."""
-        return self._picture.room(worker) is not None
+    def has_reported(self, worker: str) -> bool:
+        """Tell whether a worker has sent its ledger."""
+        return self._ledgers.room(worker) is not None
 
-    def _known_to_dask(self, worker: str) -> Room:
+    def _known_to_dask(self, worker: str) -> FreeMemory:
         state = self._workers.get(worker)
         if not state or not state.memory_limit:
-            return Room(math.inf)
-        return Room(state.memory_limit - state.nbytes, live=state.memory_limit)
+            return FreeMemory(math.inf)
+        return FreeMemory(state.memory_limit - state.nbytes, live=state.memory_limit)
 
     def tier(self, worker: str, key: Key) -> Tier:
-        """The tier with most of the bytes that tasks of the same prefix have left on a worker."""
-        if not self._picture.spilled(worker):
+        """Return the tier with most of the bytes that tasks of the same prefix have left on a worker."""
+        if not self._ledgers.spilled(worker):
             return Tier.DEVICE
-        return self._picture.fullest(worker, key_split(key)) or Tier.DEVICE
+        return self._ledgers.fullest(worker, key_split(key)) or Tier.DEVICE
 
 
-class Spaces:
-    """Room by worker, looked up once and kept up to date from then on.
+class FreeMemoryIndex:
+    """Keep free memory by worker while replicas are handed out, and count each replica at once. Pure.
 
     Parameters
     ----------
     look_up
-        The room on a worker.
+        Returns the free memory of a worker; called once for each.
     """
 
-    def __init__(self, look_up: Callable[[str], Space]):
+    def __init__(self, look_up: Callable[[str], FreeMemory]):
         self._look_up = look_up
-        self._known: dict[str, Space] = {}
-        #: By free and by all room, the most last; made when somebody asks.
+        self._workers: dict[str, FreeMemory] = {}
+        #: By free bytes and by free bytes of all tiers, the most last; made on the first look-up.
         self._orders: list[SortedKeyList] = []
 
-    def __getitem__(self, worker: str) -> Space:
-        space = self._known.get(worker)
-        if space is None:
-            space = self._known[worker] = self._look_up(worker)
-        return space
+    def __getitem__(self, worker: str) -> FreeMemory:
+        memory = self._workers.get(worker)
+        if memory is None:
+            memory = self._workers[worker] = self._look_up(worker)
+        return memory
 
     def take(self, worker: str, nbytes: float) -> None:
-        """A worker gets so many bytes into its live tier, or loses them."""
-        space = self[worker]
+        """Count ``nbytes`` more in the live tier of a worker, or less if below 0."""
+        memory = self[worker]
         orders = [order for order in self._orders if worker in order]
         for order in orders:
             order.remove(worker)
-        self._known[worker] = space._replace(free=space.free - nbytes)
+        self._workers[worker] = memory._replace(free=memory.free - nbytes)
         for order in orders:
             order.add(worker)
 
-    def roomiest(self, workers: Iterable[str]) -> tuple[Iterator[str], Iterator[str]]:
-        """All workers, those with the most free room first; and those with the most of all room first.
+    def most_free(self, workers: Iterable[str]) -> tuple[Iterator[str], Iterator[str]]:
+        """Return all workers twice, most free bytes first: of the live tier, and of all tiers.
 
         Parameters
         ----------
         workers
-            Those that there are. They are put in order once.
+            All that there are. They are put in order once.
         """
         if not self._orders:
             names = list(workers)
@@ -109,5 +114,5 @@ class Spaces:
                 SortedKeyList(names, key=lambda worker: (self[worker].free, worker)),
                 SortedKeyList(names, key=lambda worker: (self[worker].free + self[worker].below, worker)),
             ]
-        free, total = self._orders
-        return reversed(free), reversed(total)
+        live, total = self._orders
+        return reversed(live), reversed(total)

@@ -1,4 +1,4 @@
-"""Which worker owns which output of a shuffle: by what it has room for, and how fast bytes come. Pure."""
+"""The owner of each output of a shuffle, by free memory and by how fast bytes of the inputs get there."""
 
 from __future__ import annotations
 
@@ -11,45 +11,56 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.estimates import Estimates
 
+#: Seconds that a thread works on a byte of an output: pandas joins and groups some 1 GB/s.
+WORK_SECONDS_PER_BYTE = 1e-9
+#: Holders of inputs whose links are looked up, those with the most bytes; the links of others count as the
+#: mean of these.
+MAX_HOLDERS = 16
 
-class Site(NamedTuple):
+
+class Owner(NamedTuple):
     """A worker that may own outputs.
 
     Parameters
     ----------
     worker
         Its address.
-    pace
-        Seconds until a byte of an output has come and is worked on, above 0.
-    free, below
-        Bytes that its live tier and its lower tiers take. May be below 0, or without end.
+    seconds_per_byte
+        Seconds until a byte of an output has arrived and is worked on, above 0.
+    memory
+        Its free memory.
     """
 
     worker: str
-    pace: float
-    free: float = math.inf
-    below: float = 0
+    seconds_per_byte: float
+    memory: FreeMemory
 
 
-def assign(outputs: Collection[int], sites: Sequence[Site], nbytes: float) -> dict[int, str]:
-    """The owner of each output: neighbouring outputs share one, as many as it can take of the bytes.
+# ---- shares --------------------------------------------------------------------------------------------
+
+
+def assign(outputs: Collection[int], owners: Sequence[Owner], nbytes: float) -> dict[int, str]:
+    """Return the owner of each output. Neighbouring outputs share one.
 
     Parameters
     ----------
     outputs
         Output partitions; they count as equally large.
-    sites
+    owners
         At least one.
     nbytes
-        Of all outputs together; 0 if nobody knows.
+        Of all outputs together; 0 if unknown.
     """
     takers = [
-        (site.worker, part) for site, part in zip(sites, shares(sites, nbytes), strict=True) if part > 0
+        (owner.worker, share)
+        for owner, share in zip(owners, shares(owners, nbytes), strict=True)
+        if share > 0
     ]
-    ends = list(accumulate(part for _, part in takers))
+    ends = list(accumulate(share for _, share in takers))
     ends[-1] = math.inf
     number = len(outputs)
     return {
@@ -58,49 +69,46 @@ def assign(outputs: Collection[int], sites: Sequence[Site], nbytes: float) -> di
     }
 
 
-def shares(sites: Sequence[Site], nbytes: float) -> list[float]:
-    """The part of the bytes for each site, such that all are done at the same time and nobody is overfull.
+def shares(owners: Sequence[Owner], nbytes: float) -> list[float]:
+    """Return the share of the bytes for each owner: all are done at the same time, and none is overfull.
 
-    Who would get more than it has room for gets what it has room for, and the others share the rest.
+    An owner that would get more than it has room for gets what it has room for; the others share the rest.
     """
     nbytes = max(nbytes, 1.0)
-    rooms = _rooms(sites, nbytes)
-    parts, left, takers = [0.0] * len(sites), nbytes, set(range(len(sites)))
-    while takers:
-        rate = left / sum([1 / sites[i].pace for i in sorted(takers)])
-        full = {i for i in takers if rooms[i] < rate / sites[i].pace}
+    rooms = _rooms(owners, nbytes)
+    found, rest, open_to = [0.0] * len(owners), nbytes, set(range(len(owners)))
+    while open_to:
+        seconds = rest / sum([1 / owners[i].seconds_per_byte for i in sorted(open_to)])
+        full = {i for i in open_to if rooms[i] < seconds / owners[i].seconds_per_byte}
         for i in sorted(full):
-            parts[i] = rooms[i] / nbytes
-            left = max(0.0, left - rooms[i])
+            found[i] = rooms[i] / nbytes
+            rest = max(0.0, rest - rooms[i])
         if not full:
-            for i in takers:
-                parts[i] = rate / sites[i].pace / nbytes
+            for i in open_to:
+                found[i] = seconds / owners[i].seconds_per_byte / nbytes
             break
-        takers -= full
-    return parts
+        open_to -= full
+    return found
 
 
-def _rooms(sites: Sequence[Site], nbytes: float) -> list[float]:
-    """The most bytes for each site: live if that is enough in all, else with what can be spilled.
+def _rooms(owners: Sequence[Owner], nbytes: float) -> list[float]:
+    """Return the most bytes for each owner: live if that is enough in all, else with what can be spilled.
 
-    Where even that is too little, everyone is overfull by the same factor.
+    If even that is too little, all are overfull by the same factor.
     """
-    live = [max(0.0, site.free) for site in sites]
+    live = [max(0.0, owner.memory.free) for owner in owners]
     if sum(live) >= nbytes:
         return live
-    rooms = [max(0.0, site.free + site.below) for site in sites]
+    rooms = [max(0.0, owner.memory.free + owner.memory.below) for owner in owners]
     if not (total := sum(rooms)):
-        return [math.inf] * len(sites)
+        return [math.inf] * len(owners)
     return [room * max(1.0, nbytes / total) for room in rooms]
 
 
-#: Seconds that a thread is about to work on a byte of an output: pandas joins and groups some 1 GB/s.
-WORK = 1e-9
-#: The most holders of inputs whose links are looked at, those with the most bytes; others count as anywhere.
-MOST_HOLDERS = 16
+# ---- the state of Dask's scheduler ---------------------------------------------------------------------
 
 
-class Inputs:
+class ShuffleInputs:
     """The inputs of a shuffle.
 
     Parameters
@@ -112,20 +120,20 @@ class Inputs:
     ----------
     held
         Bytes by the worker that will send them.
-    going
-        Bytes by worker that are let go once they are sent: nobody else needs them.
+    released
+        Bytes by worker that are released once they are sent, since no other task needs them.
     nbytes
-        Of all inputs; those that are not there yet count as large as the others on average.
+        Of all inputs; inputs that are not there yet count as large as the others on average.
     """
 
     def __init__(self, barrier: Any):
         self.held: defaultdict[str, float] = defaultdict(float)
-        self.going: defaultdict[str, float] = defaultdict(float)
-        seen = sum([self._see(transfer) for transfer in barrier.dependencies])
+        self.released: defaultdict[str, float] = defaultdict(float)
+        seen = sum([self._count(transfer) for transfer in barrier.dependencies])
         self.nbytes = sum(self.held.values()) * len(barrier.dependencies) / max(seen, 1)
 
-    def _see(self, transfer: Any) -> bool:
-        """Count what a transfer sends; tell whether that is there."""
+    def _count(self, transfer: Any) -> bool:
+        """Count the input of a transfer; return whether it is there."""
         found = [dts for dts in transfer.dependencies if dts.who_has]
         for dts in found:
             holder = transfer.processing_on
@@ -133,30 +141,34 @@ class Inputs:
                 holder = min(dts.who_has, key=lambda ws: ws.address)
             self.held[holder.address] += dts.get_nbytes()
             if not dts.who_wants and len(dts.dependents) == 1:
-                self.going[holder.address] += dts.get_nbytes()
+                self.released[holder.address] += dts.get_nbytes()
         return bool(found)
 
 
-def sites(inputs: Inputs, workers: Sequence[Any], estimates: Estimates) -> list[Site]:
-    """The workers that may own outputs, in the order in which they are given."""
-    moving = _moving(inputs, [ws.address for ws in workers], estimates)
-    return [_site(ws, moving[ws.address], inputs, estimates) for ws in workers]
+def possible_owners(inputs: ShuffleInputs, workers: Sequence[Any], estimates: Estimates) -> list[Owner]:
+    """Return workers as owners of outputs, in the order in which they are given."""
+    moving = _seconds_per_byte_to([ws.address for ws in workers], inputs, estimates)
+    return [_owner(ws, moving[ws.address], inputs, estimates) for ws in workers]
 
 
-def _site(ws: Any, moving: float, inputs: Inputs, estimates: Estimates) -> Site:
-    free, below, _, _ = estimates.room(ws)
-    pace = moving + WORK * estimates.slowdown.of(ws.address) / ws.nthreads
-    return Site(ws.address, pace, free + inputs.going[ws.address] - ws._network_occ, below)
+def _owner(ws: Any, moving: float, inputs: ShuffleInputs, estimates: Estimates) -> Owner:
+    working = WORK_SECONDS_PER_BYTE * estimates.slowdown.of(ws.address) / ws.nthreads
+    memory = estimates.free_memory(ws)
+    free = memory.free + inputs.released[ws.address] - ws._network_occ
+    return Owner(ws.address, moving + working, memory._replace(free=free))
 
 
-def _moving(inputs: Inputs, workers: Sequence[str], estimates: Estimates) -> Mapping[str, float]:
-    """Seconds that a byte of the inputs takes to each worker, from wherever it may be."""
-    most = nlargest(MOST_HOLDERS, inputs.held.items(), key=lambda item: (item[1], item[0]))
+def _seconds_per_byte_to(
+    workers: Sequence[str], inputs: ShuffleInputs, estimates: Estimates
+) -> Mapping[str, float]:
+    """Return the seconds that a byte of the inputs takes to each worker, on average over its holders."""
+    most = nlargest(MAX_HOLDERS, inputs.held.items(), key=lambda item: (item[1], item[0]))
     between, nbytes = estimates.shard_routes.between, max(inputs.nbytes, 1.0)
     known = {
-        worker: sum(held * between(holder, Tier.DEVICE, worker).pace for holder, held in most) / nbytes
+        worker: sum(held * between(holder, Tier.DEVICE, worker).seconds_per_byte for holder, held in most)
+        / nbytes
         for worker in workers
     }
-    looked_at = sum(held for _, held in most) / nbytes
-    elsewhere = fmean(known.values()) * (1 - looked_at) / looked_at if looked_at else 0.0
-    return {worker: pace + elsewhere for worker, pace in known.items()}
+    looked_up = sum(held for _, held in most) / nbytes
+    elsewhere = fmean(known.values()) * (1 - looked_up) / looked_up if looked_up else 0.0
+    return {worker: seconds + elsewhere for worker, seconds in known.items()}

@@ -1,4 +1,4 @@
-"""Methods of single instances of Dask's: ours in their place, and taken back."""
+"""Replace methods of single instances of Dask's, and give them back."""
 
 from __future__ import annotations
 

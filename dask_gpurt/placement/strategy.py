@@ -1,4 +1,4 @@
-"""Placement on a scheduler: our choices in the place of Dask's, on one instance, and taken back."""
+"""The placement strategy on a scheduler of Dask's: bound in place of its own choices, and unbound again."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from dask.typing import Key
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.candidates import Chooser
-from dask_gpurt.placement.cost import Candidate, best
-from dask_gpurt.placement.estimates import Demand
+from dask_gpurt.placement.candidates import CandidateSelector
+from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.free_memory import Headroom
-from dask_gpurt.placement.gate import Gate
-from dask_gpurt.placement.history import MOST_KEYS, History
-from dask_gpurt.placement.outputs import Inputs, assign, sites
+from dask_gpurt.placement.history import MAX_KEYS, History
+from dask_gpurt.placement.outputs import ShuffleInputs, assign, possible_owners
 from dask_gpurt.placement.overrides import Known, Overrides, Unsuitable
-from dask_gpurt.placement.queueing import Families
-from dask_gpurt.placement.replicas import MemoryManager
+from dask_gpurt.placement.queueing import IdleWorkerFilter, SiblingQueue
+from dask_gpurt.placement.replicas import ReplicaPlacement
 from dask_gpurt.topology import Topology
 
-#: The methods of Dask's scheduler that are replaced, with the parameters that they are known with.
+#: The methods of Dask's scheduler that are replaced, with their known parameters.
 SCHEDULER: Known = {
     "decide_worker_non_rootish": ("ts",),
     "decide_worker_rootish_queuing_enabled": (),
@@ -38,30 +36,32 @@ SCHEDULER: Known = {
 STEALING: Known = {
     "_get_thief": ("scheduler", "ts", "potential_thieves", "occupancies"),
 }
+#: Thieves of a neighbourhood whose costs are compared, and the least loaded workers that they are taken from.
+MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
 
 
 class Placement:
-    """Our choices on a scheduler of Dask's, or on a bare ``SchedulerState`` whose class has a ``__dict__``.
+    """Choose workers for a scheduler of Dask's.
 
-    Whoever drives the state tells of what Dask has no seam for: :meth:`submitted`, :meth:`ended`,
-    :meth:`told`, :meth:`changed` and :meth:`left`. What raises, and what has parameters that we do not
-    know, is decided by Dask.
+    The owner of the state calls ``on_…`` for events that Dask has no seam for. If a choice raises, or Dask's
+    method has other parameters than the known ones, Dask decides.
 
-    A bare state has no ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body,
-    and call it after each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
+    A bare ``SchedulerState`` will do if its class has a ``__dict__``. It has no
+    ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body, and call it after
+    each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
 
     Parameters
     ----------
     state
-        Dask's ``SchedulerState``; if it has the extensions ``stealing`` and ``amm``, these follow too.
+        Dask's ``SchedulerState``; if it has the extensions ``stealing`` and ``amm``, these are bound, too.
     topology
-        Where workers are. It may learn that before or after Dask does, see :meth:`changed`.
+        Where workers are. It may learn that before or after Dask does, see :meth:`on_place_changed`.
     headroom
-        What room they have.
+        Free memory of the workers.
     metrics
         Counts decisions and fallbacks.
     history
-        The most keys whose last decision is remembered.
+        The most keys whose last decision is kept.
 
     Examples
     --------
@@ -77,17 +77,20 @@ class Placement:
         topology: Topology,
         headroom: Headroom,
         metrics: Metrics,
-        history: int = MOST_KEYS,
+        history: int = MAX_KEYS,
     ):
         self._state = state
         self._topology = topology
         self._headroom = headroom
         self._metrics = metrics
-        self._chooser = Chooser(state, topology, headroom)
-        self._gate = Gate(state, self._chooser)
-        self._families = Families(state)
+        self._candidates = CandidateSelector(state, topology, headroom)
+        self._estimates = self._candidates.estimates
+        self._available = self._candidates.available
+        self._idle = IdleWorkerFilter(state, self._available)
+        self._roots = SiblingQueue(state)
         self._history = History(history)
-        #: The root task that Dask is about to ask a worker for; it does not say which. And who has a slot.
+        #: The root task that Dask is about to ask a worker for, without naming it, and the worker with a
+        #: slot.
         self._root: Any = None
         self._slot: Any = None
         self._overrides = Overrides(metrics)
@@ -96,73 +99,73 @@ class Placement:
     # ---- on and off --------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Take over; workers and tasks may be there already."""
+        """Choose from now on; workers and tasks may be there already."""
         self._overrides.put(self._state, SCHEDULER, {name: getattr(self, f"_{name}") for name in SCHEDULER})
         if (extension := self._state.extensions.get("stealing")) is not None:
             self._overrides.put(extension, STEALING, {"_get_thief": self._get_thief})
         if (manager := self._state.extensions.get("amm")) is not None:
-            ours = MemoryManager(manager, self._state, self._topology, self._headroom, self._metrics)
+            ours = ReplicaPlacement(manager, self._state, self._topology, self._headroom, self._metrics)
             ours.bind(self._overrides)
         for ws in list(self._state.workers.values()):
             self._state.check_idle_saturated(ws)
         for ts in list(self._state.queued.sorted()):
-            self._families.queued(ts)
+            self._roots.on_queued(ts)
 
     def unbind(self) -> None:
-        """Give Dask back as shipped."""
+        """Have Dask choose again, as shipped."""
         self._overrides.take_back()
         for ws in list(self._state.workers.values()):
             self._state.check_idle_saturated(ws)
 
-    # ---- what has happened -------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------
 
-    def submitted(self, keys: Iterable[Key]) -> None:
-        """A graph has come, and none of its tasks has been placed yet."""
-        self._overrides.guarded("submitted", self._submitted, lambda _: None)(keys)
+    def on_graph(self, keys: Iterable[Key]) -> None:
+        """Take notice of a new graph, before any of its tasks is placed."""
+        self._overrides.guarded("submitted", self._on_graph, lambda _: None)(keys)
 
-    def _submitted(self, keys: Iterable[Key]) -> None:
+    def _on_graph(self, keys: Iterable[Key]) -> None:
         found = [ts for key in keys if (ts := self._state.tasks.get(key)) is not None and _is_ready(ts)]
-        rootish = self._originals["is_rootish"]
-        self._chooser.arrived([ts for ts in found if not rootish(ts)])
+        is_rootish = self._originals["is_rootish"]
+        self._candidates.on_graph([ts for ts in found if not is_rootish(ts)])
 
-    def ended(self, key: Key, worker: str | None = None, seconds: float = 0.0) -> None:
-        """A task is no longer on a worker; Dask has counted that already.
+    def on_task_ended(self, key: Key, worker: str | None = None, seconds: float = 0.0) -> None:
+        """Take notice that a task is no longer on a worker, after Dask has counted that.
 
         Parameters
         ----------
         worker, seconds
-            Who has done it, and the work that it took; without these it has not been done.
+            The worker that has done it, and the work that it took; left out for a task that is not done.
         """
-        self._chooser.ended(key)
+        self._candidates.on_task_ended(key)
         ts = self._state.tasks.get(key)
         if ts is not None and worker is not None:
-            self._chooser.estimates.on_task_finished(ts, worker, seconds)
+            self._estimates.on_task_finished(ts, worker, seconds)
 
-    def told(self, worker: str) -> None:
-        """A worker has told what room it has now."""
+    def on_memory_reported(self, worker: str) -> None:
+        """Take notice that a worker has reported its memory."""
         ws = self._state.workers.get(worker)
         if ws is not None:
-            self._chooser.estimates.on_memory_reported(ws)
-            self._look_at(ws)
+            self._estimates.on_memory_reported(ws)
+            self._check(ws)
 
-    def changed(self, worker: str) -> None:
-        """The place of a worker is another than before."""
+    def on_place_changed(self, worker: str) -> None:
+        """Take notice that the topology has another place for a worker than before."""
         ws = self._state.workers.get(worker)
         if ws is not None:
-            self._chooser.look_anew(ws)
-            self._look_at(ws)
+            self._candidates.on_place_changed(ws)
+            self._check(ws)
 
-    def _look_at(self, ws: Any) -> None:
-        """Have Dask and the gate judge a worker again, and the queue move."""
+    def _check(self, ws: Any) -> None:
+        """Have Dask and the filter judge a worker again, and the queue move."""
         if ws in self._state.running:
             self._state.check_idle_saturated(ws)
             self._open_queue("gpurt-room")
 
-    def left(self, worker: str) -> None:
-        """Dask has removed a worker."""
-        self._chooser.forget(worker)
-        self._gate.forget(worker)
-        self._gate.let_in()
+    def on_worker_removed(self, worker: str) -> None:
+        """Forget a worker that Dask has removed."""
+        self._candidates.on_worker_removed(worker)
+        self._idle.discard(worker)
+        self._idle.admit()
         self._open_queue("gpurt-left")
 
     def _open_queue(self, stimulus_id: str) -> None:
@@ -170,14 +173,14 @@ class Placement:
             self._state.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
-        """A row for each candidate of the last decision about a key, see :class:`History`."""
+        """Return a row for each candidate of the last decision about a key, see :class:`History`."""
         return self._history.explain(key)
 
     # ---- tasks with inputs, and all that Dask does not queue -------------------------------
 
     def _decide_worker_non_rootish(self, ts: Any) -> Any:
         state = self._state
-        self._chooser.placing(ts)
+        self._candidates.on_placing(ts)
         if not state.running or ts.actor:
             return self._originals["decide_worker_non_rootish"](ts)
         valid = state.valid_workers(ts)
@@ -186,39 +189,39 @@ class Placement:
                 return None
             valid = None
         if ts.dependencies or valid is not None:
-            candidates = self._chooser.candidates(ts, valid)
+            candidates = self._candidates.for_task(ts, valid)
         else:
-            candidates = self._chooser.root_candidates(ts, state.running)
+            candidates = self._candidates.for_root(ts, state.running)
         if not candidates:
             return self._originals["decide_worker_non_rootish"](ts)
-        return self._take(ts, candidates, state.running if valid is None else valid)
+        return self._decide(ts, candidates, state.running if valid is None else valid)
 
-    def _take(self, ts: Any, candidates: list[Candidate], allowed: Any) -> Any:
-        """The worker of the best candidate; the decision is remembered."""
-        chosen = best(candidates) if len(candidates) > 1 else candidates[0]
+    def _decide(self, ts: Any, candidates: list[Candidate], allowed: Any) -> Any:
+        """Return the worker of the best candidate, and keep the decision."""
+        chosen = cost.best(candidates) if len(candidates) > 1 else candidates[0]
         ws = self._state.workers.get(chosen.worker)
         if ws is None or ws not in allowed:
             raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
-        self._chooser.estimates.on_decided(ts, chosen, ws)
+        self._estimates.on_decided(ts, chosen, ws)
         self._history.add(ts.key, chosen.worker, candidates)
         self._metrics.add("placement.decisions")
         return ws
 
     def _get_comm_cost(self, ts: Any, ws: Any) -> float:
-        estimates = self._chooser.estimates
-        return estimates.fetch(estimates.inputs(ts), ws).seconds
+        return self._estimates.fetch(self._estimates.inputs(ts), ws).seconds
 
     # ---- shuffles ----------------------------------------------------------------------
 
     def owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
-        """The owner of each output of a shuffle, see :mod:`dask_gpurt.placement.outputs`.
+        """Return the owner of each output of a shuffle, see :mod:`dask_gpurt.placement.outputs`.
 
         Parameters
         ----------
         barrier
             The task that waits for all its transfers.
         chosen
-            What Dask has chosen. Ours begin where these do, so that small shuffles take turns.
+            The owners that Dask has chosen. Ours begin with the same worker, so that small shuffles take
+            turns.
         """
         guarded = self._overrides.guarded("owners", self._owners, lambda _, chosen: chosen)
         found: dict[int, str] = guarded(barrier, chosen)
@@ -230,8 +233,8 @@ class Placement:
         if not workers or not chosen:
             return chosen
         first = bisect_left([ws.address for ws in workers], chosen[min(chosen)])
-        inputs = Inputs(barrier)
-        found = sites(inputs, workers[first:] + workers[:first], self._chooser.estimates)
+        inputs = ShuffleInputs(barrier)
+        found = possible_owners(inputs, workers[first:] + workers[:first], self._estimates)
         self._metrics.add("placement.shuffles")
         return assign(chosen, found, inputs.nbytes)
 
@@ -248,25 +251,21 @@ class Placement:
         if ts is None:
             return self._originals["decide_worker_rootish_queuing_enabled"]()
         if not idle:
-            self._families.queued(ts)
+            self._roots.on_queued(ts)
             return None
-        candidates = self._chooser.root_candidates(ts, idle, slot)
+        candidates = self._candidates.for_root(ts, idle, slot)
         if not candidates:
             return self._originals["decide_worker_rootish_queuing_enabled"]()
-        ws = self._take(ts, candidates, idle)
-        self._families.started(ts, self._chooser.home(ws))
+        ws = self._decide(ts, candidates, idle)
+        self._roots.on_started(ts, self._available.home(ws))
         return ws
 
     def _decide_worker_rootish_queuing_disabled(self, ts: Any) -> Any:
         group, state = ts.group, self._state
-        if (
-            not (ws := group.last_worker)
-            or not self._chooser.has_room(ws)
-            or not group.last_worker_tasks_left
-        ):
-            candidates = self._chooser.root_candidates(ts, state.running)
+        if not (ws := group.last_worker) or ws not in self._available or not group.last_worker_tasks_left:
+            candidates = self._candidates.for_root(ts, state.running)
             if candidates:
-                ws = self._take(ts, candidates, state.running)
+                ws = self._decide(ts, candidates, state.running)
                 # Dask goes on with the worker of the batch, and does the accounting.
                 group.last_worker = ws
                 share = floor(len(group) / state.total_nthreads * ws.nthreads)
@@ -275,10 +274,10 @@ class Placement:
 
     def _stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None:
         state = self._state
-        self._chooser.settle()
+        self._candidates.on_graph_placed()
         if not state.queued:
             return
-        for ws in self._gate.look_again():
+        for ws in self._idle.some_excluded():
             state.check_idle_saturated(ws)
         while state.queued and state.idle_task_count:
             ts = self._next_root()
@@ -287,15 +286,15 @@ class Placement:
                 return
 
     def _next_root(self) -> Any:
-        self._slot = slot = self._gate.slot()
+        self._slot = slot = self._idle.slot()
         self._root = (
-            self._families.next(self._chooser.home(slot)) if slot is not None else self._state.queued.peek()
+            self._roots.next(self._available.home(slot)) if slot is not None else self._state.queued.peek()
         )
         return self._root
 
     def _check_idle_saturated(self, ws: Any, occ: float = -1.0) -> None:
         self._originals["check_idle_saturated"](ws, occ)
-        self._gate.check(ws)
+        self._idle.check(ws)
 
     # ---- stealing ----------------------------------------------------------------------
 
@@ -306,49 +305,46 @@ class Placement:
         if valid is not None and ((able := potential_thieves & valid) or not ts.loose_restrictions):
             potential_thieves = able
         in_flight = scheduler.extensions["stealing"].in_flight_occupancy
-        found = thief(self._chooser, ts, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0))
+        found = self._thief(ts, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0))
         if found is None:
             return None
         ws, candidate = found
-        estimates = self._chooser.estimates
-        stays = estimates.cost(estimates.demand(ts), ts.processing_on)
+        stays = self._estimates.cost(self._estimates.demand(ts), ts.processing_on)
         self._history.add(ts.key, candidate.worker, [stays, candidate])
         return ws
 
+    def _thief(
+        self, ts: Any, thieves: Collection[Any], occupancy: Callable[[Any], float]
+    ) -> tuple[Any, Candidate] | None:
+        """Return the nearest worker with free memory that is done with a task earlier; None without one.
+
+        Parameters
+        ----------
+        thieves
+            The workers that may take the task.
+        occupancy
+            Returns seconds of work of a worker; tasks that are being stolen count where they go.
+        """
+        victim, demand = ts.processing_on, self._estimates.demand(ts)
+        wait = occupancy(victim) / victim.nthreads
+        for name in self._available.neighbourhoods(victim):
+            least_loaded = self._available.least_loaded(name, MAX_THIEVES_LOOKED_UP)
+            near = (ws for ws in least_loaded if ws in thieves and ws is not victim)
+            found = {ws.address: ws for ws in islice(near, MAX_THIEVES)}
+            costs = [
+                _with_waiting(self._estimates.cost(demand, ws), occupancy(ws) / ws.nthreads)
+                for ws in found.values()
+            ]
+            fitting = [candidate for candidate in costs if candidate.terms.fits]
+            if fitting and (candidate := cost.best(fitting)).terms.seconds < wait:
+                return found[candidate.worker], candidate
+        return None
+
+
+def _with_waiting(candidate: Candidate, waiting: float) -> Candidate:
+    return candidate._replace(terms=candidate.terms._replace(waiting=waiting))
+
 
 def _is_ready(ts: Any) -> bool:
-    """Whether a task that nobody has asked for yet has inputs, and all are there."""
+    """Tell whether all inputs of a released task are there, and it has some."""
     return ts.state == "released" and bool(ts.dependencies) and all([dts.who_has for dts in ts.dependencies])
-
-
-#: The most workers of a neighbourhood whose costs are compared, and out of how many of the least loaded.
-MOST_THIEVES, LOOKED_AT = 4, 64
-
-
-def thief(
-    chooser: Chooser, ts: Any, thieves: Collection[Any], occupancy: Callable[[Any], float]
-) -> tuple[Any, Candidate] | None:
-    """The worker that should take a task from the one that has it; None if no one gains by it.
-
-    Parameters
-    ----------
-    thieves
-        The workers that may.
-    occupancy
-        Seconds of work that a worker has, with what is being moved counted where it goes.
-    """
-    victim, demand = ts.processing_on, chooser.estimates.demand(ts)
-    patience = occupancy(victim) / victim.nthreads
-    for name in chooser.neighbourhoods(victim):
-        near = (ws for ws in chooser.least_loaded(name, LOOKED_AT) if ws in thieves and ws is not victim)
-        found = {ws.address: ws for ws in islice(near, MOST_THIEVES)}
-        costs = [_cost(chooser, demand, ws, occupancy(ws)) for ws in found.values()]
-        fitting = [candidate for candidate in costs if candidate.terms.fits]
-        if fitting and (candidate := cost.best(fitting)).terms.seconds < patience:
-            return found[candidate.worker], candidate
-    return None
-
-
-def _cost(chooser: Chooser, demand: Demand, ws: Any, occupancy: float) -> Candidate:
-    candidate = chooser.estimates.cost(demand, ws)
-    return candidate._replace(terms=candidate.terms._replace(waiting=occupancy / ws.nthreads))

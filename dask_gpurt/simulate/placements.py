@@ -9,7 +9,7 @@ from dask.typing import Key
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement import Placement, Room
+from dask_gpurt.placement import FreeMemory, Placement
 from dask_gpurt.simulate.cluster import Cluster
 from dask_gpurt.simulate.simulation import Simulation
 from dask_gpurt.simulate.work import Workload
@@ -31,15 +31,15 @@ class VirtualHeadroom:
 
     def __init__(self, simulation: Simulation):
         self._simulation = simulation
-        self._rooms: dict[str, Room] = {}
+        self._rooms: dict[str, FreeMemory] = {}
 
-    def room(self, worker: str) -> Room:
+    def free_memory(self, worker: str) -> FreeMemory:
         """The room on a worker; none on one that is gone."""
         if worker not in self._rooms:
             self._rooms[worker] = self._now(worker)
         return self._rooms[worker]
 
-    def told(self, worker: str) -> bool:
+    def has_reported(self, worker: str) -> bool:
         """Whether a worker has told of its room: all do."""
         return True
 
@@ -59,14 +59,14 @@ class VirtualHeadroom:
                 changed.append(worker)
         return changed
 
-    def _now(self, worker: str) -> Room:
+    def _now(self, worker: str) -> FreeMemory:
         known = self._simulation.peer(worker)
         if known is None:
-            return Room(0)
+            return FreeMemory(0)
         below = known.tiers.free_below()
         first = next((tier for tier, free in below.items() if free > 0), None)
         left = sum(max(0.0, free) for free in below.values())
-        return Room(known.tiers.free, left, first, known.tiers.capacity.live)
+        return FreeMemory(known.tiers.free, left, first, known.tiers.capacity.live)
 
 
 class _Watch(SchedulerPlugin):
@@ -79,23 +79,23 @@ class _Watch(SchedulerPlugin):
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self._topology.add(worker, self._simulation.machine(worker).place)
-        self._placement.changed(worker)
+        self._placement.on_place_changed(worker)
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
         self._topology.remove(worker)
-        self._placement.left(worker)
+        self._placement.on_worker_removed(worker)
 
     def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **kwargs: Any) -> None:
-        self._placement.submitted(tasks)
+        self._placement.on_graph(tasks)
 
     def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         if start != "processing":
             return
         if finish != "memory":
-            self._placement.ended(key)
+            self._placement.on_task_ended(key)
             return
         seconds = [one["stop"] - one["start"] for one in kwargs["startstops"] if one["action"] == "compute"]
-        self._placement.ended(key, kwargs["worker"], sum(seconds))
+        self._placement.on_task_ended(key, kwargs["worker"], sum(seconds))
 
 
 def bind_placement(simulation: Simulation) -> None:
@@ -108,7 +108,7 @@ def bind_placement(simulation: Simulation) -> None:
 
     def report() -> None:
         for worker in headroom.report():
-            placement.told(worker)
+            placement.on_memory_reported(worker)
 
     simulation.scheduler.add_plugin(_Watch(simulation, placement, topology), name="gpurt-placement")
     simulation.clock.every(lambda: REPORT, report)
