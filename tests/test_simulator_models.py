@@ -192,7 +192,7 @@ def test_what_is_held_stays_and_the_worker_is_over() -> None:
     assert mine.over
     assert mine.peak == 130
     assert mine.free == -30
-    mine.let_go(["a", "b"], 30)
+    mine.release(["a", "b"], 30)
     assert mine.free == 0
 
 
@@ -201,7 +201,7 @@ def test_what_is_let_go_may_go_down(keys: Any) -> None:
     mine = tiers()
     mine["a"] = 60
     mine.hold(keys, 0)
-    mine.let_go(keys, 0)
+    mine.release(keys, 0)
     mine["b"] = 60
     assert mine.tier("a") is Tier.HOST
     assert not mine.over
@@ -381,7 +381,7 @@ def test_tiers_add_up_and_are_over_only_by_what_is_held(
             held.append((key, nbytes))
         elif held:
             key, reserved = held.pop(0)
-            mine.let_go([key], reserved)
+            mine.release([key], reserved)
         pinned = {key for key, _ in held if mine.tier(key) is mine.live}
         reserved_now = sum(reserved for _, reserved in held)
         total = sum(mine[key] for key in mine)

@@ -1,4 +1,4 @@
-"""Which worker runs which task."""
+"""Choose the worker of each task, the owners of shuffle outputs, and the workers of replicas."""
 
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.placement.cost import Terms

@@ -1,4 +1,4 @@
-"""How long tasks take, by prefix and bytes of inputs, and how much slower than others a worker is. Pure.
+"""Durations of tasks, by prefix and bytes of inputs, and slowdowns of workers. Pure.
 
 Both are learned one sample at a time, from exponentially weighted means and variances (T. Finch, Incremental
 calculation of weighted mean and variance, 2009).
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 #: The least weight of the last task in the means of its prefix and of its worker. Before a sample has that
 #: weight all samples weigh the same.
 PREFIX_WEIGHT, WORKER_WEIGHT = 0.05, 0.1
-#: Tasks of a prefix before its inputs are taken to tell durations. Of prefixes with so few tasks, and without
-#: any such relation, one in a hundred passes the thresholds below.
+#: Tasks of a prefix before its durations may be predicted from its inputs. With so few tasks, and no such
+#: relation, one prefix in a hundred passes the thresholds below.
 MIN_TASKS = 10
 #: Thresholds for that: the deviation of input bytes from their mean, as a share of it, and the share of the
 #: variance of durations that input bytes explain.
@@ -70,7 +70,7 @@ class _Regression:
 
     @property
     def is_significant(self) -> bool:
-        """Whether input bytes vary, and explain the durations."""
+        """True if input bytes vary, and explain the durations."""
         nbytes, seconds = self.nbytes, self.seconds
         return (
             nbytes.count >= MIN_TASKS
@@ -104,7 +104,7 @@ class DurationModel:
         regression.observe(nbytes, seconds)
 
     def mean(self, prefix: str) -> float | None:
-        """Return the mean duration of a prefix; None unless its inputs are known to tell durations."""
+        """Return the mean duration of a prefix; None unless its inputs explain durations."""
         regression = self._prefixes.get(prefix)
         return regression.seconds.mean if regression is not None and regression.is_significant else None
 

@@ -67,7 +67,7 @@ _NO_FETCH = Fetch(0, 0.0, False)
 
 
 class Demand(NamedTuple):
-    """What a task needs, whichever worker runs it: looked up once for all candidates.
+    """The needs of a task, the same on any worker: looked up once for all candidates.
 
     Parameters
     ----------

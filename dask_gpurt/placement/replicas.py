@@ -1,4 +1,4 @@
-"""Which worker gets a replica and which drops one, in Dask's active memory manager."""
+"""The workers that get and drop replicas, chosen for Dask's active memory manager."""
 
 from __future__ import annotations
 

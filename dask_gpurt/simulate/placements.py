@@ -1,4 +1,4 @@
-"""The ways to decide that can be compared: Dask's own, and ours on top of it."""
+"""The placements that can be compared: Dask's own, and ours on top of it."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from dask_gpurt.simulate.worker import TieredWorker, VirtualWorker
 from dask_gpurt.topology import Topology
 
 #: Virtual seconds between two reports of a worker's memory to the scheduler.
-REPORT = 0.2
+REPORT_INTERVAL_S = 0.2
 
 
 class VirtualHeadroom:
-    """What room workers had when they last told, as the ledger knows it.
+    """Keep the free memory of workers as of their last reports, as ledgers do.
 
     Parameters
     ----------
     simulation
-        Whose workers.
+        The simulation with the workers.
     """
 
     def __init__(self, simulation: Simulation):
         self._simulation = simulation
-        self._rooms: dict[str, FreeMemory] = {}
+        self._reported: dict[str, FreeMemory] = {}
 
     def free_memory(self, worker: str) -> FreeMemory:
-        """The room on a worker; none on one that is gone."""
-        if worker not in self._rooms:
-            self._rooms[worker] = self._now(worker)
-        return self._rooms[worker]
+        """Return the free memory of a worker; none on one that has left."""
+        if worker not in self._reported:
+            self._reported[worker] = self._now(worker)
+        return self._reported[worker]
 
     def has_reported(self, worker: str) -> bool:
-        """Whether a worker has told of its room: all do."""
+        """Tell whether a worker has reported its memory: all have."""
         return True
 
     def tier(self, worker: str, key: Key) -> Tier:
-        """Where the data of a key is on a worker."""
+        """Return the tier of a key on a worker."""
         known = self._simulation.peer(worker)
         found = known.tiers.tier(key) if known else None
         return found or Tier.DEVICE
 
     def report(self) -> list[str]:
-        """Have all workers tell; those with other room than before are returned."""
+        """Have all workers report; return those whose free memory has changed."""
         changed = []
         for worker in self._simulation.workers:
             now = self._now(worker)
-            if self._rooms.get(worker) != now:
-                self._rooms[worker] = now
+            if self._reported.get(worker) != now:
+                self._reported[worker] = now
                 changed.append(worker)
         return changed
 
@@ -69,8 +69,8 @@ class VirtualHeadroom:
         return FreeMemory(known.tiers.free, left, first, known.tiers.capacity.live)
 
 
-class _Watch(SchedulerPlugin):
-    """Tells placement what Dask has no seam for, as our scheduler plugin does in a real cluster."""
+class _Events(SchedulerPlugin):
+    """Pass events on to placement, as our scheduler plugin does in a real cluster."""
 
     def __init__(self, simulation: Simulation, placement: Placement, topology: Topology):
         self._simulation = simulation
@@ -99,7 +99,7 @@ class _Watch(SchedulerPlugin):
 
 
 def bind_placement(simulation: Simulation) -> None:
-    """Let our placement decide in a simulation."""
+    """Have our placement decide in a simulation."""
     topology = simulation.cluster.topology()
     for worker in simulation.workers:
         topology.add(worker, simulation.machine(worker).place)
@@ -110,31 +110,31 @@ def bind_placement(simulation: Simulation) -> None:
         for worker in headroom.report():
             placement.on_memory_reported(worker)
 
-    simulation.scheduler.add_plugin(_Watch(simulation, placement, topology), name="gpurt-placement")
-    simulation.clock.every(lambda: REPORT, report)
+    simulation.scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
+    simulation.clock.every(lambda: REPORT_INTERVAL_S, report)
     placement.bind()
 
 
-class Way(NamedTuple):
-    """A way to decide, and the workers that it is used with.
+class Mode(NamedTuple):
+    """A placement, and the workers that it is used with.
 
     Parameters
     ----------
     bind
         See :class:`Simulation`; None where Dask decides.
     worker
-        What every worker is.
+        The class of all workers.
     """
 
     bind: Callable[[Simulation], None] | None
     worker: type[VirtualWorker]
 
 
-#: By name. ``stock`` is Dask as it is, ``placement`` ours on Dask's workers, ``gpurt`` the whole runtime.
-PLACEMENTS: Mapping[str, Way] = {
-    "stock": Way(None, VirtualWorker),
-    "placement": Way(bind_placement, VirtualWorker),
-    "gpurt": Way(bind_placement, TieredWorker),
+#: By name. ``stock`` is Dask as shipped, ``placement`` ours on Dask's workers, ``gpurt`` the whole runtime.
+PLACEMENTS: Mapping[str, Mode] = {
+    "stock": Mode(None, VirtualWorker),
+    "placement": Mode(bind_placement, VirtualWorker),
+    "gpurt": Mode(bind_placement, TieredWorker),
 }
 
 
@@ -153,7 +153,7 @@ def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **o
     Returns
     -------
     Simulation
-        With what it has traced; the figures are in its ``result``.
+        With its trace; the figures are in its ``result``.
 
     Raises
     ------

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Values = NDArray[Any]
 
-#: The picture's size, a panel's height and the edges of the panels, in pixels.
+#: The width of the picture, the height of a panel and the edges of panels, in pixels.
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 1200, 220, 110, 1180, 40, 50
-#: Columns that time is divided into.
+#: Columns into which time is divided.
 COLUMNS = 300
 INK, FAINT = "#222222", "#dddddd"
 WORK = "#3b6fd4"
@@ -38,38 +38,38 @@ COLOURS = {
 
 @dataclass
 class Trace:
-    """What happened when.
+    """A record of tasks and transfers.
 
     Attributes
     ----------
     tasks
-        From when to when each task ran.
+        The start and the end of each task, in virtual seconds.
     transfers
-        When transfers had arrived, over which link, and how many bytes.
+        The end of each transfer, its link, and its bytes.
     between_hosts
-        Bytes that went from a host to another.
-    gone
-        The tiers of workers that left.
+        Bytes that went from one host to another.
+    removed_tiers
+        The tiers of workers that have left.
     """
 
     tasks: list[tuple[float, float]] = field(default_factory=list)
     transfers: list[tuple[float, Link, int]] = field(default_factory=list)
     between_hosts: int = 0
-    gone: list[Tiers] = field(default_factory=list)
+    removed_tiers: list[Tiers] = field(default_factory=list)
 
-    def ran(self, start: float, stop: float) -> None:
-        """A task has run."""
+    def add_task(self, start: float, stop: float) -> None:
+        """Record a task that has run."""
         self.tasks.append((start, stop))
 
-    def moved(self, when: float, link: Link, nbytes: int, between_hosts: bool) -> None:
-        """A transfer has arrived."""
+    def add_transfer(self, when: float, link: Link, nbytes: int, between_hosts: bool) -> None:
+        """Record a transfer that is complete."""
         self.transfers.append((when, link, nbytes))
         if between_hosts:
             self.between_hosts += nbytes
 
-    def left(self, tiers: Tiers) -> None:
-        """A worker is gone."""
-        self.gone.append(tiers)
+    def add_removed(self, tiers: Tiers) -> None:
+        """Record the tiers of a worker that has left."""
+        self.removed_tiers.append(tiers)
 
 
 @dataclass(frozen=True)
@@ -79,30 +79,30 @@ class Result:
     Attributes
     ----------
     makespan
-        Virtual seconds from the first submission until all that was wanted was there.
+        Virtual seconds from the first submission until all results were there.
     bytes
-        By class of link, what was moved between workers.
+        Bytes that were moved between workers, by class of link.
     between_hosts
-        Bytes that went from a host to another.
+        Bytes that went from one host to another.
     spilled
         Bytes that went down a tier.
     worst_memory
-        The most that a worker had in its live tier, as a part of what the tier holds.
+        The largest peak of a worker's live tier, as a share of its capacity.
     over_memory
-        How many workers were ever over what their live tier holds.
+        How many workers were ever over the capacity of their live tier.
     too_large
-        Tasks whose inputs, result and workspace together no live tier of the cluster holds: whoever runs one
-        is over.
+        Tasks whose inputs, result and workspace together fit no live tier of the cluster: they drive any
+        worker over.
     runs
-        Tasks that were run to their end; more than ``tasks`` where data was lost.
+        Tasks that have ended; more than ``tasks`` where data were lost.
     steals
         Requests of work stealing.
     decisions, decision_us
-        How many choices of a worker there were, and the mean of microseconds of CPU time for one.
+        The number of choices of a worker, and the mean microseconds of CPU time of one.
     scheduler_us
         Microseconds of CPU time that the scheduler spent on messages and on stealing, for each task.
     fallbacks
-        How often a decision of ours was left to Dask, because it raised.
+        Decisions of ours that were left to Dask because they raised.
     """
 
     workload: str
@@ -125,23 +125,23 @@ class Result:
     fallbacks: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def busy(tasks: Sequence[tuple[float, float]], makespan: float) -> Values:
-    """The mean number of tasks that ran, in each column of time."""
+    """Return the mean number of running tasks in each of ``COLUMNS`` columns of time."""
     width = makespan / COLUMNS
     starts, stops = (np.array([task[end] for task in tasks]) for end in (0, 1))
     edges = np.arange(COLUMNS + 1) * width
-    # Seconds that tasks had run until an edge, without a loop over tasks and columns.
+    # Seconds that tasks have run until each edge, without a loop over tasks and columns.
     until: Values = _integral(starts, edges) - _integral(stops, edges)
     means: Values = np.diff(until) / width
     return means
 
 
 def _integral(begins: Values, edges: Values) -> Values:
-    """The sum over ``begins`` of the time from each to each edge, where the edge is later."""
+    """Return, for each edge, the sum of the times since those of ``begins`` that are earlier."""
     ordered = np.sort(begins)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     count = np.searchsorted(ordered, edges)
@@ -150,7 +150,7 @@ def _integral(begins: Values, edges: Values) -> Values:
 
 
 def arrivals(transfers: Sequence[tuple[float, Link, int]], makespan: float) -> dict[Link, Values]:
-    """Bytes that had arrived over each class of link until the end of each column of time."""
+    """Return the bytes that had arrived by the end of each column of time, by class of link."""
     found = {}
     for link in Link:
         mine = [(when, nbytes) for when, other, nbytes in transfers if other is link]
