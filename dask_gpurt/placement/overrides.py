@@ -1,4 +1,4 @@
-"""Replace methods of single instances of Dask's, and give them back."""
+"""Methods of single instances of Dask's: ours in their place, and taken back."""
 
 from __future__ import annotations
 
