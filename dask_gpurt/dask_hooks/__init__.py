@@ -1,6 +1,6 @@
 """What of Dask is private and replaced or relied on. Knows nothing of the runtime; takes callables."""
 
-from dask_gpurt.dask_hooks.patches import Patches
+from dask_gpurt.dask_hooks.patch import Patches
 from dask_gpurt.dask_hooks.seams import (
     EXPRESSIONS,
     NEWEST,
