@@ -1,27 +1,46 @@
-"""What of Dask is private and replaced or relied on. Knows nothing of the runtime; takes callables."""
+"""The only place that touches Dask's private parts. Knows nothing of the runtime; takes callables.
 
-from dask_gpurt.dask_hooks.patch import Patches
+What is imported from here looks at Dask by name. The modules ``expr``, ``graph``, ``shuffle``, ``worker`` and
+``scheduler`` import private parts, and are imported after :func:`require`.
+"""
+
+from dask_gpurt.dask_hooks.patch import PatchOrderError, PatchSet, guarded
 from dask_gpurt.dask_hooks.seams import (
     EXPRESSIONS,
     NEWEST,
     OLDEST,
-    SEAMS,
+    PARTS,
+    REQUIRED,
+    Part,
+    Row,
     Seam,
+    State,
     UnsupportedError,
     differences,
     require,
+    table,
     why_unsupported,
 )
+
+Patches = PatchSet
 
 __all__ = [
     "EXPRESSIONS",
     "NEWEST",
     "OLDEST",
-    "SEAMS",
+    "PARTS",
+    "REQUIRED",
+    "Part",
+    "PatchOrderError",
+    "PatchSet",
     "Patches",
+    "Row",
     "Seam",
+    "State",
     "UnsupportedError",
     "differences",
+    "guarded",
     "require",
+    "table",
     "why_unsupported",
 ]
