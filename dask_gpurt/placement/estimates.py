@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from dask._task_spec import Alias
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks.graph import Alias
+from dask_gpurt.dask_hooks.scheduler import network_occupancy, prefix_duration
 from dask_gpurt.memory.ledger import Room
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
@@ -98,7 +99,7 @@ class Estimates:
             return Demand(needs, (), 0.0, 0.0, inputs)
         seconds = self.lengths.seconds(prefix.name, inputs)
         if seconds is None:
-            seconds = self._state._get_prefix_duration(prefix)
+            seconds = prefix_duration(self._state, prefix)
         if not needs:
             nbytes = size(prefix)
             return Demand((), (), seconds, nbytes, nbytes)
@@ -109,7 +110,7 @@ class Estimates:
     def _usual(self, prefix: Any) -> float:
         """Seconds of work of a task of a prefix, whatever its inputs."""
         seconds = self.lengths.mean(prefix.name)
-        return float(self._state._get_prefix_duration(prefix)) if seconds is None else seconds
+        return prefix_duration(self._state, prefix) if seconds is None else seconds
 
     def needs(self, ts: Any) -> Collection[Need]:
         """The inputs of a task."""
@@ -132,7 +133,7 @@ class Estimates:
         if missing or coming:
             moving += self.seconds_inbound(ws)
         address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
-        work, promised = self._work(sources, ws) if tasks else (0.0, ws._network_occ)
+        work, promised = self._work(sources, ws) if tasks else (0.0, network_occupancy(ws))
         pace = self.paces.of(address)
         room, fits = self._room(ws, missing + nbytes, promised, together)
         if self.arrivals:
@@ -195,7 +196,7 @@ class Estimates:
         tasks = len(ws.processing)
         if tasks > threads:
             results *= threads / tasks
-        return work, ws._network_occ + results
+        return work, network_occupancy(ws) + results
 
     def _room(self, ws: Any, need: float, promised: float, together: float) -> tuple[float, bool]:
         free, below, tier, live = self.room(ws)
@@ -215,7 +216,7 @@ class Estimates:
 
     def has_room(self, ws: Any) -> bool:
         """Whether a worker has room for what comes there, and in the end for the next of Dask's queue."""
-        need: float = ws._network_occ
+        need: float = network_occupancy(ws)
         queued = self._state.queued
         if queued:
             need += (len(ws.processing) + 1) * size(queued.peek().prefix)
@@ -235,7 +236,7 @@ class Estimates:
     def took(self, ts: Any, candidate: Candidate, ws: Any) -> None:
         """A task is about to be given to a worker: the inputs that it lacks will be on their way."""
         if candidate.missing:
-            nbytes = ws._network_occ + candidate.missing
+            nbytes = network_occupancy(ws) + candidate.missing
             self._inbound[candidate.worker] = candidate.terms.moving / nbytes
         name = ts.prefix.name
         usual = self.lengths.mean(name)
@@ -254,9 +255,9 @@ class Estimates:
 
     def seconds_inbound(self, ws: Any) -> float:
         """Until what is on its way to a worker has come."""
-        if not ws._network_occ:
+        if not network_occupancy(ws):
             return 0.0
-        return float(ws._network_occ * self._inbound.get(ws.address, 1 / self._state.bandwidth))
+        return float(network_occupancy(ws) * self._inbound.get(ws.address, 1 / self._state.bandwidth))
 
     def finished(self, ts: Any, worker: str, seconds: float) -> None:
         """A task has taken so many seconds of work on a worker."""

@@ -12,23 +12,18 @@ from typing import Any
 from dask.typing import Key
 from distributed.core import Status
 
+from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, network_occupancy
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import cost, replicas
 from dask_gpurt.placement.cost import NO_WAY, Space
 from dask_gpurt.placement.estimates import MOST_REPLICAS
 from dask_gpurt.placement.headroom import Headroom
-from dask_gpurt.placement.overrides import Known, Overrides, Unsuitable
 from dask_gpurt.placement.replicas import Recipient, Replica
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.placement.spaces import Spaces
 from dask_gpurt.topology import Topology
 
-#: The methods that are replaced, with the parameters that they are known with.
-MANAGER: Known = {
-    "_find_recipient": ("ts", "candidates", "pending_repl"),
-    "_find_dropper": ("ts", "candidates", "pending_drop"),
-}
 #: Up to so many workers all are compared; of more recipients the roomiest, and those on hosts of holders.
 FEW, ROOMIEST = 64, 16
 
@@ -70,7 +65,7 @@ class MemoryManager:
     def bind(self, overrides: Overrides) -> None:
         """Choose from now on."""
         self._originals = overrides.originals
-        overrides.put(self._manager, MANAGER, {name: getattr(self, name) for name in MANAGER})
+        overrides.replicas(self._manager, lambda name: getattr(self, name))
 
     def _begin(self) -> None:
         """Look at the cluster anew where a run of the manager has begun: each makes a dictionary."""
@@ -86,7 +81,7 @@ class MemoryManager:
         free, below, tier, _ = self._headroom.room(worker)
         if not self._headroom.told(worker):  # it spills Dask's way, and nobody knows how much it may
             below = math.inf
-        promised = self._state.workers[worker]._network_occ
+        promised = network_occupancy(self._state.workers[worker])
         return Space(free - promised, below, self._routes.out_of(tier, worker) if tier else NO_WAY)
 
     # ---- who gets a replica --------------------------------------------------------------

@@ -8,6 +8,7 @@ from heapq import nlargest
 from statistics import fmean
 from typing import Any
 
+from dask_gpurt.dask_hooks.scheduler import network_occupancy
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.owners import Site
@@ -64,7 +65,7 @@ def sites(inputs: Inputs, workers: Sequence[Any], estimates: Estimates) -> list[
 def _site(ws: Any, moving: float, inputs: Inputs, estimates: Estimates) -> Site:
     free, below, _, _ = estimates.room(ws)
     pace = moving + WORK * estimates.paces.of(ws.address) / ws.nthreads
-    return Site(ws.address, pace, free + inputs.going[ws.address] - ws._network_occ, below)
+    return Site(ws.address, pace, free + inputs.going[ws.address] - network_occupancy(ws), below)
 
 
 def _moving(inputs: Inputs, workers: Sequence[str], estimates: Estimates) -> Mapping[str, float]:
