@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
 from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import LedgerHeadroom, Placement
@@ -25,26 +27,28 @@ class SchedulerPlacement:
         Where the workers are, and what their tiers hold.
     """
 
-    def __init__(self, scheduler: Any, topology: Topology, picture: Picture, metrics: Metrics):
+    def __init__(self, scheduler: SchedulerServer, topology: Topology, picture: Picture, metrics: Metrics):
         self._scheduler = scheduler
         headroom = LedgerHeadroom(picture, scheduler.workers)
         self._placement = Placement(scheduler, topology, headroom, metrics)
+        self._patches = PatchSet()
 
     def install(self) -> None:
         """Choose from now on."""
-        told = self._told = self._scheduler.stream_handlers[PLACE]
+        self._patches.put_item(self._scheduler.stream_handlers, PLACE, self._note_place)
+        self._placement.bind()
 
+    def _note_place(self, told: Callable[..., None]) -> Callable[..., None]:
         def placed(worker: str, **message: Any) -> None:
             told(worker, **message)
             self._placement.changed(worker)
 
-        self._scheduler.stream_handlers[PLACE] = placed
-        self._placement.bind()
+        return placed
 
     def uninstall(self) -> None:
         """Have Dask choose again."""
         self._placement.unbind()
-        self._scheduler.stream_handlers[PLACE] = self._told
+        self._patches.restore()
 
     def memory_changed(self, worker: str) -> None:
         """A worker has reported what its tiers hold."""
@@ -67,7 +71,7 @@ class SchedulerPlacement:
         """A worker has left."""
         self._placement.left(worker)
 
-    def owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
         """The owner of each output of a shuffle, where Dask has chosen these."""
         return self._placement.owners(barrier, chosen)
 
