@@ -6,6 +6,7 @@ What is imported from here looks at Dask by name. The modules ``expr``, ``graph`
 
 from dask_gpurt.dask_hooks.patch import PatchOrderError, PatchSet, guarded
 from dask_gpurt.dask_hooks.seams import (
+    CHOICES,
     EXPRESSIONS,
     NEWEST,
     OLDEST,
@@ -25,6 +26,7 @@ from dask_gpurt.dask_hooks.seams import (
 Patches = PatchSet
 
 __all__ = [
+    "CHOICES",
     "EXPRESSIONS",
     "NEWEST",
     "OLDEST",

@@ -1,10 +1,13 @@
-"""Replace choices of Dask's scheduler on single instances, and read what it keeps of its workers."""
+"""Replace choices of Dask's scheduler on single instances, and reach what it keeps to itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+from distributed import SpecCluster
+from distributed.stealing import WorkStealing
 
 from dask_gpurt.dask_hooks.patch import Failed, Method, PatchSet, guarded
 from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, REPLICAS, STEALING, Part, UnsupportedError
@@ -93,3 +96,18 @@ def network_occupancy(ws: WorkerState) -> int:
 def prefix_duration(state: SchedulerState, prefix: Any) -> float:
     """Return the seconds that Dask expects a task with a prefix to take."""
     return float(state._get_prefix_duration(prefix))  # type: ignore[attr-defined]
+
+
+def steal_interval_s(stealing: WorkStealing) -> float:
+    """Return the seconds between two rounds of work stealing."""
+    return float(stealing._callback_time)
+
+
+def steal_requests(stealing: WorkStealing) -> int:
+    """Return how many tasks workers were asked to give up."""
+    return int(stealing._request_counter)
+
+
+def start_missing_workers(cluster: SpecCluster) -> None:
+    """Start the workers that a cluster should have and has not, and wait for that."""
+    cluster.sync(cluster._correct_state)

@@ -321,7 +321,9 @@ REPLICAS = Part(
 
 #: What every process of a cluster can not do without; clients need EXPRESSIONS too.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
-PARTS = (*REQUIRED, EXPRESSIONS, RUN_LOOKUP, REPLICA_CHOICE, PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
+#: What is needed only where Dask's choices are replaced.
+CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
+PARTS = (*REQUIRED, EXPRESSIONS, RUN_LOOKUP, REPLICA_CHOICE, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------

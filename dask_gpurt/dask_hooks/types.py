@@ -7,7 +7,7 @@ has another type for one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Reversible
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -124,7 +124,7 @@ class WorkerServer(Protocol):
     @property
     def batched_stream(self) -> Stream: ...
     @property
-    def transfer_incoming_log(self) -> Collection[Mapping[str, Any]]: ...
+    def transfer_incoming_log(self) -> Reversible[Mapping[str, Any]]: ...
     def handle_stimulus(self, *stims: StateMachineEvent) -> None: ...
     async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent: ...
     async def gather_dep(

@@ -51,7 +51,8 @@ class GpurtShuffle(P2PShuffle):
     def _layer(self) -> dict[Any, Any]:
         targets = _targets(self.frame, self.partitioning_index)
         order_by = targets.by if isinstance(targets, RangeTargets) else None
-        layer = _with_our_spec(super()._layer(), ignore_index=self._drops_index, order_by=order_by)
+        layer: dict[Any, Any] = super()._layer()  # type: ignore[no-untyped-call]
+        layer = _with_our_spec(layer, ignore_index=self._drops_index, order_by=order_by)
         if targets is not None:
             for task in [task for task in layer.values() if task.func.__name__ == "_shuffle_transfer"]:
                 (producer,) = task.dependencies

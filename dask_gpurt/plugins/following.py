@@ -113,6 +113,7 @@ class Following:
         readers = [reader for reader in task.dependents if reader.state == "ready"]
         for reader in readers:
             first = ready.peek().priority
+            assert reader.priority is not None  # it is ready
             if reader.priority[:_GRAPH] == first[:_GRAPH]:  # the order between graphs is the user's
                 ready.remove(reader)
                 reader.priority = (*first[:-1], first[-1] - 1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.dask_hooks.scheduler import steal_requests
 from dask_gpurt.simulate.tiers import Tiers
 from dask_gpurt.simulate.work import Work
 from dask_gpurt.topology import Link
@@ -126,7 +127,7 @@ class Result:
             over_memory=sum(one.over for one in tiers),
             too_large=_too_large(simulation.works, max(one.capacity.live for one in tiers)),
             runs=sum(simulation.runs.values()),
-            steals=stealing._request_counter if stealing else 0,
+            steals=steal_requests(stealing) if stealing else 0,
             decisions=scheduler.deciding.count,
             decision_us=scheduler.deciding.microseconds,
             scheduler_us=1e6 * scheduler.busy.seconds / max(1, len(simulation.works)),

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dask._task_spec import Task
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks.graph import Task
 from dask_gpurt.observe import Metrics
 from dask_gpurt.simulate.clock import Clock, Name, Stuck
 from dask_gpurt.simulate.cluster import Cluster, Machine, address
