@@ -23,8 +23,6 @@ from dask_gpurt.dask_hooks.seams import (
     why_unsupported,
 )
 
-Patches = PatchSet
-
 __all__ = [
     "CHOICES",
     "EXPRESSIONS",
@@ -35,7 +33,6 @@ __all__ = [
     "Part",
     "PatchOrderError",
     "PatchSet",
-    "Patches",
     "Row",
     "Seam",
     "State",
