@@ -1,0 +1,279 @@
+"""A Dask or a system that differs keeps the runtime off, or a part of it; it goes on beside other plugins."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections import Counter
+from functools import wraps
+from typing import Any
+
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+from dask.dataframe.dask_expr import _merge
+from distributed import Client, LocalCluster, Scheduler
+from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+from distributed.utils_test import gen_cluster
+
+import dask_gpurt
+from dask_gpurt import preload
+from dask_gpurt.cli import main
+from dask_gpurt.cli.examine import examine
+from dask_gpurt.dask_hooks import UnsupportedError
+from tests.helpers.in_process import on_plain_cluster, until, whole_state
+
+FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
+
+
+async def runs_of_a_shuffle(client: Any) -> float:
+    """Shuffle, and return on how many workers that went through the runtime."""
+    before = (await dask_gpurt.report(client))["counters"].get("shuffle.runs", 0)
+    with client.as_current():
+        found = await client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"))
+    assert sorted(found["row"]) == list(range(200))
+    after: float = (await dask_gpurt.report(client))["counters"].get("shuffle.runs", 0)
+    return after - before
+
+
+def another_create(self: Any, shuffle_id: Any, key: Any, worker: str, priority: int) -> Any:
+    """As a Dask of tomorrow may have it."""
+    raise AssertionError("Dask's own shuffles do not come here in this test")
+
+
+def test_another_dask_keeps_it_off_and_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = r"2026\.7\.1 to .*it is ShuffleSchedulerPlugin\._create\(.*priority\), known is"
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = whole_state(scheduler, a, b)
+        with monkeypatch.context() as patch:
+            patch.setattr(ShuffleSchedulerPlugin, "_create", another_create)
+            with pytest.raises(UnsupportedError, match=said):
+                await dask_gpurt.enable(client)
+            assert whole_state(scheduler, a, b) == before
+            caplog.clear()
+            with caplog.at_level(logging.ERROR, "dask_gpurt"):
+                await preload.activate(scheduler)
+            assert [record.message.partition(":")[0] for record in caplog.records] == [
+                "the runtime stays off"
+            ]
+            assert whole_state(scheduler, a, b) == before
+            found = examine()
+            assert not found["ok"]
+            assert any("_create" in problem for problem in found["problems"])
+        await dask_gpurt.enable(client)
+        assert dask_gpurt.is_enabled(client)
+
+
+def test_the_doctor_says_why_it_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShuffleSchedulerPlugin, "_create", another_create)
+    said = CliRunner().invoke(main, ["doctor"])
+    text = " ".join(said.stdout.split())
+    assert said.exit_code == 1
+    assert "shuffles on the scheduler: 10 as known, 1 differs" in text
+    assert "it is ShuffleSchedulerPlugin._create(self, shuffle_id, key, worker, priority)" in text
+    assert "it stays off" in text
+
+
+#: A Dask that has moved a function which other parts of the package import when they are imported.
+MOVED = """\
+import sys
+import distributed
+from distributed.shuffle import _shuffle
+del _shuffle._get_worker_for_range_sharding
+from dask_gpurt.cli import main
+main(["doctor"])
+"""
+
+
+def test_the_doctor_runs_where_a_name_has_moved() -> None:
+    done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "_get_worker_for_range_sharding is not there" in " ".join(done.stdout.split())
+
+
+def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks then ask the event loop for their run; what knows where it is would not be called as it is."""
+    find = ShuffleWorkerPlugin.get_shuffle_run
+
+    def another(self: Any, shuffle_id: Any, run_id: int, patience: float = 1.0) -> Any:
+        return find(self, shuffle_id, run_id)
+
+    monkeypatch.setattr(ShuffleWorkerPlugin, "get_shuffle_run", another)
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert await runs_of_a_shuffle(client) == 2
+        for worker in (a, b):
+            fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
+            assert "patience" in fallbacks["tasks ask the event loop for their run"]["reason"]
+            assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
+
+    run()
+
+
+def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's look is passed: the scheduler's counts as well."""
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        before = set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)
+        with monkeypatch.context() as patch:
+            patch.setattr("dask_gpurt.dask_hooks.require", _only_for_clients)
+            with pytest.raises(UnsupportedError, match="of another version"):
+                await dask_gpurt.enable(client)
+        assert (set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)) == before
+
+    run()
+
+
+def _only_for_clients(*, expressions: bool = False) -> None:
+    if not expressions:
+        raise UnsupportedError("of another version")
+
+
+def test_expressions_are_looked_at_on_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    @gen_cluster(client=True, nthreads=[])
+    async def run(client: Any, scheduler: Scheduler) -> None:
+        monkeypatch.setattr(_merge.Merge, "_lower", lambda self, optimizer: None)
+        with pytest.raises(UnsupportedError, match=r"Merge\._lower\(self, optimizer\)"):
+            await dask_gpurt.enable(client)
+        assert "gpurt" not in scheduler.extensions
+
+    # What this process has put in its place hides it.
+    patched = vars(_merge.Merge)["_lower"]
+    monkeypatch.setattr(_merge.Merge, "_lower", getattr(patched, "__wrapped__", patched))
+    run()
+
+
+# ---- beside others ---------------------------------------------------------------------------
+
+
+class Counting:
+    """Another package's plugin, which wraps what ours wraps, and counts the calls."""
+
+    def __init__(self, worker: Any):
+        self.worker, self.calls = worker, Counter[str]()
+        self.found: dict[str, Any] = {}
+        for name in ("execute", "gather_dep"):
+            self.found[name] = getattr(worker, name)
+            setattr(worker, name, self._counted(name))
+        for name, handlers in (("get_data", worker.handlers), ("remove-worker", worker.stream_handlers)):
+            self.found[name] = handlers[name]
+            handlers[name] = self._counted(name)
+
+    def _counted(self, name: str) -> Any:
+        original = self.found[name]
+
+        @wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return original(*args, **kwargs)
+
+        return counted
+
+    def restore(self) -> None:
+        self.worker.execute, self.worker.gather_dep = self.found["execute"], self.found["gather_dep"]
+        self.worker.handlers["get_data"] = self.found["get_data"]
+        self.worker.stream_handlers["remove-worker"] = self.found["remove-worker"]
+
+
+async def move_something(client: Any, a: Any, b: Any) -> None:
+    """Compute a task on one worker, and another on the other worker that reads its result."""
+    made = client.submit(list, range(100), workers=[a.address], pure=False)
+    assert await client.submit(len, made, workers=[b.address], pure=False) == 100
+
+
+def test_a_plugin_that_wraps_the_same_goes_on_when_ours_goes() -> None:
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        below, above = Counting(b), None
+        await dask_gpurt.enable(client)
+        above = Counting(b)
+        await move_something(client, a, b)
+        before = dict(below.calls), dict(above.calls)
+        assert below.calls["execute"] == above.calls["execute"] > 0
+        assert below.calls["gather_dep"] == above.calls["gather_dep"] > 0
+        await dask_gpurt.disable(client)
+        await move_something(client, a, b)
+        await move_something(client, b, a)
+        assert below.calls["execute"] == above.calls["execute"] > before[0]["execute"]
+        assert below.calls["gather_dep"] == above.calls["gather_dep"] > before[1]["gather_dep"]
+        assert below.calls["get_data"] == above.calls["get_data"] > 0
+        await a.close()
+        await until(lambda: above.calls["remove-worker"] == 1)
+        assert below.calls["remove-worker"] == 1
+        above.restore()
+        below.restore()
+
+    run()
+
+
+def test_of_two_runtimes_in_a_process_one_goes_on_without_the_other() -> None:
+    async def run() -> None:
+        options = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+        async with (
+            LocalCluster(asynchronous=True, **options) as one,
+            LocalCluster(asynchronous=True, **options) as other,
+            Client(one, asynchronous=True, set_as_default=False) as first,
+            Client(other, asynchronous=True, set_as_default=False) as second,
+        ):
+            await dask_gpurt.enable(first)
+            await dask_gpurt.enable(second)
+            assert await runs_of_a_shuffle(first) == 1
+            await dask_gpurt.disable(first)
+            assert await runs_of_a_shuffle(second) == 1
+            assert await runs_of_a_shuffle(first) == 0
+            await dask_gpurt.disable(second)
+            assert await runs_of_a_shuffle(second) == 0
+
+    asyncio.run(run())
+
+
+#: A Mac, and Windows: without what Python has only elsewhere.
+ELSEWHERE = """\
+import asyncio, logging, os, sys, types
+from distributed import Client, Scheduler
+
+# What is imported before has its own ways for other systems, and Dask's are not there on Linux.
+sys.modules["fcntl"] = {fcntl}
+for name in ("memfd_create", "sched_getaffinity", "pidfd_open"):
+    if hasattr(os, name):
+        delattr(os, name)
+import dask_gpurt
+from dask_gpurt import preload
+from dask_gpurt.dask_hooks import seams
+seams.sys = types.SimpleNamespace(platform={platform!r})
+
+async def main():
+    async with Scheduler(dashboard_address=":0", host="127.0.0.1", port=0) as scheduler:
+        await preload.activate(scheduler)
+        async with Client(scheduler.address, asynchronous=True) as client:
+            assert not dask_gpurt.is_enabled(client)
+            try:
+                await dask_gpurt.enable(client)
+            except RuntimeError as error:
+                print(error)
+
+logging.basicConfig()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_elsewhere_than_on_linux_it_says_so(platform: str) -> None:
+    fcntl = "None" if platform == "win32" else "__import__('fcntl')"
+    code = ELSEWHERE.replace("{platform!r}", repr(platform)).replace("{fcntl}", fcntl)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith(f"the runtime works on Linux only, this is {platform}")
+    assert "the runtime stays off: the runtime works on Linux only" in done.stderr
