@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from dask._task_spec import Alias
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks.graph import Alias
+from dask_gpurt.dask_hooks.scheduler import network_occupancy, prefix_duration
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
@@ -221,7 +222,7 @@ class Estimates:
             return Demand(inputs, (), 0.0, 0.0, input_bytes)
         seconds = self.durations.predict(prefix.name, input_bytes)
         if seconds is None:
-            seconds = self._state._get_prefix_duration(prefix)
+            seconds = prefix_duration(self._state, prefix)
         if not inputs:
             nbytes = mean_result_bytes(prefix)
             return Demand((), (), seconds, nbytes, nbytes)
@@ -250,7 +251,7 @@ class Estimates:
         if missing or shares:
             moving += self.seconds_inbound(ws)
         address, tasks, threads = ws.address, len(ws.processing), ws.nthreads
-        work, promised = self._work_before(sources, ws) if tasks else (0.0, ws._network_occ)
+        work, promised = self._work_before(sources, ws) if tasks else (0.0, network_occupancy(ws))
         slowdown = self.slowdown.of(address)
         room, fits = self._room(ws, missing + nbytes, promised, working_set)
         if self.arrivals:
@@ -283,10 +284,10 @@ class Estimates:
 
     def seconds_inbound(self, ws: Any) -> float:
         """Return the seconds until a worker has what is on its way to it."""
-        if not ws._network_occ:
+        nbytes = network_occupancy(ws)
+        if not nbytes:
             return 0.0
-        usual = 1 / self._state.bandwidth
-        return float(ws._network_occ * self._inbound_seconds_per_byte.get(ws.address, usual))
+        return nbytes * self._inbound_seconds_per_byte.get(ws.address, 1 / self._state.bandwidth)
 
     def _work_before(self, sources: Collection[str], ws: Any) -> tuple[float, float]:
         """Return seconds of the work on a worker that comes before a task, and bytes that are promised there.
@@ -309,12 +310,12 @@ class Estimates:
         tasks = len(ws.processing)
         if tasks > threads:
             results *= threads / tasks
-        return work, ws._network_occ + results
+        return work, network_occupancy(ws) + results
 
     def _usual(self, prefix: Any) -> float:
         """Return seconds of work of a task of a prefix, whatever its inputs."""
         seconds = self.durations.mean(prefix.name)
-        return float(self._state._get_prefix_duration(prefix)) if seconds is None else seconds
+        return prefix_duration(self._state, prefix) if seconds is None else seconds
 
     def load(self, ws: Any) -> float:
         """Return how many usual tasks a worker has to do."""
@@ -346,7 +347,7 @@ class Estimates:
 
         The results count only while root tasks are queued: each as large as that of the first one.
         """
-        need: float = ws._network_occ
+        need: float = network_occupancy(ws)
         queued = self._state.queued
         if queued:
             need += (len(ws.processing) + 1) * mean_result_bytes(queued.peek().prefix)
@@ -375,7 +376,7 @@ class Estimates:
     def on_decided(self, ts: Any, candidate: Candidate, ws: Any) -> None:
         """Count a task on the worker that it is about to be given to, and the inputs that it fetches."""
         if candidate.missing:
-            nbytes = ws._network_occ + candidate.missing
+            nbytes = network_occupancy(ws) + candidate.missing
             self._inbound_seconds_per_byte[candidate.worker] = candidate.terms.moving / nbytes
         name = ts.prefix.name
         usual = self.durations.mean(name)

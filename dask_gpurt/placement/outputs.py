@@ -11,6 +11,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from dask_gpurt.dask_hooks.scheduler import network_occupancy
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.estimates import Estimates
@@ -154,7 +155,7 @@ def possible_owners(inputs: ShuffleInputs, workers: Sequence[Any], estimates: Es
 def _owner(ws: Any, moving: float, inputs: ShuffleInputs, estimates: Estimates) -> Owner:
     working = WORK_SECONDS_PER_BYTE * estimates.slowdown.of(ws.address) / ws.nthreads
     memory = estimates.free_memory(ws)
-    free = memory.free + inputs.released[ws.address] - ws._network_occ
+    free = memory.free + inputs.released[ws.address] - network_occupancy(ws)
     return Owner(ws.address, moving + working, memory._replace(free=free))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dask.typing import Key
 from distributed.core import Status
 
+from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, network_occupancy
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
@@ -19,15 +20,9 @@ from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import LOCAL_ROUTE, Route
 from dask_gpurt.placement.estimates import MAX_REPLICAS
 from dask_gpurt.placement.free_memory import FreeMemoryIndex, Headroom
-from dask_gpurt.placement.overrides import Known, Overrides, Unsuitable
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.topology import Topology
 
-#: The methods that are replaced, with their known parameters.
-MANAGER: Known = {
-    "_find_recipient": ("ts", "candidates", "pending_repl"),
-    "_find_dropper": ("ts", "candidates", "pending_drop"),
-}
 #: Times within this factor of each other count as alike, and free memory decides. Learned speeds differ by
 #: less within a class of link; reading from a tier, and spilling there before, differ by 2.
 ALIKE_FACTOR = 1.5
@@ -181,7 +176,7 @@ class ReplicaPlacement:
     def bind(self, overrides: Overrides) -> None:
         """Choose from now on."""
         self._originals = overrides.originals
-        overrides.put(self._manager, MANAGER, {name: getattr(self, name) for name in MANAGER})
+        overrides.replicas(self._manager, lambda name: getattr(self, name))
 
     def _on_choice(self) -> None:
         """Look up the cluster anew if a run of the manager has begun: each makes a new dictionary."""
@@ -197,7 +192,7 @@ class ReplicaPlacement:
         memory = self._headroom.free_memory(worker)
         # A worker that has not reported spills as Dask does, and how much it may is unknown.
         below = memory.below if self._headroom.has_reported(worker) else math.inf
-        promised = self._state.workers[worker]._network_occ
+        promised = network_occupancy(self._state.workers[worker])
         return memory._replace(free=memory.free - promised, below=below)
 
     # ---- who gets a replica --------------------------------------------------------------

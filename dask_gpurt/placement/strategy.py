@@ -10,6 +10,7 @@ from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.candidates import CandidateSelector
@@ -17,25 +18,10 @@ from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.history import MAX_KEYS, History
 from dask_gpurt.placement.outputs import ShuffleInputs, assign, possible_owners
-from dask_gpurt.placement.overrides import Known, Overrides, Unsuitable
 from dask_gpurt.placement.queueing import IdleWorkerFilter, SiblingQueue
 from dask_gpurt.placement.replicas import ReplicaPlacement
 from dask_gpurt.topology import Topology
 
-#: The methods of Dask's scheduler that are replaced, with their known parameters.
-SCHEDULER: Known = {
-    "decide_worker_non_rootish": ("ts",),
-    "decide_worker_rootish_queuing_enabled": (),
-    "decide_worker_rootish_queuing_disabled": ("ts",),
-    "is_rootish": ("ts",),
-    "get_comm_cost": ("ts", "ws"),
-    "check_idle_saturated": ("ws", "occ"),
-    "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
-}
-#: The same of its work stealing.
-STEALING: Known = {
-    "_get_thief": ("scheduler", "ts", "potential_thieves", "occupancies"),
-}
 #: Thieves of a neighbourhood whose costs are compared, and the least loaded workers that they are taken from.
 MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
 
@@ -93,16 +79,16 @@ class Placement:
         #: slot.
         self._root: Any = None
         self._slot: Any = None
-        self._overrides = Overrides(metrics)
+        self._overrides = Overrides(lambda name, why: metrics.fallback(f"placement.{name}", why))
         self._originals = self._overrides.originals
 
     # ---- on and off --------------------------------------------------------------------
 
     def bind(self) -> None:
         """Choose from now on; workers and tasks may be there already."""
-        self._overrides.put(self._state, SCHEDULER, {name: getattr(self, f"_{name}") for name in SCHEDULER})
+        self._overrides.scheduler(self._state, lambda name: getattr(self, f"_{name}"))
         if (extension := self._state.extensions.get("stealing")) is not None:
-            self._overrides.put(extension, STEALING, {"_get_thief": self._get_thief})
+            self._overrides.stealing(extension, lambda name: getattr(self, name))
         if (manager := self._state.extensions.get("amm")) is not None:
             ours = ReplicaPlacement(manager, self._state, self._topology, self._headroom, self._metrics)
             ours.bind(self._overrides)
@@ -113,7 +99,7 @@ class Placement:
 
     def unbind(self) -> None:
         """Have Dask choose again, as shipped."""
-        self._overrides.take_back()
+        self._overrides.restore()
         for ws in list(self._state.workers.values()):
             self._state.check_idle_saturated(ws)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
 from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import LedgerHeadroom, Placement
@@ -25,26 +27,28 @@ class SchedulerPlacement:
         Where the workers are, and what their tiers hold.
     """
 
-    def __init__(self, scheduler: Any, topology: Topology, ledgers: Picture, metrics: Metrics):
+    def __init__(self, scheduler: SchedulerServer, topology: Topology, ledgers: Picture, metrics: Metrics):
         self._scheduler = scheduler
         headroom = LedgerHeadroom(ledgers, scheduler.workers)
         self._placement = Placement(scheduler, topology, headroom, metrics)
+        self._patches = PatchSet()
 
     def install(self) -> None:
         """Choose from now on."""
-        original = self._original = self._scheduler.stream_handlers[PLACE]
+        self._patches.put_item(self._scheduler.stream_handlers, PLACE, self._after_place)
+        self._placement.bind()
 
+    def _after_place(self, original: Callable[..., None]) -> Callable[..., None]:
         def on_place(worker: str, **message: Any) -> None:
             original(worker, **message)
             self._placement.on_place_changed(worker)
 
-        self._scheduler.stream_handlers[PLACE] = on_place
-        self._placement.bind()
+        return on_place
 
     def uninstall(self) -> None:
         """Have Dask choose again."""
         self._placement.unbind()
-        self._scheduler.stream_handlers[PLACE] = self._original
+        self._patches.restore()
 
     def memory_changed(self, worker: str) -> None:
         """Take notice that a worker has reported what its tiers hold."""
@@ -67,7 +71,7 @@ class SchedulerPlacement:
         """Take notice that Dask has removed a worker."""
         self._placement.on_worker_removed(worker)
 
-    def owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
         """Return the owner of each output of a shuffle, for which Dask has chosen these."""
         return self._placement.owners(barrier, chosen)
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import dask
-from dask._task_spec import Task
 from dask.order import order
 from dask.typing import Key
 from distributed.collections import HeapSet
@@ -19,6 +18,8 @@ from distributed.scheduler import Scheduler, SchedulerState, WorkerState, heartb
 from distributed.stealing import WorkStealing
 from sortedcontainers import SortedDict
 
+from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.scheduler import steal_interval_s
 from dask_gpurt.simulate.clock import Clock, Name
 
 #: The name of the only client.
@@ -132,7 +133,7 @@ class VirtualScheduler(Scheduler):
         stealing = WorkStealing(self)
         self.extensions["stealing"] = stealing
         balance = self.busy.around(stealing.balance)
-        self._clock.every(lambda: stealing._callback_time, balance)
+        self._clock.every(lambda: steal_interval_s(stealing), balance)
         return stealing
 
     def time_decisions(self) -> None:

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dask._task_spec import Task
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.scheduler import steal_requests
 from dask_gpurt.observe import Metrics
 from dask_gpurt.simulate.clock import Clock, Name, Stuck
 from dask_gpurt.simulate.cluster import Cluster, Machine, address
@@ -177,7 +178,7 @@ class Simulation:
             over_memory=sum(one.over for one in tiers),
             too_large=_too_large(self.works, max(one.capacity.live for one in tiers)),
             runs=sum(self.runs.values()),
-            steals=stealing._request_counter if stealing else 0,
+            steals=steal_requests(stealing) if stealing else 0,
             decisions=self.scheduler.deciding.count,
             decision_us=self.scheduler.deciding.microseconds,
             scheduler_us=1e6 * self.scheduler.busy.seconds / max(1, len(self.works)),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dask._task_spec import Task, TaskRef
-
+from dask_gpurt.dask_hooks.graph import Task, TaskRef
 from dask_gpurt.simulate.clock import Name
 
 
