@@ -11,6 +11,7 @@ from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Estimates, InputRef, is_alias
@@ -58,7 +59,7 @@ class CandidateSelector:
         The running workers with free memory.
     """
 
-    def __init__(self, state: Any, topology: Topology, headroom: Headroom):
+    def __init__(self, state: SchedulerState, topology: Topology, headroom: Headroom):
         self._state = state
         self._topology = topology
         self.estimates = Estimates(state, topology, headroom)
@@ -66,7 +67,7 @@ class CandidateSelector:
 
     # ---- events ------------------------------------------------------------------------
 
-    def on_place_changed(self, ws: Any) -> None:
+    def on_place_changed(self, ws: WorkerState) -> None:
         """Look up the place of a worker again, and routes with it."""
         if self.available.has_moved(ws):
             self.estimates.routes.clear()
@@ -92,7 +93,7 @@ class CandidateSelector:
                 self.estimates.on_arriving(ts, demand, home.address)
                 self._check(home.address)
 
-    def on_placing(self, ts: Any) -> None:
+    def on_placing(self, ts: SchedulerTask) -> None:
         """Stop counting a task that is about to be placed."""
         self._check(self.estimates.arrivals.remove(ts.key))
 
@@ -113,7 +114,7 @@ class CandidateSelector:
 
     # ---- tasks with inputs -------------------------------------------------------------
 
-    def for_task(self, ts: Any, valid: Collection[Any] | None) -> list[Candidate]:
+    def for_task(self, ts: SchedulerTask, valid: Collection[WorkerState] | None) -> list[Candidate]:
         """Return the costs of a task where its inputs are, and on a few workers near to them.
 
         Parameters
@@ -154,7 +155,7 @@ class CandidateSelector:
             found.sort(key=lambda ws: (held[ws.address], -ws.occupancy, ws.address), reverse=True)
         return found[:MAX_HOLDERS]
 
-    def _may_move(self, ts: Any) -> bool:
+    def _may_move(self, ts: SchedulerTask) -> bool:
         """Tell whether inputs may be moved only to run a task earlier.
 
         Not while the duration of such tasks is unknown: stealing corrects that. And not while root tasks are
@@ -184,7 +185,7 @@ class CandidateSelector:
         enough = max(least, WAIT_ERROR * candidate.terms.waiting)
         return alone - connecting - holder.terms.moving <= running + holder.terms.room and gain >= enough
 
-    def _near(self, holder: Any, first: Candidate) -> Iterator[Any]:
+    def _near(self, holder: WorkerState, first: Candidate) -> Iterator[Any]:
         """Yield workers around a holder with less to do than the best one so far, and than any nearer one."""
         least = first.load if first.terms.fits else math.inf
         for name in self.available.neighbourhoods(holder):
@@ -193,7 +194,7 @@ class CandidateSelector:
                 least = lowest
                 yield from self.available.least_loaded(name, MAX_NEAR_WORKERS)
 
-    def _far(self, allowed: Collection[Any]) -> Collection[Any]:
+    def _far(self, allowed: Collection[WorkerState]) -> Collection[WorkerState]:
         """Return a few workers for a task without inputs, or with inputs around which it fits nowhere."""
         if len(allowed) <= MAX_FAR_WORKERS:
             return allowed
@@ -204,7 +205,9 @@ class CandidateSelector:
 
     # ---- root tasks ----------------------------------------------------------------------
 
-    def for_root(self, ts: Any, open_to: Collection[Any], slot: Any | None = None) -> list[Candidate]:
+    def for_root(
+        self, ts: SchedulerTask, open_to: Collection[WorkerState], slot: WorkerState | None = None
+    ) -> list[Candidate]:
         """Return the costs of a root task, which should run near the tasks that it will be needed with.
 
         Parameters
@@ -216,7 +219,7 @@ class CandidateSelector:
         """
         slot = slot or self.available.least_loaded_of(open_to)
         demand = self.estimates.demand(ts)
-        if len(open_to) == 1:
+        if len(open_to) == 1 and slot is not None:
             return [self.estimates.cost(demand, slot)]
         anchor = next((ws for sibling in siblings(ts) if (ws := worker_of(sibling))), None)
         nbytes = int(demand.nbytes) or UNKNOWN_RESULT_BYTES
@@ -240,7 +243,9 @@ class CandidateSelector:
         slots = math.ceil(saturation) * self._state.total_nthreads
         return bool(len(group) - over >= slots)
 
-    def _open_near(self, anchor: Any | None, open_to: Collection[Any], slot: Any | None) -> Collection[Any]:
+    def _open_near(
+        self, anchor: WorkerState | None, open_to: Collection[WorkerState], slot: WorkerState | None
+    ) -> Collection[WorkerState]:
         """Return, of the open workers, the anchor, the least loaded ones around it, and that of all."""
         found: dict[Any, None] = {}
         if anchor is not None:
@@ -255,7 +260,7 @@ class CandidateSelector:
             found[slot] = None
         return found
 
-    def _with_move_to(self, anchor: Any | None, candidate: Candidate, nbytes: int) -> Candidate:
+    def _with_move_to(self, anchor: WorkerState | None, candidate: Candidate, nbytes: int) -> Candidate:
         """Add the time that the result will take to the worker of a sibling."""
         if anchor is None or anchor.address == candidate.worker:
             return candidate

@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks.graph import Alias
 from dask_gpurt.dask_hooks.scheduler import network_occupancy, prefix_duration
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, TaskPrefix, WorkerState
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
@@ -40,7 +41,7 @@ class InputRef(NamedTuple):
         The tier that it is in, by the address of some workers that have it.
     """
 
-    ts: Any
+    ts: SchedulerTask
     nbytes: int
     tiers: Mapping[str, Tier]
 
@@ -191,7 +192,7 @@ class Estimates:
         Seconds of work of tasks that are about to be placed, on the workers with most of their inputs.
     """
 
-    def __init__(self, state: Any, topology: Topology, headroom: Headroom):
+    def __init__(self, state: SchedulerState, topology: Topology, headroom: Headroom):
         self._state = state
         self._headroom = headroom
         self.routes, self.shard_routes = Routes(topology), Routes(topology, by_comms=False)
@@ -214,7 +215,7 @@ class Estimates:
 
     # ---- the cost of a task ------------------------------------------------------------
 
-    def demand(self, ts: Any) -> Demand:
+    def demand(self, ts: SchedulerTask) -> Demand:
         """Return what a task needs of a worker."""
         prefix, inputs = ts.prefix, self.inputs(ts)
         input_bytes = sum([nbytes for _, nbytes, _ in inputs])
@@ -230,7 +231,7 @@ class Estimates:
         sources = {dts.prefix.name for dts in ts.dependencies}
         return Demand(inputs, sources, seconds, nbytes, input_bytes + nbytes)
 
-    def inputs(self, ts: Any) -> Collection[InputRef]:
+    def inputs(self, ts: SchedulerTask) -> Collection[InputRef]:
         """Return the inputs of a task."""
         if not ts.dependencies:
             return ()
@@ -239,12 +240,12 @@ class Estimates:
             InputRef(
                 dts,
                 dts.get_nbytes(),
-                {ws.address: tier(ws.address, dts.key) for ws in islice(dts.who_has, MAX_REPLICAS)},
+                {ws.address: tier(ws.address, dts.key) for ws in islice(dts.who_has or (), MAX_REPLICAS)},
             )
             for dts in ts.dependencies
         ]
 
-    def cost(self, demand: Demand, ws: Any) -> Candidate:
+    def cost(self, demand: Demand, ws: WorkerState) -> Candidate:
         """Return the cost of a task on a worker."""
         inputs, sources, seconds, nbytes, working_set = demand
         missing, moving, shares = self.fetch(inputs, ws) if inputs else _NO_FETCH
@@ -260,7 +261,7 @@ class Estimates:
         terms = Terms(cost.waiting(work, tasks, threads, slowdown), seconds * slowdown, moving, room, fits)
         return Candidate(address, terms, self.load(ws) / threads, ws.nbytes, missing)
 
-    def fetch(self, inputs: Collection[InputRef], ws: Any) -> Fetch:
+    def fetch(self, inputs: Collection[InputRef], ws: WorkerState) -> Fetch:
         """Return what a worker has to fetch for a task.
 
         Bytes that are on their way already count for the task that they were sent for.
@@ -282,14 +283,15 @@ class Estimates:
                 )
         return Fetch(missing, seconds, shares)
 
-    def seconds_inbound(self, ws: Any) -> float:
+    def seconds_inbound(self, ws: WorkerState) -> float:
         """Return the seconds until a worker has what is on its way to it."""
         nbytes = network_occupancy(ws)
         if not nbytes:
             return 0.0
-        return nbytes * self._inbound_seconds_per_byte.get(ws.address, 1 / self._state.bandwidth)
+        usual = 1 / self._state.bandwidth
+        return float(nbytes * self._inbound_seconds_per_byte.get(ws.address, usual))
 
-    def _work_before(self, sources: Collection[str], ws: Any) -> tuple[float, float]:
+    def _work_before(self, sources: Collection[str], ws: WorkerState) -> tuple[float, float]:
         """Return seconds of the work on a worker that comes before a task, and bytes that are promised there.
 
         Dask goes through graphs depth first, so tasks like those that made the inputs, the sources, have a
@@ -312,12 +314,12 @@ class Estimates:
             results *= threads / tasks
         return work, network_occupancy(ws) + results
 
-    def _usual(self, prefix: Any) -> float:
+    def _usual(self, prefix: TaskPrefix) -> float:
         """Return seconds of work of a task of a prefix, whatever its inputs."""
         seconds = self.durations.mean(prefix.name)
         return prefix_duration(self._state, prefix) if seconds is None else seconds
 
-    def load(self, ws: Any) -> float:
+    def load(self, ws: WorkerState) -> float:
         """Return how many usual tasks a worker has to do."""
         tasks: float = len(ws.processing)
         for pending in (self.arrivals, self._surplus, self._followers):
@@ -327,7 +329,7 @@ class Estimates:
 
     # ---- free memory -------------------------------------------------------------------
 
-    def _room(self, ws: Any, need: float, promised: float, working_set: float) -> tuple[float, bool]:
+    def _room(self, ws: WorkerState, need: float, promised: float, working_set: float) -> tuple[float, bool]:
         memory = self.free_memory(ws)
         holds = working_set <= memory.live or memory.live >= self._largest_live
         if holds and need <= memory.free - promised:
@@ -336,13 +338,13 @@ class Estimates:
         seconds, fits = cost.room(need, memory._replace(free=memory.free - promised), spill)
         return seconds, fits and holds
 
-    def free_memory(self, ws: Any) -> FreeMemory:
+    def free_memory(self, ws: WorkerState) -> FreeMemory:
         """Return the free memory that a worker has reported, less the bytes that have arrived there since."""
         memory = self._headroom.free_memory(ws.address)
         arrived = self._arrived_since_report(ws)
         return memory._replace(free=memory.free - arrived) if arrived else memory
 
-    def has_room(self, ws: Any) -> bool:
+    def has_room(self, ws: WorkerState) -> bool:
         """Tell whether a worker has room for what is on its way, and for results of its tasks and one more.
 
         The results count only while root tasks are queued: each as large as that of the first one.
@@ -354,26 +356,26 @@ class Estimates:
         memory = self._headroom.free_memory(ws.address)
         return memory.free + memory.below - self._arrived_since_report(ws) > need
 
-    def _arrived_since_report(self, ws: Any) -> int:
+    def _arrived_since_report(self, ws: WorkerState) -> int:
         """Return bytes by Dask's count; 0 where it has fallen, for what is gone may have been spilled."""
         nbytes: int = ws.nbytes
         return max(0, nbytes - self._bytes_at_report.get(ws.address, nbytes))
 
     # ---- events ------------------------------------------------------------------------
 
-    def on_memory_reported(self, ws: Any) -> None:
+    def on_memory_reported(self, ws: WorkerState) -> None:
         """Take notice that a worker has reported its memory."""
         self._bytes_at_report[ws.address] = ws.nbytes
         self._live_capacity[ws.address] = live = self._headroom.free_memory(ws.address).live
         self._largest_live = max(live, self._largest_live)
 
-    def on_arriving(self, ts: Any, demand: Demand, worker: str) -> None:
+    def on_arriving(self, ts: SchedulerTask, demand: Demand, worker: str) -> None:
         """Count a task that is about to be placed on the worker that it will probably get."""
         usual = self._usual(ts.prefix)
         tasks = demand.seconds / usual if usual else 1.0
         self.arrivals.add(ts.key, worker, {ts.prefix.name: demand.seconds}, tasks)
 
-    def on_decided(self, ts: Any, candidate: Candidate, ws: Any) -> None:
+    def on_decided(self, ts: SchedulerTask, candidate: Candidate, ws: WorkerState) -> None:
         """Count a task on the worker that it is about to be given to, and the inputs that it fetches."""
         if candidate.missing:
             nbytes = network_occupancy(ws) + candidate.missing
@@ -388,7 +390,7 @@ class Estimates:
             seconds = candidate.terms.running / self.slowdown.of(candidate.worker)
             self._surplus.add(ts.key, candidate.worker, {name: seconds - usual}, seconds / usual - 1)
 
-    def on_task_finished(self, ts: Any, worker: str, seconds: float) -> None:
+    def on_task_finished(self, ts: SchedulerTask, worker: str, seconds: float) -> None:
         """Learn from a task that has taken ``seconds`` of work on a worker."""
         if is_alias(ts):
             return
@@ -415,7 +417,7 @@ class Estimates:
             self._largest_live = max(self._live_capacity.values(), default=0.0)
 
 
-def mean_result_bytes(prefix: Any) -> float:
+def mean_result_bytes(prefix: TaskPrefix) -> float:
     """Return the mean size of the results of a task prefix, 0 while there are none."""
     nbytes: float = prefix.nbytes_total
     if not nbytes:
@@ -425,7 +427,7 @@ def mean_result_bytes(prefix: Any) -> float:
     return nbytes / done if done > 1 else nbytes
 
 
-def is_alias(ts: Any) -> bool:
+def is_alias(ts: SchedulerTask) -> bool:
     """Tell whether a task only names data that exist already, as for persisted collections.
 
     An alias has the prefix of the task that made the data, but not its duration.
@@ -433,7 +435,7 @@ def is_alias(ts: Any) -> bool:
     return isinstance(ts.run_spec, Alias)
 
 
-def _followers(alias: Any) -> Mapping[str, float]:
+def _followers(alias: SchedulerTask) -> Mapping[str, float]:
     """Return how many tasks, by prefix, will run where an alias is as soon as it is there."""
     counts: defaultdict[str, float] = defaultdict(float)
     for dts in islice(alias.dependents, MAX_DEPENDENTS):

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks.scheduler import network_occupancy
+from dask_gpurt.dask_hooks.types import SchedulerTask, WorkerState
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.estimates import Estimates
@@ -127,23 +128,25 @@ class ShuffleInputs:
         Of all inputs; inputs that are not there yet count as large as the others on average.
     """
 
-    def __init__(self, barrier: Any):
+    def __init__(self, barrier: SchedulerTask):
         self.held: defaultdict[str, float] = defaultdict(float)
         self.released: defaultdict[str, float] = defaultdict(float)
         seen = sum([self._count(transfer) for transfer in barrier.dependencies])
         self.nbytes = sum(self.held.values()) * len(barrier.dependencies) / max(seen, 1)
 
-    def _count(self, transfer: Any) -> bool:
+    def _count(self, transfer: SchedulerTask) -> bool:
         """Count the input of a transfer; return whether it is there."""
-        found = [dts for dts in transfer.dependencies if dts.who_has]
-        for dts in found:
-            holder = transfer.processing_on
-            if holder not in dts.who_has:
+        found = False
+        for dts in transfer.dependencies:
+            if not dts.who_has:
+                continue
+            found, holder = True, transfer.processing_on
+            if holder is None or holder not in dts.who_has:
                 holder = min(dts.who_has, key=lambda ws: ws.address)
             self.held[holder.address] += dts.get_nbytes()
             if not dts.who_wants and len(dts.dependents) == 1:
                 self.released[holder.address] += dts.get_nbytes()
-        return bool(found)
+        return found
 
 
 def possible_owners(inputs: ShuffleInputs, workers: Sequence[Any], estimates: Estimates) -> list[Owner]:
@@ -152,7 +155,7 @@ def possible_owners(inputs: ShuffleInputs, workers: Sequence[Any], estimates: Es
     return [_owner(ws, moving[ws.address], inputs, estimates) for ws in workers]
 
 
-def _owner(ws: Any, moving: float, inputs: ShuffleInputs, estimates: Estimates) -> Owner:
+def _owner(ws: WorkerState, moving: float, inputs: ShuffleInputs, estimates: Estimates) -> Owner:
     working = WORK_SECONDS_PER_BYTE * estimates.slowdown.of(ws.address) / ws.nthreads
     memory = estimates.free_memory(ws)
     free = memory.free + inputs.released[ws.address] - network_occupancy(ws)

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from itertools import chain, count, islice
 from typing import Any, Generic, TypeVar
 
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.topology import Topology
 
@@ -153,14 +154,14 @@ class AvailableWorkers:
         Loads and free memory of the workers.
     """
 
-    def __init__(self, state: Any, topology: Topology, estimates: Estimates):
+    def __init__(self, state: SchedulerState, topology: Topology, estimates: Estimates):
         self._state = state
         self._topology = topology
         self._estimates = estimates
         # By address, since the hash of Dask's WorkerState is a method in Python, which is slow.
         self._index: LoadIndex[str] = LoadIndex()
 
-    def __contains__(self, ws: Any) -> bool:
+    def __contains__(self, ws: WorkerState) -> bool:
         return ws.address in self._index
 
     def __bool__(self) -> bool:
@@ -169,7 +170,7 @@ class AvailableWorkers:
                 return True
         return False
 
-    def check(self, ws: Any) -> bool:
+    def check(self, ws: WorkerState) -> bool:
         """Take notice of the load of a running worker; return whether it has free memory."""
         address, load = ws.address, math.ceil(self._estimates.load(ws)) // ws.nthreads
         if not self._estimates.has_room(ws):
@@ -183,21 +184,21 @@ class AvailableWorkers:
         """Take a worker out, by its address."""
         self._index.discard(worker)
 
-    def has_moved(self, ws: Any) -> bool:
+    def has_moved(self, ws: WorkerState) -> bool:
         """Take a worker out if its neighbourhoods have changed; return whether they have."""
         if self._neighbourhoods(ws) == self._index.neighbourhoods(ws.address):
             return False
         self._index.discard(ws.address)
         return True
 
-    def neighbourhoods(self, ws: Any) -> Sequence[Neighbourhood]:
+    def neighbourhoods(self, ws: WorkerState) -> Sequence[Neighbourhood]:
         """Return the neighbourhoods of a worker, from near to far."""
         return self._index.neighbourhoods(ws.address) or self._neighbourhoods(ws)
 
-    def _neighbourhoods(self, ws: Any) -> Sequence[Neighbourhood]:
+    def _neighbourhoods(self, ws: WorkerState) -> Sequence[Neighbourhood]:
         return *(self._topology.neighbourhoods(ws.address) or (("host", ws.host),)), EVERYWHERE
 
-    def home(self, ws: Any) -> Neighbourhood:
+    def home(self, ws: WorkerState) -> Neighbourhood:
         """Return the NVLink domain of a worker, or else its host."""
         return next(name for name in self.neighbourhoods(ws) if name[0] in ("nvlink", "host"))
 
@@ -215,7 +216,7 @@ class AvailableWorkers:
             else:  # it has stopped since its last check
                 self._index.discard(address)
 
-    def least_loaded_of(self, workers: Collection[Any]) -> Any | None:
+    def least_loaded_of(self, workers: Collection[WorkerState]) -> Any | None:
         """Return one of some workers with a low load.
 
         None if many others have less to do, or these have no free memory. The only one of a set is looked up,
@@ -230,7 +231,7 @@ class AvailableWorkers:
 # ---- root tasks ----------------------------------------------------------------------------------------
 
 
-def siblings(ts: Any) -> Iterator[Any]:
+def siblings(ts: SchedulerTask) -> Iterator[Any]:
     """Yield the tasks whose results will be needed together with that of a task; none if they are many."""
     dependent = next(iter(ts.dependents), None)
     for _ in range(MAX_CHAIN):
@@ -243,7 +244,7 @@ def siblings(ts: Any) -> Iterator[Any]:
                 yield origin
 
 
-def _origin(ts: Any) -> Any:
+def _origin(ts: SchedulerTask) -> Any:
     """Follow a chain of single inputs up to its head, or to the first task that has a worker."""
     for _ in range(MAX_CHAIN):
         if len(ts.dependencies) != 1 or worker_of(ts):
@@ -252,7 +253,7 @@ def _origin(ts: Any) -> Any:
     return ts
 
 
-def worker_of(ts: Any) -> Any | None:
+def worker_of(ts: SchedulerTask) -> Any | None:
     """Return a worker that has the result of a task, or will have it."""
     if ts.processing_on is not None:
         return ts.processing_on
@@ -272,18 +273,18 @@ class SiblingQueue:
         Dask's ``SchedulerState``.
     """
 
-    def __init__(self, state: Any):
+    def __init__(self, state: SchedulerState):
         self._state = state
         self._heap: list[tuple[Any, int, Any]] = []
         self._arrivals = count()
         self._reserved: set[Any] = set()
         self._reservations: defaultdict[Neighbourhood, deque[Any]] = defaultdict(deque)
 
-    def on_queued(self, ts: Any) -> None:
+    def on_queued(self, ts: SchedulerTask) -> None:
         """Add a task that has come into Dask's queue."""
         heappush(self._heap, (ts.priority, next(self._arrivals), ts))
 
-    def on_started(self, ts: Any, home: Neighbourhood) -> None:
+    def on_started(self, ts: SchedulerTask, home: Neighbourhood) -> None:
         """Reserve the siblings of a task that starts in a neighbourhood."""
         if not self._state.queued:
             self.clear()
@@ -310,10 +311,10 @@ class SiblingQueue:
                 return ts
         return self._state.queued.peek()
 
-    def _is_free(self, ts: Any) -> bool:
+    def _is_free(self, ts: SchedulerTask) -> bool:
         return self._is_queued(ts) and ts not in self._reserved
 
-    def _is_queued(self, ts: Any) -> bool:
+    def _is_queued(self, ts: SchedulerTask) -> bool:
         return ts.state == "queued" and self._state.tasks.get(ts.key) is ts
 
     def clear(self) -> None:
@@ -337,7 +338,7 @@ class IdleWorkerFilter:
         The workers with free memory.
     """
 
-    def __init__(self, state: Any, available: AvailableWorkers):
+    def __init__(self, state: SchedulerState, available: AvailableWorkers):
         self._state = state
         self._available = available
         #: Idle workers without free memory, and those of them that are admitted, by address.
@@ -346,7 +347,7 @@ class IdleWorkerFilter:
         #: The worker that became idle last: mostly the only idle one while tasks are queued.
         self._last_idle: Any = None
 
-    def check(self, ws: Any) -> None:
+    def check(self, ws: WorkerState) -> None:
         """Judge a worker by its free memory, after Dask has judged it by its tasks."""
         address = ws.address
         if self._excluded or self._admitted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from heapq import nsmallest
 from itertools import chain, islice
 from statistics import fmean
@@ -13,6 +14,7 @@ from dask.typing import Key
 from distributed.core import Status
 
 from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, network_occupancy
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
@@ -157,7 +159,9 @@ class ReplicaPlacement:
         Counts replicas.
     """
 
-    def __init__(self, manager: Any, state: Any, topology: Topology, headroom: Headroom, metrics: Metrics):
+    def __init__(
+        self, manager: Any, state: SchedulerState, topology: Topology, headroom: Headroom, metrics: Metrics
+    ):
         self._manager = manager
         self._state = state
         self._topology = topology
@@ -197,13 +201,13 @@ class ReplicaPlacement:
 
     # ---- who gets a replica --------------------------------------------------------------
 
-    def _find_recipient(self, ts: Any, candidates: set[Any] | None, pending_repl: set[Any]) -> Any:
+    def _find_recipient(self, ts: SchedulerTask, candidates: set[Any] | None, pending_repl: set[Any]) -> Any:
         original = self._originals["_find_recipient"]
         if ts.state != "memory" or ts.actor:
             return original(ts, candidates, pending_repl)
         self._on_choice()
         allowed = self._state.running if candidates is None else candidates & self._state.running
-        allowed = allowed - ts.who_has - pending_repl
+        allowed = allowed - (ts.who_has or set()) - pending_repl
         found = [self._recipient(ts, ws) for ws in self._compared(ts, allowed)]
         chosen = choose_recipient(found, ts.get_nbytes())
         if chosen is None:
@@ -217,22 +221,22 @@ class ReplicaPlacement:
             self._metrics.add("placement.replicas.made")
         return ws
 
-    def _compared(self, ts: Any, allowed: Collection[Any]) -> Collection[Any]:
+    def _compared(self, ts: SchedulerTask, allowed: Collection[WorkerState]) -> Collection[WorkerState]:
         """Return the workers that are compared, of those that may get a replica."""
         if len(allowed) <= MAX_ALL_COMPARED:
             return allowed
         workers = self._state.workers
-        places = (self._topology.place(ws.address) for ws in islice(ts.who_has, MAX_REPLICAS))
+        places = (self._topology.place(ws.address) for ws in islice(ts.who_has or (), MAX_REPLICAS))
         near = [address for place in places if place for address in self._topology.on_host(place.host)]
         most_free = (
             islice((address for address in order if workers[address] in allowed), MAX_MOST_FREE)
             for order in self._memory.most_free(workers)
         )
         found = dict.fromkeys(chain(near, *most_free))
-        return [ws for address in found if (ws := workers.get(address)) in allowed]
+        return [workers[address] for address in found if workers.get(address) in allowed]
 
-    def _recipient(self, ts: Any, ws: Any) -> Recipient:
-        holders = [holder.address for holder in islice(ts.who_has, MAX_REPLICAS)]
+    def _recipient(self, ts: SchedulerTask, ws: WorkerState) -> Recipient:
+        holders = [holder.address for holder in islice(ts.who_has or (), MAX_REPLICAS)]
         return Recipient(
             ws.address,
             min(self._seconds(ts, holder, ws.address) for holder in holders),
@@ -241,19 +245,19 @@ class ReplicaPlacement:
             (ts.key, ws.address) in self._asked_before,
         )
 
-    def _seconds(self, ts: Any, holder: str, target: str) -> float:
+    def _seconds(self, ts: SchedulerTask, holder: str, target: str) -> float:
         """Return seconds until data have arrived from a worker that holds them."""
         route = self._routes.between(holder, self._headroom.tier(holder, ts.key), target)
         return cost.moving(ts.get_nbytes(), [route])
 
     # ---- who drops one -------------------------------------------------------------------
 
-    def _find_dropper(self, ts: Any, candidates: set[Any] | None, pending_drop: set[Any]) -> Any:
+    def _find_dropper(self, ts: SchedulerTask, candidates: set[Any] | None, pending_drop: set[Any]) -> Any:
         ws = self._originals["_find_dropper"](ts, candidates, pending_drop)
         if ws is None:
             return None
         self._on_choice()
-        holders = ts.who_has - pending_drop
+        holders = (ts.who_has or set()) - pending_drop
         if len(holders) <= MAX_ALL_COMPARED:
             ws = self._dropper(ts, holders, holders if candidates is None else candidates & holders)
         if self._is_live(ts, ws):
@@ -261,9 +265,11 @@ class ReplicaPlacement:
         self._metrics.add("placement.replicas.dropped")
         return ws
 
-    def _dropper(self, ts: Any, holders: set[Any], candidates: set[Any]) -> Any:
+    def _dropper(
+        self, ts: SchedulerTask, holders: AbstractSet[WorkerState], candidates: AbstractSet[WorkerState]
+    ) -> Any:
         """Return the candidate that drops its replica; Dask has found that one of them may."""
-        readers = {waiter.processing_on for waiter in ts.waiters or ()} - {None}
+        readers = {ws for waiter in ts.waiters or () if (ws := waiter.processing_on) is not None}
         wanted = [ws.address for ws in nsmallest(MAX_REPLICAS, readers, key=lambda ws: ws.address)]
         droppable = candidates - readers
         found = [self._replica(ts, ws, wanted, ws not in droppable) for ws in holders]
@@ -272,7 +278,7 @@ class ReplicaPlacement:
             raise Unsuitable(f"no worker may drop {ts.key!r}, but Dask knows one")
         return self._state.workers[chosen.worker]
 
-    def _replica(self, ts: Any, ws: Any, wanted: Collection[str], kept: bool) -> Replica:
+    def _replica(self, ts: SchedulerTask, ws: WorkerState, wanted: Collection[str], kept: bool) -> Replica:
         memory = self._memory[ws.address]
         return Replica(
             ws.address,
@@ -285,5 +291,5 @@ class ReplicaPlacement:
             self._held[ws],
         )
 
-    def _is_live(self, ts: Any, ws: Any) -> bool:
+    def _is_live(self, ts: SchedulerTask, ws: WorkerState) -> bool:
         return self._headroom.tier(ws.address, ts.key) is Tier.DEVICE

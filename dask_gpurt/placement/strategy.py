@@ -11,6 +11,7 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable
+from dask_gpurt.dask_hooks.types import QueuingState, SchedulerTask, WorkerState
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.candidates import CandidateSelector
@@ -59,7 +60,7 @@ class Placement:
 
     def __init__(
         self,
-        state: Any,
+        state: QueuingState,
         topology: Topology,
         headroom: Headroom,
         metrics: Metrics,
@@ -141,7 +142,7 @@ class Placement:
             self._candidates.on_place_changed(ws)
             self._check(ws)
 
-    def _check(self, ws: Any) -> None:
+    def _check(self, ws: WorkerState) -> None:
         """Have Dask and the filter judge a worker again, and the queue move."""
         if ws in self._state.running:
             self._state.check_idle_saturated(ws)
@@ -164,7 +165,7 @@ class Placement:
 
     # ---- tasks with inputs, and all that Dask does not queue -------------------------------
 
-    def _decide_worker_non_rootish(self, ts: Any) -> Any:
+    def _decide_worker_non_rootish(self, ts: SchedulerTask) -> Any:
         state = self._state
         self._candidates.on_placing(ts)
         if not state.running or ts.actor:
@@ -182,7 +183,7 @@ class Placement:
             return self._originals["decide_worker_non_rootish"](ts)
         return self._decide(ts, candidates, state.running if valid is None else valid)
 
-    def _decide(self, ts: Any, candidates: list[Candidate], allowed: Any) -> Any:
+    def _decide(self, ts: SchedulerTask, candidates: list[Candidate], allowed: Any) -> Any:
         """Return the worker of the best candidate, and keep the decision."""
         chosen = cost.best(candidates) if len(candidates) > 1 else candidates[0]
         ws = self._state.workers.get(chosen.worker)
@@ -193,12 +194,12 @@ class Placement:
         self._metrics.add("placement.decisions")
         return ws
 
-    def _get_comm_cost(self, ts: Any, ws: Any) -> float:
+    def _get_comm_cost(self, ts: SchedulerTask, ws: WorkerState) -> float:
         return self._estimates.fetch(self._estimates.inputs(ts), ws).seconds
 
     # ---- shuffles ----------------------------------------------------------------------
 
-    def owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
         """Return the owner of each output of a shuffle, see :mod:`dask_gpurt.placement.outputs`.
 
         Parameters
@@ -213,7 +214,7 @@ class Placement:
         found: dict[int, str] = guarded(barrier, chosen)
         return found
 
-    def _owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+    def _owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
         valid = self._state.valid_workers(barrier)
         workers = sorted(self._state.running if valid is None else valid, key=lambda ws: ws.address)
         if not workers or not chosen:
@@ -226,7 +227,7 @@ class Placement:
 
     # ---- root tasks --------------------------------------------------------------------
 
-    def _is_rootish(self, ts: Any) -> bool:
+    def _is_rootish(self, ts: SchedulerTask) -> bool:
         rootish: bool = self._originals["is_rootish"](ts)
         self._root, self._slot = ts if rootish else None, None
         return rootish
@@ -246,7 +247,7 @@ class Placement:
         self._roots.on_started(ts, self._available.home(ws))
         return ws
 
-    def _decide_worker_rootish_queuing_disabled(self, ts: Any) -> Any:
+    def _decide_worker_rootish_queuing_disabled(self, ts: SchedulerTask) -> Any:
         group, state = ts.group, self._state
         if not (ws := group.last_worker) or ws not in self._available or not group.last_worker_tasks_left:
             candidates = self._candidates.for_root(ts, state.running)
@@ -278,40 +279,49 @@ class Placement:
         )
         return self._root
 
-    def _check_idle_saturated(self, ws: Any, occ: float = -1.0) -> None:
+    def _check_idle_saturated(self, ws: WorkerState, occ: float = -1.0) -> None:
         self._originals["check_idle_saturated"](ws, occ)
         self._idle.check(ws)
 
     # ---- stealing ----------------------------------------------------------------------
 
-    def _get_thief(self, scheduler: Any, ts: Any, potential_thieves: set[Any], *, occupancies: Any) -> Any:
-        if ts.actor:
+    def _get_thief(
+        self, scheduler: Any, ts: SchedulerTask, potential_thieves: set[Any], *, occupancies: Any
+    ) -> Any:
+        victim = ts.processing_on
+        if ts.actor or victim is None:
             return self._originals["_get_thief"](scheduler, ts, potential_thieves, occupancies=occupancies)
         valid = scheduler.valid_workers(ts)
         if valid is not None and ((able := potential_thieves & valid) or not ts.loose_restrictions):
             potential_thieves = able
         in_flight = scheduler.extensions["stealing"].in_flight_occupancy
-        found = self._thief(ts, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0))
+        found = self._thief(ts, victim, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0))
         if found is None:
             return None
         ws, candidate = found
-        stays = self._estimates.cost(self._estimates.demand(ts), ts.processing_on)
+        stays = self._estimates.cost(self._estimates.demand(ts), victim)
         self._history.add(ts.key, candidate.worker, [stays, candidate])
         return ws
 
     def _thief(
-        self, ts: Any, thieves: Collection[Any], occupancy: Callable[[Any], float]
-    ) -> tuple[Any, Candidate] | None:
+        self,
+        ts: SchedulerTask,
+        victim: WorkerState,
+        thieves: Collection[WorkerState],
+        occupancy: Callable[[WorkerState], float],
+    ) -> tuple[WorkerState, Candidate] | None:
         """Return the nearest worker with free memory that is done with a task earlier; None without one.
 
         Parameters
         ----------
+        victim
+            The worker that has the task.
         thieves
-            The workers that may take the task.
+            The workers that may take it.
         occupancy
             Returns seconds of work of a worker; tasks that are being stolen count where they go.
         """
-        victim, demand = ts.processing_on, self._estimates.demand(ts)
+        demand = self._estimates.demand(ts)
         wait = occupancy(victim) / victim.nthreads
         for name in self._available.neighbourhoods(victim):
             least_loaded = self._available.least_loaded(name, MAX_THIEVES_LOOKED_UP)
@@ -331,6 +341,6 @@ def _with_waiting(candidate: Candidate, waiting: float) -> Candidate:
     return candidate._replace(terms=candidate.terms._replace(waiting=waiting))
 
 
-def _is_ready(ts: Any) -> bool:
+def _is_ready(ts: SchedulerTask) -> bool:
     """Tell whether all inputs of a released task are there, and it has some."""
     return ts.state == "released" and bool(ts.dependencies) and all([dts.who_has for dts in ts.dependencies])
