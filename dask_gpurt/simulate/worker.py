@@ -385,8 +385,8 @@ class TieredWorker(VirtualWorker):
     # ---- transfers -------------------------------------------------------------------
 
     def _gather(self, asked: GatherDep) -> None:
-        self._fetches[asked.worker] = who = Holder(FETCH, next(self._numbers))
-        self._admit(who, (partial(self.tiers.fits, (), asked.total_nbytes), partial(self._ask_now, asked)))
+        self._fetches[asked.worker] = holder = Holder(FETCH, next(self._numbers))
+        self._admit(holder, (partial(self.tiers.fits, (), asked.total_nbytes), partial(self._ask_now, asked)))
 
     def _ask_now(self, asked: GatherDep) -> None:
         """Reserve the bytes at once: until the peer has read the request, others would take them."""
@@ -401,13 +401,13 @@ class TieredWorker(VirtualWorker):
         """Do nothing: the bytes are released when the fetch ends, see :meth:`_stimulate`."""
 
     def _stimulate(self, event: StateMachineEvent) -> None:
-        over = None
+        ended = None
         if isinstance(event, GatherDepDoneEvent):
-            over = self._fetches.pop(event.worker)
+            ended = self._fetches.pop(event.worker)
             self.tiers.release((), self._promised.pop(event.worker, 0))
         super()._stimulate(event)
-        if over is not None:
-            self._leave(over)
+        if ended is not None:
+            self._leave(ended)
 
     def busy_for(self, host: str) -> bool:
         """Tell whether a peer has to ask later: also while a task waits for memory that is being sent."""
@@ -415,31 +415,31 @@ class TieredWorker(VirtualWorker):
 
     def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
         held, seconds = self.tiers.lend(keys)
-        who = Holder(SEND, next(self._numbers))
-        self._admission.ask(who, True, self._clock.now)
-        return (who, held), seconds
+        holder = Holder(SEND, next(self._numbers))
+        self._admission.ask(holder, True, self._clock.now)
+        return (holder, held), seconds
 
     def _release(self, lent: Any) -> None:
-        who, held = lent
+        holder, held = lent
         super()._release(held)
-        self._leave(who)
+        self._leave(holder)
 
     # ---- admission -------------------------------------------------------------------
 
-    def _admit(self, who: Holder, request: Request) -> None:
+    def _admit(self, holder: Holder, request: Request) -> None:
         fits, begin = request
-        if self._admission.ask(who, fits(), self._clock.now):
-            self._requests.pop(who, None)
+        if self._admission.ask(holder, fits(), self._clock.now):
+            self._requests.pop(holder, None)
             begin()
         else:
-            self._requests[who] = request
+            self._requests[holder] = request
 
-    def _leave(self, who: Holder) -> None:
+    def _leave(self, holder: Holder) -> None:
         """Release the memory of a holder, and admit waiting requests until one does not fit."""
-        following = self._admission.leave(who, self._clock.now)
-        while following in self._requests and not self.gone:
-            self._admit(following, self._requests[following])
-            following = None if following in self._requests else self._admission.first
+        next_holder = self._admission.leave(holder, self._clock.now)
+        while next_holder in self._requests and not self.gone:
+            self._admit(next_holder, self._requests[next_holder])
+            next_holder = None if next_holder in self._requests else self._admission.first
 
 
 def _incoming_limit(memory: int) -> float:
