@@ -116,7 +116,9 @@ def commands() -> Mapping[str, click.Command]:
     """Return the subcommands of ``dask gpurt`` by name."""
     from dask_gpurt.cli import main
 
-    return dict(sorted(main.commands.items()))
+    context = click.Context(main)
+    found = ((name, main.get_command(context, name)) for name in main.list_commands(context))
+    return {name: command for name, command in found if command is not None}
 
 
 def _cell(text: str) -> str:

@@ -33,7 +33,7 @@ from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import Ledger, Picture
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement import LedgerHeadroom, Placement, Room
+from dask_gpurt.placement import FreeMemory, LedgerHeadroom, Placement
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.scheduler import VirtualScheduler
 from dask_gpurt.topology import Place, Topology
@@ -106,10 +106,10 @@ def headroom_of(state: Scheduler) -> LedgerHeadroom:
 class Roomy:
     """Room for everything, and all data in its live tier."""
 
-    def room(self, worker: str) -> Room:
-        return Room(60 << 30, 100 << 30, Tier.PINNED)
+    def free_memory(self, worker: str) -> FreeMemory:
+        return FreeMemory(60 << 30, 100 << 30, Tier.PINNED)
 
-    def told(self, worker: str) -> bool:
+    def has_reported(self, worker: str) -> bool:
         return True
 
     def tier(self, worker: str, key: Any) -> Tier:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import dask
 import dask.dataframe as dd
+from dask.dataframe.dispatch import make_meta
 from dask.utils import parse_bytes
 from distributed import Client, wait
 from rich.console import Console
@@ -35,7 +36,7 @@ PARTITIONS = 16
 QUERIES: dict[str, Callable[[Frame, Frame], Frame]] = {
     "groupby": lambda frame, small: frame.groupby("key").agg({"value": "sum"}),
     "join": lambda frame, small: frame.merge(small, on="key"),
-    "sort": lambda frame, small: frame.map_partitions(sort_values, meta=frame._meta),
+    "sort": lambda frame, small: frame.map_partitions(sort_values, meta=make_meta(frame)),
     "text": lambda frame, small: frame.map_partitions(split_text, meta=("value", "int64")),
     "elementwise": lambda frame, small: (frame["value"] * 3 + frame["key"]) % 1000,
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -103,6 +104,16 @@ def _residency(found: Mapping[str, Any]) -> str:
     return f"{setting} blocks of a kernel on an SM" if isinstance(setting, int) else "loaded, no caps set"
 
 
+def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    """Say of each part how many of its seams are as known, and name those that differ."""
+    for part in dict.fromkeys(seam["part"] for seam in seams):
+        states = Counter(seam["state"] for seam in seams if seam["part"] == part)
+        yield "Dask's parts", f"{part}: {', '.join(f'{count} {state}' for state, count in states.items())}"
+    for seam in seams:
+        if seam["difference"]:
+            yield "Differs", f"{seam['part']}, {seam['difference']}"
+
+
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings, machine, cluster = facts["settings"], facts["machine"], facts["cluster"]
     yield "Versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
@@ -110,6 +121,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if cluster:
         state = f"on, takeover {as_yaml(cluster['takeover'])}" if cluster["enabled"] else "off"
         yield "Cluster", f"{cluster['address']}, {cluster['workers']} workers: the runtime is {state}"
+    yield from _seam_lines(facts["seams"])
     yield "Method", f"{settings['method'] or 'not set'}: shuffles go {settings['shuffles']}"
     missing = [f"no {what}: {reason}" for what, reason in machine["missing"].items()]
     yield "Devices", "; ".join([*machine["devices"], *missing])

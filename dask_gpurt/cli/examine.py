@@ -12,7 +12,7 @@ from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
 import dask_gpurt
-from dask_gpurt import config
+from dask_gpurt import config, dask_hooks
 from dask_gpurt.cli.environment import installed_versions
 from dask_gpurt.cli.verdicts import HOOK, HOOKED, ignored, notes, preloads, problems
 from dask_gpurt.device.discover import cuda_missing, discover
@@ -34,7 +34,8 @@ def examine(client: Client | None = None) -> dict[str, Any]:
     -------
     dict
         Values that JSON holds: ``ok``, ``settings``, ``versions``, ``machine``, ``cluster`` (None without a
-        client), and lists of sentences: ``problems``, settings that are wrong; ``ignored``, settings without
+        client), ``seams`` (of each private part of Dask that is used its state), and lists of sentences:
+        ``problems``, settings that are wrong; ``ignored``, settings without
         effect; ``notes``.
     """
     cluster = None if client is None else _examine_cluster(client)
@@ -50,6 +51,7 @@ def examine(client: Client | None = None) -> dict[str, Any]:
         "notes": list(notes(versions, cluster)),
         "settings": settings,
         "versions": versions,
+        "seams": [row._asdict() for row in dask_hooks.table(_unused_parts())],
         "machine": machine,
         "cluster": cluster,
     }
@@ -74,6 +76,13 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool) -
     if runs and takeover and method in (None, "gpurt", "p2p"):
         return "by p2p, which the runtime takes over"
     return f"by Dask's own {'default' if method in (None, 'gpurt') else method}"
+
+
+def _unused_parts() -> tuple[dask_hooks.Part, ...]:
+    """Return the parts of Dask that nothing needs, as settings are."""
+    if config.problems() or config.load().placement.enabled:
+        return ()
+    return dask_hooks.CHOICES
 
 
 # ---- this machine --------------------------------------------------------------------

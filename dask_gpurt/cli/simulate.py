@@ -28,6 +28,7 @@ from dask_gpurt.simulate import (
 )
 from dask_gpurt.simulate.clock import Stuck
 from dask_gpurt.simulate.placements import PLACEMENTS, simulate
+from dask_gpurt.simulate.report import plot
 from dask_gpurt.simulate.simulation import WorkloadFailed
 
 ALL = "all"
@@ -117,9 +118,7 @@ def _check_picture(runs: int) -> None:
 
 
 def _draw(done: Sequence[Simulation], picture: Path) -> None:
-    from dask_gpurt.simulate.plot import plot
-
-    plot(done, picture)
+    plot([(one.result, one.trace) for one in done], picture)
 
 
 def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, float | str | int]:

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from distributed.shuffle._limiter import ResourceLimiter
-
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
+from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
+from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.device.codecs import CodecError
 from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.calls import Calls
@@ -222,7 +222,7 @@ class Exchange:
 
     def _pull_soon(self, parcel: Parcel) -> None:
         if parcel.start_moving():
-            self.worker._ongoing_background_tasks.call_soon(self._pull, parcel)
+            call_soon(self.worker, self._pull, parcel)
 
     async def _pull(self, parcel: Parcel) -> None:
         try:
@@ -239,7 +239,7 @@ class Exchange:
     async def _pull_now(self, parcel: Parcel) -> None:
         nbytes = parcel.shard.nbytes
         self._limiter.increase(nbytes)
-        self.metrics.peak("exchange.inflight.peak", self._limiter._acquired)
+        self.metrics.peak("exchange.inflight.peak", acquired(self._limiter))
         try:
             with self._pulling():
                 if parcel.path.mapping is None:

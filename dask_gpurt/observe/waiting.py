@@ -140,8 +140,11 @@ def queued(executor: Any) -> dict[str, int] | None:
 
 
 def _shuffles(worker: Any) -> list[str]:
+    # Here, since this module is also for processes without Dask's shuffles, or with other ones.
+    from dask_gpurt.dask_hooks.shuffle import active_runs
+
     plugin = worker.plugins.get("shuffle")
-    return [repr(run) for run in plugin.shuffle_runs._active_runs.values()] if plugin is not None else []
+    return [repr(run) for run in active_runs(plugin).values()] if plugin is not None else []
 
 
 def _runtime(plugin: Any) -> dict[str, Any] | None:

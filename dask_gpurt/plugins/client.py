@@ -198,7 +198,7 @@ async def activate(client: Client) -> None:
     teach_method()
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})))
     try:
-        await client._register_scheduler_plugin(plugin, NAME, idempotent=True)
+        await client.register_plugin(plugin, NAME)
     except ImportError as error:
         raise RuntimeError(
             f"the scheduler at {_address(client)} can not load dask_gpurt ({error}): install "
@@ -278,9 +278,9 @@ async def _stays_on(client: Client) -> bool:
         runtime = dask_scheduler.extensions.get("gpurt")
         return runtime is not None and await runtime.switch.settled()
 
-    return bool(await client._run_on_scheduler(settled))
+    return bool(await client.run_on_scheduler(settled))
 
 
 async def _is_on(client: Client) -> bool:
     # By value, for a scheduler that does not have the package.
-    return bool(await client._run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions))
+    return bool(await client.run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 from dask.typing import Key
 from dask.utils import key_split
@@ -23,6 +22,7 @@ from distributed.core import Status
 from distributed.metrics import time
 from distributed.worker_state_machine import PauseEvent, UnpauseEvent
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
@@ -41,7 +41,7 @@ _GRAPH = 2
 class Following:
     """Holds the next task of a worker back for a moment. On the event loop."""
 
-    def __init__(self, worker: Any, ladder: Ladder, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, ladder: Ladder, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
         self._ladder = ladder
@@ -113,6 +113,7 @@ class Following:
         readers = [reader for reader in task.dependents if reader.state == "ready"]
         for reader in readers:
             first = ready.peek().priority
+            assert reader.priority is not None  # it is ready
             if reader.priority[:_GRAPH] == first[:_GRAPH]:  # the order between graphs is the user's
                 ready.remove(reader)
                 reader.priority = (*first[:-1], first[-1] - 1)

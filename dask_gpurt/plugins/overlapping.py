@@ -10,7 +10,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from dask._task_spec import GraphNode
 from dask.typing import Key
 from dask.utils import key_split
 from distributed.worker_state_machine import ExecuteSuccessEvent
@@ -18,7 +17,10 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import OverlapSettings
-from dask_gpurt.dask_hooks import Patches
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.graph import GraphNode
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.dask_hooks.worker import wrap_execute, wrap_submit
 from dask_gpurt.device import Device, PriorityError, SmsError
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Decisions, Metrics
@@ -32,6 +34,7 @@ from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read,
 from dask_gpurt.overlap.steps import Setting
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.sharing import Sharing
+from dask_gpurt.plugins.switching import Layer
 
 #: Prefixes of tasks that are communication themselves; "operation" is what chooses output partitions.
 COMMUNICATION = frozenset(
@@ -60,7 +63,7 @@ class WorkerOverlap:
 
     def __init__(
         self,
-        worker: Any,
+        worker: WorkerServer,
         exchange: Exchange,
         settings: OverlapSettings,
         residency: WorkerResidency,
@@ -77,7 +80,7 @@ class WorkerOverlap:
         self._control: Control | None = None
         self._sharing: Sharing | None = None
         self._saving = PeriodicCallback(self.save, SAVE * 1000)
-        self._patches = Patches()
+        self._patches = PatchSet(Layer.OVERLAP)
 
     def prepare(self) -> None:
         """Find out what can be confined, and read what was learnt. Blocks."""
@@ -153,10 +156,10 @@ class WorkerOverlap:
         return self._governor
 
     def install(self) -> None:
-        """Be told of tasks and runs. On the event loop, before the tiers take ``execute`` over."""
+        """Be told of tasks and runs. On the event loop."""
         if self._control is not None:
             self._execute = self._worker.execute
-            self._patches.put(self._worker, "execute", lambda original: self.execute)
+            wrap_execute(self._patches, self._worker, lambda original: self.execute)
             self._exchange.in_flight = self._control.in_flight
             self._hand_over_threads()
             self._saving.start()
@@ -165,7 +168,7 @@ class WorkerOverlap:
             self._sharing.start()
 
     def uninstall(self) -> None:
-        """Be told of nothing any more, after the tiers have given ``execute`` back."""
+        """Be told of nothing any more."""
         if self._sharing is not None:
             self._sharing.stop()
         if self._control is not None:
@@ -177,8 +180,8 @@ class WorkerOverlap:
     def _hand_over_threads(self) -> None:
         """Let tasks enter contexts on the threads that they run on."""
         if self._share is not None:
-            share, executor = self._share, self._worker.executors["default"]
-            self._patches.put(executor, "submit", lambda submit: partial(submit, share.run))
+            share = self._share
+            wrap_submit(self._patches, self._worker, lambda submit: partial(submit, share.run))
 
     def allow(self, share: float) -> None:
         """Let trying lose up to this share of the time, for a calibration."""

@@ -16,6 +16,7 @@ from distributed.core import clean_exception
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
 from dask_gpurt.config import MemorySettings
+from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.device.failing import Failures
 from dask_gpurt.memory.admission import Holder, Needs, reservation
 from dask_gpurt.memory.tiers import Tier
@@ -35,7 +36,7 @@ class TaskRunner:
 
     def __init__(
         self,
-        worker: Any,
+        worker: WorkerServer,
         tiers: WorkerTiers,
         settings: MemorySettings,
         metrics: Metrics,
@@ -139,7 +140,7 @@ class TaskRunner:
 
     # ---- when memory is short all the same -------------------------------------------
 
-    async def _until_it_fits(self, key: Key, task: Any, stimulus_id: str) -> Any:
+    async def _until_it_fits(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
         for attempt in range(self._settings.retries + 1):
             self._tiers.device.peak()  # from here on
             event = await self._execute_or_fail(key, task, stimulus_id)
@@ -156,7 +157,7 @@ class TaskRunner:
             stimulus_id=f"gpurt-memory-{stimulus_id}",
         )
 
-    async def _execute_or_fail(self, key: Key, task: Any, stimulus_id: str) -> Any:
+    async def _execute_or_fail(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
         try:
             self._failures()
         except MemoryError as error:

@@ -15,6 +15,8 @@ from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks.scheduler import require_load
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import METRIC, OP
@@ -53,7 +55,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def __init__(self, settings: Mapping[str, Any]):
         self.given = settings
 
-    async def start(self, scheduler: Any) -> None:
+    async def start(self, scheduler: SchedulerServer) -> None:
         # Several clients or nannies may come at once, or while another switches off.
         while (other := scheduler.extensions.get(NAME)) is not None:
             if await other.switch.settled():
@@ -129,19 +131,17 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             READY: self.workers.is_ready,
             LEFT: self.workers.has_left,
         }
-        self.scheduler.handlers.update(handlers)
-        self.scheduler.stream_handlers.update(operations)
-        self._undo.callback(self._ignore, handlers, operations)
-
-    def _ignore(self, handlers: Iterable[str], operations: Iterable[str]) -> None:
-        for name in handlers:
-            self.scheduler.handlers.pop(name, None)
-        for name in operations:
-            self.scheduler.stream_handlers.pop(name, None)
+        patches = dask_hooks.PatchSet()
+        self._undo.callback(patches.restore)
+        for name, handler in handlers.items():
+            patches.add_item(self.scheduler.handlers, name, handler)
+        for name, handler in operations.items():
+            patches.add_item(self.scheduler.stream_handlers, name, handler)
 
     def _end(self) -> None:
-        self.scheduler.plugins.pop(NAME, None)
-        self.scheduler.extensions.pop(NAME, None)
+        self._unregister(NAME)
+        if self.scheduler.extensions.get(NAME) is self:
+            del self.scheduler.extensions[NAME]
 
     def _bear_with_unreachable(self) -> None:
         # Dask closes workers that send what it does not know, and these have not heard of it yet.
@@ -153,7 +153,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.scheduler.add_plugin(self, name=name)
 
     def _unregister(self, name: str) -> None:
-        self.scheduler.plugins.pop(name, None)
+        if self.scheduler.plugins.get(name) is self:
+            del self.scheduler.plugins[name]
 
     def _rename(self, before: str, after: str) -> None:
         self._unregister(before)
@@ -191,13 +192,21 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def place(self, on: bool) -> None:
         """Choose the workers of tasks from now on, or have Dask choose."""
-        if on and self.placement is None:
+        if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
             self.placement = SchedulerPlacement(self.scheduler, topology, self.picture, self.metrics)
             self.placement.install()
         elif not on and self.placement is not None:
             self.placement.uninstall()
             self.placement = None
+
+    def _knows_loads(self) -> bool:
+        try:
+            require_load()
+        except dask_hooks.UnsupportedError as error:
+            self.metrics.fallback("Dask chooses workers", str(error))
+            return False
+        return True
 
     def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **_: Any) -> None:
         if self.placement is not None:

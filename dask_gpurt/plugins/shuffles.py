@@ -10,12 +10,19 @@ from typing import Any
 
 from dask.typing import Key
 from distributed.metrics import time
-from distributed.shuffle._core import barrier_key, id_from_key
-from distributed.shuffle._exceptions import P2PConsistencyError
-from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
 from dask_gpurt.config import Settings
-from dask_gpurt.dask_hooks import Patches
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.shuffle import (
+    DataFrameShuffleSpec,
+    P2PConsistencyError,
+    barrier_key,
+    id_from_key,
+    replace_on_extension,
+    restart_without,
+    runs_of,
+    set_restriction,
+)
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.shuffle.retries import RunsInARow
@@ -50,16 +57,19 @@ class SchedulerShuffles:
         self._metrics = metrics
         self._placement = placement
         self._ready = ready
-        self._patches = Patches()
+        self._patches = PatchSet()
         self._runs = RunsInARow()
 
     def install(self) -> None:
         """Take part from now on; runs that have begun go on as they are."""
-        extension = self._extension
-        self._patches.put(extension, "_retrieve_spec", self._retrieve_spec)
-        self._patches.put(extension, "_create", self._create)
-        self._patches.put(extension, "_calculate_worker_for", self._calculate_worker_for)
-        self._patches.put(extension, "_restart_recommendations", self._restart_recommendations)
+        replace_on_extension(
+            self._patches,
+            self._extension,
+            retrieve_spec=self._retrieve_spec,
+            create=self._create,
+            calculate_worker_for=self._calculate_worker_for,
+            restart_recommendations=self._restart_recommendations,
+        )
 
     def uninstall(self) -> None:
         """Leave everything to Dask; runs that were taken over begin again as its own."""
@@ -67,9 +77,8 @@ class SchedulerShuffles:
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
         for shuffle_id, run in list(extension.active_shuffles.items()):
             if isinstance(run.run_spec.spec, ShuffleSpec) and self._is_dasks(shuffle_id):
-                extension._fail_on_workers(run, f"the runtime was switched off during {run}")
-                extension._clean_on_scheduler(shuffle_id, stimulus_id)
-                extension._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus_id)
+                message = f"the runtime was switched off during {run}"
+                restart_without(extension, self._scheduler, run, message, stimulus_id)
 
     def _is_dasks(self, shuffle_id: Any) -> bool:
         spec = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec.spec
@@ -131,7 +140,7 @@ class SchedulerShuffles:
     def _restart_recommendations(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def recommend(shuffle_id: Any) -> dict[Key, str]:
             recommendations: dict[Key, str] = original(shuffle_id)
-            runs = self._extension._shuffles.get(shuffle_id, ())
+            runs = runs_of(self._extension, shuffle_id)
             if any(isinstance(run.run_spec.spec, ShuffleSpec) for run in runs):
                 # Dask recommends nothing where an output has failed. Other outputs, asked of a run that has
                 # to begin again, would be rescheduled for ever.
@@ -179,7 +188,7 @@ class SchedulerShuffles:
         for task in self._scheduler.tasks[barrier_key(shuffle_id)].dependents:
             partition = output_partition(task.run_spec)
             if partition in worker_for and task.state in ("released", "waiting"):
-                self._extension._set_restriction(task, worker_for[partition])
+                set_restriction(self._extension, task, worker_for[partition])
 
 
 def _has_partner(barrier: Any, active: Collection[Any]) -> bool:

@@ -17,6 +17,7 @@ from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device.protocol import DeviceFiles, passed
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory import cudf_spill
@@ -26,6 +27,7 @@ from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.pageable import HostTier
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.policy import next_use
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
@@ -39,6 +41,32 @@ LOOK = 0.2
 DROP_PAGES_FROM = 0.5
 
 
+class WorkerBuffer(Ladder):
+    """A ladder that Dask's memory monitor can have spill: a ``distributed.spill.ManualEvictProto``.
+
+    The monitor looks at the process, compares it with the setting ``distributed.worker.memory.spill``, and
+    calls :meth:`evict` on the event loop until the process is below the target.
+
+    Attributes
+    ----------
+    relieve
+        Begins to move data away, on other threads.
+    """
+
+    #: There may always be something: pages of the pools' count as the process's too.
+    fast = True
+    relieve: Callable[[], None] = staticmethod(passed)
+
+    def evict(self) -> int:
+        """Begin to spill what the process has too much of; return -1, so that the monitor does not go on now.
+
+        A buffer of Dask's spills one value within this call. Here the event loop does not wait for a spill:
+        the monitor calls again at its next look, if the process is still too large then.
+        """
+        self.relieve()
+        return -1
+
+
 class WorkerTiers:
     """The ladder of a worker, its account, and the threads that move data.
 
@@ -50,7 +78,7 @@ class WorkerTiers:
         The devices of the worker, and the pools that count next to the tiers.
     """
 
-    def __init__(self, worker: Any, settings: Settings, pools: Pools, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, settings: Settings, pools: Pools, metrics: Metrics):
         self.worker = worker
         self.settings = settings
         self._metrics = metrics
@@ -62,7 +90,7 @@ class WorkerTiers:
         self.ledger = Ledger(_capacities(self.limits))
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
-        self.ladder = Ladder(
+        self.ladder = WorkerBuffer(
             self.limits,
             self._lower_tiers(),
             home=self.home,
@@ -72,6 +100,7 @@ class WorkerTiers:
             needed=self._needed,
             changed=self.reporter.changed,
         )
+        self.ladder.relieve = self._relieve_soon
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._relieving = False
@@ -137,12 +166,7 @@ class WorkerTiers:
         return Tier.DEVICE if self.device.on_host or lives_on_device(value) else Tier.HOST
 
     def _needed(self, key: Key) -> tuple[Any, ...] | None:
-        task = self.worker.state.tasks.get(key)
-        if task is None:
-            return None
-        # The loop may change the set meanwhile; copying it is one step.
-        waiting = [t.priority for t in tuple(task.dependents) if t.state not in _DONE and t.priority]
-        return min(waiting, default=None)
+        return next_use(self.worker.state.tasks.get(key))
 
     # ---- threads -----------------------------------------------------------------------
 
@@ -169,8 +193,15 @@ class WorkerTiers:
             beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
             self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
-        too_much = max(self.ladder.over(), self._pressure(process))
-        if (too_much or process > DROP_PAGES_FROM * self.memory_limit) and not self._relieving:
+        too_much = self.ladder.over()
+        if not self.settings.memory.tiers:
+            # Dask's monitor has Dask's own data spilled, but the shards lie here all the same.
+            too_much = max(too_much, self._pressure(process))
+        if too_much or process > DROP_PAGES_FROM * self.memory_limit:
+            self._relieve_soon()
+
+    def _relieve_soon(self) -> None:
+        if not self._relieving:
             self._relieving = True
             self.in_background(self._relieve)
 
@@ -224,9 +255,6 @@ class WorkerTiers:
             {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
             for tier, capacity in _capacities(self.limits).items()
         ]
-
-
-_DONE = frozenset({"memory", "released", "forgotten", "error", "cancelled"})
 
 
 def _capacities(of: Limits) -> dict[Tier, int]:

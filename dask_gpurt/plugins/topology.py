@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
@@ -39,27 +42,25 @@ class SchedulerTopology:
         When the file makes no sense.
     """
 
-    def __init__(self, scheduler: Any, file: str | None, metrics: Metrics):
+    def __init__(self, scheduler: SchedulerServer, file: str | None, metrics: Metrics):
         self._scheduler = scheduler
         self._metrics = metrics
         self._file = load(file) if file is not None else Description()
         self.topology = Topology(self._file.speeds, FIRST)
         self._hosts: dict[str, Host] = {}
         self._asked: set[str] = set()
+        self._patches = PatchSet()
 
     def install(self) -> None:
         """Listen to the workers."""
-        self._scheduler.stream_handlers[PLACE] = self.placed
-        self._scheduler.stream_handlers[TRAFFIC] = self.traffic
-        self._scheduler.handlers["gpurt_topology"] = self.describe
-        self._scheduler.handlers["gpurt_links"] = self.links
+        self._patches.add_item(self._scheduler.stream_handlers, PLACE, self.placed)
+        self._patches.add_item(self._scheduler.stream_handlers, TRAFFIC, self.traffic)
+        self._patches.add_item(self._scheduler.handlers, "gpurt_topology", self.describe)
+        self._patches.add_item(self._scheduler.handlers, "gpurt_links", self.links)
 
     def uninstall(self) -> None:
         """Listen to nobody any more."""
-        self._scheduler.stream_handlers.pop(PLACE, None)
-        self._scheduler.stream_handlers.pop(TRAFFIC, None)
-        self._scheduler.handlers.pop("gpurt_topology", None)
-        self._scheduler.handlers.pop("gpurt_links", None)
+        self._patches.restore()
 
     # ---- where workers are -------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class SchedulerTopology:
     def _ask_soon(self, host: str, name: str) -> None:
         if not self.topology.described(host) and host not in self._asked:
             self._asked.add(host)
-            self._scheduler._ongoing_background_tasks.call_soon(self._ask, host, name)
+            call_soon(self._scheduler, self._ask, host, name)
 
     async def _ask(self, host: str, name: str) -> None:
         """Have one worker of a host describe it; the next one if that worker goes meanwhile."""

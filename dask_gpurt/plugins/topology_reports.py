@@ -8,6 +8,8 @@ from typing import Any
 
 from distributed.comm.core import CommClosedError
 
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Metrics
@@ -37,7 +39,7 @@ class TopologyReporter:
         Whether it keeps its data on a GPU.
     """
 
-    def __init__(self, worker: Any, traffic: Traffic, on_gpu: bool, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, traffic: Traffic, on_gpu: bool, metrics: Metrics):
         self._worker = worker
         self._traffic = traffic
         self._on_gpu = on_gpu
@@ -45,10 +47,11 @@ class TopologyReporter:
         self._host = Host(system.host_name())
         self._looked = 0.0
         self._timer: Any = None
+        self._patches = PatchSet()
 
     async def start(self) -> None:
         """Say where this worker is, and go on with reports."""
-        self._worker.handlers[HOST] = self.host
+        self._patches.add_item(self._worker.handlers, HOST, self.host)
         place = await asyncio.to_thread(self._look_around)
         self._send(
             {
@@ -110,7 +113,7 @@ class TopologyReporter:
 
     def close(self) -> None:
         """Tell nothing any more."""
-        self._worker.handlers.pop(HOST, None)
+        self._patches.restore()
         if self._timer is not None:
             self._worker.loop.remove_timeout(self._timer)
             self._timer = None

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -20,6 +20,9 @@ from tornado.ioloop import PeriodicCallback
 import dask_gpurt.shuffle.run  # noqa: F401 - so that the first shuffle does not import it on the event loop
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks.shuffle import active_runs
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.device import Device
 from dask_gpurt.device.failing import Failures
 from dask_gpurt.device.handovers import Handovers
@@ -70,7 +73,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.given = settings
         self.token = token
 
-    async def setup(self, worker: Any) -> None:
+    async def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
         self._undo = AsyncExitStack()
         self._switching = asyncio.Lock()
@@ -101,16 +104,18 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.worker.plugins.get(NAME) is self:
             del self.worker.plugins[NAME]
 
-    async def _switch_on(self, worker: Any, settings: config.Settings) -> None:
+    async def _switch_on(self, worker: WorkerServer, settings: config.Settings) -> None:
         undo = self._undo
         self.metrics = Metrics()
         self.data: WorkerData | None = None
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
-        worker.handlers["gpurt_report"] = self.report
-        undo.callback(worker.handlers.pop, "gpurt_report", None)
-        worker.executors[COMM] = self.exchange.executor
-        undo.callback(worker.executors.pop, COMM, None)
+        patches = dask_hooks.PatchSet()
+        undo.callback(patches.restore)
+        patches.add_item(worker.handlers, "gpurt_report", self.report)
+        patches.add_item(worker.executors, COMM, self.exchange.executor)
+        # Hear from the scheduler which workers leave, as Dask's worker does.
+        patches.put_item(worker.stream_handlers, "remove-worker", self._hear_of_peers_that_leave)
         housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
@@ -122,34 +127,25 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await self.topology.start()
         await self.exchange.offload(self.overlap.prepare)
         undo.push_async_callback(self.overlap.save)
-        undo.callback(self.overlap.uninstall)
-        self.overlap.install()
-        undo.callback(self.finder.uninstall)
-        self.finder.install()
-        self._listen(worker)
-        undo.callback(self.gathering.uninstall)
-        self.gathering.install()
+        # The last one comes first: see Layer. What wraps the same as one of these has to come in this order.
+        for part in (self.overlap, self.finder, self.gathering):
+            undo.callback(part.uninstall)
+            part.install()
         if settings.memory.tiers:
             await self.exchange.offload(self.tiers.guard)
             self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
             self.data.install()
             undo.push_async_callback(self._give_data_back)
-        worker._ongoing_background_tasks.call_soon(
-            self.exchange.offload, _warm_up, self.exchange.pools.devices
-        )
+        call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
 
-    def _listen(self, worker: Any) -> None:
-        """Hear from the scheduler which workers leave, as Dask's worker does."""
-        remove_worker = worker.stream_handlers["remove-worker"]
-
+    def _hear_of_peers_that_leave(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
         def peer_left(worker: str, **told: Any) -> Any:
             self.exchange.peer_left(worker)
             return remove_worker(worker=worker, **told)
 
-        worker.stream_handlers["remove-worker"] = peer_left
-        self._undo.callback(worker.stream_handlers.__setitem__, "remove-worker", remove_worker)
+        return peer_left
 
-    def _build(self, worker: Any, settings: config.Settings) -> None:
+    def _build(self, worker: WorkerServer, settings: config.Settings) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
         handovers = self._handovers() if settings.overlap.check else None
         pools = Pools(settings.exchange.pool, memory_limit, self.metrics, handovers)
@@ -176,7 +172,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             partial(self.metrics.fallback, TOO_EARLY), partial(self.metrics.add, "overlap.handovers")
         )
 
-    async def teardown(self, worker: Any) -> None:
+    async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:
             await self._undo.aclose()  # it is empty afterwards
 
@@ -191,7 +187,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
-            for run in shuffles.shuffle_runs._active_runs.values():
+            for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):
                     run.task_done(key)
 

@@ -22,9 +22,10 @@ from dask.context import thread_state
 from dask.typing import Key
 from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
 from distributed.exceptions import Reschedule
-from distributed.shuffle._exceptions import ShuffleClosedError
 from distributed.utils import sync
 
+from dask_gpurt.dask_hooks.shuffle import ShuffleClosedError
+from dask_gpurt.dask_hooks.worker import call_soon, is_finalizing
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
 from dask_gpurt.shuffle.consumer import Consumed, Consumer
@@ -110,7 +111,7 @@ class ShuffleRun:
 
     def raise_if_closed(self) -> None:
         """Raise what ended the run, once it has ended."""
-        if self._exchange.closed and not self._worker._is_finalizing():
+        if self._exchange.closed and not is_finalizing(self._worker):
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
                 "was running: compute it again, or switch off when nothing runs"
@@ -135,7 +136,7 @@ class ShuffleRun:
         # An exchange that is closed, while ours is not, is that of a peer.
         if isinstance(exception, PeerLost | ExchangeClosed):
             self._exception = RunInterrupted(f"{self} begins again: {exception}")
-            self._worker._ongoing_background_tasks.call_soon(self._begin_again, str(exception))
+            call_soon(self._worker, self._begin_again, str(exception))
         else:
             self._exception = exception
         self._exchange.pools.wake()

@@ -11,12 +11,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distributed.shuffle._core import ShuffleSpec as DaskShuffleSpec
-from distributed.shuffle._shuffle import DataFrameShuffleSpec, _get_worker_for_range_sharding
+from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, ShuffleWorkerPlugin, worker_for_range_sharding
+from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 
 if TYPE_CHECKING:
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
-
     from dask_gpurt.shuffle.run import ShuffleRun
 
 
@@ -80,7 +78,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
 
         With placement on, the scheduler has other owners; then too neighbours share them.
         """
-        return str(_get_worker_for_range_sharding(self.npartitions, partition, workers))
+        return str(worker_for_range_sharding(self.npartitions, partition, workers))
 
     # Dask wants a run of its own class, and calls no more of it than ours has.
     def create_run_on_worker(  # type: ignore[override]

@@ -17,10 +17,10 @@ import pylibcudf as plc
 import rmm
 from cudf.core.column import ColumnBase, NumericalColumn, StringColumn
 from cudf.core.column.utils import access_columns
-from dask.dataframe.core import _concat
 from pylibcudf.libcudf.partitioning import hash_id
 from rmm.pylibrmm.stream import DEFAULT_STREAM
 
+from dask_gpurt.dask_hooks.graph import concat
 from dask_gpurt.device import Block, Device, Pool, PoolFull
 from dask_gpurt.device.copies import Copy
 from dask_gpurt.device.cuda import CudaDevice
@@ -229,7 +229,7 @@ class CudfTable:
             pickle.loads(header).frame(_concatenated([table]), meta)
             for header, table in zip(headers, tables, strict=True)
         ]
-        return _concat(frames, ignore_index)
+        return concat(frames, ignore_index)
 
     def fence(self) -> Callable[[], None]:
         wait: Callable[[], None] = self.device.compute_event().synchronize

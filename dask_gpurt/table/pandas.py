@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from dask.dataframe.core import _concat
 from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-defined]
 
+from dask_gpurt.dask_hooks.graph import concat
 from dask_gpurt.device import Device, PoolFull
 from dask_gpurt.table.order import is_whole, order_of
 from dask_gpurt.table.pickled import Chunks, Pickled, own
@@ -106,7 +106,7 @@ class PandasTable:
             leases.append(weakref.ref(lease))
             frames.append(_opened(replace(part, buffer=lease)))
             del lease
-        result: pd.DataFrame = frames[0].copy() if len(frames) == 1 else _concat(frames, ignore_index)
+        result: pd.DataFrame = frames[0].copy() if len(frames) == 1 else concat(frames, ignore_index)
         del frames
         if ignore_index:
             result.index = pd.RangeIndex(len(result))

@@ -142,6 +142,11 @@ class Topology:
         """The hosts that have workers."""
         return [ring[1] for ring in self._rings if ring[0] == "host"]
 
+    def neighbourhoods(self, worker: str) -> tuple[tuple[str, ...], ...]:
+        """Return the names of a worker's device, NVLink domain and host; none if its place is unknown."""
+        place = self._places.get(worker)
+        return tuple(_rings_of(place)) if place else ()
+
     def rings(self, worker: str) -> Iterator[Collection[str]]:
         """Workers from near to far: of the same device, NVLink domain and host, then all.
 

@@ -41,7 +41,7 @@ class Asked(Exception):
     """Dask was asked."""
 
 
-def ask(*_: Any) -> None:
+def ask(*_: Any, **__: Any) -> None:
     raise Asked
 
 

@@ -132,7 +132,10 @@ def test_another_signature_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         again = Gathering(a, runtime.exchange.links, runtime.metrics)
         again.install()
         assert type(a.state) is WorkerState
-        assert "is another one" in runtime.metrics.snapshot()["fallbacks"][WHAT]["reason"]
+        assert (
+            "_select_workers_for_gather(host), known is ()"
+            in runtime.metrics.snapshot()["fallbacks"][WHAT]["reason"]
+        )
         again.uninstall()
 
     run()

@@ -182,7 +182,7 @@ def test_a_worker_that_has_not_told_spills_as_dask_does(state: Bare) -> None:
     x = state.data("x", 2)
     state.rooms.free.update(dict.fromkeys(state.addresses, 0.0))
     assert state.suggest(("replicate", x)) == [None]
-    state.rooms.told = lambda worker: worker != state.addresses[4]  # type: ignore[method-assign]
+    state.rooms.has_reported = lambda worker: worker != state.addresses[4]  # type: ignore[method-assign]
     assert state.suggest(("replicate", x)) == [4]
 
 

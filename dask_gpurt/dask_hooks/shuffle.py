@@ -1,0 +1,126 @@
+"""Name the parts of Dask's p2p shuffles, call them, and replace them on single instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distributed.shuffle._core import P2PBarrierTask, ShuffleSpec, barrier_key, id_from_key
+from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._limiter import ResourceLimiter
+from distributed.shuffle._merge import merge_transfer
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
+from distributed.shuffle._shuffle import _get_worker_for_range_sharding as worker_for_range_sharding
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
+from dask_gpurt.dask_hooks.seams import RUN_LOOKUP, SCHEDULER_SHUFFLES
+from dask_gpurt.dask_hooks.types import SchedulerTask
+
+__all__ = [
+    "DataFrameShuffleSpec",
+    "P2PBarrierTask",
+    "P2PConsistencyError",
+    "ResourceLimiter",
+    "ShuffleClosedError",
+    "ShuffleSpec",
+    "ShuffleWorkerPlugin",
+    "acquired",
+    "active_runs",
+    "barrier_key",
+    "id_from_key",
+    "merge_transfer",
+    "replace_on_extension",
+    "replace_run_lookup",
+    "restart_without",
+    "runs_of",
+    "set_restriction",
+    "worker_for_range_sharding",
+]
+
+
+# ---- on the scheduler ------------------------------------------------------------------------------
+
+
+def replace_on_extension(
+    patches: PatchSet,
+    extension: Any,
+    *,
+    retrieve_spec: Wrap,
+    create: Wrap,
+    calculate_worker_for: Wrap,
+    restart_recommendations: Wrap,
+) -> None:
+    """Replace how the scheduler's shuffle extension makes runs; each wraps the method of its name.
+
+    Parameters
+    ----------
+    retrieve_spec
+        ``(shuffle_id)``: the spec of a shuffle.
+    create
+        ``(shuffle_id, key, worker)``: a new run, when a task with ``key`` has asked for it.
+    calculate_worker_for
+        ``(spec)``: the owner of each output partition.
+    restart_recommendations
+        ``(shuffle_id)``: the transitions that have a shuffle begin again.
+
+    Raises
+    ------
+    UnsupportedError
+        When one of the methods is not as it is known.
+    """
+    patches.replace(SCHEDULER_SHUFFLES["_retrieve_spec"], retrieve_spec, on=extension)
+    patches.replace(SCHEDULER_SHUFFLES["_create"], create, on=extension)
+    patches.replace(SCHEDULER_SHUFFLES["_calculate_worker_for"], calculate_worker_for, on=extension)
+    patches.replace(SCHEDULER_SHUFFLES["_restart_recommendations"], restart_recommendations, on=extension)
+
+
+def runs_of(extension: Any, shuffle_id: Any) -> Iterable[Any]:
+    """Return all runs of a shuffle that the scheduler knows, those that have ended included."""
+    runs: Iterable[Any] = extension._shuffles.get(shuffle_id, ())
+    return runs
+
+
+def set_restriction(extension: Any, task: SchedulerTask, worker: str) -> None:
+    """Restrict an output task to a worker, in the way that the extension takes back by itself."""
+    extension._set_restriction(task, worker)
+
+
+def restart_without(extension: Any, scheduler: Any, run: Any, message: str, stimulus_id: str) -> None:
+    """End a run on all workers with a message, and have its shuffle begin again from the start."""
+    extension._fail_on_workers(run, message)
+    extension._clean_on_scheduler(run.id, stimulus_id)
+    extension._restart_shuffle(run.id, scheduler, stimulus_id=stimulus_id)
+
+
+# ---- on a worker -----------------------------------------------------------------------------------
+
+
+def active_runs(plugin: Any) -> Mapping[Any, Any]:
+    """Return the runs that a worker's shuffle plugin takes part in, by shuffle; the live mapping."""
+    runs: Mapping[Any, Any] = plugin.shuffle_runs._active_runs
+    return runs
+
+
+def replace_run_lookup(patches: PatchSet, plugin: Any, find: Wrap) -> None:
+    """Replace how a worker's tasks find their run.
+
+    Parameters
+    ----------
+    find
+        Wraps ``get_or_create_shuffle(shuffle_id)`` and ``get_shuffle_run(shuffle_id, run_id)``; called on the
+        threads of tasks.
+
+    Raises
+    ------
+    UnsupportedError
+        When one of the two is not as it is known; then none is replaced.
+    """
+    RUN_LOOKUP.require()
+    for seam in RUN_LOOKUP.seams:
+        patches.replace(seam, find, on=plugin)
+
+
+def acquired(limiter: ResourceLimiter[Any]) -> int:
+    """Return how much of a limiter's resource is in use."""
+    return int(limiter._acquired)
