@@ -7,7 +7,7 @@ has another type for one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Reversible
+from collections.abc import Callable, Collection, Mapping, MutableMapping, MutableSet, Reversible
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -140,6 +140,8 @@ class TaskPrefix(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def duration_average(self) -> float: ...
 
 
 class TaskGroup(Protocol):
@@ -220,7 +222,12 @@ class WorkerState(Protocol):
 
 
 class SchedulerState(Protocol):
-    """The tasks and workers of a cluster: ``distributed.scheduler.SchedulerState``."""
+    """The tasks and workers of a cluster, and what moves them on.
+
+    This is the part of ``distributed.Scheduler`` that has no server, so that simulations can have one.
+    """
+
+    WORKER_SATURATION: float
 
     @property
     def tasks(self) -> Mapping[Key, Any]: ...
@@ -229,7 +236,7 @@ class SchedulerState(Protocol):
     @property
     def running(self) -> AbstractSet[Any]: ...
     @property
-    def idle_task_count(self) -> AbstractSet[Any]: ...
+    def idle_task_count(self) -> MutableSet[Any]: ...
     @property
     def queued(self) -> Any: ...
     @property
@@ -241,6 +248,9 @@ class SchedulerState(Protocol):
     @property
     def extensions(self) -> MutableMapping[str, Any]: ...
     def check_idle_saturated(self, ws: Any, occ: float = -1.0) -> None: ...
+    def valid_workers(self, ts: Any) -> Any: ...
+    def stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None: ...
+    def transitions(self, recommendations: dict[Key, Any], stimulus_id: str) -> None: ...
 
 
 class SchedulerServer(SchedulerState, Protocol):
@@ -257,7 +267,6 @@ class SchedulerServer(SchedulerState, Protocol):
     @property
     def rpc(self) -> Any: ...
     def add_plugin(self, plugin: Any, *, name: str | None = None) -> None: ...
-    def transitions(self, recommendations: dict[Key, Any], stimulus_id: str) -> None: ...
     def remove_replica(self, ts: Any, ws: Any) -> None: ...
     async def broadcast(
         self, *, msg: dict[str, Any], workers: list[str] | None = None, on_error: Any = "raise"
@@ -283,7 +292,7 @@ if TYPE_CHECKING:
     def _scheduler(of_dask: distributed.Scheduler) -> SchedulerServer:
         return of_dask
 
-    def _scheduler_state(of_dask: scheduler.SchedulerState) -> SchedulerState:
+    def _task_prefix(of_dask: scheduler.TaskPrefix) -> TaskPrefix:
         return of_dask
 
     def _scheduler_task(of_dask: scheduler.TaskState) -> SchedulerTask:
