@@ -130,11 +130,14 @@ def replace_lowering(
     UnsupportedError
         When one of these is not as it is known.
     """
-    EXPRESSIONS.require()
-    patches.replace(_seam("Shuffle._lower"), _instead(shuffle))
-    patches.replace(_seam("ShuffleReduce._lower"), _instead(reduction))
-    patches.replace(_seam("Merge._lower"), _instead(merge))
-    patches.replace(_seam("Merge.is_broadcast_join"), _instead(is_broadcast_join))
+    patches.replace_all(
+        {
+            _seam("Shuffle._lower"): _instead(shuffle),
+            _seam("ShuffleReduce._lower"): _instead(reduction),
+            _seam("Merge._lower"): _instead(merge),
+            _seam("Merge.is_broadcast_join"): _instead(is_broadcast_join),
+        }
+    )
 
 
 def replace_default_method(
@@ -154,10 +157,10 @@ def replace_default_method(
     UnsupportedError
         When one of the functions is not as it is known.
     """
-    for seam in EXPRESSIONS.seams:
-        if seam.attribute == "get_default_shuffle_method":  # each module has its own reference
-            patches.replace(seam, _instead(default_method))
-    patches.replace(_seam("_get_shuffle_preferring_order"), _instead(preferring_order))
+    # Each module has its own reference to the function.
+    default = [seam for seam in EXPRESSIONS.seams if seam.attribute == "get_default_shuffle_method"]
+    wraps = dict.fromkeys(default, _instead(default_method))
+    patches.replace_all({**wraps, _seam("_get_shuffle_preferring_order"): _instead(preferring_order)})
 
 
 def default_shuffle_method() -> str:

@@ -16,7 +16,7 @@ and not by who comes first: a set that would go over one of a higher layer is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import cached_property, wraps
 from types import FunctionType
 from typing import Any, Protocol
@@ -191,10 +191,14 @@ class PatchSet:
         PatchOrderError
             When a set of a higher layer has replaced it.
         """
-        owner = seam.owner() if on is None else on
-        if (difference := seam.difference(on)) is not None:
-            raise UnsupportedError(difference)
-        self.put(owner, seam.attribute, wrap)
+        self.replace_all({seam: wrap}, on)
+
+    def replace_all(self, wraps: Mapping[Seam, Wrap], on: Any = None) -> None:
+        """Replace several things, each as :meth:`replace` does, or none of them."""
+        if found := [difference for seam in wraps if (difference := seam.difference(on)) is not None]:
+            raise UnsupportedError("; ".join(found))
+        for seam, wrap in wraps.items():
+            self.put(seam.owner() if on is None else on, seam.attribute, wrap)
 
     def put(self, owner: Any, name: str, wrap: Wrap) -> None:
         """Replace an attribute, without a look at whether it is as it is known.

@@ -68,7 +68,8 @@ class Seam:
         Parameters
         ----------
         on
-            An instance to look at. A wrapper of another package may be there, and not on the class.
+            An instance to look at. Where another package has put a wrapper on it, that may take any other
+            keywords besides, as wrappers do.
         """
         try:
             found = _find(self.owner(), self.attribute) if on is None else getattr(on, self.attribute)
@@ -79,7 +80,8 @@ class Seam:
         # A method of an instance has got its first argument already.
         known = tuple(name for name in self.parameters.split() if on is None or name != "self")
         parameters = tuple(_signature(found).parameters)
-        if parameters != known and not _passes_everything_on(found):
+        wrapped = on is not None and self.attribute in getattr(on, "__dict__", ())
+        if parameters != known and not _passes_on(found, known if wrapped else None):
             return f"it is {self.short}({', '.join(parameters)}), known is ({', '.join(known)})"
         return self._difference_of_body()
 
@@ -352,10 +354,19 @@ def _signature(found: Any) -> inspect.Signature:
     return inspect.signature(_function(found))
 
 
-def _passes_everything_on(found: Any) -> bool:
-    """Whether it is a wrapper of another package, which takes anything."""
-    kinds = {parameter.kind for parameter in _signature(found).parameters.values()}
-    return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+def _passes_on(found: Any, known: Collection[str] | None) -> bool:
+    """Whether it is a wrapper of another package: it takes anything, or what is known and other keywords."""
+    signature = _signature(found)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return True
+    if known is None or inspect.Parameter.VAR_KEYWORD not in kinds:
+        return False
+    try:
+        signature.bind(**dict.fromkeys(known))
+    except TypeError:
+        return False
+    return True
 
 
 def hash_of_body(found: Any) -> str:

@@ -69,10 +69,15 @@ def replace_on_extension(
     UnsupportedError
         When one of the methods is not as it is known.
     """
-    patches.replace(SCHEDULER_SHUFFLES["_retrieve_spec"], retrieve_spec, on=extension)
-    patches.replace(SCHEDULER_SHUFFLES["_create"], create, on=extension)
-    patches.replace(SCHEDULER_SHUFFLES["_calculate_worker_for"], calculate_worker_for, on=extension)
-    patches.replace(SCHEDULER_SHUFFLES["_restart_recommendations"], restart_recommendations, on=extension)
+    patches.replace_all(
+        {
+            SCHEDULER_SHUFFLES["_retrieve_spec"]: retrieve_spec,
+            SCHEDULER_SHUFFLES["_create"]: create,
+            SCHEDULER_SHUFFLES["_calculate_worker_for"]: calculate_worker_for,
+            SCHEDULER_SHUFFLES["_restart_recommendations"]: restart_recommendations,
+        },
+        on=extension,
+    )
 
 
 def runs_of(extension: Any, shuffle_id: Any) -> Iterable[Any]:
@@ -116,9 +121,7 @@ def replace_run_lookup(patches: PatchSet, plugin: Any, find: Wrap) -> None:
     UnsupportedError
         When one of the two is not as it is known; then none is replaced.
     """
-    RUN_LOOKUP.require()
-    for seam in RUN_LOOKUP.seams:
-        patches.replace(seam, find, on=plugin)
+    patches.replace_all(dict.fromkeys(RUN_LOOKUP.seams, find), on=plugin)
 
 
 def acquired(limiter: ResourceLimiter[Any]) -> int:

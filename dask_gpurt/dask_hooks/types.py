@@ -226,7 +226,12 @@ class WorkerState(Protocol):
 
 
 class SchedulerState(Protocol):
-    """The tasks and workers of a cluster: ``distributed.scheduler.SchedulerState``."""
+    """The tasks and workers of a cluster, and what moves them on.
+
+    This is the part of ``distributed.Scheduler`` that has no server, so that simulations can have one.
+    """
+
+    WORKER_SATURATION: float
 
     @property
     def tasks(self) -> Mapping[Key, Any]: ...
@@ -246,20 +251,13 @@ class SchedulerState(Protocol):
     def bandwidth(self) -> float: ...
     @property
     def extensions(self) -> MutableMapping[str, Any]: ...
-    @property
-    def WORKER_SATURATION(self) -> float: ...
     def check_idle_saturated(self, ws: Any, occ: float = -1.0) -> None: ...
-    def valid_workers(self, ts: Any) -> set[Any] | None: ...
-
-
-class QueuingState(SchedulerState, Protocol):
-    """A scheduler's state, and the methods by which its queue moves: ``distributed.Scheduler``."""
-
+    def valid_workers(self, ts: Any) -> Any: ...
     def stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None: ...
     def transitions(self, recommendations: dict[Key, Any], stimulus_id: str) -> None: ...
 
 
-class SchedulerServer(QueuingState, Protocol):
+class SchedulerServer(SchedulerState, Protocol):
     """A scheduler: ``distributed.Scheduler``."""
 
     @property
@@ -298,7 +296,7 @@ if TYPE_CHECKING:
     def _scheduler(of_dask: distributed.Scheduler) -> SchedulerServer:
         return of_dask
 
-    def _scheduler_state(of_dask: scheduler.SchedulerState) -> SchedulerState:
+    def _task_prefix(of_dask: scheduler.TaskPrefix) -> TaskPrefix:
         return of_dask
 
     def _scheduler_task(of_dask: scheduler.TaskState) -> SchedulerTask:

@@ -26,28 +26,29 @@ def wrap_execute(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
     patches.replace(WORKER["execute"], wrap, on=worker)
 
 
-def wrap_gather_dep(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
-    """Wrap the coroutine ``gather_dep(worker, to_gather, total_nbytes, *, stimulus_id)``, which fetches.
+def wrap_data_access(
+    patches: PatchSet, worker: WorkerServer, *, execute: Wrap, gather_dep: Wrap, get_data: Wrap
+) -> None:
+    """Wrap all that reads or stores a worker's data, or nothing.
+
+    Parameters
+    ----------
+    execute
+        The coroutine ``execute(key, *, stimulus_id)``, which runs a task and returns an event.
+    gather_dep
+        The coroutine ``gather_dep(worker, to_gather, total_nbytes, *, stimulus_id)``, which fetches.
+    get_data
+        The handler ``get_data(comm, keys, who, serializers)``, which serves peers.
 
     Raises
     ------
     UnsupportedError
-        When it is not as it is known.
-    """
-    patches.replace(WORKER["gather_dep"], wrap, on=worker)
-
-
-def wrap_get_data(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
-    """Wrap the handler ``get_data(comm, keys, who, serializers)``, which serves peers.
-
-    Raises
-    ------
-    UnsupportedError
-        When the worker's own is not as it is known.
+        When one of them is not as it is known.
     """
     if (difference := WORKER["get_data"].difference()) is not None:
         raise UnsupportedError(difference)
-    patches.put_item(worker.handlers, "get_data", wrap)
+    patches.replace_all({WORKER["execute"]: execute, WORKER["gather_dep"]: gather_dep}, on=worker)
+    patches.put_item(worker.handlers, "get_data", get_data)
 
 
 def wrap_submit(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:

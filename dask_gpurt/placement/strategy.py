@@ -11,7 +11,7 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable
-from dask_gpurt.dask_hooks.types import QueuingState, SchedulerTask, WorkerState
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.candidates import CandidateSelector
@@ -60,7 +60,7 @@ class Placement:
 
     def __init__(
         self,
-        state: QueuingState,
+        state: SchedulerState,
         topology: Topology,
         headroom: Headroom,
         metrics: Metrics,

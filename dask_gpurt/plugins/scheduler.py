@@ -180,7 +180,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                     recommendations[task.key] = "released" if task.run_spec else "forgotten"
         self.scheduler.transitions(recommendations, stimulus_id=f"gpurt-lost-{time()}")
 
-    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+    def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         self.picture.forget(worker)
         self.workers.remove(worker)
         self.places.remove(worker)
@@ -208,7 +208,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             return False
         return True
 
-    def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **_: Any) -> None:
+    def update_graph(self, scheduler: SchedulerServer, *, tasks: Iterable[Key], **_: Any) -> None:
         if self.placement is not None:
             self.placement.submitted(tasks)
 

@@ -26,7 +26,7 @@ from distributed.worker_state_machine import (
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
-from dask_gpurt.dask_hooks.worker import replace_data, wrap_execute, wrap_gather_dep, wrap_get_data
+from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.ladder import serving
 from dask_gpurt.observe import Metrics
@@ -65,6 +65,14 @@ class WorkerData:
     def install(self) -> None:
         """Take the worker's data over. On the event loop, since it is one step to everybody."""
         worker = self.worker
+        self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
+        wrap_data_access(
+            self._patches,
+            worker,
+            execute=lambda original: self.execute,
+            gather_dep=lambda original: self.gather_dep,
+            get_data=lambda original: self.get_data,
+        )
         self._before = worker.data
         live = _live_part(self._before)
         for key in list(self._before):
@@ -77,10 +85,6 @@ class WorkerData:
                 let_go = partial(_forget, self._before, key)
                 self._ladder.adopt(key, nbytes, partial(self._before.pop, key), let_go)
         replace_data(worker, self._ladder)
-        self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
-        wrap_execute(self._patches, worker, lambda original: self.execute)
-        wrap_gather_dep(self._patches, worker, lambda original: self.gather_dep)
-        wrap_get_data(self._patches, worker, lambda original: self.get_data)
 
     async def uninstall(self) -> None:
         """Give the worker its own mapping back, with every key that can be read."""

@@ -117,8 +117,6 @@ def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.Monkey
             assert "patience" in fallbacks["tasks ask the event loop for their run"]["reason"]
             assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
 
-    run()
-
 
 def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's look is passed: the scheduler's counts as well."""

@@ -175,3 +175,48 @@ def test_what_differs_is_not_replaced() -> None:
         patches.replace(Seam(f"{__name__}:Dasks.method", "self at more"), ours, on=dasks)
     assert not vars(dasks)
     assert not patches
+
+
+class Calls:
+    """As a server of Dask's."""
+
+    def call(self, key: str, *, stimulus_id: str) -> str:
+        return f"{key} {stimulus_id}"
+
+    def other(self, at: int) -> list[Any]:
+        return ["Dask", at]
+
+
+CALL, OTHER = (
+    Seam(f"{__name__}:Calls.call", "self key stimulus_id"),
+    Seam(f"{__name__}:Calls.other", "self at"),
+)
+
+
+def test_wrappers_of_others_may_take_other_keywords() -> None:
+    calls, patches = Calls(), PatchSet()
+    original = calls.call
+    calls.call = lambda key, **named: "theirs " + original(key, **named)  # type: ignore[method-assign]
+    patches.replace(
+        CALL, lambda original: lambda key, *, stimulus_id: original(key, stimulus_id=key), on=calls
+    )
+    assert calls.call("a", stimulus_id="b") == "theirs a a"
+    patches.restore()
+    assert calls.call("a", stimulus_id="b") == "theirs a b"
+
+
+def test_wrappers_of_others_that_can_not_be_called_so_are_left_alone() -> None:
+    calls, patches = Calls(), PatchSet()
+    calls.call = lambda task, **named: task  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match="task, named"):
+        patches.replace(CALL, ours, on=calls)
+
+
+def test_all_are_replaced_or_none() -> None:
+    calls, patches = Calls(), PatchSet()
+    with pytest.raises(UnsupportedError, match="nothing is not there"):
+        patches.replace_all({OTHER: ours, Seam(f"{__name__}:Calls.nothing"): ours}, on=calls)
+    assert not vars(calls)
+    patches.replace_all({OTHER: ours, CALL: lambda original: lambda key, stimulus_id: "ours"}, on=calls)
+    assert calls.other(1) == ["ours", "Dask", 1]
+    assert calls.call("a", stimulus_id="b") == "ours"
