@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import click
 
+from dask_gpurt import __version__
+
 
 # Dask adds the group under its own name, not under that of the entry point.
 @click.group("gpurt", context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="dask-gpurt")
+@click.version_option(__version__)
 def main() -> None:
     """A runtime for Dask on GPU clusters: see what it does, and what it could do here."""
 
