@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.plugins.client import disable, enable, explain, is_enabled, memory, report
+    from dask_gpurt.api import disable, enable, explain, is_enabled, memory, report
 
 __all__ = ["__version__", "dask_setup", "disable", "enable", "explain", "is_enabled", "memory", "report"]
 
@@ -20,9 +20,9 @@ _PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory", "report"}
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        from dask_gpurt.plugins import client
+        from dask_gpurt import api
 
-        return getattr(client, name)
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

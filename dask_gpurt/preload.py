@@ -32,9 +32,9 @@ async def dask_setup(server: Any) -> None:
         logger.error("the method 'gpurt' is not known: %s", unsupported)
     elif named:
         # To Dask the method would be an unknown one, where now Dask's default serves.
-        from dask_gpurt.plugins import client
+        from dask_gpurt import api
 
-        client.teach_method()
+        api.teach_method()
 
 
 async def activate(server: Any) -> None:
@@ -61,13 +61,14 @@ async def _activate(server: Any) -> None:
     import dask
     from distributed import Client, Nanny, Scheduler, Worker
 
-    from dask_gpurt.plugins import client, residency, scheduler
+    from dask_gpurt import api
+    from dask_gpurt.plugins import residency, scheduler
 
     settings = dict(dask.config.get("gpurt", {}))
     if isinstance(server, Scheduler):
         await server.register_scheduler_plugin(scheduler.GpurtSchedulerPlugin(settings), idempotent=True)
     elif isinstance(server, Client):
-        await client.activate(server)
+        await api.activate(server)
     elif isinstance(server, (Worker, Nanny)):
         if isinstance(server, Nanny):
             residency.preload_into(server)

@@ -19,8 +19,8 @@ from dask.dataframe.dask_expr._shuffle import Shuffle
 from distributed import Client, LocalCluster
 
 import dask_gpurt
+from dask_gpurt.api import teach_method
 from dask_gpurt.config import ConfigError
-from dask_gpurt.plugins.client import teach_method
 
 #: What a user may have written before the runtime was there, with a question about it at the end.
 SCRIPT = """\

@@ -20,7 +20,7 @@ from test_activation import state
 from test_topology_reports import until
 
 import dask_gpurt
-from dask_gpurt.plugins.client import teach_method
+from dask_gpurt.api import teach_method
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.topology_reports import TopologyReporter
