@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.api import disable, enable, explain, is_enabled, memory, report
+    from dask_gpurt.api import disable, enable, explain, is_enabled, memory_usage, report
 
-__all__ = ["__version__", "dask_setup", "disable", "enable", "explain", "is_enabled", "memory", "report"]
+__all__ = [
+    "__version__",
+    "dask_setup",
+    "disable",
+    "enable",
+    "explain",
+    "is_enabled",
+    "memory_usage",
+    "report",
+]
 
-_PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory", "report"}
+_PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
+    if name in __all__:
         from dask_gpurt import api
 
         return getattr(api, name)

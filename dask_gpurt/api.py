@@ -1,9 +1,10 @@
-"""The runtime on the client: switched on and off, and asked what it did."""
+"""Switch the runtime on and off from a client, and ask it what it has done."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -106,15 +107,15 @@ def report(client: Client | None = None, *, connect: bool = False) -> Any:
     return client.sync(_report, client, connect)
 
 
-#: The columns of a frame of :func:`memory`, by what there is a row for.
+#: The columns of a frame of :func:`memory_usage`, by what there is a row for.
 _COLUMNS = {
     "tier": ["worker", "tier", "capacity", "headroom", *KINDS],
     "prefix": ["worker", "tier", "kind", "prefix", "bytes"],
 }
 
 
-def memory(client: Client | None = None, *, by: str = "tier") -> Any:
-    """What the tiers of all workers hold.
+def memory_usage(client: Client | None = None, *, by: str = "tier") -> Any:
+    """Return what the tiers of all workers hold.
 
     Parameters
     ----------
@@ -148,7 +149,7 @@ def memory(client: Client | None = None, *, by: str = "tier") -> Any:
     if by not in _COLUMNS:
         raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
     client = client or default_client()
-    return client.sync(_memory, client, by)
+    return client.sync(_memory_usage, client, by)
 
 
 def explain(client: Client | None, key: Key) -> Any:
@@ -179,14 +180,22 @@ def explain(client: Client | None, key: Key) -> Any:
     return client.sync(_explain, client, key)
 
 
-class _Room(ModuleType):
-    """The package ``dask_gpurt.memory``, which would hide the function of that name: so it can be called."""
+class _CallableModule(ModuleType):
+    """Keep ``dask_gpurt.memory(client)`` alive for one release; it goes with version 0.2.
+
+    The import system binds the name to the package, so that only the package itself can answer the call.
+    """
 
     def __call__(self, client: Client | None = None, *, by: str = "tier") -> Any:
-        return memory(client, by=by)
+        warnings.warn(
+            "dask_gpurt.memory(client) is called dask_gpurt.memory_usage(client) now",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return memory_usage(client, by=by)
 
 
-sys.modules["dask_gpurt.memory"].__class__ = _Room
+sys.modules["dask_gpurt.memory"].__class__ = _CallableModule
 
 
 async def activate(client: Client) -> None:
@@ -258,7 +267,7 @@ async def _explain(client: Client, key: Key) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["worker", "chosen", "seconds", "missing", *Terms._fields])
 
 
-async def _memory(client: Client, by: str) -> pd.DataFrame:
+async def _memory_usage(client: Client, by: str) -> pd.DataFrame:
     rows = await _scheduler(client).gpurt_memory(by=by) if await _is_on(client) else []
     return pd.DataFrame(rows, columns=_COLUMNS[by])
 

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from clusters import Library, cluster
-from distributed import Client, wait
+from distributed import Client, LocalCluster, wait
 from prometheus_client.parser import text_string_to_metric_families
 
 import dask_gpurt
@@ -57,7 +57,7 @@ def pages(client: Client) -> dict[str, Samples]:
 
 
 def held(client: Client) -> Samples:
-    rows = dask_gpurt.memory(client).drop(columns="headroom").set_index(["worker", "tier"])
+    rows = dask_gpurt.memory_usage(client).drop(columns="headroom").set_index(["worker", "tier"])
     return {(*place, kind): row[kind] for place, row in rows.iterrows() for kind in rows}
 
 
@@ -115,3 +115,10 @@ def test_other_counters_keep_their_names_and_nothing_spilled_is_nothing_shown(li
         shown = {name: samples for name, samples in pages(client).items() if name.startswith("gpurt")}
     assert list(shown["gpurt_shuffle_runs"].values()) == [3]
     assert not [name for name in shown if name.startswith("gpurt_spill")]
+
+
+def test_the_former_name_of_the_function_still_answers() -> None:
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as off, Client(off) as client:
+        with pytest.warns(DeprecationWarning, match="memory_usage"):
+            former = dask_gpurt.memory(client)
+        assert list(former) == list(dask_gpurt.memory_usage(client))

@@ -91,7 +91,7 @@ def demo(
     with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
             dask_gpurt.enable(client)
-        sampler = TierSampler(partial(dask_gpurt.memory, client))
+        sampler = TierSampler(partial(dask_gpurt.memory_usage, client))
         with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
             frames = distribute(tables, backend, partitions, Path(folder))
         outcomes = run_operations(client, frames, tables, chosen, repeat, sampler, quiet=as_json)

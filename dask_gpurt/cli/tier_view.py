@@ -38,7 +38,7 @@ class TierSampler:
     Parameters
     ----------
     read
-        Returns what :func:`dask_gpurt.memory` does.
+        Returns what :func:`dask_gpurt.memory_usage` does.
     period
         Seconds between two samples.
     most
