@@ -29,7 +29,7 @@ from processes import Barrier
 import dask_gpurt
 from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.device import PriorityError, SmsError
-from dask_gpurt.observe import Decisions
+from dask_gpurt.observe import Decisions, Fallback
 from dask_gpurt.overlap.actuators import Precedence, ResidencyCaps, SmShare, Together
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
@@ -109,7 +109,7 @@ class Beside:
 
     def _share(self) -> SmShare | None:
         """What confines to SMs, if the plan asks for it and the device can."""
-        note = partial(self.plugin.metrics.fallback, "compute is not confined to SMs")
+        note = partial(self.plugin.metrics.fallback, Fallback.OVERLAP_TASK_UNCONFINED)
         try:
             contexts = self.device.sm_contexts(put_instead)
             for sms in self.plan.sms:
@@ -124,7 +124,7 @@ class Beside:
         try:
             self.device.try_priorities()
         except PriorityError as error:
-            self.plugin.metrics.fallback("communication always has its priority", str(error))
+            self.plugin.metrics.fallback(Fallback.OVERLAP_PRIORITY_FIXED, str(error))
             return None
         return Precedence(self.device)
 
@@ -314,7 +314,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
             turn = found[0]["turn"]
             yield "cell", (name, {**found[0], "others": [other["learned"] for other in found[1:]]})
         report = dask_gpurt.report(client)["workers"]
-        yield "fallbacks", {name: reply["fallbacks"] for name, reply in report.items()}
+        yield "fallbacks", {name: reply.fallbacks.to_dict() for name, reply in report.items()}
 
 
 def shuffles_of(plan: Plan) -> exchange_sides.Plan:

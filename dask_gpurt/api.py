@@ -17,8 +17,9 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.observe.report import Report
 
-# What imports private parts of Dask is imported where it is used, after a look at whether they are there.
+# Modules that import private parts of Dask are imported where they are used, once these are known to exist.
 
 #: The name of the runtime's plugins, and of its extension on the scheduler.
 NAME = "gpurt"
@@ -79,15 +80,15 @@ def disable(client: Client | None = None) -> Any:
 
 
 def is_enabled(client: Client | None = None) -> bool:
-    """Whether shuffles of this client go through the runtime."""
+    """Tell whether shuffles of this client go through the runtime."""
     try:
         return (client or default_client()) in _enabled
     except ValueError:
         return False
 
 
-def report(client: Client | None = None, *, connect: bool = False) -> Any:
-    """What the runtime on the cluster has, did and fell back from.
+def report(client: Client | None = None, *, connect: bool = False) -> Report:
+    """Return what the runtime on the cluster has, did and fell back from.
 
     Parameters
     ----------
@@ -98,13 +99,13 @@ def report(client: Client | None = None, *, connect: bool = False) -> Any:
 
     Returns
     -------
-    dict
-        ``enabled``; when it is, also ``counters`` summed over the workers (of peaks the largest),
-        ``fallbacks``, and ``workers``: for each address its devices, pools, counters, fallbacks,
-        and the paths to its peers: ``paths`` for its main device, ``host_paths`` for the host.
+    Report
+        For the cluster, and in ``workers`` for each worker: ``counters``, ``fallbacks`` and more. Its fields
+        can be read as items too: ``report(client)["counters"]``.
     """
     client = client or default_client()
-    return client.sync(_report, client, connect)
+    found: Report = client.sync(_report, client, connect)
+    return found
 
 
 #: The columns of a frame of :func:`memory_usage`, by what there is a row for.
@@ -114,7 +115,7 @@ _COLUMNS = {
 }
 
 
-def memory_usage(client: Client | None = None, *, by: str = "tier") -> Any:
+def memory_usage(client: Client | None = None, *, by: str = "tier") -> pd.DataFrame:
     """Return what the tiers of all workers hold.
 
     Parameters
@@ -149,11 +150,12 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> Any:
     if by not in _COLUMNS:
         raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
     client = client or default_client()
-    return client.sync(_memory_usage, client, by)
+    found: pd.DataFrame = client.sync(_memory_usage, client, by)
+    return found
 
 
-def explain(client: Client | None, key: Key) -> Any:
-    """Why a task went where it went.
+def explain(client: Client | None, key: Key) -> pd.DataFrame:
+    """Return why a task went where it went.
 
     Parameters
     ----------
@@ -177,7 +179,8 @@ def explain(client: Client | None, key: Key) -> Any:
         When the runtime does not choose workers on this cluster.
     """
     client = client or default_client()
-    return client.sync(_explain, client, key)
+    found: pd.DataFrame = client.sync(_explain, client, key)
+    return found
 
 
 class _CallableModule(ModuleType):
@@ -186,7 +189,7 @@ class _CallableModule(ModuleType):
     The import system binds the name to the package, so that only the package itself can answer the call.
     """
 
-    def __call__(self, client: Client | None = None, *, by: str = "tier") -> Any:
+    def __call__(self, client: Client | None = None, *, by: str = "tier") -> pd.DataFrame:
         warnings.warn(
             "dask_gpurt.memory(client) is called dask_gpurt.memory_usage(client) now",
             DeprecationWarning,
@@ -248,11 +251,10 @@ async def _deactivate(client: Client) -> None:
             _leave(client)  # once more, with those that have come in the middle
 
 
-async def _report(client: Client, connect: bool) -> dict[str, Any]:
+async def _report(client: Client, connect: bool) -> Report:
     if not await _is_on(client):
-        return {"enabled": False, "counters": {}, "fallbacks": {}, "workers": {}}
-    found: dict[str, Any] = await _scheduler(client).gpurt_report(connect=connect)
-    return found
+        return Report()
+    return Report.of(await _scheduler(client).gpurt_report(connect=connect))
 
 
 async def _explain(client: Client, key: Key) -> pd.DataFrame:
@@ -281,7 +283,7 @@ def _address(client: Client) -> str | None:
 
 
 async def _stays_on(client: Client) -> bool:
-    """Whether it is on, after what is under way."""
+    """Tell whether the cluster is on once everything under way has ended."""
 
     async def settled(dask_scheduler: Any) -> bool:
         runtime = dask_scheduler.extensions.get("gpurt")

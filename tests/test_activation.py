@@ -156,7 +156,7 @@ def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.Mo
         report = dask_gpurt.report(plain)
     finally:
         dask_gpurt.disable(plain)
-    assert "DataFrame" in report["fallbacks"]["shuffles stay with Dask"]["reason"]
+    assert "DataFrame" in report["fallbacks"]["shuffle.unsupported-frames"]["reason"]
     assert "shuffle.runs" not in report["counters"]
 
 

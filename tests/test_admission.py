@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.memory.admission import FETCH, RUNS, SEND, TASK, Admission, Holder, Needs
+from dask_gpurt.observe import Fallback
 from dask_gpurt.plugins import turns
 
 MIB = 2**20
@@ -376,7 +377,7 @@ def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
         assert await client.gather([one, two]) == [True, True]
         report = await dask_gpurt.report(client)
         assert report["counters"]["memory.waits.overdue"] >= 1
-        assert turns.OVERDUE in report["workers"][here.address]["fallbacks"]
+        assert Fallback.MEMORY_ADMITTED_OVERDUE.id in report["workers"][here.address]["fallbacks"]
         await dask_gpurt.disable(client)
 
     run()

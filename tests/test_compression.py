@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from dask_gpurt.device import codecs
 from dask_gpurt.device.codecs import FAST, PIECE, PIECES, Codec, CodecError, HostCodec, host_codecs
 from dask_gpurt.exchange.compression import (
-    AS_THEY_ARE,
     LEAST,
     RUNS,
     Compressor,
@@ -24,7 +23,7 @@ from dask_gpurt.exchange.compression import (
     compression_pays,
 )
 from dask_gpurt.exchange.links import PRIOR, Shown
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology import Speed
 
 RATES = st.floats(1e6, 1e10)
@@ -254,7 +253,7 @@ def test_what_a_device_can_not_compress_goes_as_it_is_and_that_is_said() -> None
     metrics = Metrics()
     compressor = Compressor(metrics)
     assert compressor.pack(RUN, sections(np.zeros(LEAST)), 1e6, [Refusing("lz4", memoryview)]) is None
-    assert metrics.snapshot()["fallbacks"][AS_THEY_ARE]["reason"] == "no room"
+    assert metrics.snapshot()["fallbacks"][Fallback.EXCHANGE_UNCOMPRESSED.id]["reason"] == "no room"
 
 
 class Held(HostCodec):

@@ -77,7 +77,7 @@ def test_where_nothing_confines_there_is_priority_only_and_the_reason() -> None:
         assert_right(shuffled())
         report = dask_gpurt.report(client)
     for reply in report["workers"].values():
-        reason = reply["fallbacks"]["compute is not confined"]["reason"]
+        reason = reply["fallbacks"]["overlap.unconfined"]["reason"]
         assert "interposer" in reason
         assert reason.endswith("The shuffle has its priority")
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_of_no_use_leaves_priority_only(
     client = start(mode="adaptive", learned=str(path))
     assert_right(shuffled())
     for reply in dask_gpurt.report(client)["workers"].values():
-        assert reply["fallbacks"]["compute is not confined"]["reason"].startswith(said)
+        assert reply["fallbacks"]["overlap.unconfined"]["reason"].startswith(said)
         assert not reply["overlap"]["decisions"]
     assert path.read_bytes() == before
 

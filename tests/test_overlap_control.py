@@ -253,7 +253,9 @@ def test_what_the_actuator_refuses_is_said_once_and_leaves_priority() -> None:
         bench.task("join", 1, 1)
     fallbacks = bench.metrics.snapshot()["fallbacks"]
     said = "residency 4 is too much for this device"
-    assert fallbacks == {"compute is not confined": {"reason": said, "count": 1}}
+    assert fallbacks == {
+        "overlap.unconfined": {"text": "compute is not confined", "reason": said, "count": 1}
+    }
     assert bench.hand.confined == PRIORITY
     bench.control.close()
     assert not any(step.steady for step in bench.deciding.steps)

@@ -34,7 +34,7 @@ def main():
             facts = examine(client)
             client.restart(timeout=120)
             (second,) = client.run(look).values()
-    fallbacks = [fallback for fallback in facts["cluster"]["fallbacks"] if "residency" in fallback["what"]]
+    fallbacks = [fallback for fallback in facts["cluster"]["fallbacks"] if "residency" in fallback["id"]]
     print(json.dumps({**first, "same": first == second, "doctor": facts["cluster"]["residency"],
                       "interposer": facts["machine"]["interposer"], "fallbacks": fallbacks,
                       "package": dask_gpurt.__file__}))
@@ -124,7 +124,14 @@ def test_where_there_are_no_caps_the_doctor_says_why(
     assert found["reason"].startswith(reason)
     ((row),) = found["doctor"]
     assert row["reason"] == found["reason"]
-    assert found["fallbacks"] == [{"what": "overlap.residency", "reason": found["reason"], "count": 1}]
+    assert found["fallbacks"] == [
+        {
+            "id": "overlap.residency",
+            "what": "residency caps are not possible",
+            "reason": found["reason"],
+            "count": 1,
+        }
+    ]
 
 
 @pytest.mark.parametrize(

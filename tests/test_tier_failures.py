@@ -152,7 +152,7 @@ def test_a_file_is_damaged(directory: Path, who: str) -> None:
         assert contents(client, made) == right(24)
         assert not path.exists()
         assert set(workers(client)) == {here, there}
-        fallback = dask_gpurt.report(client)["workers"][here]["fallbacks"]["spilled data is computed again"]
+        fallback = dask_gpurt.report(client)["workers"][here]["fallbacks"]["memory.spill-unreadable"]
         assert str(path) in fallback["reason"]
 
 
@@ -198,7 +198,7 @@ def test_all_tiers_are_full(directory: Path) -> None:
         assert contents(client, made) == right(24)
         assert sum(path.stat().st_size for path in directory.rglob("gpurt-tier-*/*")) <= 3 * MIB
         [worker] = dask_gpurt.report(client)["workers"].values()
-        fallback = worker["fallbacks"]["objects stay live above their tier's limit"]
+        fallback = worker["fallbacks"]["memory.tiers-full"]
         assert fallback["count"]
         assert "gpurt.memory.disk" in fallback["reason"]
 

@@ -192,7 +192,7 @@ def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPat
         assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
         report = await dask_gpurt.report(client)
         fallbacks = report["workers"][a.address]["fallbacks"]
-        assert "GPU is lost" in fallbacks["links within this host count as unknown"]["reason"]
+        assert "GPU is lost" in fallbacks["topology.links-unknown"]["reason"]
 
     run()
 
@@ -253,7 +253,7 @@ def test_a_gpu_that_the_file_does_not_have_counts_as_its_worker_says(file: Path)
     ours.placed(worker, vars(Place("told", "GPU-z")), "one", "5")
     place = ours.topology.place(worker)
     assert (place.host, place.device) == ("one", "GPU-z")
-    assert worker in metrics.snapshot()["fallbacks"]["a worker's own word counts for its GPU"]["reason"]
+    assert worker in metrics.snapshot()["fallbacks"]["topology.gpu-not-in-file"]["reason"]
 
 
 def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatc
     metrics = Metrics()
     worker = SimpleNamespace(address="tcp://here:1")
     assert TopologyReporter(worker, Traffic(), True, metrics)._look_around().device is None
-    known = metrics.snapshot()["fallbacks"]["this worker's GPU has no place in the topology"]
+    known = metrics.snapshot()["fallbacks"]["topology.gpu-unknown"]
     assert "set 'gpurt.topology.file'" in known["reason"]
 
 

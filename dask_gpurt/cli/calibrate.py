@@ -20,8 +20,8 @@ from rich.console import Console
 import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, local_cluster, visible_gpus
 from dask_gpurt.cli.overlap import of_files, print_part
+from dask_gpurt.observe import Fallback
 from dask_gpurt.overlap.learned import directory
-from dask_gpurt.plugins.overlapping import FALLBACK
 
 Frame = Any
 
@@ -106,9 +106,9 @@ def ensure_confined(client: Client) -> None:
     click.ClickException
         With the reason of one of them.
     """
-    for worker, reply in dask_gpurt.report(client)["workers"].items():
-        if known := reply["fallbacks"].get(FALLBACK):
-            raise click.ClickException(f"nothing can be learnt on worker {worker}: {known['reason']}")
+    for worker, reply in dask_gpurt.report(client).workers.items():
+        if known := reply.fallbacks.get(Fallback.OVERLAP_UNCONFINED.id):
+            raise click.ClickException(f"nothing can be learnt on worker {worker}: {known.reason}")
 
 
 def learn(client: Client, backend: str, size: int, seconds: float) -> int:

@@ -205,7 +205,7 @@ def all_passed(outcomes: Sequence[Outcome], methods: Sequence[str]) -> bool:
 
 def exchange_bytes(client: Client) -> dict[str, int]:
     """Sum the bytes read since the start, by path of the exchange."""
-    counters = dask_gpurt.report(client)["counters"]
+    counters = dask_gpurt.report(client).counters
     return {
         name.removeprefix(BYTES_PREFIX): int(n)
         for name, n in counters.items()
@@ -215,11 +215,11 @@ def exchange_bytes(client: Client) -> dict[str, int]:
 
 def exchange_paths(client: Client) -> list[dict[str, Any]]:
     """List which path every worker reads every other one by."""
-    workers = dask_gpurt.report(client)["workers"]
+    workers = dask_gpurt.report(client).workers
     return [
         {"reader": address, "peer": peer, "path": link["path"], "reason": link.get("reason")}
         for address, worker in workers.items()
-        for peer, link in worker["paths"].items()
+        for peer, link in worker.paths.items()
     ]
 
 

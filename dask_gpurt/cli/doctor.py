@@ -136,6 +136,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{kind}: {format_bytes(used)} of {format_bytes(capacity)} used, on {len(pools)} workers",
         )
     for fallback in cluster["fallbacks"]:
-        yield "Fell back", f"{fallback['count']} times, {fallback['what']}: {fallback['reason']}"
+        what = f"{fallback['what']} ({fallback['id']})"
+        yield "Fell back", f"{fallback['count']} times, {what}: {fallback['reason']}"
     if not cluster["fallbacks"]:
         yield "Fell back", "nothing"

@@ -16,6 +16,7 @@ from dask_gpurt import config
 from dask_gpurt.cli.environment import installed_versions
 from dask_gpurt.cli.verdicts import HOOK, HOOKED, ignored, notes, preloads, problems
 from dask_gpurt.device.discover import cuda_missing, discover
+from dask_gpurt.observe.report import Fallbacks, WorkerReport
 from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.interposer import library
 
@@ -142,23 +143,21 @@ def _installed() -> dict[str, str]:
 def _examine_cluster(client: Client) -> dict[str, Any]:
     scheduler: Any = client.scheduler
     found = dask_gpurt.report(client, connect=True)
-    workers: dict[str, Any] = found["workers"]
+    workers = found.workers
     return {
         "address": scheduler.address,
-        "enabled": found["enabled"],
-        "takeover": found.get("takeover", False),
+        "enabled": found.enabled,
+        "takeover": found.takeover,
         "workers": len(client.nthreads()),
         "versions": _cluster_versions(client),
-        "devices": dict(Counter(kind for reply in workers.values() for kind in reply.get("devices", {}))),
+        "devices": dict(Counter(kind for reply in workers.values() for kind in reply.devices)),
         "paths": _count_paths(workers.values()),
         "residency": _count_residency(workers.values()),
-        "pools": {address: reply["pools"] for address, reply in workers.items() if "pools" in reply},
-        "fallbacks": _count_fallbacks([found, *workers.values()]),
-        "counters": found["counters"],
-        "problems": {
-            address: reply["problems"] for address, reply in workers.items() if reply.get("problems")
-        },
-        "errors": {address: reply["error"] for address, reply in workers.items() if "error" in reply},
+        "pools": {address: reply.pools for address, reply in workers.items() if reply.error is None},
+        "fallbacks": _count_fallbacks([found.fallbacks, *(reply.fallbacks for reply in workers.values())]),
+        "counters": dict(found.counters),
+        "problems": {address: list(reply.problems) for address, reply in workers.items() if reply.problems},
+        "errors": {address: reply.error for address, reply in workers.items() if reply.error is not None},
     }
 
 
@@ -170,25 +169,29 @@ def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
     return {node: {name: reply["packages"].get(name) for name in packages} for node, reply in nodes.items()}
 
 
-def _count_paths(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _count_paths(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
     """How many pairs of workers take which path, and why it is not a better one."""
-    links = [link for reply in replies for link in reply.get("paths", {}).values()]
+    links = [link for reply in replies for link in reply.paths.values()]
     counts = Counter((link["path"], link.get("reason")) for link in links)
     return [{"path": path, "reason": reason, "count": n} for (path, reason), n in counts.most_common()]
 
 
-def _count_residency(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _count_residency(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
     """How many workers have which residency caps, or why they have none."""
-    counts = Counter(tuple(reply["residency"].values()) for reply in replies if "residency" in reply)
+    counts = Counter(tuple(reply.residency.values()) for reply in replies if reply.residency)
     return [
         {"setting": setting, "ready": ready, "reason": reason, "count": n}
         for (setting, ready, reason), n in counts.most_common()
     ]
 
 
-def _count_fallbacks(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for reply in replies:
-        for what, known in reply.get("fallbacks", {}).items():
-            counts[what, known["reason"]] += known["count"]
-    return [{"what": what, "reason": reason, "count": n} for (what, reason), n in counts.most_common()]
+def _count_fallbacks(counted: Iterable[Fallbacks]) -> list[dict[str, Any]]:
+    """Count the fallbacks of all processes, by id and reason."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for fallbacks in counted:
+        for id, known in fallbacks.items():
+            counts[id, known.text, known.reason] += known.count
+    return [
+        {"id": id, "what": text, "reason": reason, "count": n}
+        for (id, text, reason), n in counts.most_common()
+    ]

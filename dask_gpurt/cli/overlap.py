@@ -73,8 +73,8 @@ def of_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
 def of_cluster(address: str) -> dict[str, dict[str, Any]]:
     """What the workers of a cluster say, by address."""
     with connected(address) as client:
-        workers = dask_gpurt.report(client)["workers"]
-    return {worker: reply["overlap"] for worker, reply in workers.items() if "overlap" in reply}
+        workers = dask_gpurt.report(client).workers
+    return {worker: dict(reply.overlap) for worker, reply in workers.items() if reply.overlap}
 
 
 def print_part(name: str, part: Mapping[str, Any]) -> None:

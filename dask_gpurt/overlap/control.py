@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_gpurt.observe import Decisions, Metrics
+from dask_gpurt.observe import Decisions, Fallback, Metrics
 from dask_gpurt.overlap.actuators import Actuator
 from dask_gpurt.overlap.governor import Decision, Governing
 from dask_gpurt.overlap.steps import PRIORITY, Alone, Ran, Setting, Step
@@ -185,7 +185,7 @@ class Control:
                 self._actuator.apply(setting)
                 self._metrics.add("overlap.confined")
         except (OSError, ValueError) as error:
-            self._metrics.fallback("compute is not confined", str(error))
+            self._metrics.fallback(Fallback.OVERLAP_UNCONFINED, str(error))
             self._actuator.clear()
             self._actuator, setting = None, PRIORITY
         self._applied = setting

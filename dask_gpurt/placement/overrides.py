@@ -8,7 +8,7 @@ from functools import partial, wraps
 from typing import Any
 
 from dask_gpurt.dask_hooks import Patches
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 #: Methods by name, with the parameters that they are known with.
 Known = Mapping[str, tuple[str, ...]]
@@ -47,7 +47,8 @@ class Overrides:
             found = tuple(inspect.signature(original).parameters)
             if found != parameters:
                 expected = f"{name}({', '.join(parameters)})"
-                self._metrics.fallback(f"placement.{name}", f"Dask has {name}{found}, known is {expected}")
+                reason = f"Dask has {name}{found}, known is {expected}"
+                self._metrics.fallback(Fallback.PLACEMENT, reason, name)
                 continue
             self.originals[name] = original
             self._patches.put(owner, name, partial(self.guarded, name, ours[name]))
@@ -66,7 +67,7 @@ class Overrides:
             try:
                 return ours(*args, **kwargs)
             except Exception as error:
-                self._metrics.fallback(f"placement.{name}", f"{type(error).__name__}: {error}")
+                self._metrics.fallback(Fallback.PLACEMENT, f"{type(error).__name__}: {error}", name)
                 return original(*args, **kwargs)
 
         return guarded

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_gpurt.dask_hooks import Patches, Seam, differences
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
 
 _PLUGIN = "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin."
@@ -14,8 +14,6 @@ SEAMS = (
     Seam(_PLUGIN + "get_or_create_shuffle", "self shuffle_id"),
     Seam(_PLUGIN + "get_shuffle_run", "self shuffle_id run_id"),
 )
-#: What falls back, for counting.
-WHAT = "tasks ask the event loop for their run"
 
 
 class RunFinder:
@@ -36,9 +34,9 @@ class RunFinder:
     def install(self) -> None:
         """From now on."""
         if (plugin := self._worker.plugins.get("shuffle")) is None:
-            self._metrics.fallback(WHAT, "Dask has no plugin 'shuffle'")
+            self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "Dask has no plugin 'shuffle'")
         elif unknown := differences(SEAMS):
-            self._metrics.fallback(WHAT, "; ".join(unknown))
+            self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "; ".join(unknown))
         else:
             self._runs = plugin.shuffle_runs
             self._patches.put(plugin, "get_or_create_shuffle", self._or)

@@ -11,11 +11,8 @@ from typing import Any
 from distributed.comm.addressing import get_address_host
 
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology import SHIPPED, Link
-
-#: What falls back, for counting.
-WHAT = "dependencies are fetched from where Dask chooses"
 
 
 def farness(seconds: Mapping[str, float]) -> dict[str, int]:
@@ -54,7 +51,9 @@ class Gathering:
         kind = type(self._state)
         known = getattr(kind, "_select_workers_for_gather", None)
         if known is None or list(inspect.signature(known).parameters) != ["self"]:
-            self._metrics.fallback(WHAT, "WorkerState._select_workers_for_gather is another one")
+            self._metrics.fallback(
+                Fallback.EXCHANGE_REPLICA_CHOICE, "WorkerState._select_workers_for_gather is another one"
+            )
             return
         # The state has slots, and no room for a method of its own: this one object gets a class of its own.
         ours = {"__slots__": (), "_select_workers_for_gather": self._override(known)}
@@ -73,7 +72,7 @@ class Gathering:
                 queue = self._queue(state)
             # Whatever goes wrong here: the worker has to fetch what it needs.
             except Exception as error:
-                self._metrics.fallback(WHAT, repr(error))
+                self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, repr(error))
                 return dasks(state)
             return _served(state, queue)
 

@@ -21,7 +21,7 @@ from dask_gpurt.config import OverlapSettings
 from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.device import Device, PriorityError, SmsError
 from dask_gpurt.exchange import Exchange
-from dask_gpurt.observe import Decisions, Metrics
+from dask_gpurt.observe import Decisions, Fallback, Metrics
 from dask_gpurt.overlap.actuators import Actuator, Precedence, ResidencyCaps, SmShare, Together, UnfitSetting
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.explain import rows
@@ -41,8 +41,6 @@ COMMUNICATION = frozenset(
 LIBRARIES = ("cudf", "cupy", "pandas")
 #: Seconds between writes of what was learnt.
 SAVE = 60.0
-#: What is counted where compute is not confined although the settings ask for it.
-FALLBACK = "compute is not confined"
 
 
 class WorkerOverlap:
@@ -93,7 +91,7 @@ class WorkerOverlap:
             actuator = Together(caps, self._share, precedence)
             governing = self._governing(actuator)
         except (SmsError, NotLoadedError, ValueError) as error:
-            self._metrics.fallback(FALLBACK, f"{error}. The shuffle has its priority")
+            self._metrics.fallback(Fallback.OVERLAP_UNCONFINED, f"{error}. The shuffle has its priority")
             return
         self._control = Control(
             governing,
@@ -119,7 +117,7 @@ class WorkerOverlap:
         if sms is None:
             return None
         contexts = self._device.sm_contexts(put_instead)
-        failed = partial(self._metrics.fallback, "a task is not confined to SMs")
+        failed = partial(self._metrics.fallback, Fallback.OVERLAP_TASK_UNCONFINED)
         share = SmShare(contexts, failed, [sms] if adaptive else [])
         share.apply(Setting(sms=sms))
         share.clear()
@@ -133,7 +131,7 @@ class WorkerOverlap:
         try:
             self._device.try_priorities()
         except PriorityError as error:
-            self._metrics.fallback("communication always has its priority", str(error))
+            self._metrics.fallback(Fallback.OVERLAP_PRIORITY_FIXED, str(error))
             return None
         return Precedence(self._device)
 
@@ -193,7 +191,7 @@ class WorkerOverlap:
         try:
             await asyncio.to_thread(write, self._path, self._ground, now)
         except (LearnedError, OSError) as error:
-            self._metrics.fallback("what was learnt of kernels is not kept", str(error))
+            self._metrics.fallback(Fallback.OVERLAP_NOT_SAVED, str(error))
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
         """Run a task, confined while runs are in flight."""

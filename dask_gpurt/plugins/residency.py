@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from dask_gpurt import config
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.overlap import CapError, Caps, Interposer, NotLoadedError, Residency
 from dask_gpurt.overlap.interposer import library, with_preload
 
@@ -55,7 +55,7 @@ class WorkerResidency:
             self.actuator = actuator
         except (NotLoadedError, CapError) as error:
             self.reason = str(error)
-            metrics.fallback("overlap.residency", self.reason)
+            metrics.fallback(Fallback.OVERLAP_RESIDENCY, self.reason)
 
     def close(self) -> None:
         """Let no cap count."""

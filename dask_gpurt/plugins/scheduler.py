@@ -17,6 +17,7 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
+from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.sharing import HANDLER, CommonKnowledge
@@ -245,11 +246,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             for worker, reply in replies.items()
         }
         own = self.metrics.snapshot()
-        counters: dict[str, float] = dict(own["counters"])
-        for reply in workers.values():
-            for name, value in reply.get("counters", {}).items():
-                known = counters.get(name, 0)
-                counters[name] = max(known, value) if name.endswith(".peak") else known + value
+        counters = combine([own["counters"], *(reply.get("counters", {}) for reply in workers.values())])
         return {
             "enabled": True,
             "version": __version__,

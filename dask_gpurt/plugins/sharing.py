@@ -9,7 +9,7 @@ from typing import Any
 
 from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.overlap.common import common, current
 from dask_gpurt.overlap.governor import Governor
 from dask_gpurt.overlap.knowledge import Knowledge
@@ -106,7 +106,7 @@ class Sharing:
                 worker=self._worker.address, ground=self._ground, known=current(governor.known).plain()
             )
         except OSError as error:
-            self._metrics.fallback("what other workers learn of kernels is not known here", str(error))
+            self._metrics.fallback(Fallback.OVERLAP_NOT_SHARED, str(error))
             governor.agree(None)  # what was agreed upon would be out of date soon
             return
         if together is not None:

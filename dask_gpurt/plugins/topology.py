@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dask_gpurt.exchange.paths import COMMS
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.contacts import FIRST
@@ -90,7 +90,7 @@ class SchedulerTopology:
         by_id = {gpu.id: gpu for gpu in host.gpus}
         gpu = by_id.get(listed or told.device or "") or host.find(visible)
         if gpu is None and told.device is not None:
-            self._metrics.fallback("a worker's own word counts for its GPU", f"the file has none at {worker}")
+            self._metrics.fallback(Fallback.TOPOLOGY_GPU_NOT_IN_FILE, f"the file has none at {worker}")
             return replace(told, host=host.name)
         rdma = worker.startswith("ucx")
         return host.place(host.name, gpu, numa=told.numa, rdma=rdma, by_tcp=told.by_tcp)

@@ -10,7 +10,7 @@ from distributed.comm.core import CommClosedError
 
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.traffic import Traffic
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology import nvml, system
 from dask_gpurt.topology.discover import discover, own_place, visible_devices
 from dask_gpurt.topology.file import host_values
@@ -67,11 +67,11 @@ class TopologyReporter:
             self._host = discover()
         # Whatever NVML fails with: without a topology there is still a cluster.
         except Exception as error:
-            self._metrics.fallback("links within this host count as unknown", repr(error))
+            self._metrics.fallback(Fallback.TOPOLOGY_LINKS_UNKNOWN, repr(error))
         place = own_place(self._host, visible, on_gpu=self._on_gpu, rdma=rdma, by_tcp=by_tcp)
         if self._on_gpu and place.device is None:
             self._metrics.fallback(
-                "this worker's GPU has no place in the topology",
+                Fallback.TOPOLOGY_GPU_UNKNOWN,
                 f"{nvml.missing() or f'NVML knows none for CUDA_VISIBLE_DEVICES={visible}'}: "
                 "set 'gpurt.topology.file'",
             )
