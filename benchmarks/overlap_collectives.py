@@ -25,13 +25,12 @@ from overlap_workers import Board
 from processes import Child, one_of_each
 
 from dask_gpurt.overlap.actuators import ONE_BY_ONE, ResidencyCaps, SmShare, Together
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.governor import Governor
+from dask_gpurt.overlap.governor import Governor, rows
 from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, put_instead, with_preload
-from dask_gpurt.overlap.knowledge import FEW
 from dask_gpurt.overlap.occupancy import Residency
-from dask_gpurt.overlap.steps import OFF as NO_PRIORITY
-from dask_gpurt.overlap.steps import Alone, Ran, Setting, Step
+from dask_gpurt.overlap.samples import OFF as NO_PRIORITY
+from dask_gpurt.overlap.samples import Alone, Ran, Setting, Step
+from dask_gpurt.overlap.statistics import FEW
 
 COLLECTIVES = ("all-to-all", "all-reduce")
 COMPUTE = ("bf16 GEMM", "fp32 GEMM", "elementwise")

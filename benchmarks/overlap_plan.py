@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from overlap_figures import ADAPTIVE, OFF
 
 from dask_gpurt.overlap.actuators import USUAL
-from dask_gpurt.overlap.steps import PRIORITY, Setting
+from dask_gpurt.overlap.samples import PRIORITY, Setting
 
 #: Communication has the higher priority, and that is all.
 FIRST = "priority"

@@ -32,10 +32,9 @@ from dask_gpurt.device import PriorityError, SmsError
 from dask_gpurt.observe import Decisions, Fallback
 from dask_gpurt.overlap.actuators import Precedence, ResidencyCaps, SmShare, Together
 from dask_gpurt.overlap.control import Control
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.governor import Fixed, Governing, Governor
+from dask_gpurt.overlap.governor import Fixed, Governing, Governor, rows
 from dask_gpurt.overlap.interposer import NotLoadedError, put_instead
-from dask_gpurt.overlap.steps import PRIORITY, Setting
+from dask_gpurt.overlap.samples import PRIORITY, Setting
 from dask_gpurt.plugins.overlapping import ground
 from dask_gpurt.plugins.sharing import Sharing
 

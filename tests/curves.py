@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dask_gpurt.overlap.governor import Governing
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Alone, Ran, Setting, Step
 
 CAP8, CAP6, CAP4, SPLIT = Setting(residency=8), Setting(residency=6), Setting(residency=4), Setting(sms=116)
 #: What a step keeps of its speed at worst: a cap of 16 blocks, SMs of 132, one after the other.

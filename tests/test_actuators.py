@@ -20,7 +20,7 @@ import dask_gpurt
 from dask_gpurt.device import SmsError
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.overlap.actuators import Precedence, SmShare, Together, UnfitSetting
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 
 
 class Contexts:

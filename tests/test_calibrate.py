@@ -14,7 +14,7 @@ from test_overlap_cluster import start as start  # a fixture
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.cli.calibrate import QUERIES, ensure_confined, learn, random_rows, split_text, written_since
-from dask_gpurt.overlap.learned import load
+from dask_gpurt.overlap.statistics import load
 
 
 def test_without_a_gpu_there_is_nothing_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ from curves import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.overlap.estimate import Estimate
+from dask_gpurt.observe.estimators import Estimate
 from dask_gpurt.overlap.governor import BUDGET, FEW_STEPS, Fixed, Governor
-from dask_gpurt.overlap.knowledge import FEW, FEW_STEPS_ALONE, MOST_KERNELS, STALE, Knowledge
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.statistics import FEW, FEW_STEPS_ALONE, MOST_KERNELS, STALE, Knowledge
 
 each_kernel = pytest.mark.parametrize("kernel", CURVES)
 #: Of a step; on H200s 3 to 8 per cent.

@@ -12,8 +12,8 @@ from curves import CAP4, CAP8, SPLIT, Speeds
 from dask_gpurt.observe import Decisions, Metrics
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Decision, Governor
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.statistics import Knowledge
 
 CANDIDATES = {CAP8: 0.5, CAP4: 0.25, SPLIT: 0.44, OFF: 0.5}
 #: Seconds of a step on four H200 (``benchmarks/results/overlap-4xh200.json``): of compute and of

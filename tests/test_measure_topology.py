@@ -16,11 +16,10 @@ from commands import run
 from fake_nvml import FakeGpu, pcie_only, switched
 
 from dask_gpurt.topology import Link
-from dask_gpurt.topology.discover import discover
+from dask_gpurt.topology.detect import discover
 from dask_gpurt.topology.file import load
-from dask_gpurt.topology.hosts import Host, Nic
-from dask_gpurt.topology.measure import NIC_SHARE, measure
-from dask_gpurt.topology.measure_gpu import LARGE, measure_gpus
+from dask_gpurt.topology.measure import LARGE, NIC_SHARE, measure, measure_gpus
+from dask_gpurt.topology.model import Host, Nic
 
 
 def topology(*arguments: str | Path, code: int = 0, **settings: str) -> Any:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from overlap_plan import rotated
 
-from dask_gpurt.overlap.knowledge import FEW, Knowledge
-from dask_gpurt.overlap.steps import PRIORITY, Alone
+from dask_gpurt.overlap.samples import PRIORITY, Alone
+from dask_gpurt.overlap.statistics import FEW, Knowledge
 
 pytestmark = pytest.mark.slow
 

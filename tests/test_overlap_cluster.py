@@ -18,9 +18,8 @@ from test_overlap_control import Launches
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.learned import Ground, load, write
-from dask_gpurt.overlap.steps import Alone, Ran, Step
+from dask_gpurt.overlap.samples import Alone, Ran, Step
+from dask_gpurt.overlap.statistics import Ground, Knowledge, load, write
 from dask_gpurt.plugins.overlapping import COMMUNICATION
 
 FRAME = pd.DataFrame({"key": range(2000), "value": 0.5})

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_governor_shuffles import CANDIDATES, STEPS, TASKS, Worker
 
-from dask_gpurt.overlap.common import LITTLE, common, current, preferred
-from dask_gpurt.overlap.estimate import Estimate, mean_of
+from dask_gpurt.observe.estimators import Estimate, mean_of
 from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.knowledge import Kernel, Knowledge
-from dask_gpurt.overlap.steps import Setting
+from dask_gpurt.overlap.samples import Setting
+from dask_gpurt.overlap.statistics import LITTLE, Kernel, Knowledge, common, current, preferred
 from dask_gpurt.plugins.sharing import FRESH, CommonKnowledge
 
 samples = st.lists(st.floats(0.1, 10), max_size=30)

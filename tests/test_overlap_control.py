@@ -13,7 +13,7 @@ from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Decision, Governor
 from dask_gpurt.overlap.occupancy import Kernel, Limits, Residency
-from dask_gpurt.overlap.steps import PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.samples import PRIORITY, Alone, Ran, Setting, Step
 
 
 class Deciding:

@@ -12,11 +12,18 @@ from click.testing import CliRunner, Result
 from curves import CANDIDATES, CURVES, Steps
 
 from dask_gpurt.cli import main
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.governor import Governor, safest
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, load, merged, read, write
-from dask_gpurt.overlap.steps import Alone
+from dask_gpurt.overlap.governor import Governor, rows, safest
+from dask_gpurt.overlap.samples import Alone
+from dask_gpurt.overlap.statistics import (
+    Ground,
+    Knowledge,
+    LearnedError,
+    default_path,
+    load,
+    merged,
+    read,
+    write,
+)
 
 H200 = Ground("NVIDIA H200", {"cudf": "26.10.2"})
 

@@ -17,7 +17,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
 from dask_gpurt.topology import Place, Topology
-from dask_gpurt.topology.contacts import FIRST
+from dask_gpurt.topology.estimate import FIRST
 
 
 def test_a_task_runs_where_its_input_is() -> None:

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, HostLinks, Link, Place, Speed, Topology
-from dask_gpurt.topology.contacts import FIRST, MOST_PEERS, WEIGHT
-from dask_gpurt.topology.learned import DEPARTS, WINDOW
-from dask_gpurt.topology.places import MOST_PAIRS
+from dask_gpurt.topology.estimate import DEPARTS, FIRST, MOST_PEERS, WEIGHT, WINDOW
+from dask_gpurt.topology.model import MOST_PAIRS
 
 MIB = 2**20
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import Link, Speed
-from dask_gpurt.topology.discover import discover
+from dask_gpurt.topology.detect import discover
 from dask_gpurt.topology.file import (
     Description,
     TopologyError,
@@ -23,7 +23,7 @@ from dask_gpurt.topology.file import (
     parse,
     parse_host,
 )
-from dask_gpurt.topology.hosts import Nic
+from dask_gpurt.topology.model import Nic
 
 GOOD = """\
 version: 1

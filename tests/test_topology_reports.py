@@ -23,9 +23,9 @@ from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import TopologyReporter
-from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology, system
+from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology, detect
 from dask_gpurt.topology.file import TopologyError, parse
-from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Host
 
 #: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
 FILE = """\
@@ -120,12 +120,12 @@ def test_workers_say_where_they_are_and_one_says_what_the_host_has() -> None:
         await all_placed(scheduler)
         here = topology(scheduler).place(a.address)
         assert here is not None
-        assert here.host == system.here()
+        assert here.host == detect.here()
         assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
         assert len(asked) <= 1
         told = await client.scheduler.gpurt_topology()
         assert set(told["workers"]) == set(scheduler.workers)
-        assert list(parse(json.dumps(told)).hosts) == [system.host_name()]
+        assert list(parse(json.dumps(told)).hosts) == [detect.host_name()]
 
     run()
 
@@ -238,7 +238,7 @@ def test_the_file_counts_before_what_workers_say(file: Path) -> None:
         assert picture.link(a.address, b.address) == Link.NVLINK
         assert picture.link(a.address, c.address) == Link.TCP
         assert picture.speed(a.address, c.address).bandwidth == 3e9
-        assert picture.place(d.address).host == system.here()  # the file knows nothing of it
+        assert picture.place(d.address).host == detect.here()  # the file knows nothing of it
         told = await client.scheduler.gpurt_topology()
         assert told["workers"][a.address] == {"host": "one", "gpu": "GPU-b"}
         assert told["workers"][c.address] == {"host": "two"}

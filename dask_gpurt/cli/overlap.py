@@ -14,8 +14,8 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt.cli.doctor import connected
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.learned import LearnedError, directory, load
+from dask_gpurt.overlap.governor import rows
+from dask_gpurt.overlap.statistics import LearnedError, directory, load
 
 #: The last decisions of a worker that are printed.
 LAST = 10

@@ -16,10 +16,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt.topology import SHIPPED, Link, Speed, nvml
-from dask_gpurt.topology.discover import discover, visible_devices
+from dask_gpurt.topology import SHIPPED, Link, Speed
+from dask_gpurt.topology.detect import discover, nvml_missing, visible_devices
 from dask_gpurt.topology.file import Description, TopologyError, as_values, load, parse
-from dask_gpurt.topology.hosts import Gpu, Host, Nic
+from dask_gpurt.topology.model import Gpu, Host, Nic
 
 
 @click.command()
@@ -100,7 +100,7 @@ def print_description(description: Description, here: bool) -> None:
         console.print(f"[bold]{name}[/]: {', '.join(_parts(host))}")
         if host.gpus:
             console.print(_matrix(host, own))
-        elif here and (reason := nvml.missing()):
+        elif here and (reason := nvml_missing()):
             console.print(f"GPUs are found by NVML: {reason}", style="dim")
     console.print(_speeds(description))
     if description.workers:

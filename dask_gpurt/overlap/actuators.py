@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from dask_gpurt.device import Device, SmContexts, SmsError
 from dask_gpurt.overlap.occupancy import Caps, Residency
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 
 #: The caps that are worth trying, in blocks on an SM: those that were measured, and one that is mild.
 CAPS = (8, 6, 4)

@@ -12,7 +12,7 @@ from typing import Any
 from dask_gpurt.observe import Decisions, Fallback, Metrics
 from dask_gpurt.overlap.actuators import Actuator
 from dask_gpurt.overlap.governor import Decision, Governing
-from dask_gpurt.overlap.steps import PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.samples import PRIORITY, Alone, Ran, Setting, Step
 
 #: Seconds below which a task says nothing of how fast its kernel is.
 SHORT = 0.002

@@ -1,7 +1,7 @@
 """Which setting a kernel runs under beside communication: chosen by what was measured. Pure.
 
 A setting is the arm of a bandit. What it costs is the time that the last steps would have taken under it
-(``knowledge``), known within an interval. Used is the setting with the best worst case. Those that may be
+(``statistics``), known within an interval. Used is the setting with the best worst case. Those that may be
 better still take turns with it, a step each, until they can not (successive elimination: E. Even-Dar,
 S. Mannor, Y. Mansour, Journal of Machine Learning Research 7, 2006), but only while what trying has lost,
 together with what this trial may lose at worst, is within a small share of all the time so far (Y. Wu,
@@ -9,19 +9,18 @@ R. Shariff, T. Lattimore, C. Szepesvári, Conservative Bandits, ICML 2016, arXiv
 
 Whose turn it is follows from the number of the step, and one kernel is tried at a time. So workers that
 take part in the same runs mostly try the same at once. What they use they decide from what all have measured
-(``common``), as far as they have told each other.
+(``statistics``), as far as they have told each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
-from dask_gpurt.overlap.common import preferred
-from dask_gpurt.overlap.knowledge import Costs, Kernel, Knowledge
-from dask_gpurt.overlap.steps import PRIORITY, Alone, Setting, Step
+from dask_gpurt.overlap.samples import PRIORITY, Alone, Setting, Step
+from dask_gpurt.overlap.statistics import Costs, Kernel, Knowledge, preferred
 
 #: The share of the time that trying may lose. Half of the promised 1 %, since losses are estimates.
 BUDGET = 0.005
@@ -31,6 +30,8 @@ INDIFFERENT = 0.01
 FEW_STEPS = 3
 #: The share of all compute below which a kernel is not worth trying anything on.
 MINOR = 0.1
+#: The share of its speed that a step keeps at worst, where nobody says: what was measured counts alone.
+UNSAID = 0.01
 
 
 @dataclass(frozen=True)
@@ -215,3 +216,60 @@ class Governor:
 def safest(outlooks: Mapping[Setting, Outlook]) -> Setting:
     """The setting with the best worst case."""
     return min(outlooks, key=lambda setting: outlooks[setting].worst)
+
+
+# ---- as a table that says why ----------------------------------------------------------
+
+
+def rows(known: Knowledge) -> list[dict[str, Any]]:
+    """A row for each kernel and setting of which something was measured.
+
+    Returns
+    -------
+    list of dict
+        ``kernel``, ``setting`` and ``samples``, the steps measured; the speed of ``compute`` beside
+        communication, as a share of that alone; what communication ``adds`` to a step, as a share of the
+        step with priority only, and the time that the step then takes relative to that one: ``total``, at
+        ``best`` and at ``worst``; whether the setting is ``used``, and ``why``. Shares are None as long as
+        they can not be told.
+    """
+    return [row for name in sorted(known.kernels) for row in _of_kernel(known, name)]
+
+
+def _of_kernel(known: Knowledge, name: str) -> list[dict[str, Any]]:
+    kernel = known.kernels[name]
+    governor = Governor(dict.fromkeys(kernel.beside, UNSAID), known)
+    if missing := governor.missing(kernel):
+        nothing = dict.fromkeys(("compute", "adds", "total", "best", "worst"))
+        first = {"kernel": name, "setting": str(PRIORITY), "samples": round(kernel.alone.count), **nothing}
+        return [{**first, "used": True, "why": f"to be measured: {missing}"}]
+    outlooks = governor.outlooks(kernel)
+    used = safest(outlooks)
+    return [
+        {
+            "kernel": name,
+            "setting": str(setting),
+            "samples": round(kernel.beside[setting].adds.count),
+            "compute": kernel.beside[setting].compute.mean / kernel.speed(),
+            **_figures(outlook, outlooks[PRIORITY], known.moved * kernel.beside[setting].adds.mean),
+            "used": setting == used,
+            "why": _why(outlook, outlooks[used]),
+        }
+        for setting, outlook in outlooks.items()
+    ]
+
+
+def _figures(outlook: Outlook, usual: Outlook, adds: float) -> dict[str, float]:
+    step = usual.expected or 1.0
+    totals = {"total": outlook.expected, "best": outlook.best, "worst": outlook.worst}
+    return {"adds": adds / step, **{name: seconds / step for name, seconds in totals.items()}}
+
+
+def _why(outlook: Outlook, used: Outlook) -> str:
+    if outlook is used:
+        return "no other is faster at its worst"
+    if outlook.best < used.expected * (1 - INDIFFERENT):
+        return "may be faster, is not known well enough"
+    if outlook.best < used.expected:
+        return "hardly faster even at its best"
+    return "slower even at its best"

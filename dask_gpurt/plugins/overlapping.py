@@ -24,12 +24,10 @@ from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Decisions, Fallback, Metrics
 from dask_gpurt.overlap.actuators import Actuator, Precedence, ResidencyCaps, SmShare, Together, UnfitSetting
 from dask_gpurt.overlap.control import Control
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.governor import Fixed, Governing, Governor
+from dask_gpurt.overlap.governor import Fixed, Governing, Governor, rows
 from dask_gpurt.overlap.interposer import NotLoadedError, put_instead
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read, write
-from dask_gpurt.overlap.steps import Setting
+from dask_gpurt.overlap.samples import Setting
+from dask_gpurt.overlap.statistics import Ground, Knowledge, LearnedError, default_path, read, write
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.sharing import Sharing
 

@@ -10,10 +10,8 @@ from typing import Any
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.overlap.common import common, current
 from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.learned import Ground
+from dask_gpurt.overlap.statistics import Ground, Knowledge, common, current
 
 #: The name of what workers call.
 HANDLER = "gpurt_learned"

@@ -11,9 +11,9 @@ from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
-from dask_gpurt.topology.contacts import FIRST
+from dask_gpurt.topology.estimate import FIRST
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
-from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Host
 
 #: Which links the paths of the exchange cross: bytes that took another way tell nothing of a pair's link.
 CROSSED = {

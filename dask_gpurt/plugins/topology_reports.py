@@ -11,10 +11,9 @@ from distributed.comm.core import CommClosedError
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.topology import nvml, system
-from dask_gpurt.topology.discover import discover, own_place, visible_devices
+from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.file import host_values
-from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Host
 
 #: The names of the stream operations, and of what the scheduler calls.
 PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
@@ -42,7 +41,7 @@ class TopologyReporter:
         self._traffic = traffic
         self._on_gpu = on_gpu
         self._metrics = metrics
-        self._host = Host(system.host_name())
+        self._host = Host(host_name())
         self._looked = 0.0
         self._timer: Any = None
 
@@ -72,7 +71,7 @@ class TopologyReporter:
         if self._on_gpu and place.device is None:
             self._metrics.fallback(
                 Fallback.TOPOLOGY_GPU_UNKNOWN,
-                f"{nvml.missing() or f'NVML knows none for CUDA_VISIBLE_DEVICES={visible}'}: "
+                f"{nvml_missing() or f'NVML knows none for CUDA_VISIBLE_DEVICES={visible}'}: "
                 "set 'gpurt.topology.file'",
             )
         return place

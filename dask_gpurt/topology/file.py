@@ -15,8 +15,8 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_gpurt.config import ConfigError
-from dask_gpurt.topology.hosts import SELF, Gpu, Host, Join, Lanes, Nic, Pair
 from dask_gpurt.topology.links import Link, Speed
+from dask_gpurt.topology.model import SELF, Devices, Gpu, Host, Join, Lanes, Nic
 
 #: The format that is written, and the only one that is read.
 VERSION = 1
@@ -176,7 +176,7 @@ class _Reader:
         readers = {"speed": self._bandwidth, "rdma": self._flag, "numa": self._whole}
         return Nic(**self._values(parts, readers))
 
-    def _joins(self, node: Any, gpus: tuple[Gpu, ...]) -> dict[Pair, Join]:
+    def _joins(self, node: Any, gpus: tuple[Gpu, ...]) -> dict[Devices, Join]:
         rows = [self._list(row) for row in self._list(node)]
         for row, cells in zip(self._list(node), rows, strict=True):
             if len(cells) != len(gpus):

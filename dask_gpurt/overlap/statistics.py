@@ -5,16 +5,26 @@ adds to the tasks beside it, and the time for which a second of compute holds co
 counts depends on what a program waits for. Both are taken over a whole step, from the begin of one run to
 that of the next: a run first splits, then moves, then waits for others, and a single task beside it sees only
 one of that.
+
+Workers that take part in the same runs wait for the slowest of them: a setting pays once all use it. So they
+decide from the same knowledge. It is kept in a file for each kind of device and libraries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from dask_gpurt.overlap.estimate import Estimate
-from dask_gpurt.overlap.steps import PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.observe.estimators import Estimate, mean_of
+from dask_gpurt.overlap.samples import PRIORITY, Alone, Ran, Setting, Step
 
 #: What the work of a step counts in the next one: so the last ten steps or so are remembered.
 STEPS_KEPT = 0.9
@@ -26,6 +36,10 @@ MOST_KERNELS = 500
 FEWEST = 0.2
 #: Tasks alone from which it is known how fast that is, and steps of communication alone.
 FEW, FEW_STEPS_ALONE = 5, 3
+#: The share of all compute below which others need not know of a kernel.
+LITTLE = 0.01
+#: The layout of the file, as this version of the package writes it.
+FORMAT = 3
 
 
 class Costs(NamedTuple):
@@ -280,3 +294,197 @@ def _kernel(values: Mapping[str, Any]) -> Kernel:
     }
     numbers = int(values["steps"]), float(values["work"]), float(values["usual"])
     return Kernel(Estimate.of(values["alone"]), beside, *numbers)
+
+
+# ---- of several workers ----------------------------------------------------------------
+
+
+def current(known: Knowledge) -> Knowledge:
+    """Of a worker's knowledge what its last steps consisted of."""
+    least = LITTLE * known.compute()
+    kernels = {name: kernel for name, kernel in known.kernels.items() if kernel.seconds() > least}
+    return _with_kernels(known, kernels)
+
+
+def common(several: Sequence[Knowledge]) -> Knowledge:
+    """What a mean worker knows, of the kernels that any of them knows.
+
+    It knows no more of each than a mean one: a step is the same for all that wait for each other in it, and
+    so its samples are no independent ones.
+    """
+    found = Knowledge()
+    if several:
+        found.moved, found.steps = fmean(one.moved for one in several), fmean(one.steps for one in several)
+    found.pace = mean_of(one.pace for one in several)
+    names = dict.fromkeys(name for one in several for name in one.kernels)
+    found.kernels = {
+        name: _common([one.kernels[name] for one in several if name in one.kernels]) for name in names
+    }
+    return found
+
+
+def preferred(agreed: Knowledge, own: Knowledge) -> Knowledge:
+    """What has been agreed upon, and what is one's own of kernels that others have not spoken of."""
+    return _with_kernels(agreed, {**own.kernels, **agreed.kernels})
+
+
+def _with_kernels(known: Knowledge, kernels: dict[str, Kernel]) -> Knowledge:
+    found = Knowledge()
+    found.moved, found.steps, found.pace, found.kernels = known.moved, known.steps, known.pace, kernels
+    return found
+
+
+def _common(kernels: Sequence[Kernel]) -> Kernel:
+    settings = dict.fromkeys(setting for kernel in kernels for setting in kernel.beside)
+    usual = [kernel.usual for kernel in kernels if kernel.usual]  # 0 where it is not known yet
+    return Kernel(
+        mean_of(kernel.alone for kernel in kernels),
+        {
+            setting: _beside(kernel.beside[setting] for kernel in kernels if setting in kernel.beside)
+            for setting in settings
+        },
+        round(fmean(kernel.steps for kernel in kernels)),
+        fmean(kernel.work for kernel in kernels),
+        fmean(usual) if usual else 0.0,
+    )
+
+
+def _beside(several: Iterable[Beside]) -> Beside:
+    found = list(several)
+    compute, adds, delays = (
+        mean_of(getattr(one, name) for one in found) for name in ("compute", "adds", "delays")
+    )
+    return Beside(compute, adds, delays, max(one.at for one in found))
+
+
+# ---- in a file -------------------------------------------------------------------------
+
+
+class LearnedError(ValueError):
+    """A file of what was learnt that is of no use here; the message says why, and what would be right."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What must be the same for what was learnt to hold.
+
+    Parameters
+    ----------
+    device
+        The name of the device.
+    libraries
+        Versions by name of those that launch kernels.
+    """
+
+    device: str
+    libraries: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return ", ".join([self.device, *(f"{name} {number}" for name, number in self.libraries.items())])
+
+
+def directory() -> Path:
+    """Where files lie for which no path is set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dask-gpurt")
+
+
+def default_path(ground: Ground) -> Path:
+    """The file for a device and its libraries."""
+    name = re.sub(r"[^\w.]+", "-", str(ground)).strip("-")
+    return directory() / f"overlap-{name}.json"
+
+
+def read(path: Path, ground: Ground) -> Knowledge:
+    """Read what was learnt; nothing as long as there is no file.
+
+    Raises
+    ------
+    LearnedError
+        When the file can not be read, or is of another device or other libraries.
+    """
+    if not path.exists():
+        return Knowledge()
+    found, known = load(path)
+    if found != ground:
+        raise LearnedError(
+            f"{path} was learnt on {found}, and here is {ground}: "
+            "remove it, or set 'gpurt.overlap.learned' to another path"
+        )
+    return known
+
+
+def load(path: Path) -> tuple[Ground, Knowledge]:
+    """Read a file, whatever it was learnt on.
+
+    Raises
+    ------
+    LearnedError
+        When it can not be read.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']}, expected {FORMAT}")
+        ground = Ground(str(values["device"]), {str(k): str(v) for k, v in values["libraries"].items()})
+        return ground, Knowledge.of(values["known"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LearnedError(
+            f"{path} can not be read as what was learnt of kernels ({type(error).__name__}: {error}): "
+            "remove it, or set 'gpurt.overlap.learned' to another path"
+        ) from error
+
+
+def write(path: Path, ground: Ground, known: Knowledge) -> None:
+    """Write what was learnt, and keep of the file what others have learnt better.
+
+    Raises
+    ------
+    LearnedError
+        When the file that is there is of no use here; it stays as it is.
+    OSError
+        When it can not be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        values = {
+            "format": FORMAT,
+            "device": ground.device,
+            "libraries": dict(ground.libraries),
+            "known": merged(read(path, ground), known).plain(),
+        }
+        _replace(path, values)
+
+
+def merged(one: Knowledge, other: Knowledge) -> Knowledge:
+    """Of each kernel what there are more samples for; on a tie, the other's."""
+    found = Knowledge()
+    latest = other if other.steps else one
+    found.moved, found.steps = latest.moved, latest.steps
+    found.kernels = {**one.kernels}
+    for name, kernel in other.kernels.items():
+        if name not in found.kernels or kernel.samples >= found.kernels[name].samples:
+            found.kernels[name] = kernel
+    return found
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Between reading and replacing the file no other worker does."""
+    import fcntl  # which not every system has, and `dask gpurt doctor` says so of them
+
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # which goes as the file is closed
+        yield
+
+
+def _replace(path: Path, values: Mapping[str, Any]) -> None:
+    """Workers share the file: whoever reads it finds one that is whole."""
+    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with open(handle, "w") as file:
+            json.dump(values, file)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

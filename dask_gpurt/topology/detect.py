@@ -1,23 +1,75 @@
-"""The GPUs of this host and what joins them, as NVML tells."""
+"""What this host has, and where in it this process is, as NVML and the operating system tell."""
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from dask_gpurt.topology.hosts import Gpu, Join, Lanes, Pair
+import psutil
+
 from dask_gpurt.topology.links import Link
+from dask_gpurt.topology.model import Devices, Gpu, Host, Join, Lanes, Nic, Place
 
+SYS = Path("/sys")
 #: The generation of NVLink by the number that NVML has for its version; 2.2 and 3.1 have one of their own.
-_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
+NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
 #: ``NVML_P2P_CAPS_INDEX_READ`` by number, since nvidia-ml-py has a tuple there.
-_READ = 0
+READ_CAPABILITY = 0
 
 
-def library() -> Any | None:
+def discover(library: Any | None = None) -> Host:
+    """Ask NVML and the operating  It may take a second.
+
+    Parameters
+    ----------
+    library
+        ``pynvml`` or something like it; found by itself if not given. Without it no GPU is known.
+    """
+    library = library or nvml_library()
+    host = Host(host_name(), nics=nics(), numa_nodes=len(numa_nodes()))
+    if library is None:
+        return host
+    known = Nvml(library, node_of_device)
+    gpus = known.gpus()
+    return replace(host, gpus=gpus, joins=known.joins(gpus))
+
+
+def visible_devices() -> str | None:
+    """Which devices CUDA shows to this process, None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_tcp: bool = False) -> Place:
+    """Where this process is.
+
+    Parameters
+    ----------
+    host
+        This one.
+    visible
+        Its ``CUDA_VISIBLE_DEVICES``.
+    on_gpu
+        Whether it keeps its data on the first of them.
+    rdma
+        Whether it sends by RDMA where there is a NIC for it.
+    by_tcp
+        Whether Dask's comms to it are TCP.
+    """
+    gpu = host.find(visible) if on_gpu else None
+    return host.place(here(), gpu, numa=own_node(), rdma=rdma, by_tcp=by_tcp)
+
+
+# ---- GPUs, by NVML -----------------------------------------------------------------------
+
+
+def nvml_library() -> Any | None:
     """``pynvml``, ready for use; None where it or the driver is missing or Dask's setting forbids it."""
     from distributed.diagnostics import nvml
 
@@ -25,11 +77,11 @@ def library() -> Any | None:
     return import_module("pynvml") if nvml.is_initialized() else None
 
 
-def missing() -> str | None:
-    """Why there is no :func:`library`; None when there is one."""
+def nvml_missing() -> str | None:
+    """Why there is no :func:`nvml_library`; None when there is one."""
     from distributed.diagnostics import nvml
 
-    if library() is not None:
+    if nvml_library() is not None:
         return None
     reasons = {
         nvml.NVMLState.DISABLED_PYNVML_NOT_AVAILABLE: "nvidia-ml-py is not installed",
@@ -97,7 +149,7 @@ class Nvml:
     def _nvlinks(self, handle: Any) -> Lanes | None:
         up = list(self._links_up(handle))
         version = self._ask("nvmlDeviceGetNvLinkVersion", handle, up[0], default=0) if up else 0
-        return Lanes(_GENERATIONS.get(version, 0), len(up)) if up else None
+        return Lanes(NVLINK_GENERATIONS.get(version, 0), len(up)) if up else None
 
     def _links_up(self, handle: Any) -> Iterator[int]:
         for link in range(self._library.NVML_NVLINK_MAX_LINKS):
@@ -117,7 +169,7 @@ class Nvml:
 
     # ---- pairs -----------------------------------------------------------------------
 
-    def joins(self, gpus: tuple[Gpu, ...]) -> dict[Pair, Join]:
+    def joins(self, gpus: tuple[Gpu, ...]) -> dict[Devices, Join]:
         """What joins every two of :meth:`gpus`."""
         return {frozenset((one.id, other.id)): self._join(one, other) for one, other in combinations(gpus, 2)}
 
@@ -127,7 +179,7 @@ class Nvml:
         pair = self._handles[one.index], self._handles[other.index]
         if self._can(pair, self._library.NVML_P2P_CAPS_INDEX_NVLINK):
             return Join(Link.NVLINK, nvlinks=self._nvlinks_between(*pair))
-        if self._can(pair, _READ):
+        if self._can(pair, READ_CAPABILITY):
             return Join(Link.PCIE, path=self._path(pair))
         return Join(Link.SHARED_MEMORY)
 
@@ -161,3 +213,98 @@ class Nvml:
 def _text(value: Any) -> str:
     """Older versions of nvidia-ml-py return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value or "")
+
+
+# ---- the host, by the operating system ---------------------------------------------------
+
+
+def host_id() -> str:
+    """What processes of one running kernel have in common."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def host_name() -> str:
+    """As people call this host."""
+    return socket.gethostname()
+
+
+def here() -> str:
+    """An id of this host for :class:`~dask_gpurt.topology.Place`.
+
+    Containers of one machine have names of their own, and mostly can not map each other's memory.
+    """
+    return f"{host_name()}/{host_id()[:8]}"
+
+
+# ---- NUMA ----------------------------------------------------------------------------
+
+
+def numa_nodes(sys: Path = SYS) -> dict[int, set[int]]:
+    """The processors of each NUMA node; one node with none where the system does not tell."""
+    folder = sys / "devices/system/node"
+    nodes = {int(node.name[4:]): _processors(_read(node / "cpulist")) for node in folder.glob("node[0-9]*")}
+    return nodes or {0: set()}
+
+
+def _processors(listed: str) -> set[int]:
+    """The numbers in a list such as "0-3,8"."""
+    spans = [part.partition("-") for part in listed.split(",") if part]
+    return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
+
+
+def own_node(sys: Path = SYS) -> int | None:
+    """The NUMA node that this process is bound to, None if it runs on several."""
+    nodes = numa_nodes(sys)
+    try:
+        mine = set(psutil.Process().cpu_affinity())
+    except (AttributeError, psutil.Error):  # no such thing on this system
+        return None
+    within = [node for node, processors in nodes.items() if mine and mine <= processors]
+    return within[0] if len(nodes) > 1 and within else None
+
+
+def node_of_device(bus: str, sys: Path = SYS) -> int | None:
+    """The NUMA node of a device by its address on the PCI bus, None where the system does not tell."""
+    # NVML writes the domain with eight digits, the kernel with four.
+    address = re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower())
+    return _node(sys / "bus/pci/devices" / address / "numa_node") if address else None
+
+
+def _node(file: Path) -> int | None:
+    text = _read(file)
+    return int(text) if text.isdecimal() else None  # "-1": the system does not know
+
+
+# ---- NICs ----------------------------------------------------------------------------
+
+
+def nics(sys: Path = SYS) -> tuple[Nic, ...]:
+    """The network devices that are up, those for RDMA first; the one of the host to itself is none."""
+    return (*_rdma(sys), *_ethernet(sys))
+
+
+def _rdma(sys: Path) -> Iterator[Nic]:
+    for device in sorted((sys / "class/infiniband").glob("*")):
+        ports = [port for port in device.glob("ports/*") if "ACTIVE" in _read(port / "state")]
+        rates = [float(found[0]) for port in ports if (found := re.match(r"[\d.]+", _read(port / "rate")))]
+        if ports:
+            speed = max(rates, default=0) * 1e9 / 8  # "400 Gb/sec (4X NDR)"
+            yield Nic(device.name, speed or None, True, _node(device / "device/numa_node"))
+
+
+def _ethernet(sys: Path) -> Iterator[Nic]:
+    for name, found in sorted(psutil.net_if_stats().items()):
+        if found.isup and "loopback" not in found.flags:
+            speed = found.speed * 1e6 / 8 if found.speed > 0 else None  # in Mbit/s
+            yield Nic(name, speed, False, _node(sys / "class/net" / name / "device/numa_node"))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
