@@ -17,7 +17,7 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import KINDS
-from dask_gpurt.observe.report import Report
+from dask_gpurt.observe.report import RuntimeReport
 
 # Modules that import private parts of Dask are imported where they are used, once these are known to exist.
 
@@ -87,7 +87,7 @@ def is_enabled(client: Client | None = None) -> bool:
         return False
 
 
-def report(client: Client | None = None, *, connect: bool = False) -> Report:
+def report(client: Client | None = None, *, connect: bool = False) -> RuntimeReport:
     """Return what the runtime on the cluster has, did and fell back from.
 
     Parameters
@@ -99,12 +99,12 @@ def report(client: Client | None = None, *, connect: bool = False) -> Report:
 
     Returns
     -------
-    Report
+    RuntimeReport
         For the cluster, and in ``workers`` for each worker: ``counters``, ``fallbacks`` and more. Its fields
         can be read as items too: ``report(client)["counters"]``.
     """
     client = client or default_client()
-    found: Report = client.sync(_report, client, connect)
+    found: RuntimeReport = client.sync(_report, client, connect)
     return found
 
 
@@ -251,10 +251,10 @@ async def _deactivate(client: Client) -> None:
             _leave(client)  # once more, with those that have come in the middle
 
 
-async def _report(client: Client, connect: bool) -> Report:
+async def _report(client: Client, connect: bool) -> RuntimeReport:
     if not await _is_on(client):
-        return Report()
-    return Report.of(await _scheduler(client).gpurt_report(connect=connect))
+        return RuntimeReport()
+    return RuntimeReport.of(await _scheduler(client).gpurt_report(connect=connect))
 
 
 async def _explain(client: Client, key: Key) -> pd.DataFrame:

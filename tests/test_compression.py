@@ -22,7 +22,7 @@ from dask_gpurt.exchange.compression import (
     best,
     compression_pays,
 )
-from dask_gpurt.exchange.links import PRIOR, Shown
+from dask_gpurt.exchange.links import PRIOR_BYTES, MeasuredBandwidth
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology import Speed
 
@@ -120,25 +120,27 @@ def test_a_sample_is_corrected_by_what_shards_show(
 LATENCY = 1e-3
 
 
-def after(shown: Shown, bandwidth: float, transfers: int, *, at_once: int = 1, start: float = 0.0) -> float:
+def after(
+    shown: MeasuredBandwidth, bandwidth: float, transfers: int, *, at_once: int = 1, start: float = 0.0
+) -> float:
     """Let transfers of 1 MiB cross a link, so many next to each other; returns when they are over."""
     now = start
     for _ in range(transfers // at_once):
-        begin, now = now, now + LATENCY + at_once * PRIOR / bandwidth
+        begin, now = now, now + LATENCY + at_once * PRIOR_BYTES / bandwidth
         for _ in range(at_once):
-            shown.observe(PRIOR, begin, now)
+            shown.observe(PRIOR_BYTES, begin, now)
     return now
 
 
 @given(st.floats(1e6, 1e9), st.integers(10, 100), st.integers(1, 4))
 def test_a_slow_link_is_found_out_after_few_bytes(bandwidth: float, transfers: int, at_once: int) -> None:
-    shown = Shown(Speed(1.1e9, LATENCY))
+    shown = MeasuredBandwidth(Speed(1.1e9, LATENCY))
     after(shown, bandwidth, transfers, at_once=at_once)
     assert bandwidth * 0.99 <= shown.bandwidth <= bandwidth * 1.3
 
 
 def test_a_link_that_recovers_is_found_out_too() -> None:
-    shown = Shown(Speed(1.1e9, LATENCY))
+    shown = MeasuredBandwidth(Speed(1.1e9, LATENCY))
     now = after(shown, 1e7, 300)
     after(shown, 1e9, 300, start=now)
     assert shown.bandwidth > 5e8

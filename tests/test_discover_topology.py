@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, Link, Place, Topology, detect
-from dask_gpurt.topology.model import Host, Join, Lanes
+from dask_gpurt.topology.model import GpuLink, Host, Lanes
 
 
 def host(library: FakeNvml) -> Host:
@@ -203,13 +203,13 @@ def test_this_host_is_described() -> None:
 
 @pytest.mark.parametrize("text", ["nvlink x18", "pcie PIX", "pcie", "shared-memory", "same-device"])
 def test_joins_are_read_as_they_are_written(text: str) -> None:
-    assert str(Join.parse(text)) == text
+    assert str(GpuLink.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "nvlnk", "nvlink 18", "pcie NEAR", "shared-memory x2"])
 def test_other_joins_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        Join.parse(text)
+        GpuLink.parse(text)
 
 
 @given(st.sets(st.frozensets(st.integers(0, 6), min_size=2, max_size=2)))

@@ -13,7 +13,7 @@ from dask_gpurt.observe import Decisions, Metrics
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Decision, Governor
 from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
-from dask_gpurt.overlap.statistics import Knowledge
+from dask_gpurt.overlap.statistics import OverlapStatistics
 
 CANDIDATES = {CAP8: 0.5, CAP4: 0.25, SPLIT: 0.44, OFF: 0.5}
 #: Seconds of a step on four H200 (``benchmarks/results/overlap-4xh200.json``): of compute and of
@@ -119,7 +119,7 @@ class Worker:
         return seconds * self.random.lognormvariate(0, noise)
 
 
-def calibrated(name: str, seed: int, runs: int) -> Knowledge:
+def calibrated(name: str, seed: int, runs: int) -> OverlapStatistics:
     governor = Governor(CANDIDATES, budget=1.0)
     worker = Worker(name, governor, seed)
     for _ in range(runs // 4):

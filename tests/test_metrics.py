@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import dask_gpurt
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.metrics import METRICS, Kind, Metric, Unit, UnknownMetricError, combine, find
-from dask_gpurt.observe.report import Fallbacks, Report
+from dask_gpurt.observe.report import Fallbacks, RuntimeReport
 
 PACKAGE = Path(dask_gpurt.__file__).parent
 
@@ -130,14 +130,14 @@ def test_ids_and_texts_of_fallbacks_are_their_own() -> None:
 # ---- the report of a cluster ---------------------------------------------------------
 
 
-def reported() -> Report:
+def reported() -> RuntimeReport:
     """A report of two workers, of which one did not answer."""
     metrics = Metrics()
     metrics.add("exchange.bytes.{path}", 3 * 2**20, "comms")
     metrics.add("exchange.seconds.pulling", 0.25)
     metrics.fallback(Fallback.EXCHANGE_COMMS, "on another host")
     worker = {"version": "0.1.0", "problems": ["a setting is wrong"], **metrics.snapshot(), "new": "unknown"}
-    return Report.of(
+    return RuntimeReport.of(
         {
             "enabled": True,
             "version": "0.1.0",
@@ -160,7 +160,7 @@ def test_a_report_has_fields_and_is_the_mapping_that_it_was() -> None:
         report["others"]
     with pytest.raises(FrozenInstanceError):
         report.enabled = False  # type: ignore[misc]
-    assert dict(Report()) == {**dict(Report()), "enabled": False, "counters": {}, "workers": {}}
+    assert dict(RuntimeReport()) == {**dict(RuntimeReport()), "enabled": False, "counters": {}, "workers": {}}
 
 
 def test_a_report_is_readable_with_units() -> None:
@@ -169,7 +169,7 @@ def test_a_report_is_readable_with_units() -> None:
         assert said in printed
     assert "tcp://a:1 fell back 1 times, bytes take Dask's comms (exchange.comms): on another host" in printed
     assert "tcp://b:1 did not answer: it has left" in printed
-    assert repr(Report()) == "<Report: the runtime is off>"
+    assert repr(RuntimeReport()) == "<RuntimeReport: the runtime is off>"
 
 
 def test_a_report_can_be_written_as_json() -> None:

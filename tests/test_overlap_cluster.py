@@ -18,9 +18,9 @@ from test_overlap_control import Launches
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.overlap.samples import Alone, Ran, Step
-from dask_gpurt.overlap.statistics import Ground, Knowledge, load, write
-from dask_gpurt.plugins.overlapping import COMMUNICATION
+from dask_gpurt.overlap.samples import OverlapSample, SoloSample, StepSample
+from dask_gpurt.overlap.statistics import CacheKey, OverlapStatistics, load, write
+from dask_gpurt.plugins.overlapping import COMMUNICATION_PREFIXES
 
 FRAME = pd.DataFrame({"key": range(2000), "value": 0.5})
 
@@ -103,8 +103,8 @@ def learn(kernel: str, dask_worker: Any) -> None:
     """Have a worker see a kernel that communication makes slower, on one of them by more."""
     governor, speed = dask_worker.plugins["gpurt"].overlap._governor, (0.5, 1.0)[dask_worker.name]
     for _ in range(5):
-        governor.learn(Alone(kernel, 1.0, 1.0))
-        governor.learn_step(Step(0.1, 1e9, {kernel: Ran(1.0, 1 / speed)}))
+        governor.learn(SoloSample(kernel, 1.0, 1.0))
+        governor.learn_step(StepSample(0.1, 1e9, {kernel: OverlapSample(1.0, 1 / speed)}))
 
 
 async def share(dask_worker: Any) -> None:
@@ -112,7 +112,7 @@ async def share(dask_worker: Any) -> None:
 
 
 def test_workers_decide_from_what_all_have_learnt(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.plugins.sharing.FRESH", 0.0)
+    monkeypatch.setattr("dask_gpurt.plugins.sharing.AVERAGE_MAX_AGE_S", 0.0)
     client = start(mode="adaptive", learned="auto")
     for _ in range(2):  # in the first round nobody else may have told anything yet
         client.run(learn, "join")
@@ -129,7 +129,7 @@ def test_what_is_computed_in_the_task_that_splits_is_compute(start: Starting) ->
     assert len(frame.persist()) == len(FRAME)  # which lets Dask fuse
     kernels = {row["kernel"] for reply in replies(client) for row in reply["kernels"]}
     assert "doubled-operation+shuffle-transfer" in kernels
-    assert not kernels & COMMUNICATION
+    assert not kernels & COMMUNICATION_PREFIXES
 
 
 def test_after_a_shuffle_nothing_is_in_flight(start: Starting) -> None:
@@ -156,7 +156,7 @@ def test_a_file_that_is_of_no_use_leaves_priority_only(
 ) -> None:
     path = tmp_path / "learned.json"
     if content is None:
-        write(path, Ground("NVIDIA A100", {}), Knowledge())
+        write(path, CacheKey("NVIDIA A100", {}), OverlapStatistics())
         said = f"{path} was learnt on NVIDIA A100, and here is host"
     else:
         path.write_bytes(content)

@@ -15,7 +15,7 @@ from rich.table import Table
 import dask_gpurt
 from dask_gpurt.cli.doctor import connected
 from dask_gpurt.overlap.governor import rows
-from dask_gpurt.overlap.statistics import LearnedError, directory, load
+from dask_gpurt.overlap.statistics import StatisticsFileError, directory, load
 
 #: The last decisions of a worker that are printed.
 LAST = 10
@@ -63,10 +63,10 @@ def of_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     found = {}
     for path in files:
         try:
-            ground, known = load(path)
-        except LearnedError as error:
+            cache_key, known = load(path)
+        except StatisticsFileError as error:
             raise click.ClickException(str(error)) from error
-        found[str(path)] = {"learned on": str(ground), "kernels": rows(known)}
+        found[str(path)] = {"learned on": str(cache_key), "kernels": rows(known)}
     return found
 
 

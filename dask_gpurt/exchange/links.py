@@ -16,19 +16,19 @@ from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 
 #: Seconds until the scheduler is asked again about a peer of which it knew nothing.
-ASK_AGAIN = 10.0
+UNKNOWN_PEER_RETRY_S = 10.0
 #: Bytes that count as seen at the usual speed before any transfer, and the latest that count at all.
-PRIOR, WINDOW = 2**20, 2**26
+PRIOR_BYTES, WINDOW_BYTES = 2**20, 2**26
 
 
-class Known(NamedTuple):
+class LinkEstimate(NamedTuple):
     """A class of link, and its usual speed."""
 
     link: Link
     speed: Speed
 
 
-class Shown:
+class MeasuredBandwidth:
     """The bandwidth that transfers show, all those together that are under way at a time.
 
     Unlike an average of the topology it is one of few bytes: a run that begins on a slow link is not to be
@@ -43,7 +43,7 @@ class Shown:
 
     def __init__(self, usual: Speed):
         self._latency = usual.latency
-        self._bytes, self._seconds = float(PRIOR), PRIOR / usual.bandwidth
+        self._bytes, self._seconds = float(PRIOR_BYTES), PRIOR_BYTES / usual.bandwidth
         self._until = -math.inf
 
     def observe(self, nbytes: int, begin: float, end: float) -> None:
@@ -52,7 +52,7 @@ class Shown:
         if begin >= self._until:
             seconds = max(seconds - self._latency, seconds / 2)
         self._until = end
-        scale = WINDOW / max(WINDOW, self._bytes + nbytes)
+        scale = WINDOW_BYTES / max(WINDOW_BYTES, self._bytes + nbytes)
         self._bytes, self._seconds = scale * (self._bytes + nbytes), scale * (self._seconds + seconds)
 
     @property
@@ -72,20 +72,20 @@ class Links:
 
     def __init__(self, worker: Any):
         self._worker = worker
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, LinkEstimate] = {}
         #: By class, where bytes come another way than over the link that is between two workers.
         self._classes: dict[Link, Speed] = dict(SHIPPED)
         self._asked: dict[str, float] = {}
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
-        self._shown: dict[Link, Shown] = {}
+        self._shown: dict[Link, MeasuredBandwidth] = {}
 
-    def known(self, peers: Collection[str]) -> dict[str, Known]:
+    def known(self, peers: Collection[str]) -> dict[str, LinkEstimate]:
         """The links of those peers that are known; the scheduler is asked for others."""
         self._ask_soon(peers)
         return {peer: self._known[peer] for peer in peers if peer in self._known}
 
-    async def learn(self, peer: str) -> Known | None:
+    async def learn(self, peer: str) -> LinkEstimate | None:
         """The link of a peer, None where the scheduler does not know it."""
         self._ask_soon([peer])
         if peer not in self._known and self._asking is not None:
@@ -95,7 +95,10 @@ class Links:
     def _ask_soon(self, peers: Iterable[str]) -> None:
         now = self._worker.loop.time()
         for peer in peers:
-            if peer not in self._known and now - self._asked.get(peer, -ASK_AGAIN) >= ASK_AGAIN:
+            if (
+                peer not in self._known
+                and now - self._asked.get(peer, -UNKNOWN_PEER_RETRY_S) >= UNKNOWN_PEER_RETRY_S
+            ):
                 self._asked[peer] = now
                 self._missing.add(peer)
         if self._missing and (self._asking is None or self._asking.done()):
@@ -112,7 +115,7 @@ class Links:
             answer = await self._worker.scheduler.gpurt_links(worker=self._worker.address, peers=peers)
             if answer is not None:  # which is what one says on which the runtime has been switched off
                 for peer, (link, *figures) in answer["links"].items():
-                    self._known[peer] = Known(Link(link), Speed(*figures))
+                    self._known[peer] = LinkEstimate(Link(link), Speed(*figures))
                 self._classes.update({Link(link): Speed(*known) for link, known in answer["classes"].items()})
 
     async def refresh(self) -> None:
@@ -136,7 +139,7 @@ class Links:
     def observe(self, peer: str, nbytes: int, begin: float, end: float) -> None:
         """A transfer from a peer is over, the last so far; from when to when, by any clock."""
         if (known := self._known.get(peer)) is not None:
-            self._shown.setdefault(known.link, Shown(known.speed)).observe(nbytes, begin, end)
+            self._shown.setdefault(known.link, MeasuredBandwidth(known.speed)).observe(nbytes, begin, end)
 
     def shown(self, peer: str) -> bool:
         """Whether there has been a transfer over such a link as joins a peer."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 MOST_PEERS = 64
 
 
-class Seen(NamedTuple):
+class TransferTotals(NamedTuple):
     """Transfers from one peer over one path, summed."""
 
     peer: str
@@ -26,15 +26,15 @@ class Traffic:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, str], Seen] = {}
+        self._seen: dict[tuple[str, str], TransferTotals] = {}
 
     def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
         """Count a transfer that is over."""
         with self._lock:
             if (peer, path) not in self._seen and len(self._seen) >= MOST_PEERS:
                 return
-            known = self._seen.get((peer, path), Seen(peer, path, 0, 0.0, 0))
-            self._seen[peer, path] = Seen(
+            known = self._seen.get((peer, path), TransferTotals(peer, path, 0, 0.0, 0))
+            self._seen[peer, path] = TransferTotals(
                 peer, path, known.nbytes + nbytes, known.seconds + seconds, known.transfers + 1
             )
 
@@ -51,7 +51,7 @@ class Traffic:
 
         return timed
 
-    def take(self) -> list[Seen]:
+    def take(self) -> list[TransferTotals]:
         """All that was counted since the last call."""
         with self._lock:
             seen, self._seen = self._seen, {}

@@ -1,7 +1,7 @@
 """A mean learnt from noisy samples: how far off it may be, and whether it still holds. Pure.
 
-Samples are weighted as in an exponential average once there are ``MEMORY`` of them, so that a slow drift
-is followed. A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous inspection
+Samples are weighted as in an exponential average once there are ``WINDOW_SAMPLES`` of them, so that a slow
+drift is followed. A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous inspection
 schemes, Biometrika 41, 1954), on residuals in units of their standard deviation.
 """
 
@@ -12,19 +12,20 @@ import sys
 from collections.abc import Iterable, Sequence
 
 #: Samples that a mean is taken over.
-MEMORY = 200
+WINDOW_SAMPLES = 200
 #: Before it is known the noise is taken to be a tenth of what is measured; that counts as so many samples.
 PRIOR_NOISE, PRIOR_SAMPLES = 0.1, 3
 #: Standard errors between the mean and its bounds: a bound is wrong once in 740 times.
-CONFIDENCE = 3.0
-#: Of the CUSUM test, in standard deviations. A change by three of them is found after ALARM / (3 - SLACK)
-#: samples; noise alone sets it off once in about 500,000 (D. Siegmund, Sequential Analysis, 1985).
-SLACK, ALARM = 0.5, 12.0
+CONFIDENCE_ERRORS = 3.0
+#: Of the CUSUM test, in standard deviations. A change by three of them is found after
+#: CUSUM_ALARM / (3 - CUSUM_SLACK) samples; noise alone sets it off once in about 500,000
+#: (D. Siegmund, Sequential Analysis, 1985).
+CUSUM_SLACK, CUSUM_ALARM = 0.5, 12.0
 #: A residual counts no more than this, so that a few outliers are no change, and not before so many samples.
-OUTLIER, SETTLED = 3.0, 10
+OUTLIER_DEVIATIONS, SETTLED_SAMPLES = 3.0, 10
 
 
-class Estimate:
+class MeanEstimate:
     """The mean of a quantity.
 
     Parameters
@@ -50,8 +51,8 @@ class Estimate:
         size
             What the value is a part of, such as the time that it was taken from; the value by default.
         """
-        changed = self.count >= SETTLED and self._leaves(value)
-        keep = 1 - 1 / MEMORY if self.count >= MEMORY else 1.0
+        changed = self.count >= SETTLED_SAMPLES and self._leaves(value)
+        keep = 1 - 1 / WINDOW_SAMPLES if self.count >= WINDOW_SAMPLES else 1.0
         self.count = self.count * keep + 1
         step = (value - self.mean) / self.count
         self._scatter = self._scatter * keep + (value - self.mean) * (value - self.mean - step)
@@ -62,10 +63,10 @@ class Estimate:
     def _leaves(self, value: float) -> bool:
         # What was always 0 has no deviation.
         residual = (value - self.mean) / (self.deviation or sys.float_info.min)
-        residual = max(-OUTLIER, min(OUTLIER, residual))
-        self._risen = max(0.0, self._risen + residual - SLACK)
-        self._fallen = max(0.0, self._fallen - residual - SLACK)
-        return max(self._risen, self._fallen) > ALARM
+        residual = max(-OUTLIER_DEVIATIONS, min(OUTLIER_DEVIATIONS, residual))
+        self._risen = max(0.0, self._risen + residual - CUSUM_SLACK)
+        self._fallen = max(0.0, self._fallen - residual - CUSUM_SLACK)
+        return max(self._risen, self._fallen) > CUSUM_ALARM
 
     @property
     def deviation(self) -> float:
@@ -76,14 +77,14 @@ class Estimate:
     @property
     def uncertainty(self) -> float:
         """How far the mean may be off; infinite without samples."""
-        return CONFIDENCE * self.deviation / math.sqrt(self.count) if self.count else math.inf
+        return CONFIDENCE_ERRORS * self.deviation / math.sqrt(self.count) if self.count else math.inf
 
     def plain(self) -> list[float]:
         """It all, as values that JSON holds."""
         return [self.count, self.mean, self._scatter, self.size]
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
+    def of(cls, values: Sequence[float]) -> MeanEstimate:
         """The estimate that :meth:`plain` was called of.
 
         Raises
@@ -97,16 +98,16 @@ class Estimate:
         return cls(count, mean, scatter, size)
 
 
-def mean_of(several: Iterable[Estimate]) -> Estimate:
+def pooled(several: Iterable[MeanEstimate]) -> MeanEstimate:
     """What several have measured of one quantity, as a mean one of them would know it.
 
     Those that have more samples count for more. How they differ from each other is a part of the scatter.
     """
     found = [one for one in several if one.count]
     if not found:
-        return Estimate()
+        return MeanEstimate()
     samples = sum(one.count for one in found)
     mean = sum(one.count * one.mean for one in found) / samples
     size = sum(one.count * one.size for one in found) / samples
     scatter = sum(one._scatter + one.count * (one.mean - mean) ** 2 for one in found)
-    return Estimate(samples / len(found), mean, scatter / len(found), size)
+    return MeanEstimate(samples / len(found), mean, scatter / len(found), size)

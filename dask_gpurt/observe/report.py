@@ -147,7 +147,7 @@ class WorkerReport(_Record):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Report(_Record):
+class RuntimeReport(_Record):
     """Tell what the runtime on a cluster has, did and fell back from.
 
     Parameters
@@ -175,7 +175,7 @@ class Report(_Record):
     workers: Mapping[str, WorkerReport] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, reply: Mapping[str, Any]) -> Report:
+    def of(cls, reply: Mapping[str, Any]) -> RuntimeReport:
         """Return the report of a cluster from the plain values that its scheduler has sent."""
         typed = {
             **reply,
@@ -186,8 +186,8 @@ class Report(_Record):
 
     def __repr__(self) -> str:
         if not self.enabled:
-            return "<Report: the runtime is off>"
-        lines = [f"<Report: dask-gpurt {self.version} on {len(self.workers)} workers"]
+            return "<RuntimeReport: the runtime is off>"
+        lines = [f"<RuntimeReport: dask-gpurt {self.version} on {len(self.workers)} workers"]
         lines += [f"  {name}: {_readable(name, value)}" for name, value in sorted(self.counters.items())]
         lines += [f"  scheduler {_fallback(id, known)}" for id, known in self.fallbacks.items()]
         for address, worker in self.workers.items():

@@ -13,11 +13,11 @@ from dask_gpurt.overlap.occupancy import Caps, Residency
 from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 
 #: The caps that are worth trying, in blocks on an SM: those that were measured, and one that is mild.
-CAPS = (8, 6, 4)
+CAPS_BLOCKS = (8, 6, 4)
 #: The blocks of a kernel that an SM mostly holds at most: 2048 threads in blocks of 128.
-USUAL = 16
+USUAL_BLOCKS = 16
 #: At worst nothing of a step is hidden any more, and one after the other takes no longer than twice as long.
-ONE_BY_ONE = 0.5
+SERIAL_SPEED_SHARE = 0.5
 
 Result = TypeVar("Result")
 
@@ -66,7 +66,7 @@ class ResidencyCaps:
 
     def settings(self) -> Mapping[Setting, float]:
         # The throughput of a kernel is concave in its residency, so a cap costs no more than its share.
-        return {Setting(residency=cap): cap / USUAL for cap in CAPS}
+        return {Setting(residency=cap): cap / USUAL_BLOCKS for cap in CAPS_BLOCKS}
 
     def apply(self, setting: Setting) -> None:
         if setting.sms is not None:
@@ -141,7 +141,7 @@ class SmShare:
             return function(*args, **arguments)
 
 
-class Precedence:
+class StreamPriority:
     """Says whether communication comes first.
 
     Parameters
@@ -155,7 +155,7 @@ class Precedence:
         self._yielded = 0
 
     def settings(self) -> Mapping[Setting, float]:
-        return {OFF: ONE_BY_ONE}
+        return {OFF: SERIAL_SPEED_SHARE}
 
     def apply(self, setting: Setting) -> None:
         self._device.prioritised = setting.first
@@ -168,20 +168,20 @@ class Precedence:
         return {"without priority": self._yielded}
 
 
-class Together:
+class CompositeActuator:
     """Several actuators as one, each for its part of a setting.
 
     Parameters
     ----------
-    caps, share, precedence
+    caps, share, priority
         What confines by residency and by SMs, and what says which comes first; None where that is not
         possible.
     """
 
     def __init__(
-        self, caps: Actuator | None = None, share: Actuator | None = None, precedence: Actuator | None = None
+        self, caps: Actuator | None = None, share: Actuator | None = None, priority: Actuator | None = None
     ):
-        self._parts = {"residency": caps, "sms": share, "first": precedence}
+        self._parts = {"residency": caps, "sms": share, "first": priority}
 
     def settings(self) -> Mapping[Setting, float]:
         return {setting: keeps for one in self._all() for setting, keeps in one.settings().items()}

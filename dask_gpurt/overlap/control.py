@@ -11,13 +11,13 @@ from typing import Any
 
 from dask_gpurt.observe import Decisions, Fallback, Metrics
 from dask_gpurt.overlap.actuators import Actuator
-from dask_gpurt.overlap.governor import Decision, Governing
-from dask_gpurt.overlap.samples import PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.governor import Decision, Policy
+from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 
 #: Seconds below which a task says nothing of how fast its kernel is.
-SHORT = 0.002
+SHORT_TASK_S = 0.002
 #: The share of a task that may be beside runs when it counts as alone.
-BRIEFLY = 0.02
+SOLO_OVERLAP_SHARE = 0.02
 
 
 @dataclass
@@ -39,13 +39,13 @@ class _Step:
 
     idle: float
     moved: float
-    ran: dict[str, Ran] = field(default_factory=dict)
+    ran: dict[str, OverlapSample] = field(default_factory=dict)
     steady: bool = True
 
     def add(self, task: _Task, seconds: float) -> None:
         """A task has ended that communication was beside."""
-        before = self.ran.get(task.kernel, Ran(0.0, 0.0, task.setting))
-        self.ran[task.kernel] = Ran(before.work + task.work, before.seconds + seconds, task.setting)
+        before = self.ran.get(task.kernel, OverlapSample(0.0, 0.0, task.setting))
+        self.ran[task.kernel] = OverlapSample(before.work + task.work, before.seconds + seconds, task.setting)
         self.steady &= task.steady and before.setting == task.setting
 
 
@@ -54,7 +54,7 @@ class Control:
 
     Parameters
     ----------
-    governing
+    policy
         What decides.
     actuator
         What confines; without one everything is only measured.
@@ -66,14 +66,14 @@ class Control:
 
     def __init__(
         self,
-        governing: Governing,
+        policy: Policy,
         actuator: Actuator | None,
         progress: Callable[[], float],
         clock: Callable[[], float],
         decisions: Decisions,
         metrics: Metrics,
     ):
-        self._governing = governing
+        self._policy = policy
         self._actuator = actuator
         self._progress = progress
         self._clock = clock
@@ -160,7 +160,7 @@ class Control:
         self._looked = now
 
     def _decide(self, task: _Task) -> None:
-        decision = self._governing.choose(task.kernel)
+        decision = self._policy.choose(task.kernel)
         task.setting = decision.setting
         self._note(task.kernel, decision)
 
@@ -194,10 +194,10 @@ class Control:
         seconds, flown = self._looked - task.began, self._flown - task.flown
         if not done or seconds <= 0:
             self._step.steady &= not flown
-        elif flown > BRIEFLY * seconds:
+        elif flown > SOLO_OVERLAP_SHARE * seconds:
             self._step.add(task, seconds)
-        elif task.steady and seconds >= SHORT:
-            self._tell(self._governing.learn(Alone(task.kernel, task.work, seconds)))
+        elif task.steady and seconds >= SHORT_TASK_S:
+            self._tell(self._policy.learn(SoloSample(task.kernel, task.work, seconds)))
 
     def _end_step(self) -> None:
         """End the step that is over, unless tasks of it still run."""
@@ -209,7 +209,7 @@ class Control:
             self._step.steady = False
         idle, moved = self._step.idle - began.idle, self._step.moved - began.moved
         if idle or moved or began.ran:
-            self._tell(self._governing.learn_step(Step(idle, moved, began.ran, began.steady)))
+            self._tell(self._policy.learn_step(StepSample(idle, moved, began.ran, began.steady)))
 
     def _tell(self, forgotten: str | None) -> None:
         """Enter what was forgotten."""

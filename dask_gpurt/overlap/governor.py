@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from zlib import crc32
 
-from dask_gpurt.overlap.samples import PRIORITY, Alone, Setting, Step
-from dask_gpurt.overlap.statistics import Costs, Kernel, Knowledge, preferred
+from dask_gpurt.overlap.samples import PRIORITY, Setting, SoloSample, StepSample
+from dask_gpurt.overlap.statistics import Costs, KernelStatistics, OverlapStatistics, overlaid
 
 #: The share of the time that trying may lose. Half of the promised 1 %, since losses are estimates.
-BUDGET = 0.005
+TRIAL_BUDGET_SHARE = 0.005
 #: A setting that can not be better by more than this is not worth trying.
-INDIFFERENT = 0.01
+INDIFFERENCE_SHARE = 0.01
 #: Steps with priority only before anything else is tried.
-FEW_STEPS = 3
+MIN_STEPS = 3
 #: The share of all compute below which a kernel is not worth trying anything on.
-MINOR = 0.1
+MINOR_KERNEL_SHARE = 0.1
 #: The share of its speed that a step keeps at worst, where nobody says: what was measured counts alone.
-UNSAID = 0.01
+UNKNOWN_SPEED_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """Seconds that the last steps would have taken under a setting: at worst, as measured, and at best."""
 
     worst: float
@@ -51,18 +51,18 @@ class Outlook:
     best: float
 
 
-class Governing(Protocol):
+class Policy(Protocol):
     """What decides."""
 
     def choose(self, kernel: str) -> Decision:
         """The setting for a kernel that runs while communication does; the same for a whole step."""
         ...
 
-    def learn(self, alone: Alone) -> str | None:
+    def learn(self, alone: SoloSample) -> str | None:
         """Take a task without communication; what has changed, so that what was known was forgotten."""
         ...
 
-    def learn_step(self, step: Step) -> str | None:
+    def learn_step(self, step: StepSample) -> str | None:
         """Take what the step was that ends here; another one begins."""
         ...
 
@@ -82,10 +82,10 @@ class Fixed:
     def choose(self, kernel: str) -> Decision:
         return self._decision
 
-    def learn(self, alone: Alone) -> str | None:
+    def learn(self, alone: SoloSample) -> str | None:
         return None
 
-    def learn_step(self, step: Step) -> str | None:
+    def learn_step(self, step: StepSample) -> str | None:
         return None
 
 
@@ -104,17 +104,20 @@ class Governor:
     """
 
     def __init__(
-        self, candidates: Mapping[Setting, float], known: Knowledge | None = None, budget: float = BUDGET
+        self,
+        candidates: Mapping[Setting, float],
+        known: OverlapStatistics | None = None,
+        budget: float = TRIAL_BUDGET_SHARE,
     ):
-        self.known = known or Knowledge()
+        self.known = known or OverlapStatistics()
         self.budget = budget
         self.candidates = {PRIORITY: 1.0, **candidates}
         #: Seconds so far, and those of them that trying has lost.
         self.elapsed = self.lost = 0.0
         self._turn = 0
         self._decisions: dict[str, Decision] = {}
-        self._agreed: Knowledge | None = None
-        self._basis: Knowledge | None = None
+        self._agreed: OverlapStatistics | None = None
+        self._basis: OverlapStatistics | None = None
         #: The kernel that something is tried on in this step, and the costs that are expected without.
         self._trial: tuple[str, Costs] | None = None
 
@@ -124,12 +127,12 @@ class Governor:
             self._decisions[kernel] = self._decide(kernel)
         return self._decisions[kernel]
 
-    def learn(self, alone: Alone) -> str | None:
+    def learn(self, alone: SoloSample) -> str | None:
         """Take a task without communication; what has changed, so that what was known was forgotten."""
         self.elapsed += alone.seconds
         return self.known.add(alone)
 
-    def learn_step(self, step: Step) -> str | None:
+    def learn_step(self, step: StepSample) -> str | None:
         """Take what the step was that ends here; another one begins."""
         self.elapsed += step.seconds
         tried, without = self._trial or (None, Costs(0.0, None))
@@ -142,7 +145,7 @@ class Governor:
         self._decisions.clear()
         return self.known.add_step(step, tried)
 
-    def agree(self, common: Knowledge | None) -> None:
+    def agree(self, common: OverlapStatistics | None) -> None:
         """Take what all workers have learnt; the next step is decided from it, or from ``known`` without."""
         self._agreed = common
 
@@ -152,13 +155,13 @@ class Governor:
         return self._turn
 
     @property
-    def basis(self) -> Knowledge:
+    def basis(self) -> OverlapStatistics:
         """What is decided from throughout a step: ``known`` where there is nobody to agree with."""
         if self._basis is None:
-            self._basis = preferred(self._agreed, self.known) if self._agreed else self.known
+            self._basis = overlaid(self._agreed, self.known) if self._agreed else self.known
         return self._basis
 
-    def outlooks(self, kernel: Kernel) -> dict[Setting, Outlook]:
+    def forecasts(self, kernel: KernelStatistics) -> dict[Setting, Forecast]:
         """What each setting promises for a kernel of which enough was measured; priority only comes first."""
         known, usual = self.basis, kernel.beside[PRIORITY]
         # Tasks or bytes that were measured too slow alone hide more than all of it.
@@ -170,58 +173,60 @@ class Governor:
         for setting, keeps in self.candidates.items():
             worst = known.total(usual.bounds(1.0)) + known.moved * usual.adds.size * (1 / keeps - 1)
             if (beside := kernel.beside.get(setting)) is None or not beside.adds.count:
-                found[setting] = Outlook(worst, worst, known.total(least))
+                found[setting] = Forecast(worst, worst, known.total(least))
             else:
                 mean = known.total(beside.bounds(0.0))
                 best = max(known.total(beside.bounds(-1.0)), known.total(least))
-                found[setting] = Outlook(min(known.total(beside.bounds(1.0)), max(worst, mean)), mean, best)
+                found[setting] = Forecast(min(known.total(beside.bounds(1.0)), max(worst, mean)), mean, best)
         return found
 
-    def missing(self, kernel: Kernel) -> str:
+    def missing(self, kernel: KernelStatistics) -> str:
         """What has to be measured before anything but priority only is used; empty for nothing."""
         usual = kernel.beside.get(PRIORITY)
-        return "both together" if usual is None or usual.adds.count < FEW_STEPS else ""
+        return "both together" if usual is None or usual.adds.count < MIN_STEPS else ""
 
     def _decide(self, name: str) -> Decision:
         kernel = self.basis.kernels.get(name)
         if kernel is None or (missing := self.missing(kernel)):
             return Decision(PRIORITY, f"to be measured: {missing if kernel else 'both together'}")
-        outlooks = self.outlooks(kernel)
-        used = safest(outlooks)
+        forecasts = self.forecasts(kernel)
+        used = safest(forecasts)
         if self._trial is None and self._is_tried(name):
-            trial = self._next(kernel, outlooks, used)
-            if trial != used and self._affords(outlooks[trial], outlooks[used]):
+            trial = self._next(kernel, forecasts, used)
+            if trial != used and self._affords(forecasts[trial], forecasts[used]):
                 self._trial = name, kernel.beside[used].bounds(0.0)
                 return Decision(trial, f"on trial against {used}")
-        return Decision(used, f"the best worst case of {len(outlooks)} settings")
+        return Decision(used, f"the best worst case of {len(forecasts)} settings")
 
     def _is_tried(self, name: str) -> bool:
         """Whether it is the turn of a kernel: by lot, since those that take turns may do so in step."""
-        least = MINOR * self.basis.compute()
+        least = MINOR_KERNEL_SHARE * self.basis.compute()
         major = [other for other, of in self.basis.kernels.items() if of.seconds() >= least]
         return name in major and crc32(f"{name} {self._turn}".encode()) % len(major) == 0
 
-    def _next(self, kernel: Kernel, outlooks: Mapping[Setting, Outlook], used: Setting) -> Setting:
+    def _next(
+        self, kernel: KernelStatistics, forecasts: Mapping[Setting, Forecast], used: Setting
+    ) -> Setting:
         """The setting whose turn it is among what is used and what may be better."""
-        enough = outlooks[used].expected * (1 - INDIFFERENT)
-        turns = [one for one in outlooks if one == used or outlooks[one].best < enough]
+        enough = forecasts[used].expected * (1 - INDIFFERENCE_SHARE)
+        turns = [one for one in forecasts if one == used or forecasts[one].best < enough]
         return turns[self._turn % len(turns)]
 
-    def _affords(self, tried: Outlook, used: Outlook) -> bool:
+    def _affords(self, tried: Forecast, used: Forecast) -> bool:
         """Whether a step of a trial that goes as badly as may be keeps within the budget."""
         loss = max(0.0, tried.worst - used.expected) / self.basis.steps
         return self.lost + loss <= self.budget * self.elapsed
 
 
-def safest(outlooks: Mapping[Setting, Outlook]) -> Setting:
+def safest(forecasts: Mapping[Setting, Forecast]) -> Setting:
     """The setting with the best worst case."""
-    return min(outlooks, key=lambda setting: outlooks[setting].worst)
+    return min(forecasts, key=lambda setting: forecasts[setting].worst)
 
 
 # ---- as a table that says why ----------------------------------------------------------
 
 
-def rows(known: Knowledge) -> list[dict[str, Any]]:
+def rows(known: OverlapStatistics) -> list[dict[str, Any]]:
     """A row for each kernel and setting of which something was measured.
 
     Returns
@@ -236,39 +241,39 @@ def rows(known: Knowledge) -> list[dict[str, Any]]:
     return [row for name in sorted(known.kernels) for row in _of_kernel(known, name)]
 
 
-def _of_kernel(known: Knowledge, name: str) -> list[dict[str, Any]]:
+def _of_kernel(known: OverlapStatistics, name: str) -> list[dict[str, Any]]:
     kernel = known.kernels[name]
-    governor = Governor(dict.fromkeys(kernel.beside, UNSAID), known)
+    governor = Governor(dict.fromkeys(kernel.beside, UNKNOWN_SPEED_SHARE), known)
     if missing := governor.missing(kernel):
         nothing = dict.fromkeys(("compute", "adds", "total", "best", "worst"))
         first = {"kernel": name, "setting": str(PRIORITY), "samples": round(kernel.alone.count), **nothing}
         return [{**first, "used": True, "why": f"to be measured: {missing}"}]
-    outlooks = governor.outlooks(kernel)
-    used = safest(outlooks)
+    forecasts = governor.forecasts(kernel)
+    used = safest(forecasts)
     return [
         {
             "kernel": name,
             "setting": str(setting),
             "samples": round(kernel.beside[setting].adds.count),
             "compute": kernel.beside[setting].compute.mean / kernel.speed(),
-            **_figures(outlook, outlooks[PRIORITY], known.moved * kernel.beside[setting].adds.mean),
+            **_figures(outlook, forecasts[PRIORITY], known.moved * kernel.beside[setting].adds.mean),
             "used": setting == used,
-            "why": _why(outlook, outlooks[used]),
+            "why": _why(outlook, forecasts[used]),
         }
-        for setting, outlook in outlooks.items()
+        for setting, outlook in forecasts.items()
     ]
 
 
-def _figures(outlook: Outlook, usual: Outlook, adds: float) -> dict[str, float]:
+def _figures(outlook: Forecast, usual: Forecast, adds: float) -> dict[str, float]:
     step = usual.expected or 1.0
     totals = {"total": outlook.expected, "best": outlook.best, "worst": outlook.worst}
     return {"adds": adds / step, **{name: seconds / step for name, seconds in totals.items()}}
 
 
-def _why(outlook: Outlook, used: Outlook) -> str:
+def _why(outlook: Forecast, used: Forecast) -> str:
     if outlook is used:
         return "no other is faster at its worst"
-    if outlook.best < used.expected * (1 - INDIFFERENT):
+    if outlook.best < used.expected * (1 - INDIFFERENCE_SHARE):
         return "may be faster, is not known well enough"
     if outlook.best < used.expected:
         return "hardly faster even at its best"

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from dask_gpurt.overlap.occupancy import MOST_KERNELS, Kernel, Limits
+from dask_gpurt.overlap.occupancy import MOST_KERNELS, DeviceLimits, LaunchedKernel
 
-__all__ = ["Interposer", "NotLoadedError", "library", "put_instead", "with_preload"]
+__all__ = ["Interposer", "NotLoadedError", "library", "redirect_context", "with_preload"]
 
 #: The layout of what is shared, as the library of this version of the package has it.
-LAYOUT = 2
+LAYOUT_VERSION = 2
 #: What becomes of a launch, as counted there.
 OUTCOMES = (
     "capped",
@@ -41,7 +41,7 @@ class NotLoadedError(RuntimeError):
 
 
 class _Limits(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in Limits.__dataclass_fields__]
+    _fields_ = [(name, ctypes.c_uint32) for name in DeviceLimits.__dataclass_fields__]
 
 
 class _Entry(ctypes.Structure):
@@ -139,7 +139,7 @@ class Interposer:
             self._shared = _Shared.in_dll(self._process, "gpurt_residency")
         except ValueError:
             raise NotLoadedError(_why_not()) from None
-        if (self._shared.layout, self._shared.size) != (LAYOUT, ctypes.sizeof(_Shared)):
+        if (self._shared.layout, self._shared.size) != (LAYOUT_VERSION, ctypes.sizeof(_Shared)):
             raise NotLoadedError(
                 "the interposer that is loaded is of another version: install dask-gpurt again"
             )
@@ -158,7 +158,7 @@ class Interposer:
         finally:
             self._process.gpurt_residency_changed()
 
-    def put_instead(self, usual: int, other: int) -> None:
+    def redirect_context(self, usual: int, other: int) -> None:
         """Give this thread the context ``other`` where code of any library makes ``usual`` current.
 
         Parameters
@@ -168,12 +168,12 @@ class Interposer:
         """
         self._process.gpurt_instead(ctypes.c_void_p(usual), ctypes.c_void_p(other))
 
-    def limits(self, device: int) -> Limits | None:
+    def limits(self, device: int) -> DeviceLimits | None:
         """What a device has; None while the driver does not say."""
         found = _Limits()
         if self._process.gpurt_residency_limits(device, ctypes.byref(found)):
             return None
-        return Limits(*(getattr(found, name) for name in Limits.__dataclass_fields__))
+        return DeviceLimits(*(getattr(found, name) for name in DeviceLimits.__dataclass_fields__))
 
     def counters(self) -> dict[str, int]:
         """How many launches were ``seen``, ``capped``, ``repeated`` and left alone."""
@@ -181,10 +181,10 @@ class Interposer:
         named = dict(zip(OUTCOMES, counts, strict=False))
         return {"seen": sum(counts), "repeated": self._shared.repeated, **named}
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[LaunchedKernel]:
         """The kernels that were seen, one for each context, in the order of their first launch."""
         return [
-            Kernel(
+            LaunchedKernel(
                 one.name.decode(errors="replace"),
                 one.registers,
                 one.shared,
@@ -199,15 +199,15 @@ class Interposer:
 _loaded = functools.cache(Interposer)
 
 
-def put_instead(usual: int, other: int) -> None:
-    """Have the interposer of this process do it, see :meth:`Interposer.put_instead`.
+def redirect_context(usual: int, other: int) -> None:
+    """Have the interposer of this process do it, see :meth:`Interposer.redirect_context`.
 
     Raises
     ------
     NotLoadedError
         When there is none.
     """
-    _loaded().put_instead(usual, other)
+    _loaded().redirect_context(usual, other)
 
 
 def _why_not() -> str:

@@ -10,16 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["CapError", "Caps", "Kernel", "Launches", "Limits", "Residency", "residency", "shared_for"]
+__all__ = [
+    "CapError",
+    "Caps",
+    "DeviceLimits",
+    "LaunchedKernel",
+    "Launches",
+    "Residency",
+    "residency",
+    "shared_for",
+]
 
 #: Threads of a warp.
-WARP = 32
+WARP_THREADS = 32
 #: Parts of an SM, each with its share of the registers.
-PARTS = 4
+SM_PARTITIONS = 4
 #: What registers are handed out to warps in, and shared memory to blocks, in bytes.
-REGISTER_UNIT, SHARED_UNIT = 256, 128
+REGISTER_UNIT, SHARED_UNIT_BYTES = 256, 128
 #: Names of kernels for which there can be a cap, and the highest one that can be written down.
-MOST_KERNELS, HIGHEST = 1024, 255
+MOST_KERNELS, HIGHEST_CAP = 1024, 255
 
 
 class CapError(ValueError):
@@ -27,7 +36,7 @@ class CapError(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class DeviceLimits:
     """What a device has, and what of it an SM.
 
     Parameters
@@ -53,7 +62,7 @@ class Limits:
     opt_in: int
 
 
-def residency(limits: Limits, threads: int, registers: int, shared: int) -> int:
+def residency(limits: DeviceLimits, threads: int, registers: int, shared: int) -> int:
     """Count the blocks of a kernel that an SM holds at a time.
 
     Parameters
@@ -68,14 +77,16 @@ def residency(limits: Limits, threads: int, registers: int, shared: int) -> int:
     shared
         Bytes of shared memory of a block, static and dynamic.
     """
-    warps = -(-threads // WARP)
-    by_warps = limits.threads // WARP // warps
-    if each := _round_up(registers * WARP, REGISTER_UNIT):
-        by_warps = min(by_warps, PARTS * (limits.registers // PARTS // each) // warps)
-    return min(limits.blocks, by_warps, limits.shared // _round_up(shared + limits.reserved, SHARED_UNIT))
+    warps = -(-threads // WARP_THREADS)
+    by_warps = limits.threads // WARP_THREADS // warps
+    if each := _round_up(registers * WARP_THREADS, REGISTER_UNIT):
+        by_warps = min(by_warps, SM_PARTITIONS * (limits.registers // SM_PARTITIONS // each) // warps)
+    return min(
+        limits.blocks, by_warps, limits.shared // _round_up(shared + limits.reserved, SHARED_UNIT_BYTES)
+    )
 
 
-def shared_for(limits: Limits, cap: int) -> int:
+def shared_for(limits: DeviceLimits, cap: int) -> int:
     """Bytes of shared memory of a block, static and dynamic, with which no more than ``cap`` fit on an SM.
 
     Raises
@@ -84,10 +95,10 @@ def shared_for(limits: Limits, cap: int) -> int:
         When the cap is 0, or more than an SM holds.
     """
     check(cap, limits)
-    return (limits.shared // (cap + 1) // SHARED_UNIT + 1) * SHARED_UNIT - limits.reserved
+    return (limits.shared // (cap + 1) // SHARED_UNIT_BYTES + 1) * SHARED_UNIT_BYTES - limits.reserved
 
 
-def check(cap: int, limits: Limits | None = None) -> None:
+def check(cap: int, limits: DeviceLimits | None = None) -> None:
     """Refuse a cap that there can not be on a device; without limits, on any.
 
     Raises
@@ -95,7 +106,7 @@ def check(cap: int, limits: Limits | None = None) -> None:
     CapError
         When the cap is 0, or more than an SM holds.
     """
-    most = limits.blocks if limits else HIGHEST
+    most = limits.blocks if limits else HIGHEST_CAP
     if not 1 <= cap <= most:
         holder = "an SM of this device holds" if limits else "can be asked for"
         raise CapError(
@@ -124,7 +135,7 @@ class Caps:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LaunchedKernel:
     """A kernel that was launched while there were caps.
 
     Parameters
@@ -158,13 +169,13 @@ class Launches(Protocol):
     def write(self, default: int, kernels: Mapping[str, int]) -> None:
         """Set all caps; 0 is none."""
 
-    def limits(self, device: int) -> Limits | None:
+    def limits(self, device: int) -> DeviceLimits | None:
         """What a device has; None while the driver does not say."""
 
     def counters(self) -> dict[str, int]:
         """How many launches were seen, capped, repeated and left alone."""
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[LaunchedKernel]:
         """The kernels that were seen."""
 
 
@@ -218,6 +229,6 @@ class Residency:
         """Launches while caps counted: ``seen``, ``capped``, ``repeated``, and ``left.*`` by why."""
         return self._launches.counters()
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[LaunchedKernel]:
         """The kernels that were launched while caps counted, in the order of their first launch."""
         return self._launches.kernels()

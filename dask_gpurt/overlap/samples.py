@@ -61,7 +61,7 @@ OFF = Setting(first=False)
 
 
 @dataclass(frozen=True)
-class Alone:
+class SoloSample:
     """A task without communication beside it.
 
     Parameters
@@ -76,7 +76,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Ran:
+class OverlapSample:
     """The tasks of a kernel in a step: how much they did, how long they took, what they were confined to."""
 
     work: float
@@ -85,7 +85,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSample:
     """Communication from the begin of a run to that of the next, and what ran beside it.
 
     Parameters
@@ -103,7 +103,7 @@ class Step:
 
     idle: float
     moved: float
-    ran: Mapping[str, Ran] = field(default_factory=dict)
+    ran: Mapping[str, OverlapSample] = field(default_factory=dict)
     steady: bool = True
 
     @property

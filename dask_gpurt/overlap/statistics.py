@@ -23,23 +23,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from dask_gpurt.observe.estimators import Estimate, mean_of
-from dask_gpurt.overlap.samples import PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.observe.estimators import MeanEstimate, pooled
+from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 
 #: What the work of a step counts in the next one: so the last ten steps or so are remembered.
-STEPS_KEPT = 0.9
+STEP_DECAY = 0.9
 #: Steps after which a setting that was not used meanwhile is forgotten: it may be better now.
-STALE = 2000
+STALE_STEPS = 2000
 #: The most kernels that are known; of more, those with the fewest samples are forgotten.
 MOST_KERNELS = 500
 #: The least share of its bytes that communication is taken to have moved beside tasks.
-FEWEST = 0.2
+LEAST_BESIDE_SHARE = 0.2
 #: Tasks alone from which it is known how fast that is, and steps of communication alone.
-FEW, FEW_STEPS_ALONE = 5, 3
+MIN_SOLO_SAMPLES, MIN_SOLO_STEPS = 5, 3
 #: The share of all compute below which others need not know of a kernel.
-LITTLE = 0.01
+MINOR_COMPUTE_SHARE = 0.01
 #: The layout of the file, as this version of the package writes it.
-FORMAT = 3
+FILE_FORMAT = 3
 
 
 class Costs(NamedTuple):
@@ -50,7 +50,7 @@ class Costs(NamedTuple):
     adds
         Seconds that a byte of communication adds to compute.
     delays
-        Seconds that a second of compute delays communication; None until its pace alone is known.
+        Seconds that a second of compute delays communication; None until its speed alone is known.
     """
 
     adds: float
@@ -58,15 +58,15 @@ class Costs(NamedTuple):
 
 
 @dataclass
-class Beside:
+class InterferenceStats:
     """How it is under a setting: work a second of the kernel, and what both cost each other.
 
     ``at`` is how many steps of the kernel there had been at the last one of this setting.
     """
 
-    compute: Estimate = field(default_factory=Estimate)
-    adds: Estimate = field(default_factory=Estimate)
-    delays: Estimate = field(default_factory=Estimate)
+    compute: MeanEstimate = field(default_factory=MeanEstimate)
+    adds: MeanEstimate = field(default_factory=MeanEstimate)
+    delays: MeanEstimate = field(default_factory=MeanEstimate)
     at: int = 0
 
     def bounds(self, off: float) -> Costs:
@@ -79,15 +79,15 @@ class Beside:
 
 
 @dataclass
-class Kernel:
+class KernelStatistics:
     """What is known of a kernel.
 
     Its work a second ``alone``, how it was ``beside`` communication, in how many ``steps``, and its ``work``
     in the last ones. ``usual`` is the work a second that its costs are against as long as it is never alone.
     """
 
-    alone: Estimate = field(default_factory=Estimate)
-    beside: dict[Setting, Beside] = field(default_factory=dict)
+    alone: MeanEstimate = field(default_factory=MeanEstimate)
+    beside: dict[Setting, InterferenceStats] = field(default_factory=dict)
     steps: int = 0
     work: float = 0.0
     usual: float = 0.0
@@ -106,11 +106,11 @@ class Kernel:
 
         As long as no task is ever alone the value makes no difference between settings, if it stays.
         """
-        if self.alone.count < FEW and PRIORITY in self.beside:
+        if self.alone.count < MIN_SOLO_SAMPLES and PRIORITY in self.beside:
             return self.usual or self.beside[PRIORITY].compute.mean
         return self.alone.mean
 
-    def add(self, ran: Ran, costs: Costs | None, seconds: float, work: float, moved: float) -> bool:
+    def add(self, ran: OverlapSample, costs: Costs | None, seconds: float, work: float, moved: float) -> bool:
         """Take the part of this kernel in a step; whether something of it has changed.
 
         Parameters
@@ -121,13 +121,13 @@ class Kernel:
             That the step took, those of its tasks alone, and its bytes.
         """
         self.steps += 1
-        beside = self.beside.setdefault(ran.setting, Beside())
+        beside = self.beside.setdefault(ran.setting, InterferenceStats())
         beside.at = self.steps
-        self.beside = {setting: of for setting, of in self.beside.items() if self.steps - of.at < STALE}
+        self.beside = {setting: of for setting, of in self.beside.items() if self.steps - of.at < STALE_STEPS}
         beside.compute.add(ran.work / ran.seconds)
-        if not self.usual and ran.setting == PRIORITY and beside.compute.count >= FEW:
+        if not self.usual and ran.setting == PRIORITY and beside.compute.count >= MIN_SOLO_SAMPLES:
             self.usual = beside.compute.mean
-            if self.alone.count < FEW:
+            if self.alone.count < MIN_SOLO_SAMPLES:
                 self._begin_again()
                 return False
         if costs is None:
@@ -140,7 +140,7 @@ class Kernel:
     def _begin_again(self) -> None:
         """Forget costs that are against another speed."""
         for beside in self.beside.values():
-            beside.adds, beside.delays = Estimate(), Estimate()
+            beside.adds, beside.delays = MeanEstimate(), MeanEstimate()
 
     def forget(self) -> None:
         """Forget how it was beside communication."""
@@ -148,15 +148,15 @@ class Kernel:
         self.usual = 0.0
 
 
-class Knowledge:
+class OverlapStatistics:
     """All that is known on a device."""
 
     def __init__(self) -> None:
-        self.kernels: dict[str, Kernel] = {}
+        self.kernels: dict[str, KernelStatistics] = {}
         #: Bytes of communication of the last steps, and how many steps these were.
         self.moved = self.steps = 0.0
         #: Seconds that a byte takes alone.
-        self.pace = Estimate()
+        self.seconds_per_byte = MeanEstimate()
 
     def compute(self) -> float:
         """What tasks did in the last steps, in seconds alone."""
@@ -164,7 +164,9 @@ class Knowledge:
 
     def communication(self) -> float | None:
         """What communication did in the last steps, in seconds alone; None as long as that is not known."""
-        return self.moved * self.pace.mean if self.pace.count >= FEW_STEPS_ALONE else None
+        return (
+            self.moved * self.seconds_per_byte.mean if self.seconds_per_byte.count >= MIN_SOLO_STEPS else None
+        )
 
     def total(self, costs: Costs) -> float:
         """Seconds of the last steps, if compute and communication had cost each other so much.
@@ -178,18 +180,18 @@ class Knowledge:
             return total
         return max(total, alone + self.compute() * costs.delays)
 
-    def add(self, alone: Alone) -> str | None:
+    def add(self, alone: SoloSample) -> str | None:
         """Take a task; what has changed, so that what was known of it was forgotten."""
         kernel = self._kernel(alone.kernel)
         kernel.work += alone.work
         if not kernel.alone.add(alone.work / alone.seconds):
-            if kernel.alone.count == FEW:
+            if kernel.alone.count == MIN_SOLO_SAMPLES:
                 kernel.beside.clear()  # costs so far are against another speed
             return None
-        self.kernels[alone.kernel] = Kernel(work=kernel.work)
+        self.kernels[alone.kernel] = KernelStatistics(work=kernel.work)
         return alone.kernel
 
-    def add_step(self, step: Step, of: str | None = None) -> str | None:
+    def add_step(self, step: StepSample, of: str | None = None) -> str | None:
         """Take a step; what has changed, so that what was known of it was forgotten.
 
         Parameters
@@ -197,10 +199,10 @@ class Knowledge:
         of
             The only kernel that the step says something of; None for all of it.
         """
-        self.moved = self.moved * STEPS_KEPT + step.moved
-        self.steps = self.steps * STEPS_KEPT + 1
+        self.moved = self.moved * STEP_DECAY + step.moved
+        self.steps = self.steps * STEP_DECAY + 1
         for kernel in self.kernels.values():
-            kernel.work *= STEPS_KEPT
+            kernel.work *= STEP_DECAY
         for name, ran in step.ran.items():
             self._kernel(name).work += ran.work
         if not step.steady or not step.moved:
@@ -218,34 +220,36 @@ class Knowledge:
             self.kernels[name].forget()
         return ", ".join(changed) or None
 
-    def _alone(self, step: Step) -> None:
-        self.pace.add(step.idle / step.moved)
-        if self.pace.count == FEW_STEPS_ALONE:
+    def _alone(self, step: StepSample) -> None:
+        self.seconds_per_byte.add(step.idle / step.moved)
+        if self.seconds_per_byte.count == MIN_SOLO_STEPS:
             for kernel in self.kernels.values():
                 kernel.beside.clear()  # costs so far were told apart in another way
 
-    def costs(self, step: Step) -> Costs | None:
+    def costs(self, step: StepSample) -> Costs | None:
         """What both have cost each other in a step; None until it is known how fast its kernels are."""
         if not (work := self._work(step)):
             return None
         if self.communication() is None:
             return Costs((step.seconds - work) / step.moved, None)
-        pace = self.pace.mean
+        seconds_per_byte = self.seconds_per_byte.mean
         # In idle seconds communication went on as it does alone.
-        beside = max(step.moved - step.idle / pace, FEWEST * step.moved)
-        return Costs((step.seconds - step.idle - work) / beside, (step.seconds - step.moved * pace) / work)
+        beside = max(step.moved - step.idle / seconds_per_byte, LEAST_BESIDE_SHARE * step.moved)
+        return Costs(
+            (step.seconds - step.idle - work) / beside, (step.seconds - step.moved * seconds_per_byte) / work
+        )
 
-    def _work(self, step: Step) -> float:
+    def _work(self, step: StepSample) -> float:
         """Of the tasks of a step, in seconds alone; 0 until it is known how fast that is."""
         speeds = {name: self.kernels[name].speed() for name in step.ran}
         if not all(speeds.values()):
             return 0.0
         return sum(ran.work / speeds[name] for name, ran in step.ran.items())
 
-    def _kernel(self, name: str) -> Kernel:
+    def _kernel(self, name: str) -> KernelStatistics:
         if name not in self.kernels and len(self.kernels) >= MOST_KERNELS:
             del self.kernels[min(self.kernels, key=lambda other: self.kernels[other].samples)]
-        return self.kernels.setdefault(name, Kernel())
+        return self.kernels.setdefault(name, KernelStatistics())
 
     # ---- as plain values ---------------------------------------------------------------
 
@@ -254,12 +258,12 @@ class Knowledge:
         return {
             "moved": self.moved,
             "steps": self.steps,
-            "pace": self.pace.plain(),
+            "pace": self.seconds_per_byte.plain(),
             "kernels": {name: _plain(kernel) for name, kernel in self.kernels.items()},
         }
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Knowledge:
+    def of(cls, values: Mapping[str, Any]) -> OverlapStatistics:
         """The knowledge that :meth:`plain` was called of.
 
         Raises
@@ -269,12 +273,12 @@ class Knowledge:
         """
         known = cls()
         known.moved, known.steps = float(values["moved"]), float(values["steps"])
-        known.pace = Estimate.of(values["pace"])
+        known.seconds_per_byte = MeanEstimate.of(values["pace"])
         known.kernels = {str(name): _kernel(of) for name, of in values["kernels"].items()}
         return known
 
 
-def _plain(kernel: Kernel) -> dict[str, Any]:
+def _plain(kernel: KernelStatistics) -> dict[str, Any]:
     return {
         "steps": kernel.steps,
         "work": kernel.work,
@@ -287,35 +291,37 @@ def _plain(kernel: Kernel) -> dict[str, Any]:
     }
 
 
-def _kernel(values: Mapping[str, Any]) -> Kernel:
+def _kernel(values: Mapping[str, Any]) -> KernelStatistics:
     beside = {
-        Setting.parse(name): Beside(Estimate.of(compute), Estimate.of(adds), Estimate.of(delays), int(at))
+        Setting.parse(name): InterferenceStats(
+            MeanEstimate.of(compute), MeanEstimate.of(adds), MeanEstimate.of(delays), int(at)
+        )
         for name, (at, compute, adds, delays) in values["beside"].items()
     }
     numbers = int(values["steps"]), float(values["work"]), float(values["usual"])
-    return Kernel(Estimate.of(values["alone"]), beside, *numbers)
+    return KernelStatistics(MeanEstimate.of(values["alone"]), beside, *numbers)
 
 
 # ---- of several workers ----------------------------------------------------------------
 
 
-def current(known: Knowledge) -> Knowledge:
+def significant(known: OverlapStatistics) -> OverlapStatistics:
     """Of a worker's knowledge what its last steps consisted of."""
-    least = LITTLE * known.compute()
+    least = MINOR_COMPUTE_SHARE * known.compute()
     kernels = {name: kernel for name, kernel in known.kernels.items() if kernel.seconds() > least}
     return _with_kernels(known, kernels)
 
 
-def common(several: Sequence[Knowledge]) -> Knowledge:
+def average(several: Sequence[OverlapStatistics]) -> OverlapStatistics:
     """What a mean worker knows, of the kernels that any of them knows.
 
     It knows no more of each than a mean one: a step is the same for all that wait for each other in it, and
     so its samples are no independent ones.
     """
-    found = Knowledge()
+    found = OverlapStatistics()
     if several:
         found.moved, found.steps = fmean(one.moved for one in several), fmean(one.steps for one in several)
-    found.pace = mean_of(one.pace for one in several)
+    found.seconds_per_byte = pooled(one.seconds_per_byte for one in several)
     names = dict.fromkeys(name for one in several for name in one.kernels)
     found.kernels = {
         name: _common([one.kernels[name] for one in several if name in one.kernels]) for name in names
@@ -323,22 +329,27 @@ def common(several: Sequence[Knowledge]) -> Knowledge:
     return found
 
 
-def preferred(agreed: Knowledge, own: Knowledge) -> Knowledge:
+def overlaid(agreed: OverlapStatistics, own: OverlapStatistics) -> OverlapStatistics:
     """What has been agreed upon, and what is one's own of kernels that others have not spoken of."""
     return _with_kernels(agreed, {**own.kernels, **agreed.kernels})
 
 
-def _with_kernels(known: Knowledge, kernels: dict[str, Kernel]) -> Knowledge:
-    found = Knowledge()
-    found.moved, found.steps, found.pace, found.kernels = known.moved, known.steps, known.pace, kernels
+def _with_kernels(known: OverlapStatistics, kernels: dict[str, KernelStatistics]) -> OverlapStatistics:
+    found = OverlapStatistics()
+    found.moved, found.steps, found.seconds_per_byte, found.kernels = (
+        known.moved,
+        known.steps,
+        known.seconds_per_byte,
+        kernels,
+    )
     return found
 
 
-def _common(kernels: Sequence[Kernel]) -> Kernel:
+def _common(kernels: Sequence[KernelStatistics]) -> KernelStatistics:
     settings = dict.fromkeys(setting for kernel in kernels for setting in kernel.beside)
     usual = [kernel.usual for kernel in kernels if kernel.usual]  # 0 where it is not known yet
-    return Kernel(
-        mean_of(kernel.alone for kernel in kernels),
+    return KernelStatistics(
+        pooled(kernel.alone for kernel in kernels),
         {
             setting: _beside(kernel.beside[setting] for kernel in kernels if setting in kernel.beside)
             for setting in settings
@@ -349,23 +360,23 @@ def _common(kernels: Sequence[Kernel]) -> Kernel:
     )
 
 
-def _beside(several: Iterable[Beside]) -> Beside:
+def _beside(several: Iterable[InterferenceStats]) -> InterferenceStats:
     found = list(several)
     compute, adds, delays = (
-        mean_of(getattr(one, name) for one in found) for name in ("compute", "adds", "delays")
+        pooled(getattr(one, name) for one in found) for name in ("compute", "adds", "delays")
     )
-    return Beside(compute, adds, delays, max(one.at for one in found))
+    return InterferenceStats(compute, adds, delays, max(one.at for one in found))
 
 
 # ---- in a file -------------------------------------------------------------------------
 
 
-class LearnedError(ValueError):
+class StatisticsFileError(ValueError):
     """A file of what was learnt that is of no use here; the message says why, and what would be right."""
 
 
 @dataclass(frozen=True)
-class Ground:
+class CacheKey:
     """What must be the same for what was learnt to hold.
 
     Parameters
@@ -388,58 +399,58 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dask-gpurt")
 
 
-def default_path(ground: Ground) -> Path:
+def default_path(cache_key: CacheKey) -> Path:
     """The file for a device and its libraries."""
-    name = re.sub(r"[^\w.]+", "-", str(ground)).strip("-")
+    name = re.sub(r"[^\w.]+", "-", str(cache_key)).strip("-")
     return directory() / f"overlap-{name}.json"
 
 
-def read(path: Path, ground: Ground) -> Knowledge:
+def read(path: Path, cache_key: CacheKey) -> OverlapStatistics:
     """Read what was learnt; nothing as long as there is no file.
 
     Raises
     ------
-    LearnedError
+    StatisticsFileError
         When the file can not be read, or is of another device or other libraries.
     """
     if not path.exists():
-        return Knowledge()
+        return OverlapStatistics()
     found, known = load(path)
-    if found != ground:
-        raise LearnedError(
-            f"{path} was learnt on {found}, and here is {ground}: "
+    if found != cache_key:
+        raise StatisticsFileError(
+            f"{path} was learnt on {found}, and here is {cache_key}: "
             "remove it, or set 'gpurt.overlap.learned' to another path"
         )
     return known
 
 
-def load(path: Path) -> tuple[Ground, Knowledge]:
+def load(path: Path) -> tuple[CacheKey, OverlapStatistics]:
     """Read a file, whatever it was learnt on.
 
     Raises
     ------
-    LearnedError
+    StatisticsFileError
         When it can not be read.
     """
     try:
         values = json.loads(path.read_bytes())
-        if values["format"] != FORMAT:
-            raise ValueError(f"its format is {values['format']}, expected {FORMAT}")
-        ground = Ground(str(values["device"]), {str(k): str(v) for k, v in values["libraries"].items()})
-        return ground, Knowledge.of(values["known"])
+        if values["format"] != FILE_FORMAT:
+            raise ValueError(f"its format is {values['format']}, expected {FILE_FORMAT}")
+        cache_key = CacheKey(str(values["device"]), {str(k): str(v) for k, v in values["libraries"].items()})
+        return cache_key, OverlapStatistics.of(values["known"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LearnedError(
+        raise StatisticsFileError(
             f"{path} can not be read as what was learnt of kernels ({type(error).__name__}: {error}): "
             "remove it, or set 'gpurt.overlap.learned' to another path"
         ) from error
 
 
-def write(path: Path, ground: Ground, known: Knowledge) -> None:
+def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
     """Write what was learnt, and keep of the file what others have learnt better.
 
     Raises
     ------
-    LearnedError
+    StatisticsFileError
         When the file that is there is of no use here; it stays as it is.
     OSError
         When it can not be written.
@@ -447,17 +458,17 @@ def write(path: Path, ground: Ground, known: Knowledge) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path):
         values = {
-            "format": FORMAT,
-            "device": ground.device,
-            "libraries": dict(ground.libraries),
-            "known": merged(read(path, ground), known).plain(),
+            "format": FILE_FORMAT,
+            "device": cache_key.device,
+            "libraries": dict(cache_key.libraries),
+            "known": merged(read(path, cache_key), known).plain(),
         }
         _replace(path, values)
 
 
-def merged(one: Knowledge, other: Knowledge) -> Knowledge:
+def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistics:
     """Of each kernel what there are more samples for; on a tie, the other's."""
-    found = Knowledge()
+    found = OverlapStatistics()
     latest = other if other.steps else one
     found.moved, found.steps = latest.moved, latest.steps
     found.kernels = {**one.kernels}

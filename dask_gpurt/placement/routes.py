@@ -53,7 +53,7 @@ class Routes:
     def contact(self, source: str, target: str) -> float:
         """Seconds of a route that only the first bytes between two workers take."""
         link = self._topology.link(source, target, by_comms=True)
-        return self._topology.contact(link, source, target) if self._by_comms else 0.0
+        return self._topology.connection_setup(link, source, target) if self._by_comms else 0.0
 
     def out_of(self, tier: Tier, worker: str) -> Route:
         """Between a lower tier and the live tier of a worker."""
@@ -65,7 +65,7 @@ class Routes:
         link, speed = self._topology.way(source, target, self._by_comms)
         route = Route.over(speed)
         if self._by_comms:
-            route = route.then(Route(self._topology.contact(link, source, target)))
+            route = route.then(Route(self._topology.connection_setup(link, source, target)))
         if link in BETWEEN_HOSTS:
             route = Route(route.latency, route.pace * self._neighbours(source))
         if link in THROUGH_HOST:

@@ -22,23 +22,37 @@ from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.device import Device, PriorityError, SmsError
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Decisions, Fallback, Metrics
-from dask_gpurt.overlap.actuators import Actuator, Precedence, ResidencyCaps, SmShare, Together, UnfitSetting
+from dask_gpurt.overlap.actuators import (
+    Actuator,
+    CompositeActuator,
+    ResidencyCaps,
+    SmShare,
+    StreamPriority,
+    UnfitSetting,
+)
 from dask_gpurt.overlap.control import Control
-from dask_gpurt.overlap.governor import Fixed, Governing, Governor, rows
-from dask_gpurt.overlap.interposer import NotLoadedError, put_instead
+from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
+from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
 from dask_gpurt.overlap.samples import Setting
-from dask_gpurt.overlap.statistics import Ground, Knowledge, LearnedError, default_path, read, write
+from dask_gpurt.overlap.statistics import (
+    CacheKey,
+    OverlapStatistics,
+    StatisticsFileError,
+    default_path,
+    read,
+    write,
+)
 from dask_gpurt.plugins.residency import WorkerResidency
-from dask_gpurt.plugins.sharing import Sharing
+from dask_gpurt.plugins.sharing import StatsSync
 
 #: Prefixes of tasks that are communication themselves; "operation" is what chooses output partitions.
-COMMUNICATION = frozenset(
+COMMUNICATION_PREFIXES = frozenset(
     {"operation", "shuffle-transfer", "shuffle-barrier", "hash-join-transfer", "gpurtshuffle", "p2pshuffle"}
 )
 #: The libraries that launch kernels, where they are in use.
-LIBRARIES = ("cudf", "cupy", "pandas")
+KERNEL_LIBRARIES = ("cudf", "cupy", "pandas")
 #: Seconds between writes of what was learnt.
-SAVE = 60.0
+SAVE_INTERVAL_S = 60.0
 
 
 class WorkerOverlap:
@@ -71,8 +85,8 @@ class WorkerOverlap:
         self._share: SmShare | None = None
         self._governor: Governor | None = None
         self._control: Control | None = None
-        self._sharing: Sharing | None = None
-        self._saving = PeriodicCallback(self.save, SAVE * 1000)
+        self._sharing: StatsSync | None = None
+        self._saving = PeriodicCallback(self.save, SAVE_INTERVAL_S * 1000)
         self._patches = Patches()
 
     def prepare(self) -> None:
@@ -83,16 +97,16 @@ class WorkerOverlap:
         free = self._residency.actuator if self._residency.setting == "auto" else None
         caps = ResidencyCaps(free) if free else None
         try:
-            self._share, precedence = self._sm_share(), self._precedence()
-            if caps is None and self._share is None and precedence is None:
+            self._share, priority = self._sm_share(), self._stream_priority()
+            if caps is None and self._share is None and priority is None:
                 raise UnfitSetting(self._residency.reason or "'gpurt.overlap.residency' is 'off'")
-            actuator = Together(caps, self._share, precedence)
-            governing = self._governing(actuator)
+            actuator = CompositeActuator(caps, self._share, priority)
+            policy = self._policy(actuator)
         except (SmsError, NotLoadedError, ValueError) as error:
             self._metrics.fallback(Fallback.OVERLAP_UNCONFINED, f"{error}. The shuffle has its priority")
             return
         self._control = Control(
-            governing,
+            policy,
             actuator,
             lambda: self._exchange.moved,
             perf_counter,
@@ -114,7 +128,7 @@ class WorkerOverlap:
         sms = settings.adaptive.sms if adaptive else settings.fixed.sms
         if sms is None:
             return None
-        contexts = self._device.sm_contexts(put_instead)
+        contexts = self._device.sm_contexts(redirect_context)
         failed = partial(self._metrics.fallback, Fallback.OVERLAP_TASK_UNCONFINED)
         share = SmShare(contexts, failed, [sms] if adaptive else [])
         share.apply(Setting(sms=sms))
@@ -122,7 +136,7 @@ class WorkerOverlap:
         contexts.try_out(sms)
         return share
 
-    def _precedence(self) -> Precedence | None:
+    def _stream_priority(self) -> StreamPriority | None:
         """What says whether communication comes first, where that has been tried out."""
         if self._settings.mode != "adaptive":
             return None
@@ -131,21 +145,21 @@ class WorkerOverlap:
         except PriorityError as error:
             self._metrics.fallback(Fallback.OVERLAP_PRIORITY_FIXED, str(error))
             return None
-        return Precedence(self._device)
+        return StreamPriority(self._device)
 
     @property
     def _device(self) -> Device:
         return self._exchange.pools.device(self._exchange.pools.main)
 
-    def _governing(self, actuator: Actuator) -> Governing:
+    def _policy(self, actuator: Actuator) -> Policy:
         if self._settings.mode == "fixed":
             setting = Setting(self._settings.fixed.residency, self._settings.fixed.sms)
             actuator.apply(setting)  # so that what is impossible is said at once
             actuator.clear()
             return Fixed(setting)
-        self._ground = ground(self._device.describe())
-        self._path = Path(self._settings.learned) if self._settings.learned else default_path(self._ground)
-        self._governor = Governor(actuator.settings(), read(self._path, self._ground))
+        self._cache_key = cache_key(self._device.describe())
+        self._path = Path(self._settings.learned) if self._settings.learned else default_path(self._cache_key)
+        self._governor = Governor(actuator.settings(), read(self._path, self._cache_key))
         return self._governor
 
     def install(self) -> None:
@@ -157,7 +171,7 @@ class WorkerOverlap:
             self._hand_over_threads()
             self._saving.start()
         if self._governor is not None:
-            self._sharing = Sharing(self._worker, self._ground, self._governor, self._metrics)
+            self._sharing = StatsSync(self._worker, self._cache_key, self._governor, self._metrics)
             self._sharing.start()
 
     def uninstall(self) -> None:
@@ -185,10 +199,10 @@ class WorkerOverlap:
         """Write what was learnt."""
         if self._governor is None:
             return
-        now = Knowledge.of(self._governor.known.plain())  # it is learnt on while that is written
+        now = OverlapStatistics.of(self._governor.known.plain())  # it is learnt on while that is written
         try:
-            await asyncio.to_thread(write, self._path, self._ground, now)
-        except (LearnedError, OSError) as error:
+            await asyncio.to_thread(write, self._path, self._cache_key, now)
+        except (StatisticsFileError, OSError) as error:
             self._metrics.fallback(Fallback.OVERLAP_NOT_SAVED, str(error))
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
@@ -228,10 +242,10 @@ def kernel_of(key: Key, spec: Any) -> str | None:
             prefixes = dict.fromkeys(key_split(inner) for inner in fused)
         case _:
             prefixes = {key_split(key): None}
-    return None if prefixes.keys() <= COMMUNICATION else "+".join(prefixes)
+    return None if prefixes.keys() <= COMMUNICATION_PREFIXES else "+".join(prefixes)
 
 
-def ground(device: Mapping[str, Any]) -> Ground:
+def cache_key(device: Mapping[str, Any]) -> CacheKey:
     """What the things that are learnt in this process are true of.
 
     Parameters
@@ -239,5 +253,5 @@ def ground(device: Mapping[str, Any]) -> Ground:
     device
         As it describes itself.
     """
-    versions = {name: sys.modules[name].__version__ for name in LIBRARIES if name in sys.modules}
-    return Ground(str(device.get("name", device["kind"])), {"dask-gpurt": __version__, **versions})
+    versions = {name: sys.modules[name].__version__ for name in KERNEL_LIBRARIES if name in sys.modules}
+    return CacheKey(str(device.get("name", device["kind"])), {"dask-gpurt": __version__, **versions})

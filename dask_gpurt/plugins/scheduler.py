@@ -20,7 +20,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.sharing import HANDLER, CommonKnowledge
+from dask_gpurt.plugins.sharing import HANDLER, SharedStatistics
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
 from dask_gpurt.plugins.topology import SchedulerTopology
@@ -106,7 +106,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.metrics = Metrics()
         self.picture = Picture()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
-        self.learned = CommonKnowledge()
+        self.learned = SharedStatistics()
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)

@@ -11,12 +11,12 @@ from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
-from dask_gpurt.topology.estimate import FIRST
+from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.model import Host
 
 #: Which links the paths of the exchange cross: bytes that took another way tell nothing of a pair's link.
-CROSSED = {
+LINKS_OF_PATH = {
     "shared-memory": {Link.SHARED_MEMORY},
     "cuda-ipc": {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
     COMMS: {Link.LOOPBACK, Link.RDMA, Link.TCP},
@@ -43,7 +43,7 @@ class SchedulerTopology:
         self._scheduler = scheduler
         self._metrics = metrics
         self._file = load(file) if file is not None else Description()
-        self.topology = Topology(self._file.speeds, FIRST)
+        self.topology = Topology(self._file.speeds, FIRST_TRANSFER_S)
         self._hosts: dict[str, Host] = {}
         self._asked: set[str] = set()
 
@@ -135,7 +135,7 @@ class SchedulerTopology:
         for peer, path, nbytes, seconds, transfers in seen:
             if not self.topology.place(peer) or not self.topology.place(worker):
                 continue  # one of them has left, or not yet said where it is
-            if self.topology.link(peer, worker, path == COMMS) in CROSSED.get(path, ()):
+            if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
 
     def links(self, worker: str, peers: Sequence[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dask_gpurt.topology.model import Host
 #: The names of the stream operations, and of what the scheduler calls.
 PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
 #: How the addresses of workers begin whose comms are TCP.
-TCP = ("tcp://", "tls://", "ws://", "wss://")
+TCP_SCHEMES = ("tcp://", "tls://", "ws://", "wss://")
 #: Bytes below which Dask's own transfers tell nothing of a link, and the least seconds that it writes down.
 DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
 
@@ -61,7 +61,7 @@ class TopologyReporter:
 
     def _look_around(self) -> Any:
         visible, address = visible_devices(), str(self._worker.address)
-        rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP)
+        rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP_SCHEMES)
         try:
             self._host = discover()
         # Whatever NVML fails with: without a topology there is still a cluster.

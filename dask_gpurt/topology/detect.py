@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from dask_gpurt.topology.links import Link
-from dask_gpurt.topology.model import Devices, Gpu, Host, Join, Lanes, Nic, Place
+from dask_gpurt.topology.model import Devices, Gpu, GpuLink, Host, Lanes, Nic, Place
 
 SYS = Path("/sys")
 #: The generation of NVLink by the number that NVML has for its version; 2.2 and 3.1 have one of their own.
@@ -169,19 +169,19 @@ class Nvml:
 
     # ---- pairs -----------------------------------------------------------------------
 
-    def joins(self, gpus: tuple[Gpu, ...]) -> dict[Devices, Join]:
+    def joins(self, gpus: tuple[Gpu, ...]) -> dict[Devices, GpuLink]:
         """What joins every two of :meth:`gpus`."""
         return {frozenset((one.id, other.id)): self._join(one, other) for one, other in combinations(gpus, 2)}
 
-    def _join(self, one: Gpu, other: Gpu) -> Join:
+    def _join(self, one: Gpu, other: Gpu) -> GpuLink:
         if one.parent or other.parent:  # instances of MIG have no peers, not even in their own GPU
-            return Join(Link.SHARED_MEMORY)
+            return GpuLink(Link.SHARED_MEMORY)
         pair = self._handles[one.index], self._handles[other.index]
         if self._can(pair, self._library.NVML_P2P_CAPS_INDEX_NVLINK):
-            return Join(Link.NVLINK, nvlinks=self._nvlinks_between(*pair))
+            return GpuLink(Link.NVLINK, nvlinks=self._nvlinks_between(*pair))
         if self._can(pair, READ_CAPABILITY):
-            return Join(Link.PCIE, path=self._path(pair))
-        return Join(Link.SHARED_MEMORY)
+            return GpuLink(Link.PCIE, path=self._path(pair))
+        return GpuLink(Link.SHARED_MEMORY)
 
     def _can(self, pair: tuple[Any, Any], capability: int) -> bool:
         answer = self._ask("nvmlDeviceGetP2PStatus", *pair, capability)

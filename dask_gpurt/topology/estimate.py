@@ -12,13 +12,13 @@ from typing import Generic, TypeVar
 from dask_gpurt.topology.links import Link, Speed
 
 #: An average begins as if the known speed had been seen for so many seconds of transfers ...
-PRIOR = 0.1
+PRIOR_S = 0.1
 #: ... and is one over about the last so many seconds of them.
-WINDOW = 10.0
+WINDOW_S = 10.0
 #: It departs where it takes so many times as long as its class, or as short, and until it is this near again.
-DEPARTS, RETURNS = 2.0, 1.5
+OVERRIDE_FACTOR, RETURN_FACTOR = 2.0, 1.5
 #: Seconds by class of link, until transfers have shown others. Classes that are left out take no longer.
-FIRST: Mapping[Link, float] = {
+FIRST_TRANSFER_S: Mapping[Link, float] = {
     # Measured on four H200, 512 MiB over UCX: 0.28 s, and 0.56 to 0.65 where four began at once; those that
     # followed took 0.01. It seems that the receiver maps the pool that the data lie in, here half of a GPU.
     Link.NVLINK: 0.3,
@@ -26,14 +26,14 @@ FIRST: Mapping[Link, float] = {
     Link.PCIE: 0.3,
 }
 #: The weight of the last first transfer in the average of its class.
-WEIGHT = 0.2
+FIRST_TRANSFER_WEIGHT = 0.2
 #: From how many others each worker is remembered to have had data; the one met first is forgotten first.
 MOST_PEERS = 256
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Average:
+class SpeedEstimate:
     """The speed of a link, learned from its transfers.
 
     Small transfers tell the latency, large ones the bandwidth: each only what took most of its expected time.
@@ -46,8 +46,8 @@ class Average:
 
     def __init__(self, speed: Speed):
         self.speed = speed
-        self._bytes, self._moving = speed.bandwidth * PRIOR, PRIOR
-        self._transfers, self._waiting = (PRIOR / speed.latency if speed.latency else 0.0), PRIOR
+        self._bytes, self._moving = speed.bandwidth * PRIOR_S, PRIOR_S
+        self._transfers, self._waiting = (PRIOR_S / speed.latency if speed.latency else 0.0), PRIOR_S
 
     def observe(self, nbytes: float, seconds: float, transfers: int) -> None:
         """Take some transfers, with the sums of their bytes and of their seconds."""
@@ -69,7 +69,7 @@ class Average:
 
 def _within_window(amount: float, seconds: float) -> tuple[float, float]:
     """A sum and the seconds that it took, scaled so that what comes next counts for its part of a window."""
-    scale = min(1.0, WINDOW / seconds)
+    scale = min(1.0, WINDOW_S / seconds)
     return amount * scale, seconds * scale
 
 
@@ -81,7 +81,7 @@ def factor(one: Speed, other: Speed) -> float:
     return max(bandwidths[1] / bandwidths[0], slower)
 
 
-class Departures(Generic[Key]):
+class PairOverrides(Generic[Key]):
     """The pairs whose transfers differ from their class: a bounded number, the least recently seen goes.
 
     Parameters
@@ -92,7 +92,7 @@ class Departures(Generic[Key]):
 
     def __init__(self, most: int):
         self._most = most
-        self._averages: OrderedDict[Key, Average] = OrderedDict()
+        self._averages: OrderedDict[Key, SpeedEstimate] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._averages)
@@ -108,23 +108,23 @@ class Departures(Generic[Key]):
         known = average is not None
         if average is None:
             expected = transfers * usual.latency + nbytes / usual.bandwidth
-            if expected / DEPARTS <= seconds <= expected * DEPARTS:
+            if expected / OVERRIDE_FACTOR <= seconds <= expected * OVERRIDE_FACTOR:
                 return
-            average = Average(usual)
+            average = SpeedEstimate(usual)
         average.observe(nbytes, seconds, transfers)
-        if not known or factor(average.speed, usual) > RETURNS:
+        if not known or factor(average.speed, usual) > RETURN_FACTOR:
             self._averages[pair] = average
             if len(self._averages) > self._most:
                 self._averages.popitem(last=False)
 
 
-class Contacts:
+class ConnectionSetup:
     """Who has sent data to whom, by Dask's comms.
 
     Parameters
     ----------
     first
-        Seconds by class of link, as :data:`FIRST`.
+        Seconds by class of link, as :data:`FIRST_TRANSFER_S`.
     """
 
     def __init__(self, first: Mapping[Link, float]):
@@ -152,7 +152,7 @@ class Contacts:
         if len(peers) > MOST_PEERS:
             del peers[next(iter(peers))]
         # Never nothing: then the class would be one whose first transfers are like the others.
-        self._first[link] += WEIGHT * (max(longer, 1e-6) - self._first[link])
+        self._first[link] += FIRST_TRANSFER_WEIGHT * (max(longer, 1e-6) - self._first[link])
         return True
 
     def forget(self, worker: str) -> None:

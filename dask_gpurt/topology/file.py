@@ -16,7 +16,7 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_gpurt.config import ConfigError
 from dask_gpurt.topology.links import Link, Speed
-from dask_gpurt.topology.model import SELF, Devices, Gpu, Host, Join, Lanes, Nic
+from dask_gpurt.topology.model import SELF, Devices, Gpu, GpuLink, Host, Lanes, Nic
 
 #: The format that is written, and the only one that is read.
 VERSION = 1
@@ -176,7 +176,7 @@ class _Reader:
         readers = {"speed": self._bandwidth, "rdma": self._flag, "numa": self._whole}
         return Nic(**self._values(parts, readers))
 
-    def _joins(self, node: Any, gpus: tuple[Gpu, ...]) -> dict[Devices, Join]:
+    def _joins(self, node: Any, gpus: tuple[Gpu, ...]) -> dict[Devices, GpuLink]:
         rows = [self._list(row) for row in self._list(node)]
         for row, cells in zip(self._list(node), rows, strict=True):
             if len(cells) != len(gpus):
@@ -201,10 +201,10 @@ class _Reader:
             joins[frozenset((one.id, other.id))] = there
         return joins
 
-    def _join(self, node: Any) -> Join:
+    def _join(self, node: Any) -> GpuLink:
         text = self._text(node)
         try:
-            return Join.parse(text)
+            return GpuLink.parse(text)
         except ValueError:
             examples = "'nvlink x18', 'pcie PIX', 'shared-memory' or 'same-device'"
             raise self._wrong(node, f"{text!r} is no link: expected such as {examples}") from None

@@ -29,11 +29,11 @@ from dask_gpurt.topology.links import SHIPPED, Link, Speed
 from dask_gpurt.topology.model import Host
 
 #: Bytes of a block, too many for a processor's caches, and seconds of one trial.
-BLOCK, MOMENT = 2**26, 0.3
+BLOCK_BYTES, TRIAL_S = 2**26, 0.3
 #: What TCP leaves of the nominal speed of a NIC.
 NIC_SHARE = 0.9
 #: Bytes of a large and of a small copy: one takes as long as the bandwidth says, the other as the latency.
-LARGE, SMALL = 2**28, 8
+LARGE_COPY_BYTES, SMALL_COPY_BYTES = 2**28, 8
 
 Best = Callable[[Callable[[], object]], float]
 
@@ -64,7 +64,7 @@ def measure(host: Host) -> dict[Link, Speed]:
 
 def best(action: Callable[[], object]) -> float:
     """The seconds of the fastest of several calls."""
-    end = time.perf_counter() + MOMENT
+    end = time.perf_counter() + TRIAL_S
     action()  # touches every page, sets every connection up
     times: list[float] = []
     while not times or time.perf_counter() < end:
@@ -77,8 +77,8 @@ def best(action: Callable[[], object]) -> float:
 def _shared_memory() -> float:
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(BLOCK)
-        with closing(mmap.mmap(file.fileno(), BLOCK)) as shared:
+        file.truncate(BLOCK_BYTES)
+        with closing(mmap.mmap(file.fileno(), BLOCK_BYTES)) as shared:
             source = np.frombuffer(shared, np.uint8).copy()
             shared[:] = source.tobytes()  # otherwise there are no pages to read
 
@@ -86,7 +86,7 @@ def _shared_memory() -> float:
                 view = np.frombuffer(shared, np.uint8)
                 np.copyto(source, view)
 
-            return BLOCK / best(read)
+            return BLOCK_BYTES / best(read)
 
 
 # ---- TCP -----------------------------------------------------------------------------
@@ -97,16 +97,16 @@ async def _tcp() -> Speed:
         comm = await connect(address)
         try:
             latency = await _exchange(comm, np.zeros(1, np.uint8))
-            seconds = await _exchange(comm, np.zeros(BLOCK, np.uint8))
+            seconds = await _exchange(comm, np.zeros(BLOCK_BYTES, np.uint8))
         finally:
             await comm.close()
-    return Speed(BLOCK / max(seconds - latency, seconds / 2), latency)
+    return Speed(BLOCK_BYTES / max(seconds - latency, seconds / 2), latency)
 
 
 async def _exchange(comm: Any, block: np.ndarray) -> float:
     """The seconds that a message takes until it is answered, at best."""
     times: list[float] = []
-    end = time.perf_counter() + MOMENT
+    end = time.perf_counter() + TRIAL_S
     while len(times) < 2 or time.perf_counter() < end:
         start = time.perf_counter()
         await comm.write({"block": to_serialize(block)})
@@ -157,7 +157,7 @@ def _behind_nic(speed: Speed, host: Host) -> Speed:
 
 def _disk() -> Speed:
     """Of where workers have their local directories; the slower of writing and reading."""
-    block = np.random.default_rng(0).bytes(BLOCK)  # no file system makes less of it
+    block = np.random.default_rng(0).bytes(BLOCK_BYTES)  # no file system makes less of it
     with tempfile.TemporaryFile(dir=dask.config.get("temporary-directory", None), buffering=0) as file:
 
         def write() -> None:
@@ -168,14 +168,14 @@ def _disk() -> Speed:
         def read() -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
-            file.read(BLOCK)
+            file.read(BLOCK_BYTES)
 
         def read_little() -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(BLOCK // 2)
+            file.seek(BLOCK_BYTES // 2)
             file.read(mmap.PAGESIZE)
 
-        return Speed(BLOCK / max(best(write), best(read)), best(read_little))
+        return Speed(BLOCK_BYTES / max(best(write), best(read)), best(read_little))
 
 
 # ---- GPUs ----------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def _trials(runtime: Any, count: int, host: Host, best: Best) -> Iterator[tuple[
     if not count:
         return
     with _block(runtime, 0) as one, _block(runtime, 0) as other, _pinned(runtime) as pinned:
-        pageable = np.ones(LARGE, np.uint8).ctypes
+        pageable = np.ones(LARGE_COPY_BYTES, np.uint8).ctypes
         yield Link.SAME_DEVICE, _copy(runtime, one, other, best)
         yield Link.PINNED, _copy(runtime, pinned, one, best)
         yield Link.PAGEABLE, _copy(runtime, one, pageable.data, best)
@@ -233,7 +233,7 @@ def _uuid(runtime: Any, device: int) -> str:
 @contextmanager
 def _block(runtime: Any, device: int) -> Iterator[int]:
     runtime.setDevice(device)
-    pointer = runtime.malloc(LARGE)
+    pointer = runtime.malloc(LARGE_COPY_BYTES)
     try:
         yield pointer
     finally:
@@ -243,7 +243,7 @@ def _block(runtime: Any, device: int) -> Iterator[int]:
 
 @contextmanager
 def _pinned(runtime: Any) -> Iterator[int]:
-    pointer = runtime.hostAlloc(LARGE, 0)
+    pointer = runtime.hostAlloc(LARGE_COPY_BYTES, 0)
     try:
         yield pointer
     finally:
@@ -255,5 +255,5 @@ def _copy(runtime: Any, source: int, target: int, best: Best) -> Speed:
         runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, 0)
         runtime.streamSynchronize(0)
 
-    latency, seconds = best(lambda: copy(SMALL)), best(lambda: copy(LARGE))
-    return Speed(LARGE / max(seconds - latency, seconds / 2), latency)
+    latency, seconds = best(lambda: copy(SMALL_COPY_BYTES)), best(lambda: copy(LARGE_COPY_BYTES))
+    return Speed(LARGE_COPY_BYTES / max(seconds - latency, seconds / 2), latency)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dask_gpurt.topology.estimate import RETURNS, Average, Contacts, Departures, factor
+from dask_gpurt.topology.estimate import RETURN_FACTOR, ConnectionSetup, PairOverrides, SpeedEstimate, factor
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
 #: Pairs whose own speed is remembered: those of a slow host or cable, not all that there are.
@@ -81,7 +81,7 @@ class Lanes(NamedTuple):
     number: int
 
 
-class Join(NamedTuple):
+class GpuLink(NamedTuple):
     """What joins two GPUs: a class of link, and how many NVLinks or which path over the PCIe bus."""
 
     link: Link
@@ -92,7 +92,7 @@ class Join(NamedTuple):
         return " ".join(filter(None, (self.link, f"x{self.nvlinks}" if self.nvlinks else "", self.path)))
 
     @classmethod
-    def parse(cls, text: str) -> Join:
+    def parse(cls, text: str) -> GpuLink:
         """Read what ``str`` has made: "nvlink x18", "pcie PIX", "shared-memory".
 
         Raises
@@ -111,7 +111,7 @@ class Join(NamedTuple):
         return cls(link)
 
 
-SELF = Join(Link.SAME_DEVICE)
+SELF = GpuLink(Link.SAME_DEVICE)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Host:
 
     name: str
     gpus: tuple[Gpu, ...] = ()
-    joins: Mapping[Devices, Join] = field(default_factory=dict)
+    joins: Mapping[Devices, GpuLink] = field(default_factory=dict)
     nics: tuple[Nic, ...] = ()
     numa_nodes: int = 1
 
@@ -185,7 +185,7 @@ class Host:
         """Whether there is a NIC for RDMA."""
         return any(nic.rdma for nic in self.nics)
 
-    def matrix(self) -> list[list[Join]]:
+    def matrix(self) -> list[list[GpuLink]]:
         """What joins every two GPUs, in rows; a GPU and itself are one device."""
         return [
             [SELF if one is other else self.joins[frozenset((one.id, other.id))] for other in self.gpus]
@@ -303,13 +303,13 @@ class Topology:
     def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED, first: Mapping[Link, float] | None = None):
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, Mapping[frozenset[str], Link]] = {}
-        self._host_averages: dict[tuple[str, Link], Average] = {}
+        self._host_averages: dict[tuple[str, Link], SpeedEstimate] = {}
         # Dictionaries without values: sets that are read in the order of arrival.
         self._everywhere: dict[str, None] = {}
         self._rings: dict[tuple[str, ...], dict[str, None]] = {}
-        self._classes = {link: Average(speed) for link, speed in {**SHIPPED, **speeds}.items()}
-        self._departures: Departures[Pair] = Departures(MOST_PAIRS)
-        self._contacts = Contacts(first or {})
+        self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
+        self._overrides: PairOverrides[Pair] = PairOverrides(MOST_PAIRS)
+        self._setup = ConnectionSetup(first or {})
 
     # ---- who is there ----------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Topology:
         if place is None:
             return
         del self._everywhere[worker]
-        self._contacts.forget(worker)
+        self._setup.forget(worker)
         for ring in _rings_of(place):
             del self._rings[ring][worker]
             if not self._rings[ring]:
@@ -343,8 +343,8 @@ class Topology:
         self._hosts[host] = known.links
         self._forget_averages(host)
         for link, speed in known.speeds.items():
-            if factor(speed, self._classes[link].speed) > RETURNS:
-                self._host_averages[host, link] = Average(speed)
+            if factor(speed, self._classes[link].speed) > RETURN_FACTOR:
+                self._host_averages[host, link] = SpeedEstimate(speed)
 
     def _forget_averages(self, host: str) -> None:
         for link in Link:
@@ -419,11 +419,11 @@ class Topology:
             link = Link.SAME_DEVICE if source == target else Link.TCP
             return link, self._classes[link].speed
         link = Link.SAME_DEVICE if source == target else self._link(here, there, by_comms)
-        if self._departures and (own := self._departures.speed(_pair(link, here, there))):
+        if self._overrides and (own := self._overrides.speed(_pair(link, here, there))):
             return link, own
         return link, self._usual(link, here, there).speed
 
-    def _usual(self, link: Link, here: Place, there: Place) -> Average:
+    def _usual(self, link: Link, here: Place, there: Place) -> SpeedEstimate:
         """The average that transfers count for: of the host where it departs, else of the class."""
         own = self._host_averages.get((here.host, link)) if here.host == there.host else None
         return own or self._classes[link]
@@ -437,9 +437,9 @@ class Topology:
         """The time that so many bytes take from a worker to another."""
         return self.way(source, target, by_comms)[1].seconds(nbytes)
 
-    def contact(self, link: Link, source: str, target: str) -> float:
+    def connection_setup(self, link: Link, source: str, target: str) -> float:
         """Seconds on top of what a link takes by Dask's comms, while they have not sent anything over it."""
-        return self._contacts.seconds(link, source, target)
+        return self._setup.seconds(link, source, target)
 
     # ---- what transfers show ---------------------------------------------------------
 
@@ -473,9 +473,9 @@ class Topology:
             return
         usual = self._usual(link, here, there)
         expected = transfers * usual.speed.latency + nbytes / usual.speed.bandwidth
-        if by_comms and self._contacts.observe(link, source, target, seconds - expected):
+        if by_comms and self._setup.observe(link, source, target, seconds - expected):
             return
-        self._departures.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)
+        self._overrides.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)
         usual.observe(nbytes, seconds, transfers)
 
     def learned(self) -> dict[Link, Speed]:
@@ -483,9 +483,9 @@ class Topology:
         return {link: average.speed for link, average in self._classes.items()}
 
     @property
-    def departing(self) -> int:
+    def overrides(self) -> int:
         """How many pairs have a speed of their own."""
-        return len(self._departures)
+        return len(self._overrides)
 
 
 def _rings_of(place: Place) -> Iterator[tuple[str, ...]]:
