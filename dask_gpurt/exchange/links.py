@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
+from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 
@@ -43,7 +44,7 @@ class MeasuredBandwidth:
 
     def __init__(self, usual: Speed):
         self._latency = usual.latency
-        self._bytes, self._seconds = float(PRIOR_BYTES), PRIOR_BYTES / usual.bandwidth
+        self._seconds_per_byte = WindowedRatio(PRIOR_BYTES / usual.bandwidth, PRIOR_BYTES, WINDOW_BYTES)
         self._until = -math.inf
 
     def observe(self, nbytes: int, begin: float, end: float) -> None:
@@ -52,13 +53,12 @@ class MeasuredBandwidth:
         if begin >= self._until:
             seconds = max(seconds - self._latency, seconds / 2)
         self._until = end
-        scale = WINDOW_BYTES / max(WINDOW_BYTES, self._bytes + nbytes)
-        self._bytes, self._seconds = scale * (self._bytes + nbytes), scale * (self._seconds + seconds)
+        self._seconds_per_byte.observe(seconds, nbytes)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
-        return self._bytes / self._seconds
+        """Return bytes per second."""
+        return self._seconds_per_byte.inverse
 
 
 class Links:

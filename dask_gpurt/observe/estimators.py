@@ -1,8 +1,8 @@
-"""A mean learnt from noisy samples: how far off it may be, and whether it still holds. Pure.
+"""Estimate quantities from noisy samples, as they come: means with their uncertainty, and ratios. Pure.
 
-Samples are weighted as in an exponential average once there are ``WINDOW_SAMPLES`` of them, so that a slow
-drift is followed. A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous inspection
-schemes, Biometrika 41, 1954), on residuals in units of their standard deviation.
+Samples of a mean are weighted as in an exponential average once there are ``WINDOW_SAMPLES`` of them, so
+that a slow drift is followed. A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous
+inspection schemes, Biometrika 41, 1954), on residuals in units of their standard deviation.
 """
 
 from __future__ import annotations
@@ -111,3 +111,39 @@ def pooled(several: Iterable[MeanEstimate]) -> MeanEstimate:
     size = sum(one.count * one.size for one in found) / samples
     scatter = sum(one._scatter + one.count * (one.mean - mean) ** 2 for one in found)
     return MeanEstimate(samples / len(found), mean, scatter / len(found), size)
+
+
+class WindowedRatio:
+    """Estimate the ratio of two quantities that are measured in pairs, such as bytes and seconds.
+
+    Both are summed. Once the second sum has grown beyond the window both are scaled back to it, so that older
+    pairs count for exponentially less, each by its size and not by its number.
+
+    Parameters
+    ----------
+    amount, measure
+        The sums to begin with: the pair that is known beforehand.
+    window
+        The most that the sum of ``measure`` grows to, in its unit.
+    """
+
+    __slots__ = ("_amount", "_measure", "_window")
+
+    def __init__(self, amount: float, measure: float, window: float):
+        self._amount, self._measure, self._window = amount, measure, window
+
+    def observe(self, amount: float, measure: float) -> None:
+        """Take a pair, or the sums of several."""
+        amount, measure = self._amount + amount, self._measure + measure
+        scale = self._window / max(self._window, measure)
+        self._amount, self._measure = amount * scale, measure * scale
+
+    @property
+    def ratio(self) -> float:
+        """Return amount per measure."""
+        return self._amount / self._measure
+
+    @property
+    def inverse(self) -> float:
+        """Return measure per amount."""
+        return self._measure / self._amount

@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
+from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology.links import Link, Speed
 
 #: An average begins as if the known speed had been seen for so many seconds of transfers ...
@@ -34,43 +35,32 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class SpeedEstimate:
-    """The speed of a link, learned from its transfers.
+    """Estimate the speed of a link from its transfers.
 
     Small transfers tell the latency, large ones the bandwidth: each only what took most of its expected time.
 
     Parameters
     ----------
     speed
-        What is known beforehand.
+        The one that is known beforehand.
     """
 
     def __init__(self, speed: Speed):
         self.speed = speed
-        self._bytes, self._moving = speed.bandwidth * PRIOR_S, PRIOR_S
-        self._transfers, self._waiting = (PRIOR_S / speed.latency if speed.latency else 0.0), PRIOR_S
+        transfers = PRIOR_S / speed.latency if speed.latency else 0.0
+        self._bytes_per_second = WindowedRatio(speed.bandwidth * PRIOR_S, PRIOR_S, WINDOW_S)
+        self._transfers_per_second = WindowedRatio(transfers, PRIOR_S, WINDOW_S)
 
     def observe(self, nbytes: float, seconds: float, transfers: int) -> None:
         """Take some transfers, with the sums of their bytes and of their seconds."""
         waiting, moving = transfers * self.speed.latency, nbytes / self.speed.bandwidth
+        # The rest is at least what was expected to be most of it, however fast the whole was.
         if moving >= waiting:
-            # What is left is at least what was expected to be most of it, however fast the whole was.
-            self._learn_bandwidth(nbytes, max(seconds - waiting, seconds / 2))
+            self._bytes_per_second.observe(nbytes, max(seconds - waiting, seconds / 2))
+            self.speed = Speed(self._bytes_per_second.ratio, self.speed.latency)
         else:
-            self._learn_latency(transfers, max(seconds - moving, seconds / 2))
-
-    def _learn_bandwidth(self, nbytes: float, seconds: float) -> None:
-        self._bytes, self._moving = _within_window(self._bytes + nbytes, self._moving + seconds)
-        self.speed = Speed(self._bytes / self._moving, self.speed.latency)
-
-    def _learn_latency(self, transfers: float, seconds: float) -> None:
-        self._transfers, self._waiting = _within_window(self._transfers + transfers, self._waiting + seconds)
-        self.speed = Speed(self.speed.bandwidth, self._waiting / self._transfers)
-
-
-def _within_window(amount: float, seconds: float) -> tuple[float, float]:
-    """A sum and the seconds that it took, scaled so that what comes next counts for its part of a window."""
-    scale = min(1.0, WINDOW_S / seconds)
-    return amount * scale, seconds * scale
+            self._transfers_per_second.observe(transfers, max(seconds - moving, seconds / 2))
+            self.speed = Speed(self.speed.bandwidth, self._transfers_per_second.inverse)
 
 
 def factor(one: Speed, other: Speed) -> float:
