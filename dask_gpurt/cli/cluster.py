@@ -1,4 +1,4 @@
-"""A cluster on this machine, for what is shown, learnt or timed there."""
+"""Start a cluster on this machine, or connect to one that runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import click
 import dask
-from distributed import LocalCluster
+from distributed import Client, LocalCluster
 from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml
 
@@ -89,3 +89,24 @@ def local_cluster(
             cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
         with cluster:
             yield cluster
+
+
+def connected(address: str) -> Client:
+    """Connect to a cluster, and leave it as it is.
+
+    Parameters
+    ----------
+    address
+        Of the scheduler.
+
+    Raises
+    ------
+    click.ClickException
+        When no scheduler answers.
+    """
+    # A client that ran our hook would switch the runtime on, and so change what it looks at.
+    with dask.config.set({"distributed.client.preload": []}):
+        try:
+            return Client(address, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error

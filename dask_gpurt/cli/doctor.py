@@ -10,10 +10,10 @@ from typing import Any
 import click
 import dask
 from dask.utils import format_bytes
-from distributed import Client
 from rich.console import Console
 from rich.table import Table
 
+from dask_gpurt.cli.cluster import connected
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.cli.verdicts import as_yaml
 from dask_gpurt.device.host import SHM
@@ -48,27 +48,6 @@ def examine_at(address: str) -> dict[str, Any]:
     """
     with connected(address) as client:
         return examine(client)
-
-
-def connected(address: str) -> Client:
-    """A client of a cluster, which stays as it is.
-
-    Parameters
-    ----------
-    address
-        Of the scheduler.
-
-    Raises
-    ------
-    click.ClickException
-        When no scheduler answers.
-    """
-    # A client that ran our hook would switch the runtime on, and so change what it looks at.
-    with dask.config.set({"distributed.client.preload": []}):
-        try:
-            return Client(address, set_as_default=False)
-        except (OSError, ValueError) as error:
-            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
 
 
 # ---- for people ----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from distributed.system import MEMORY_LIMIT
 
 import dask_gpurt
 from dask_gpurt import config
-from dask_gpurt.cli.environment import installed_versions
+from dask_gpurt.cli.environment import versions
 from dask_gpurt.cli.verdicts import HOOK, HOOKED, ignored, notes, preloads, problems
 from dask_gpurt.device.discover import cuda_missing, discover
 from dask_gpurt.observe.report import Fallbacks, WorkerReport
@@ -39,7 +38,8 @@ def examine(client: Client | None = None) -> dict[str, Any]:
         effect; ``notes``.
     """
     cluster = None if client is None else _examine_cluster(client)
-    settings, machine, versions = _examine_settings(client), _examine_machine(), _installed()
+    settings, machine = _examine_settings(client), _examine_machine()
+    installed = versions(PACKAGES, own="dask_gpurt")
     runs = cluster["enabled"] if cluster else settings["enabled"]
     takeover = cluster["takeover"] if cluster and runs else settings["takeover"]
     settings["shuffles"] = shuffles_go(settings["method"], runs, settings["enabled"], takeover)
@@ -48,9 +48,9 @@ def examine(client: Client | None = None) -> dict[str, Any]:
         "ok": not wrong,
         "problems": wrong,
         "ignored": list(ignored(settings, cluster)),
-        "notes": list(notes(versions, cluster)),
+        "notes": list(notes(installed, cluster)),
         "settings": settings,
-        "versions": versions,
+        "versions": installed,
         "machine": machine,
         "cluster": cluster,
     }
@@ -130,11 +130,6 @@ def _examine_interposer() -> dict[str, str | None]:
         return {"path": str(library()), "reason": None}
     except NotLoadedError as error:
         return {"path": None, "reason": str(error)}
-
-
-def _installed() -> dict[str, str]:
-    python = ".".join(map(str, sys.version_info[:3]))
-    return {"python": python, "dask_gpurt": dask_gpurt.__version__, **installed_versions(PACKAGES)}
 
 
 # ---- a cluster -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.doctor import connected
+from dask_gpurt.cli.cluster import connected
 from dask_gpurt.overlap.governor import rows
 from dask_gpurt.overlap.statistics import StatisticsFileError, directory, load
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import dask
 from dask.utils import format_time
-from distributed import Client
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dask_gpurt.cli.cluster import connected
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.detect import discover, nvml_missing, visible_devices
 from dask_gpurt.topology.file import Description, TopologyError, as_values, load, parse
@@ -58,13 +57,7 @@ def _description(file: Path | None, scheduler: str | None) -> Description:
 
 
 def _of_cluster(address: str) -> Description:
-    # A client that ran our hook would switch the runtime on.
-    with dask.config.set({"distributed.client.preload": []}):
-        try:
-            client = Client(address, set_as_default=False)
-        except (OSError, ValueError) as error:
-            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
-    with client:
+    with connected(address) as client:
         remote: Any = client.scheduler
         values = client.sync(remote.gpurt_topology)
     if values is None:
