@@ -1,4 +1,4 @@
-"""The command line: ``dask gpurt …`` and ``python -m dask_gpurt …``."""
+"""Define the command line: ``dask gpurt …`` and ``python -m dask_gpurt …``."""
 
 from __future__ import annotations
 

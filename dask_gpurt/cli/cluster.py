@@ -29,7 +29,7 @@ def choose_backend(backend: str) -> str:
 
 
 def visible_gpus() -> int:
-    """How many GPUs a cluster started by this process can have: all, or those in ``CUDA_VISIBLE_DEVICES``."""
+    """Count the GPUs for a cluster started by this process: all, or those in ``CUDA_VISIBLE_DEVICES``."""
     there: int = nvml.device_get_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or not there:
@@ -39,7 +39,7 @@ def visible_gpus() -> int:
 
 
 def default_workers(backend: str) -> int:
-    """Workers where nobody says how many: two, or one per GPU."""
+    """Return the default number of workers: two, or one per GPU."""
     return visible_gpus() if backend == "cudf" else 2
 
 
@@ -65,7 +65,7 @@ def local_cluster(
     rmm_pool_size
         Size of the RMM pool of each GPU worker, in bytes, as text, or as a share of the device.
     threads
-        For tasks, of each worker.
+        Threads for tasks of each worker.
 
     Yields
     ------
@@ -97,14 +97,14 @@ def connected(address: str) -> Client:
     Parameters
     ----------
     address
-        Of the scheduler.
+        The scheduler's address.
 
     Raises
     ------
     click.ClickException
         When no scheduler answers.
     """
-    # A client that ran our hook would switch the runtime on, and so change what it looks at.
+    # The preload hook of a client would switch the runtime on, and so change the cluster.
     with dask.config.set({"distributed.client.preload": []}):
         try:
             return Client(address, set_as_default=False)

@@ -1,4 +1,4 @@
-"""``dask gpurt doctor``: what is on, which ways bytes take, what fell back, and which settings are wrong."""
+"""Run ``dask gpurt doctor``: print what is on, which paths bytes take, what fell back, what is set wrong."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def examine_at(address: str) -> dict[str, Any]:
     Parameters
     ----------
     address
-        Of the scheduler.
+        The scheduler's address.
     """
     with connected(address) as client:
         return examine(client)

@@ -1,4 +1,4 @@
-"""What there is to know of this machine, of its configuration and of a cluster."""
+"""Gather facts about this machine, its configuration and a cluster."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "cudf", "rmm", "dask-cud
 
 
 def examine(client: Client | None = None) -> dict[str, Any]:
-    """Gather what there is to know of this machine, of its configuration and of a cluster.
+    """Gather facts about this machine, its configuration and a cluster.
 
     Parameters
     ----------
     client
-        Of the cluster, not asynchronous; without one the machine is examined alone.
+        The cluster's client, not asynchronous; without one only the machine is examined.
 
     Returns
     -------
@@ -157,7 +157,7 @@ def _examine_cluster(client: Client) -> dict[str, Any]:
 
 
 def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
-    """The versions of Dask and of this package: of the scheduler, of each worker."""
+    """Return the versions of Dask and of this package, of the scheduler and of each worker."""
     found: Any = client.get_versions(packages=["dask_gpurt"])
     nodes = {"scheduler": found["scheduler"], **found["workers"]}
     packages = ("dask", "dask_gpurt")
@@ -165,14 +165,14 @@ def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
 
 
 def _count_paths(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
-    """How many pairs of workers take which path, and why it is not a better one."""
+    """Count the pairs of workers by path, with the reason why it is not a better one."""
     links = [link for reply in replies for link in reply.paths.values()]
     counts = Counter((link["path"], link.get("reason")) for link in links)
     return [{"path": path, "reason": reason, "count": n} for (path, reason), n in counts.most_common()]
 
 
 def _count_residency(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
-    """How many workers have which residency caps, or why they have none."""
+    """Count the workers by residency caps, or by the reason why they have none."""
     counts = Counter(tuple(reply.residency.values()) for reply in replies if reply.residency)
     return [
         {"setting": setting, "ready": ready, "reason": reason, "count": n}

@@ -1,4 +1,4 @@
-"""``dask gpurt topology``: the GPUs of a host, what joins every two of them, and how fast it is."""
+"""Run ``dask gpurt topology``: print the GPUs of a host, the links between them, and their speeds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def print_description(description: Description, here: bool) -> None:
     Parameters
     ----------
     description
-        What there is.
+        The topology.
     here
         Whether it is this host's, so that the GPU of this process can be told.
     """
