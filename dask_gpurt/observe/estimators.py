@@ -11,9 +11,9 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 
-#: Samples that a mean is taken over.
+#: Samples that a mean extends over.
 WINDOW_SAMPLES = 200
-#: Before it is known the noise is taken to be a tenth of what is measured; that counts as so many samples.
+#: The noise that is assumed beforehand, as a share of the quantity, and the samples that this counts as.
 PRIOR_NOISE, PRIOR_SAMPLES = 0.1, 3
 #: Standard errors between the mean and its bounds: a bound is wrong once in 740 times.
 CONFIDENCE_ERRORS = 3.0
@@ -26,30 +26,31 @@ OUTLIER_DEVIATIONS, SETTLED_SAMPLES = 3.0, 10
 
 
 class MeanEstimate:
-    """The mean of a quantity.
+    """Estimate the mean of a quantity.
 
     Parameters
     ----------
     count, mean, scatter, size
-        As :meth:`plain` has given them; a new one knows nothing.
+        The values of :meth:`plain`; a new estimate has no samples.
     """
 
     def __init__(self, count: float = 0, mean: float = 0.0, scatter: float = 0.0, size: float = 0.0):
         self.count = count
         self.mean = mean
-        #: The mean of what the quantity is a part of, and is measured as exactly as.
+        #: The mean of the whole that the quantity is a part of: the noise is proportional to the whole.
         self.size = size
         #: The sum of squared residuals over the samples that are remembered.
         self._scatter = scatter
         self._risen = self._fallen = 0.0
 
     def add(self, value: float, size: float | None = None) -> bool:
-        """Take a sample; whether what it measures has changed since the others.
+        """Take a sample; tell whether the quantity has changed since the others.
 
         Parameters
         ----------
         size
-            What the value is a part of, such as the time that it was taken from; the value by default.
+            The whole that the value is a part of, such as a time that it is the difference to; the value by
+            default.
         """
         changed = self.count >= SETTLED_SAMPLES and self._leaves(value)
         keep = 1 - 1 / WINDOW_SAMPLES if self.count >= WINDOW_SAMPLES else 1.0
@@ -61,7 +62,7 @@ class MeanEstimate:
         return changed
 
     def _leaves(self, value: float) -> bool:
-        # What was always 0 has no deviation.
+        # A quantity that was always 0 has no deviation.
         residual = (value - self.mean) / (self.deviation or sys.float_info.min)
         residual = max(-OUTLIER_DEVIATIONS, min(OUTLIER_DEVIATIONS, residual))
         self._risen = max(0.0, self._risen + residual - CUSUM_SLACK)
@@ -70,27 +71,27 @@ class MeanEstimate:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of a sample."""
+        """Return the standard deviation of a sample."""
         prior = PRIOR_SAMPLES * (PRIOR_NOISE * self.size) ** 2
         return math.sqrt((self._scatter + prior) / (self.count + PRIOR_SAMPLES))
 
     @property
     def uncertainty(self) -> float:
-        """How far the mean may be off; infinite without samples."""
+        """Return how far the mean may be off; infinity without samples."""
         return CONFIDENCE_ERRORS * self.deviation / math.sqrt(self.count) if self.count else math.inf
 
     def plain(self) -> list[float]:
-        """It all, as values that JSON holds."""
+        """Return everything as values that JSON holds."""
         return [self.count, self.mean, self._scatter, self.size]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MeanEstimate:
-        """The estimate that :meth:`plain` was called of.
+        """Return the estimate that :meth:`plain` has made the values of.
 
         Raises
         ------
         ValueError
-            When the values are none of an estimate.
+            When the values are of another form, or out of range.
         """
         count, mean, scatter, size = (float(value) for value in values)
         if not math.isfinite(mean) or not all(0 <= value < math.inf for value in (count, scatter, size)):
@@ -99,9 +100,9 @@ class MeanEstimate:
 
 
 def pooled(several: Iterable[MeanEstimate]) -> MeanEstimate:
-    """What several have measured of one quantity, as a mean one of them would know it.
+    """Pool the estimates of one quantity by several observers into that of an average one.
 
-    Those that have more samples count for more. How they differ from each other is a part of the scatter.
+    Observers count by their samples. The differences between them are part of the scatter.
     """
     found = [one for one in several if one.count]
     if not found:

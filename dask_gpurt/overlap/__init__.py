@@ -1,4 +1,4 @@
-"""What runs beside what on one GPU."""
+"""Decide what runs beside what on one GPU, and make it so."""
 
 from dask_gpurt.overlap.interposer import Interposer, NotLoadedError
 from dask_gpurt.overlap.occupancy import CapError, Caps, DeviceLimits, Residency

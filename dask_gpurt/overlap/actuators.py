@@ -1,4 +1,4 @@
-"""The hands of the governor: what confines the compute of this process, and what comes first."""
+"""Confine the compute of this process, and set the priority of its communication, as a setting says."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from dask_gpurt.device import Device, SmContexts, SmsError
 from dask_gpurt.overlap.occupancy import Caps, Residency
 from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 
-#: The caps that are worth trying, in blocks on an SM: those that were measured, and one that is mild.
+#: Residency caps worth trying, in blocks on an SM: those that were measured, and a mild one.
 CAPS_BLOCKS = (8, 6, 4)
-#: The blocks of a kernel that an SM mostly holds at most: 2048 threads in blocks of 128.
+#: Blocks of a kernel that fit on an SM in most cases: 2048 threads in blocks of 128.
 USUAL_BLOCKS = 16
-#: At worst nothing of a step is hidden any more, and one after the other takes no longer than twice as long.
+#: The share of its speed that a step keeps at worst without priority: compute and communication then run one
+#: after the other, which takes at most twice as long as both together.
 SERIAL_SPEED_SHARE = 0.5
 
 Result = TypeVar("Result")
 
 
 class UnfitSetting(ValueError):
-    """A setting that this process can not be confined to; the message says why."""
+    """Refuse a setting that this process can not be confined to; the message says why."""
 
 
 class Actuator(Protocol):
-    """Sets how compute and communication of this process share the device."""
+    """Set how compute and communication of this process share the device."""
 
     def settings(self) -> Mapping[Setting, float]:
-        """What is worth trying, and the share of its speed that a step keeps under it at worst."""
+        """Return the settings worth trying, each with the share of its speed that a step keeps at worst."""
         ...
 
     def apply(self, setting: Setting) -> None:
-        """Set it for what is launched from now on.
+        """Apply a setting to everything that is launched from now on.
 
         Raises
         ------
@@ -48,17 +49,17 @@ class Actuator(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """What was done to launches."""
+        """Count what was done to launches."""
         ...
 
 
 class ResidencyCaps:
-    """Caps the residency of all kernels.
+    """Cap the residency of all kernels.
 
     Parameters
     ----------
     residency
-        Of this process.
+        The caps of this process.
     """
 
     def __init__(self, residency: Residency):
@@ -81,16 +82,16 @@ class ResidencyCaps:
 
 
 class SmShare:
-    """Confines compute to some of the SMs, on the threads that it is launched from.
+    """Confine compute to some of the SMs, on the threads that it is launched from.
 
     Parameters
     ----------
     contexts
-        Those of the device.
+        The contexts of the device.
     failed
         Called with the reason when a thread could not be confined and went on as it was.
     offered
-        Numbers of SMs that may be tried. None unasked: code that makes the usual context current in a
+        Numbers of SMs that may be tried. Empty by default: code that makes the usual context current in a
         confined task, such as UDFs that numba compiles, fails there or is not ordered.
     """
 
@@ -129,7 +130,7 @@ class SmShare:
         return {"confined to SMs": self._entered}
 
     def run(self, function: Callable[..., Result], *args: Any, **arguments: Any) -> Result:
-        """Call a function on this thread, confined to what is applied as it begins."""
+        """Call a function on this thread, confined to the setting that is applied when it begins."""
         with ExitStack() as stack:
             if (sms := self._sms) is not None:
                 try:
@@ -142,12 +143,12 @@ class SmShare:
 
 
 class StreamPriority:
-    """Says whether communication comes first.
+    """Set whether communication has the higher priority on its streams.
 
     Parameters
     ----------
     device
-        Whose streams it is about; the priority of one can be changed.
+        The device of the streams; it has to be able to change the priority of one.
     """
 
     def __init__(self, device: Device):
@@ -169,13 +170,12 @@ class StreamPriority:
 
 
 class CompositeActuator:
-    """Several actuators as one, each for its part of a setting.
+    """Combine several actuators, each for its part of a setting.
 
     Parameters
     ----------
     caps, share, priority
-        What confines by residency and by SMs, and what says which comes first; None where that is not
-        possible.
+        The actuators of residency, of SMs and of priority; None where one is not possible.
     """
 
     def __init__(

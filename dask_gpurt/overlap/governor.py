@@ -1,15 +1,16 @@
-"""Which setting a kernel runs under beside communication: chosen by what was measured. Pure.
+"""Choose the setting that a kernel runs under beside communication, from measurements. Pure.
 
-A setting is the arm of a bandit. What it costs is the time that the last steps would have taken under it
-(``statistics``), known within an interval. Used is the setting with the best worst case. Those that may be
-better still take turns with it, a step each, until they can not (successive elimination: E. Even-Dar,
-S. Mannor, Y. Mansour, Journal of Machine Learning Research 7, 2006), but only while what trying has lost,
-together with what this trial may lose at worst, is within a small share of all the time so far (Y. Wu,
-R. Shariff, T. Lattimore, C. Szepesvári, Conservative Bandits, ICML 2016, arXiv:1602.04282).
+A setting is an arm of a multi-armed bandit. Its cost is the time that the last steps would have taken under
+it (``statistics``), estimated within an interval. The setting with the best worst case is used. Settings
+that may still be better take turns with it, a step each, until they can not be better any more (successive
+elimination: E. Even-Dar, S. Mannor, Y. Mansour, Journal of Machine Learning Research 7, 2006). A trial is
+made only while the time lost by all trials, and the most that this one may lose, stay within a small share
+of the time so far (Y. Wu, R. Shariff, T. Lattimore, C. Szepesvári, Conservative Bandits, ICML 2016,
+arXiv:1602.04282).
 
-Whose turn it is follows from the number of the step, and one kernel is tried at a time. So workers that
-take part in the same runs mostly try the same at once. What they use they decide from what all have measured
-(``statistics``), as far as they have told each other.
+The turn follows from the number of the step, and one kernel is tried at a time. So workers that take part
+in the same runs mostly try the same at once. They decide from the average of their statistics, as far as
+these have been exchanged.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from zlib import crc32
 from dask_gpurt.overlap.samples import PRIORITY, Setting, SoloSample, StepSample
 from dask_gpurt.overlap.statistics import Costs, KernelStatistics, OverlapStatistics, overlaid
 
-#: The share of the time that trying may lose. Half of the promised 1 %, since losses are estimates.
+#: The share of the time that trials may lose. Half of the promised 1 %, since losses are estimates.
 TRIAL_BUDGET_SHARE = 0.005
-#: A setting that can not be better by more than this is not worth trying.
+#: A setting that can not be better by more than this share is not worth trying.
 INDIFFERENCE_SHARE = 0.01
-#: Steps with priority only before anything else is tried.
+#: Steps with priority only before another setting is tried.
 MIN_STEPS = 3
-#: The share of all compute below which a kernel is not worth trying anything on.
+#: A kernel with less than this share of all compute is not tried under other settings.
 MINOR_KERNEL_SHARE = 0.1
-#: The share of its speed that a step keeps at worst, where nobody says: what was measured counts alone.
+#: The share of its speed that a step keeps at worst where no actuator states it: measurements alone count.
 UNKNOWN_SPEED_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A setting, and why."""
+    """Hold a setting, and why it was chosen."""
 
     setting: Setting
     why: str
@@ -44,7 +45,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds that the last steps would have taken under a setting: at worst, as measured, and at best."""
+    """Forecast the seconds of the last steps under a setting: at worst, as measured, and at best."""
 
     worst: float
     expected: float
@@ -52,28 +53,28 @@ class Forecast:
 
 
 class Policy(Protocol):
-    """What decides."""
+    """Choose settings, and learn from samples."""
 
     def choose(self, kernel: str) -> Decision:
-        """The setting for a kernel that runs while communication does; the same for a whole step."""
+        """Return the setting for a kernel beside communication; it stays the same for a whole step."""
         ...
 
     def learn(self, alone: SoloSample) -> str | None:
-        """Take a task without communication; what has changed, so that what was known was forgotten."""
+        """Take a task without communication; return its kernel if that has changed, and so was forgotten."""
         ...
 
     def learn_step(self, step: StepSample) -> str | None:
-        """Take what the step was that ends here; another one begins."""
+        """Take the step that ends here; return the kernels that have changed, and so were forgotten."""
         ...
 
 
 class Fixed:
-    """Always the same setting.
+    """Choose the same setting always.
 
     Parameters
     ----------
     setting
-        Which.
+        The one that is chosen.
     """
 
     def __init__(self, setting: Setting):
@@ -90,7 +91,7 @@ class Fixed:
 
 
 class Governor:
-    """Chooses a setting for each kernel, and learns from what came of it.
+    """Choose a setting for each kernel, and learn from the outcome.
 
     Parameters
     ----------
@@ -98,9 +99,9 @@ class Governor:
         The settings to choose from besides priority only, and for each the share of its speed that a
         step keeps under it at worst, above 0 and at most 1.
     known
-        What was learnt before.
+        Statistics from before.
     budget
-        The share of the time that trying may lose.
+        The share of the time that trials may lose.
     """
 
     def __init__(
@@ -112,32 +113,32 @@ class Governor:
         self.known = known or OverlapStatistics()
         self.budget = budget
         self.candidates = {PRIORITY: 1.0, **candidates}
-        #: Seconds so far, and those of them that trying has lost.
+        #: Seconds so far, and those of them that trials have lost.
         self.elapsed = self.lost = 0.0
         self._turn = 0
         self._decisions: dict[str, Decision] = {}
         self._agreed: OverlapStatistics | None = None
         self._basis: OverlapStatistics | None = None
-        #: The kernel that something is tried on in this step, and the costs that are expected without.
+        #: The kernel with a trial in this step, and the costs that are expected without it.
         self._trial: tuple[str, Costs] | None = None
 
     def choose(self, kernel: str) -> Decision:
-        """The setting for a kernel that runs while communication does; the same for a whole step."""
+        """Return the setting for a kernel beside communication; it stays the same for a whole step."""
         if kernel not in self._decisions:
             self._decisions[kernel] = self._decide(kernel)
         return self._decisions[kernel]
 
     def learn(self, alone: SoloSample) -> str | None:
-        """Take a task without communication; what has changed, so that what was known was forgotten."""
+        """Take a task without communication; return its kernel if that has changed, and so was forgotten."""
         self.elapsed += alone.seconds
         return self.known.add(alone)
 
     def learn_step(self, step: StepSample) -> str | None:
-        """Take what the step was that ends here; another one begins."""
+        """Take the step that ends here; return the kernels that have changed, and so were forgotten."""
         self.elapsed += step.seconds
         tried, without = self._trial or (None, Costs(0.0, None))
         if tried in step.ran and step.moved and (costs := self.known.costs(step)) is not None:
-            # What one trial seems to have lost may be noise: many of them tell.
+            # The loss of one trial may be noise: the sum over many is not.
             lost = (self.known.total(costs) - self.known.total(without)) / self.known.steps
             self.lost = max(0.0, self.lost + lost)
         self._turn += 1
@@ -146,25 +147,25 @@ class Governor:
         return self.known.add_step(step, tried)
 
     def agree(self, common: OverlapStatistics | None) -> None:
-        """Take what all workers have learnt; the next step is decided from it, or from ``known`` without."""
+        """Take the statistics of all workers to decide the next step from; None for ``known`` alone."""
         self._agreed = common
 
     @property
     def steps(self) -> int:
-        """So many steps have been learnt from."""
+        """Count the steps that were learnt from."""
         return self._turn
 
     @property
     def basis(self) -> OverlapStatistics:
-        """What is decided from throughout a step: ``known`` where there is nobody to agree with."""
+        """Return the statistics from which a whole step is decided: those of all workers, else ``known``."""
         if self._basis is None:
             self._basis = overlaid(self._agreed, self.known) if self._agreed else self.known
         return self._basis
 
     def forecasts(self, kernel: KernelStatistics) -> dict[Setting, Forecast]:
-        """What each setting promises for a kernel of which enough was measured; priority only comes first."""
+        """Forecast each setting for a kernel that has enough samples; priority only comes first."""
         known, usual = self.basis, kernel.beside[PRIORITY]
-        # Tasks or bytes that were measured too slow alone hide more than all of it.
+        # Where tasks or bytes were measured too slow alone, costs beside each other are below zero.
         means = [beside.bounds(0.0) for beside in kernel.beside.values()]
         least = Costs(
             min(0.0, *(mean.adds for mean in means)), min(0.0, *(mean.delays or 0.0 for mean in means))
@@ -181,7 +182,7 @@ class Governor:
         return found
 
     def missing(self, kernel: KernelStatistics) -> str:
-        """What has to be measured before anything but priority only is used; empty for nothing."""
+        """Name the measurements that other settings than priority only wait for; empty for none."""
         usual = kernel.beside.get(PRIORITY)
         return "both together" if usual is None or usual.adds.count < MIN_STEPS else ""
 
@@ -199,7 +200,7 @@ class Governor:
         return Decision(used, f"the best worst case of {len(forecasts)} settings")
 
     def _is_tried(self, name: str) -> bool:
-        """Whether it is the turn of a kernel: by lot, since those that take turns may do so in step."""
+        """Tell whether it is the turn of a kernel; by lot, since kernels may alternate in step with turns."""
         least = MINOR_KERNEL_SHARE * self.basis.compute()
         major = [other for other, of in self.basis.kernels.items() if of.seconds() >= least]
         return name in major and crc32(f"{name} {self._turn}".encode()) % len(major) == 0
@@ -207,19 +208,19 @@ class Governor:
     def _next(
         self, kernel: KernelStatistics, forecasts: Mapping[Setting, Forecast], used: Setting
     ) -> Setting:
-        """The setting whose turn it is among what is used and what may be better."""
+        """Return the setting whose turn it is among the one in use and those that may be better."""
         enough = forecasts[used].expected * (1 - INDIFFERENCE_SHARE)
         turns = [one for one in forecasts if one == used or forecasts[one].best < enough]
         return turns[self._turn % len(turns)]
 
     def _affords(self, tried: Forecast, used: Forecast) -> bool:
-        """Whether a step of a trial that goes as badly as may be keeps within the budget."""
+        """Tell whether a trial stays within the budget even if it goes as badly as possible."""
         loss = max(0.0, tried.worst - used.expected) / self.basis.steps
         return self.lost + loss <= self.budget * self.elapsed
 
 
 def safest(forecasts: Mapping[Setting, Forecast]) -> Setting:
-    """The setting with the best worst case."""
+    """Return the setting with the best worst case."""
     return min(forecasts, key=lambda setting: forecasts[setting].worst)
 
 
@@ -227,7 +228,7 @@ def safest(forecasts: Mapping[Setting, Forecast]) -> Setting:
 
 
 def rows(known: OverlapStatistics) -> list[dict[str, Any]]:
-    """A row for each kernel and setting of which something was measured.
+    """Return a row for each kernel and setting that was measured.
 
     Returns
     -------

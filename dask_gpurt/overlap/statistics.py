@@ -1,13 +1,14 @@
-"""What is known of kernels beside communication: measured, remembered, forgotten once it changed. Pure.
+"""Keep statistics of kernels beside communication: estimate, average over workers, store, drop on change.
 
-What a setting is judged by is what each of the two costs the other: the time that a byte of communication
-adds to the tasks beside it, and the time for which a second of compute holds communication up. Which of them
-counts depends on what a program waits for. Both are taken over a whole step, from the begin of one run to
-that of the next: a run first splits, then moves, then waits for others, and a single task beside it sees only
-one of that.
+A setting is judged by what compute and communication cost each other: the seconds that a byte of
+communication adds to the tasks beside it, and the seconds by which a second of compute delays
+communication. Which of the two counts depends on what a program waits for. Both are measured over a whole
+step, from the begin of one run to that of the next: a run first splits, then moves, then waits for others,
+and a single task sees only one of these.
 
-Workers that take part in the same runs wait for the slowest of them: a setting pays once all use it. So they
-decide from the same knowledge. It is kept in a file for each kind of device and libraries.
+Workers of the same run wait for the slowest, so a setting pays only once all use it. They therefore decide
+from the average of their statistics. A file for each kind of device and libraries keeps the statistics
+between clusters.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from typing import Any, NamedTuple
 from dask_gpurt.observe.estimators import MeanEstimate, pooled
 from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 
-#: What the work of a step counts in the next one: so the last ten steps or so are remembered.
+#: The weight of the work of a step in the next one: about ten steps are remembered.
 STEP_DECAY = 0.9
-#: Steps after which a setting that was not used meanwhile is forgotten: it may be better now.
+#: Steps without use after which the samples of a setting are dropped: it may be better now.
 STALE_STEPS = 2000
-#: The most kernels that are known; of more, those with the fewest samples are forgotten.
+#: Kernels that are kept; of more, those with the fewest samples are dropped.
 MOST_KERNELS = 500
-#: The least share of its bytes that communication is taken to have moved beside tasks.
+#: The least share of its bytes that communication is assumed to have moved beside tasks.
 LEAST_BESIDE_SHARE = 0.2
-#: Tasks alone from which it is known how fast that is, and steps of communication alone.
+#: Samples of tasks alone, and of steps of communication alone, before their speed counts as known.
 MIN_SOLO_SAMPLES, MIN_SOLO_STEPS = 5, 3
-#: The share of all compute below which others need not know of a kernel.
+#: Kernels with less than this share of all compute are not shared with other workers.
 MINOR_COMPUTE_SHARE = 0.01
 #: The layout of the file, as this version of the package writes it.
 FILE_FORMAT = 3
 
 
 class Costs(NamedTuple):
-    """What compute and communication cost each other.
+    """Hold what compute and communication cost each other.
 
     Parameters
     ----------
@@ -59,9 +60,9 @@ class Costs(NamedTuple):
 
 @dataclass
 class InterferenceStats:
-    """How it is under a setting: work a second of the kernel, and what both cost each other.
+    """Estimate the interference under a setting: the kernel's work per second, and the costs of both.
 
-    ``at`` is how many steps of the kernel there had been at the last one of this setting.
+    ``at`` is the number of steps of the kernel at the last one with this setting.
     """
 
     compute: MeanEstimate = field(default_factory=MeanEstimate)
@@ -70,7 +71,7 @@ class InterferenceStats:
     at: int = 0
 
     def bounds(self, off: float) -> Costs:
-        """The costs, so many times as far off as they may be."""
+        """Return the costs, shifted by ``off`` times their uncertainty."""
         adds, delays = (
             estimate.mean + off * estimate.uncertainty if estimate.count else None
             for estimate in (self.adds, self.delays)
@@ -80,10 +81,11 @@ class InterferenceStats:
 
 @dataclass
 class KernelStatistics:
-    """What is known of a kernel.
+    """Keep the statistics of a kernel.
 
-    Its work a second ``alone``, how it was ``beside`` communication, in how many ``steps``, and its ``work``
-    in the last ones. ``usual`` is the work a second that its costs are against as long as it is never alone.
+    They are its work per second ``alone``, the interference ``beside`` communication by setting, the number
+    of its ``steps``, and its ``work`` in the last ones. ``usual`` is the work per second that costs are
+    relative to while the kernel never runs alone.
     """
 
     alone: MeanEstimate = field(default_factory=MeanEstimate)
@@ -94,31 +96,31 @@ class KernelStatistics:
 
     @property
     def samples(self) -> float:
-        """Of anything."""
+        """Count the samples, of steps and of tasks alone."""
         return self.steps + self.alone.count
 
     def seconds(self) -> float:
-        """What it did in the last steps, in seconds alone."""
+        """Return the work of the last steps, in seconds alone."""
         return self.work / speed if (speed := self.speed()) else 0.0
 
     def speed(self) -> float:
-        """Work a second alone; until that is measured, that of its first steps with priority only.
+        """Return the work per second alone; until that is measured, that of the first steps.
 
-        As long as no task is ever alone the value makes no difference between settings, if it stays.
+        While no task ever runs alone the value does not favour a setting, as long as it stays the same.
         """
         if self.alone.count < MIN_SOLO_SAMPLES and PRIORITY in self.beside:
             return self.usual or self.beside[PRIORITY].compute.mean
         return self.alone.mean
 
     def add(self, ran: OverlapSample, costs: Costs | None, seconds: float, work: float, moved: float) -> bool:
-        """Take the part of this kernel in a step; whether something of it has changed.
+        """Take the part of this kernel in a step; tell whether its costs have changed.
 
         Parameters
         ----------
         costs
-            Those of the step; None if they are not known.
+            The costs of the step; None if they are not known.
         seconds, work, moved
-            That the step took, those of its tasks alone, and its bytes.
+            The seconds of the step, those of its tasks alone, and its bytes.
         """
         self.steps += 1
         beside = self.beside.setdefault(ran.setting, InterferenceStats())
@@ -138,41 +140,42 @@ class KernelStatistics:
         return changed
 
     def _begin_again(self) -> None:
-        """Forget costs that are against another speed."""
+        """Drop costs that are relative to another speed."""
         for beside in self.beside.values():
             beside.adds, beside.delays = MeanEstimate(), MeanEstimate()
 
     def forget(self) -> None:
-        """Forget how it was beside communication."""
+        """Drop what was measured beside communication."""
         self.beside.clear()
         self.usual = 0.0
 
 
 class OverlapStatistics:
-    """All that is known on a device."""
+    """Keep the statistics of all kernels on a device."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, KernelStatistics] = {}
         #: Bytes of communication of the last steps, and how many steps these were.
         self.moved = self.steps = 0.0
-        #: Seconds that a byte takes alone.
+        #: Seconds that a byte of communication takes alone.
         self.seconds_per_byte = MeanEstimate()
 
     def compute(self) -> float:
-        """What tasks did in the last steps, in seconds alone."""
+        """Return the work of all tasks in the last steps, in seconds alone."""
         return sum(kernel.seconds() for kernel in self.kernels.values())
 
     def communication(self) -> float | None:
-        """What communication did in the last steps, in seconds alone; None as long as that is not known."""
+        """Return the seconds that communication of the last steps takes alone; None if not known yet."""
         return (
             self.moved * self.seconds_per_byte.mean if self.seconds_per_byte.count >= MIN_SOLO_STEPS else None
         )
 
     def total(self, costs: Costs) -> float:
-        """Seconds of the last steps, if compute and communication had cost each other so much.
+        """Return the seconds of the last steps, if compute and communication cost each other so much.
 
-        As they run side by side until one is done, and the other then goes on alone: the longer of compute
-        with what communication adds to it, and of communication with what compute delays it by.
+        Both run side by side until one is done, then the other goes on alone. So this is the longer of
+        compute with the seconds that communication adds, and communication with the seconds that compute
+        delays it.
         """
         alone = self.communication()
         total = self.compute() + self.moved * costs.adds
@@ -181,23 +184,23 @@ class OverlapStatistics:
         return max(total, alone + self.compute() * costs.delays)
 
     def add(self, alone: SoloSample) -> str | None:
-        """Take a task; what has changed, so that what was known of it was forgotten."""
+        """Take a task without communication; return its kernel if that has changed, and so was dropped."""
         kernel = self._kernel(alone.kernel)
         kernel.work += alone.work
         if not kernel.alone.add(alone.work / alone.seconds):
             if kernel.alone.count == MIN_SOLO_SAMPLES:
-                kernel.beside.clear()  # costs so far are against another speed
+                kernel.beside.clear()  # costs so far are relative to another speed
             return None
         self.kernels[alone.kernel] = KernelStatistics(work=kernel.work)
         return alone.kernel
 
     def add_step(self, step: StepSample, of: str | None = None) -> str | None:
-        """Take a step; what has changed, so that what was known of it was forgotten.
+        """Take a step; return the kernels that have changed, and so were dropped.
 
         Parameters
         ----------
         of
-            The only kernel that the step says something of; None for all of it.
+            The only kernel to learn of from the step; None for all of them.
         """
         self.moved = self.moved * STEP_DECAY + step.moved
         self.steps = self.steps * STEP_DECAY + 1
@@ -227,20 +230,20 @@ class OverlapStatistics:
                 kernel.beside.clear()  # costs so far were told apart in another way
 
     def costs(self, step: StepSample) -> Costs | None:
-        """What both have cost each other in a step; None until it is known how fast its kernels are."""
+        """Return the costs in a step; None until the speed of its kernels is known."""
         if not (work := self._work(step)):
             return None
         if self.communication() is None:
             return Costs((step.seconds - work) / step.moved, None)
         seconds_per_byte = self.seconds_per_byte.mean
-        # In idle seconds communication went on as it does alone.
+        # In seconds without a task communication goes on as fast as it does alone.
         beside = max(step.moved - step.idle / seconds_per_byte, LEAST_BESIDE_SHARE * step.moved)
         return Costs(
             (step.seconds - step.idle - work) / beside, (step.seconds - step.moved * seconds_per_byte) / work
         )
 
     def _work(self, step: StepSample) -> float:
-        """Of the tasks of a step, in seconds alone; 0 until it is known how fast that is."""
+        """Return the work of the tasks of a step, in seconds alone; 0 until their speed is known."""
         speeds = {name: self.kernels[name].speed() for name in step.ran}
         if not all(speeds.values()):
             return 0.0
@@ -254,7 +257,7 @@ class OverlapStatistics:
     # ---- as plain values ---------------------------------------------------------------
 
     def plain(self) -> dict[str, Any]:
-        """It all, as values that JSON holds."""
+        """Return everything as values that JSON holds."""
         return {
             "moved": self.moved,
             "steps": self.steps,
@@ -264,12 +267,12 @@ class OverlapStatistics:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> OverlapStatistics:
-        """The knowledge that :meth:`plain` was called of.
+        """Return the statistics that :meth:`plain` has made the values of.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            When the values are none of it.
+            When the values are of another form.
         """
         known = cls()
         known.moved, known.steps = float(values["moved"]), float(values["steps"])
@@ -306,17 +309,17 @@ def _kernel(values: Mapping[str, Any]) -> KernelStatistics:
 
 
 def significant(known: OverlapStatistics) -> OverlapStatistics:
-    """Of a worker's knowledge what its last steps consisted of."""
+    """Return the statistics of a worker without the kernels that its last steps hardly had."""
     least = MINOR_COMPUTE_SHARE * known.compute()
     kernels = {name: kernel for name, kernel in known.kernels.items() if kernel.seconds() > least}
     return _with_kernels(known, kernels)
 
 
 def average(several: Sequence[OverlapStatistics]) -> OverlapStatistics:
-    """What a mean worker knows, of the kernels that any of them knows.
+    """Average the statistics of workers, for all kernels that any of them has.
 
-    It knows no more of each than a mean one: a step is the same for all that wait for each other in it, and
-    so its samples are no independent ones.
+    Sample counts are averaged, not summed: workers wait for each other within a step, so their samples of
+    it are correlated.
     """
     found = OverlapStatistics()
     if several:
@@ -330,7 +333,7 @@ def average(several: Sequence[OverlapStatistics]) -> OverlapStatistics:
 
 
 def overlaid(agreed: OverlapStatistics, own: OverlapStatistics) -> OverlapStatistics:
-    """What has been agreed upon, and what is one's own of kernels that others have not spoken of."""
+    """Return the average, and a worker's own statistics of kernels that are not in it."""
     return _with_kernels(agreed, {**own.kernels, **agreed.kernels})
 
 
@@ -372,12 +375,12 @@ def _beside(several: Iterable[InterferenceStats]) -> InterferenceStats:
 
 
 class StatisticsFileError(ValueError):
-    """A file of what was learnt that is of no use here; the message says why, and what would be right."""
+    """Refuse a file of statistics; the message says why, and what would be right."""
 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What must be the same for what was learnt to hold.
+    """Identify the device and the libraries that statistics hold for.
 
     Parameters
     ----------
@@ -395,18 +398,18 @@ class CacheKey:
 
 
 def directory() -> Path:
-    """Where files lie for which no path is set."""
+    """Return the folder of the files whose path is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dask-gpurt")
 
 
 def default_path(cache_key: CacheKey) -> Path:
-    """The file for a device and its libraries."""
+    """Return the path of the file for a device and its libraries."""
     name = re.sub(r"[^\w.]+", "-", str(cache_key)).strip("-")
     return directory() / f"overlap-{name}.json"
 
 
 def read(path: Path, cache_key: CacheKey) -> OverlapStatistics:
-    """Read what was learnt; nothing as long as there is no file.
+    """Read statistics; empty ones while there is no file.
 
     Raises
     ------
@@ -425,7 +428,7 @@ def read(path: Path, cache_key: CacheKey) -> OverlapStatistics:
 
 
 def load(path: Path) -> tuple[CacheKey, OverlapStatistics]:
-    """Read a file, whatever it was learnt on.
+    """Read a file of any device.
 
     Raises
     ------
@@ -446,7 +449,7 @@ def load(path: Path) -> tuple[CacheKey, OverlapStatistics]:
 
 
 def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
-    """Write what was learnt, and keep of the file what others have learnt better.
+    """Write statistics, and keep the kernels that the file has more samples of.
 
     Raises
     ------
@@ -467,7 +470,7 @@ def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
 
 
 def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistics:
-    """Of each kernel what there are more samples for; on a tie, the other's."""
+    """Return for each kernel the statistics with more samples; on a tie, those of ``other``."""
     found = OverlapStatistics()
     latest = other if other.steps else one
     found.moved, found.steps = latest.moved, latest.steps
@@ -480,16 +483,16 @@ def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistic
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Between reading and replacing the file no other worker does."""
-    import fcntl  # which not every system has, and `dask gpurt doctor` says so of them
+    """Lock the file against other workers, from reading to replacing it."""
+    import fcntl  # missing on some systems, which `dask gpurt doctor` refuses
 
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # which goes as the file is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         yield
 
 
 def _replace(path: Path, values: Mapping[str, Any]) -> None:
-    """Workers share the file: whoever reads it finds one that is whole."""
+    """Replace the file at once: workers share it, and a reader never finds half of it."""
     handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     try:
         with open(handle, "w") as file:

@@ -1,4 +1,4 @@
-"""What confines the tasks of a worker beside its runs: made as the settings say, and told what runs."""
+"""Confine the tasks of a worker beside its runs, as the settings say."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ from dask_gpurt.overlap.statistics import (
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.sharing import StatsSync
 
-#: Prefixes of tasks that are communication themselves; "operation" is what chooses output partitions.
+#: Prefixes of tasks that are communication themselves; "operation" chooses output partitions.
 COMMUNICATION_PREFIXES = frozenset(
     {"operation", "shuffle-transfer", "shuffle-barrier", "hash-join-transfer", "gpurtshuffle", "p2pshuffle"}
 )
-#: The libraries that launch kernels, where they are in use.
+#: Libraries that launch kernels; their versions are part of the cache key.
 KERNEL_LIBRARIES = ("cudf", "cupy", "pandas")
-#: Seconds between writes of what was learnt.
+#: Seconds between writes of the statistics.
 SAVE_INTERVAL_S = 60.0
 
 
 class WorkerOverlap:
-    """Confines the tasks of a worker, in the modes in which there is something to do for each of them.
+    """Confine the tasks of a worker, in the modes that do so task by task.
 
     Parameters
     ----------
     worker
         The Dask worker; its ``execute`` gets a wrapper on the instance.
     exchange
-        Whose runs they are beside.
+        The exchange of the runs.
     residency
-        What confines them, if it can.
+        The residency caps, if they are possible.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class WorkerOverlap:
         self._patches = Patches()
 
     def prepare(self) -> None:
-        """Find out what can be confined, and read what was learnt. Blocks."""
+        """Find out which settings are possible, and read statistics. Blocks."""
         if self._settings.mode not in ("adaptive", "fixed") or self._is_nothing_asked():
             return
-        # A cap that counts always is not for us to change.
+        # A fixed cap on all kernels is not changed.
         free = self._residency.actuator if self._residency.setting == "auto" else None
         caps = ResidencyCaps(free) if free else None
         try:
@@ -115,7 +115,7 @@ class WorkerOverlap:
         )
 
     def _is_nothing_asked(self) -> bool:
-        """Whether there is no GPU, and nobody has asked for anything that confines: as by default."""
+        """Tell whether there is no GPU, and the settings do not ask to confine anything, as by default."""
         settings = self._settings
         asked = (
             settings.mode == "fixed" or self._residency.setting != "off" or settings.adaptive.sms is not None
@@ -123,7 +123,7 @@ class WorkerOverlap:
         return self._device.on_host and not asked
 
     def _sm_share(self) -> SmShare | None:
-        """What confines to SMs, tried out; None if the settings do not ask for it."""
+        """Return the actuator of SMs, tried out; None if the settings do not ask for it."""
         settings, adaptive = self._settings, self._settings.mode == "adaptive"
         sms = settings.adaptive.sms if adaptive else settings.fixed.sms
         if sms is None:
@@ -137,7 +137,7 @@ class WorkerOverlap:
         return share
 
     def _stream_priority(self) -> StreamPriority | None:
-        """What says whether communication comes first, where that has been tried out."""
+        """Return the actuator of the priority, tried out; None where it can not be changed."""
         if self._settings.mode != "adaptive":
             return None
         try:
@@ -154,7 +154,7 @@ class WorkerOverlap:
     def _policy(self, actuator: Actuator) -> Policy:
         if self._settings.mode == "fixed":
             setting = Setting(self._settings.fixed.residency, self._settings.fixed.sms)
-            actuator.apply(setting)  # so that what is impossible is said at once
+            actuator.apply(setting)  # an impossible setting fails here, not in a task
             actuator.clear()
             return Fixed(setting)
         self._cache_key = cache_key(self._device.describe())
@@ -163,7 +163,7 @@ class WorkerOverlap:
         return self._governor
 
     def install(self) -> None:
-        """Be told of tasks and runs. On the event loop, before the tiers take ``execute`` over."""
+        """Listen to tasks and runs. On the event loop, before the tiers replace ``execute``."""
         if self._control is not None:
             self._execute = self._worker.execute
             self._patches.put(self._worker, "execute", lambda original: self.execute)
@@ -175,7 +175,7 @@ class WorkerOverlap:
             self._sharing.start()
 
     def uninstall(self) -> None:
-        """Be told of nothing any more, after the tiers have given ``execute`` back."""
+        """Stop listening, after the tiers have restored ``execute``."""
         if self._sharing is not None:
             self._sharing.stop()
         if self._control is not None:
@@ -185,21 +185,21 @@ class WorkerOverlap:
             self._control.close()
 
     def _hand_over_threads(self) -> None:
-        """Let tasks enter contexts on the threads that they run on."""
+        """Run tasks in green contexts, on the threads that they have anyway."""
         if self._share is not None:
             share, executor = self._share, self._worker.executors["default"]
             self._patches.put(executor, "submit", lambda submit: partial(submit, share.run))
 
     def allow(self, share: float) -> None:
-        """Let trying lose up to this share of the time, for a calibration."""
+        """Let trials lose up to this share of the time, for a calibration."""
         if self._governor is not None:
             self._governor.budget = share
 
     async def save(self) -> None:
-        """Write what was learnt."""
+        """Write the statistics to their file."""
         if self._governor is None:
             return
-        now = OverlapStatistics.of(self._governor.known.plain())  # it is learnt on while that is written
+        now = OverlapStatistics.of(self._governor.known.plain())  # a copy: learning goes on during the write
         try:
             await asyncio.to_thread(write, self._path, self._cache_key, now)
         except (StatisticsFileError, OSError) as error:
@@ -220,7 +220,7 @@ class WorkerOverlap:
         return event
 
     def report(self) -> dict[str, Any]:
-        """What is confined, what was learnt, and what was decided, as plain values."""
+        """Return the mode, the statistics and the decisions, as plain values."""
         governor = self._governor
         return {
             "mode": self._settings.mode,
@@ -233,9 +233,9 @@ class WorkerOverlap:
 
 
 def kernel_of(key: Key, spec: Any) -> str | None:
-    """What stands for the kernels of a task; None if it is communication and nothing else.
+    """Return the name for the kernels of a task; None if the task is communication only.
 
-    Dask fuses tasks: what is computed may be a part of what splits its result for a shuffle.
+    Dask fuses tasks: one task may compute a partition and split it for a shuffle.
     """
     match getattr(spec, "args", ()):
         case ({**fused}, *_) if fused and all(isinstance(task, GraphNode) for task in fused.values()):
@@ -246,12 +246,12 @@ def kernel_of(key: Key, spec: Any) -> str | None:
 
 
 def cache_key(device: Mapping[str, Any]) -> CacheKey:
-    """What the things that are learnt in this process are true of.
+    """Return the key that the statistics of this process are stored under.
 
     Parameters
     ----------
     device
-        As it describes itself.
+        The device's description of itself.
     """
     versions = {name: sys.modules[name].__version__ for name in KERNEL_LIBRARIES if name in sys.modules}
     return CacheKey(str(device.get("name", device["kind"])), {"dask-gpurt": __version__, **versions})

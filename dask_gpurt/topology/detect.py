@@ -1,4 +1,4 @@
-"""What this host has, and where in it this process is, as NVML and the operating system tell."""
+"""Detect the devices of this host and the place of this process, through NVML and the operating system."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ READ_CAPABILITY = 0
 
 
 def discover(library: Any | None = None) -> Host:
-    """Ask NVML and the operating  It may take a second.
+    """Ask NVML and the operating system for the devices of this host. It may take a second.
 
     Parameters
     ----------
     library
-        ``pynvml`` or something like it; found by itself if not given. Without it no GPU is known.
+        ``pynvml`` or a module with the same functions; imported if not given. Without it no GPU is found.
     """
     library = library or nvml_library()
     host = Host(host_name(), nics=nics(), numa_nodes=len(numa_nodes()))
@@ -42,12 +42,12 @@ def discover(library: Any | None = None) -> Host:
 
 
 def visible_devices() -> str | None:
-    """Which devices CUDA shows to this process, None for all."""
+    """Return the devices that CUDA shows to this process; None for all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_tcp: bool = False) -> Place:
-    """Where this process is.
+    """Return the place of this process.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_t
 
 
 def nvml_library() -> Any | None:
-    """``pynvml``, ready for use; None where it or the driver is missing or Dask's setting forbids it."""
+    """Return ``pynvml``, initialised; None if it or the driver is missing, or Dask's setting forbids it."""
     from distributed.diagnostics import nvml
 
     nvml.init_once()
@@ -78,7 +78,7 @@ def nvml_library() -> Any | None:
 
 
 def nvml_missing() -> str | None:
-    """Why there is no :func:`nvml_library`; None when there is one."""
+    """Return why there is no :func:`nvml_library`; None when there is one."""
     from distributed.diagnostics import nvml
 
     if nvml_library() is not None:
@@ -91,14 +91,14 @@ def nvml_missing() -> str | None:
 
 
 class Nvml:
-    """Questions to NVML. What a driver or a device does not support has an answer that says so.
+    """Ask NVML about GPUs and their links. Features that a driver or device lacks count as absent.
 
     Parameters
     ----------
     library
-        ``pynvml``, or something with the same functions.
+        ``pynvml``, or a module with the same functions.
     numa
-        The NUMA node of a device by its address on the PCI bus.
+        Returns the NUMA node of a device by its address on the PCI bus.
     """
 
     def __init__(self, library: Any, numa: Callable[[str], int | None]):
@@ -117,7 +117,7 @@ class Nvml:
     # ---- devices ---------------------------------------------------------------------
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """All GPUs in the order of the bus; of one that is cut up, its instances."""
+        """List all GPUs in the order of the bus; of a GPU partitioned by MIG, its instances."""
         return tuple(gpu for index, handle in self._handles.items() for gpu in self._parts(index, handle))
 
     def _parts(self, index: int, handle: Any) -> Iterator[Gpu]:
@@ -157,7 +157,7 @@ class Nvml:
                 yield link
 
     def _fabric(self, handle: Any) -> str | None:
-        """The domain of a GPU whose NVLink switch joins hosts; within one host its UUID is all zeros."""
+        """Return the domain of a GPU whose NVLink switch joins hosts; None within one host."""
         try:
             info = self._library.c_nvmlGpuFabricInfo_t()
             self._library.nvmlDeviceGetGpuFabricInfo(handle, info)
@@ -170,7 +170,7 @@ class Nvml:
     # ---- pairs -----------------------------------------------------------------------
 
     def joins(self, gpus: tuple[Gpu, ...]) -> dict[Devices, GpuLink]:
-        """What joins every two of :meth:`gpus`."""
+        """Return the link between every two of :meth:`gpus`."""
         return {frozenset((one.id, other.id)): self._join(one, other) for one, other in combinations(gpus, 2)}
 
     def _join(self, one: Gpu, other: Gpu) -> GpuLink:
@@ -188,7 +188,7 @@ class Nvml:
         return bool(answer == self._library.NVML_P2P_STATUS_OK)
 
     def _nvlinks_between(self, handle: Any, peer: Any) -> int:
-        """Links that end at a peer, or at a switch, over which each of them reaches every peer."""
+        """Count the NVLinks to a peer, or to a switch, through which each of them reaches every peer."""
         bus, switch = self._bus(peer), self._library.NVML_NVLINK_DEVICE_TYPE_SWITCH
         count = 0
         for link in self._links_up(handle):
@@ -211,7 +211,7 @@ class Nvml:
 
 
 def _text(value: Any) -> str:
-    """Older versions of nvidia-ml-py return bytes."""
+    """Return text, also of older versions of nvidia-ml-py, which return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value or "")
 
 
@@ -219,7 +219,7 @@ def _text(value: Any) -> str:
 
 
 def host_id() -> str:
-    """What processes of one running kernel have in common."""
+    """Return an id that all processes of one running kernel share."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -228,12 +228,12 @@ def host_id() -> str:
 
 
 def host_name() -> str:
-    """As people call this host."""
+    """Return the name of this host."""
     return socket.gethostname()
 
 
 def here() -> str:
-    """An id of this host for :class:`~dask_gpurt.topology.Place`.
+    """Return the id of this host for a :class:`~dask_gpurt.topology.Place`.
 
     Containers of one machine have names of their own, and mostly can not map each other's memory.
     """
@@ -244,20 +244,20 @@ def here() -> str:
 
 
 def numa_nodes(sys: Path = SYS) -> dict[int, set[int]]:
-    """The processors of each NUMA node; one node with none where the system does not tell."""
+    """Return the processors of each NUMA node; one empty node if the system does not tell."""
     folder = sys / "devices/system/node"
     nodes = {int(node.name[4:]): _processors(_read(node / "cpulist")) for node in folder.glob("node[0-9]*")}
     return nodes or {0: set()}
 
 
 def _processors(listed: str) -> set[int]:
-    """The numbers in a list such as "0-3,8"."""
+    """Return the numbers in a list such as "0-3,8"."""
     spans = [part.partition("-") for part in listed.split(",") if part]
     return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
 def own_node(sys: Path = SYS) -> int | None:
-    """The NUMA node that this process is bound to, None if it runs on several."""
+    """Return the NUMA node that this process is bound to; None if it runs on several."""
     nodes = numa_nodes(sys)
     try:
         mine = set(psutil.Process().cpu_affinity())
@@ -268,7 +268,7 @@ def own_node(sys: Path = SYS) -> int | None:
 
 
 def node_of_device(bus: str, sys: Path = SYS) -> int | None:
-    """The NUMA node of a device by its address on the PCI bus, None where the system does not tell."""
+    """Return the NUMA node of a device by its address on the PCI bus; None if the system does not tell."""
     # NVML writes the domain with eight digits, the kernel with four.
     address = re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower())
     return _node(sys / "bus/pci/devices" / address / "numa_node") if address else None
@@ -283,7 +283,7 @@ def _node(file: Path) -> int | None:
 
 
 def nics(sys: Path = SYS) -> tuple[Nic, ...]:
-    """The network devices that are up, those for RDMA first; the one of the host to itself is none."""
+    """List the network devices that are up, those for RDMA first; the loopback device is left out."""
     return (*_rdma(sys), *_ethernet(sys))
 
 

@@ -1,6 +1,6 @@
-"""What transfers show of a link: averages that begin with what is known and forget slowly.
+"""Estimate the speeds of links from transfers, from an initial speed on, and forget slowly.
 
-The first transfer from one worker to another takes longer than those that follow: that is learned apart.
+The first transfer from one worker to another takes longer than those that follow: that is estimated apart.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from typing import Generic, TypeVar
 from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology.links import Link, Speed
 
-#: An average begins as if the known speed had been seen for so many seconds of transfers ...
+#: Seconds of transfers that the initial speed counts as ...
 PRIOR_S = 0.1
-#: ... and is one over about the last so many seconds of them.
+#: ... and seconds of transfers that an estimate extends over.
 WINDOW_S = 10.0
-#: It departs where it takes so many times as long as its class, or as short, and until it is this near again.
+#: A pair gets an estimate of its own where its transfers differ from its class by the first factor, and loses
+#: it once they are within the second again.
 OVERRIDE_FACTOR, RETURN_FACTOR = 2.0, 1.5
-#: Seconds by class of link, until transfers have shown others. Classes that are left out take no longer.
+#: Seconds that the first transfer takes longer, by class of link, until transfers show others. Classes that
+#: are left out take no longer.
 FIRST_TRANSFER_S: Mapping[Link, float] = {
-    # Measured on four H200, 512 MiB over UCX: 0.28 s, and 0.56 to 0.65 where four began at once; those that
-    # followed took 0.01. It seems that the receiver maps the pool that the data lie in, here half of a GPU.
+    # Measured on four H200, 512 MiB over UCX: 0.28 s, and 0.56 to 0.65 where four began at once;
+    # later ones took 0.01. Presumably the receiver maps the pool of the sender, here half of a GPU.
     Link.NVLINK: 0.3,
     # Nominal: the same way to get at the data of another process.
     Link.PCIE: 0.3,
 }
-#: The weight of the last first transfer in the average of its class.
+#: The weight of the latest first transfer in the average of its class.
 FIRST_TRANSFER_WEIGHT = 0.2
-#: From how many others each worker is remembered to have had data; the one met first is forgotten first.
+#: Senders that are remembered of each worker; the earliest is forgotten first.
 MOST_PEERS = 256
 
 Key = TypeVar("Key", bound=Hashable)
@@ -64,7 +66,7 @@ class SpeedEstimate:
 
 
 def factor(one: Speed, other: Speed) -> float:
-    """How many times faster the faster of two is, by bandwidth or by latency, whichever differs more."""
+    """Return how many times faster one speed is, by bandwidth or by latency, whichever differs more."""
     bandwidths = sorted((one.bandwidth, other.bandwidth))
     latencies = sorted((one.latency, other.latency))
     slower = latencies[1] / latencies[0] if latencies[0] else 1.0
@@ -72,12 +74,12 @@ def factor(one: Speed, other: Speed) -> float:
 
 
 class PairOverrides(Generic[Key]):
-    """The pairs whose transfers differ from their class: a bounded number, the least recently seen goes.
+    """Keep the speeds of pairs that differ from their class: a bounded number, the least recently used goes.
 
     Parameters
     ----------
     most
-        The most pairs that are remembered.
+        The most pairs that are kept.
     """
 
     def __init__(self, most: int):
@@ -88,12 +90,12 @@ class PairOverrides(Generic[Key]):
         return len(self._averages)
 
     def speed(self, pair: Key) -> Speed | None:
-        """The speed of a pair that departs, None of any other."""
+        """Return the speed of a pair that differs from its class; None of any other."""
         average = self._averages.get(pair)
         return average.speed if average else None
 
     def observe(self, pair: Key, usual: Speed, nbytes: float, seconds: float, transfers: int) -> None:
-        """Take transfers of a pair whose class has a ``usual`` speed."""
+        """Take the transfers of a pair, and the ``usual`` speed of its class."""
         average = self._averages.pop(pair, None)
         known = average is not None
         if average is None:
@@ -109,21 +111,21 @@ class PairOverrides(Generic[Key]):
 
 
 class ConnectionSetup:
-    """Who has sent data to whom, by Dask's comms.
+    """Estimate the seconds to set up a connection, which the first transfer between two workers takes.
 
     Parameters
     ----------
     first
-        Seconds by class of link, as :data:`FIRST_TRANSFER_S`.
+        Seconds by class of link, such as :data:`FIRST_TRANSFER_S`.
     """
 
     def __init__(self, first: Mapping[Link, float]):
         self._first = dict(first)
-        # By the worker that has got data, from whom: dictionaries without values are sets in order.
+        # Senders by receiver: dictionaries without values are sets in order.
         self._met: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def seconds(self, link: Link, source: str, target: str) -> float:
-        """How much longer than usual a transfer would take now."""
+        """Return the seconds that a transfer would take longer than usual now."""
         first = self._first.get(link, 0.0)
         return 0.0 if not first or source in self._met.get(target, ()) else first
 
@@ -133,7 +135,7 @@ class ConnectionSetup:
         Parameters
         ----------
         longer
-            Seconds that they took longer than usual. Below 0 counts as 0.
+            Seconds that they took longer than usual; negative ones count as 0.
         """
         if not self.seconds(link, source, target):
             return False
@@ -141,12 +143,12 @@ class ConnectionSetup:
         peers[source] = None
         if len(peers) > MOST_PEERS:
             del peers[next(iter(peers))]
-        # Never nothing: then the class would be one whose first transfers are like the others.
+        # Never 0: that would mean that first transfers of this class take no longer.
         self._first[link] += FIRST_TRANSFER_WEIGHT * (max(longer, 1e-6) - self._first[link])
         return True
 
     def forget(self, worker: str) -> None:
-        """A worker has left."""
+        """Forget a worker that has left."""
         self._met.pop(worker, None)
         for peers in self._met.values():
             peers.pop(worker, None)

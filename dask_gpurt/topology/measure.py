@@ -1,7 +1,6 @@
-"""How fast the links of this host are, tried out in a few seconds.
+"""Measure the speeds of the links of this host, in a few seconds.
 
-Each trial copies a block again and again for a moment and takes the best time, since whatever else the host
-does only makes it longer.
+Each trial copies a block again and again and takes the best time, since other load only makes it longer.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from distributed.protocol.serialize import to_serialize
 from dask_gpurt.topology.links import SHIPPED, Link, Speed
 from dask_gpurt.topology.model import Host
 
-#: Bytes of a block, too many for a processor's caches, and seconds of one trial.
+#: Bytes of a block, more than the caches of a processor hold, and seconds of one trial.
 BLOCK_BYTES, TRIAL_S = 2**26, 0.3
-#: What TCP leaves of the nominal speed of a NIC.
+#: The share of a NIC's nominal speed that TCP reaches.
 NIC_SHARE = 0.9
-#: Bytes of a large and of a small copy: one takes as long as the bandwidth says, the other as the latency.
+#: Bytes of a copy whose time is due to the bandwidth, and of one whose time is due to the latency.
 LARGE_COPY_BYTES, SMALL_COPY_BYTES = 2**28, 8
 
 Best = Callable[[Callable[[], object]], float]
@@ -44,13 +43,13 @@ def measure(host: Host) -> dict[Link, Speed]:
     Parameters
     ----------
     host
-        What it has.
+        Its devices and links.
 
     Returns
     -------
     dict
-        By class of link; what can not be tried out here is not in it. TCP is that of this host to itself, by
-        Dask's comms, but no faster than the fastest NIC.
+        By class of link; classes that can not be tried out here are left out. TCP is measured from this host
+        to itself, by Dask's comms, and limited by the fastest NIC.
     """
     loopback = asyncio.run(_tcp())
     return {
@@ -63,9 +62,9 @@ def measure(host: Host) -> dict[Link, Speed]:
 
 
 def best(action: Callable[[], object]) -> float:
-    """The seconds of the fastest of several calls."""
+    """Return the seconds of the fastest of several calls."""
     end = time.perf_counter() + TRIAL_S
-    action()  # touches every page, sets every connection up
+    action()  # the first call touches every page and sets every connection up
     times: list[float] = []
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
@@ -104,7 +103,7 @@ async def _tcp() -> Speed:
 
 
 async def _exchange(comm: Any, block: np.ndarray) -> float:
-    """The seconds that a message takes until it is answered, at best."""
+    """Return the seconds that a message takes until it is answered, at best."""
     times: list[float] = []
     end = time.perf_counter() + TRIAL_S
     while len(times) < 2 or time.perf_counter() < end:
@@ -117,7 +116,7 @@ async def _exchange(comm: Any, block: np.ndarray) -> float:
 
 @contextmanager
 def _answering() -> Iterator[str]:
-    """The address of somebody, on a thread with an event loop, who answers all messages."""
+    """Answer messages on a thread with an event loop of its own; yields the address."""
     address: Future[str] = Future()
     loop = asyncio.new_event_loop()
     done = asyncio.Event()
@@ -156,8 +155,8 @@ def _behind_nic(speed: Speed, host: Host) -> Speed:
 
 
 def _disk() -> Speed:
-    """Of where workers have their local directories; the slower of writing and reading."""
-    block = np.random.default_rng(0).bytes(BLOCK_BYTES)  # no file system makes less of it
+    """Measure the disk of the workers' local directories; the slower of writing and reading."""
+    block = np.random.default_rng(0).bytes(BLOCK_BYTES)  # random, so that no file system compresses it
     with tempfile.TemporaryFile(dir=dask.config.get("temporary-directory", None), buffering=0) as file:
 
         def write() -> None:
@@ -187,9 +186,9 @@ def measure_gpus(host: Host, best: Best) -> dict[Link, Speed]:
     Parameters
     ----------
     host
-        What joins them; of a class of link the slowest pair counts.
+        The links between them; of a class of link the slowest pair counts.
     best
-        The seconds that an action takes.
+        Returns the seconds that an action takes, such as :func:`best`.
 
     Returns
     -------
@@ -226,7 +225,7 @@ def _trials(runtime: Any, count: int, host: Host, best: Best) -> Iterator[tuple[
 
 
 def _uuid(runtime: Any, device: int) -> str:
-    """As NVML writes it."""
+    """Return the UUID of a device, as NVML writes it."""
     return f"GPU-{uuid.UUID(bytes=bytes(runtime.getDeviceProperties(device)['uuid']))}"
 
 

@@ -1,7 +1,4 @@
-"""Where workers are, and which link joins every two of them: a picture without Dask.
-
-A host has GPUs, what joins every two of them, and NICs; a worker has a place on it.
-"""
+"""Model hosts with their GPUs and NICs, the places of workers, and the links between them."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import NamedTuple
 from dask_gpurt.topology.estimate import RETURN_FACTOR, ConnectionSetup, PairOverrides, SpeedEstimate, factor
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
-#: Pairs whose own speed is remembered: those of a slow host or cable, not all that there are.
+#: Pairs with a speed of their own that are kept: those of a slow host or cable, by far not all pairs.
 MOST_PAIRS = 1024
-#: What a copy reaches of the nominal figure, measured on H200: 391 of 450 GB/s, and 53 of 63.
+#: The share of the nominal figure that a copy reaches, measured on H200: 391 of 450 GB/s, and 53 of 63.
 NVLINK_SHARE, PCIE_SHARE = 391 / 450, 53 / 63
 #: Nominal bytes per second in one direction, of one NVLink and of one PCIe lane, by generation.
 NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
@@ -28,16 +25,16 @@ Devices = frozenset[str]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker computes.
+    """Locate a worker.
 
     Parameters
     ----------
     host
         An id of the host.
     device
-        An id of the GPU or of the part of one, None for the processor.
+        An id of the GPU or of its MIG instance; None for the processor.
     numa
-        The NUMA node that it is near.
+        The nearest NUMA node.
     nvlink
         An id of the NVLink domain: devices that reach each other over NVLink, on one host or on several.
     rdma
@@ -57,14 +54,14 @@ class Place:
 
 @dataclass(frozen=True)
 class HostLinks:
-    """What a host has said of the links in it; of pairs that are not named, their places tell.
+    """Hold the links in a host; those of pairs that are not listed follow from their places.
 
     Parameters
     ----------
     links
-        By two devices, in either order.
+        Classes of link by two devices, in either order.
     speeds
-        Of classes of link within this host or between its tiers.
+        Speeds of classes of link within this host or between its tiers.
     """
 
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
@@ -75,14 +72,14 @@ class HostLinks:
 
 
 class Lanes(NamedTuple):
-    """So many NVLinks or PCIe lanes of a generation."""
+    """Count the NVLinks or PCIe lanes of a device, and name their generation."""
 
     generation: int
     number: int
 
 
 class GpuLink(NamedTuple):
-    """What joins two GPUs: a class of link, and how many NVLinks or which path over the PCIe bus."""
+    """Describe what joins two GPUs: a class of link, the number of NVLinks, or the path over the PCIe bus."""
 
     link: Link
     nvlinks: int = 0
@@ -93,12 +90,12 @@ class GpuLink(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> GpuLink:
-        """Read what ``str`` has made: "nvlink x18", "pcie PIX", "shared-memory".
+        """Read the text that ``str`` has made: "nvlink x18", "pcie PIX", "shared-memory".
 
         Raises
         ------
         ValueError
-            When it is something else.
+            When it is any other.
         """
         name, _, rest = text.strip().partition(" ")
         link = Link(name)
@@ -116,7 +113,7 @@ SELF = GpuLink(Link.SAME_DEVICE)
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or an instance of one that is cut up by MIG.
+    """Describe a GPU, or an instance of one that MIG has partitioned.
 
     Parameters
     ----------
@@ -125,15 +122,15 @@ class Gpu:
     index
         The number of the GPU in the order of the PCI bus; instances share that of theirs.
     name
-        As the maker calls it.
+        The maker's name.
     parent
-        The UUID of the GPU of an instance.
+        Of an instance, the UUID of its GPU.
     numa
-        The NUMA node that it hangs on.
+        The NUMA node that it is attached to.
     nvlink, pcie
         Its links that are up, and its lanes.
     fabric
-        An id of the NVLink domain where that spans hosts.
+        An id of the NVLink domain, if that spans hosts.
     """
 
     id: str
@@ -148,7 +145,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Nic:
-    """A network device that is up; its nominal ``speed`` is in bytes per second."""
+    """Describe a network device that is up; its nominal ``speed`` is in bytes per second."""
 
     name: str
     speed: float | None = None
@@ -158,20 +155,20 @@ class Nic:
 
 @dataclass(frozen=True)
 class Host:
-    """One host.
+    """Describe one host.
 
     Parameters
     ----------
     name
-        As the operating system says.
+        The name that the operating system has for it.
     gpus
-        In the order of the PCI bus.
+        Its GPUs in the order of the PCI bus.
     joins
-        For every two of them what joins them.
+        The link between every two of them, by their ids.
     nics
-        Those that are up.
+        Network devices that are up.
     numa_nodes
-        How many there are.
+        The number of its NUMA nodes.
     """
 
     name: str
@@ -182,23 +179,23 @@ class Host:
 
     @property
     def rdma(self) -> bool:
-        """Whether there is a NIC for RDMA."""
+        """Tell whether there is a NIC for RDMA."""
         return any(nic.rdma for nic in self.nics)
 
     def matrix(self) -> list[list[GpuLink]]:
-        """What joins every two GPUs, in rows; a GPU and itself are one device."""
+        """Return the links between every two GPUs, in rows; a GPU and itself are one device."""
         return [
             [SELF if one is other else self.joins[frozenset((one.id, other.id))] for other in self.gpus]
             for one in self.gpus
         ]
 
     def find(self, visible: str | None) -> Gpu | None:
-        """The GPU that a process computes on, None if on none that is known.
+        """Return the GPU that a process computes on; None if it is not known.
 
         Parameters
         ----------
         visible
-            Its ``CUDA_VISIBLE_DEVICES``, of which the first counts; None where all are visible.
+            Its ``CUDA_VISIBLE_DEVICES``, of which the first counts; None if all are visible.
         """
         first = "0" if visible is None else visible.split(",")[0].strip()
         if first.isdecimal():
@@ -216,7 +213,7 @@ class Host:
         rdma: bool = False,
         by_tcp: bool = False,
     ) -> Place:
-        """Where a process is that computes on a GPU, or on the processor.
+        """Return the place of a process that computes on a GPU, or on the processor.
 
         Parameters
         ----------
@@ -235,7 +232,7 @@ class Host:
         return Place(host, gpu.id, gpu.numa, self._domain(host, gpu), rdma, by_tcp)
 
     def _domain(self, host: str, gpu: Gpu) -> str | None:
-        """The NVLink domain of a GPU; one within this host is called after the first GPU in it."""
+        """Return the NVLink domain of a GPU; one within this host is named after its first GPU."""
         if gpu.fabric is not None:
             return gpu.fabric
         for domain in self.nvlink_domains():
@@ -244,7 +241,7 @@ class Host:
         return None
 
     def nvlink_domains(self) -> Iterator[list[Gpu]]:
-        """Groups of GPUs each of which reaches all others over NVLink; a GPU is in one at most."""
+        """Yield groups of GPUs each of which reaches all others over NVLink; a GPU is in one at most."""
         left = [gpu for gpu in self.gpus if self._nvlinked(gpu, self.gpus)]
         while left:
             domain = [left.pop(0)]
@@ -259,7 +256,7 @@ class Host:
         return [other for other, join in pairs if join and join.link == Link.NVLINK]
 
     def known(self) -> HostLinks:
-        """The links in this host, with the speeds that their generations and numbers promise."""
+        """Return the links in this host, with the speeds that follow from their generations and numbers."""
         return HostLinks({pair: join.link for pair, join in self.joins.items()}, dict(self._speeds()))
 
     def _speeds(self) -> Iterator[tuple[Link, Speed]]:
@@ -288,14 +285,14 @@ Pair = tuple[Link, str, str]
 
 
 class Topology:
-    """The places of all workers and the speeds between them.
+    """Keep the places of all workers and the speeds between them.
 
-    A worker that nobody has added counts as one on a host of its own that is reached by TCP.
+    A worker that was not added counts as one on a host of its own that is reached by TCP.
 
     Parameters
     ----------
     speeds
-        By class of link, what is known beforehand; for classes that are left out, what is shipped.
+        Initial speeds by class of link; for classes that are left out, the shipped ones.
     first
         By class of link, the seconds that the first of Dask's transfers between two workers takes longer.
     """
@@ -311,10 +308,10 @@ class Topology:
         self._overrides: PairOverrides[Pair] = PairOverrides(MOST_PAIRS)
         self._setup = ConnectionSetup(first or {})
 
-    # ---- who is there ----------------------------------------------------------------
+    # ---- places ----------------------------------------------------------------------
 
     def add(self, worker: str, place: Place) -> None:
-        """Say where a worker is; what was said of it before counts no more."""
+        """Set the place of a worker, also in place of an earlier one."""
         if self._places.get(worker) == place:
             return
         self.remove(worker)
@@ -324,7 +321,7 @@ class Topology:
             self._rings.setdefault(ring, {})[worker] = None
 
     def remove(self, worker: str) -> None:
-        """Forget a worker, and its host with the last worker there; speeds that were learned stay."""
+        """Forget a worker, and its host with the last worker there; learned speeds stay."""
         place = self._places.pop(worker, None)
         if place is None:
             return
@@ -339,7 +336,7 @@ class Topology:
             self._forget_averages(place.host)
 
     def describe(self, host: str, known: HostLinks) -> None:
-        """Take what one process of a host has found out about it."""
+        """Take the links of a host, as one process there has detected them."""
         self._hosts[host] = known.links
         self._forget_averages(host)
         for link, speed in known.speeds.items():
@@ -351,43 +348,43 @@ class Topology:
             self._host_averages.pop((host, link), None)
 
     def described(self, host: str) -> bool:
-        """Whether somebody has told of the links in a host."""
+        """Tell whether the links of a host are known."""
         return host in self._hosts
 
     def place(self, worker: str) -> Place | None:
-        """Where a worker is, None where nobody has said."""
+        """Return the place of a worker; None if it is not known."""
         return self._places.get(worker)
 
     def on_host(self, host: str) -> Collection[str]:
-        """The workers of a host."""
+        """Return the workers of a host."""
         return self._rings.get(("host", host), {}).keys()
 
     @property
     def hosts(self) -> Iterable[str]:
-        """The hosts that have workers."""
+        """Return the hosts that have workers."""
         return [ring[1] for ring in self._rings if ring[0] == "host"]
 
     def rings(self, worker: str) -> Iterator[Collection[str]]:
-        """Workers from near to far: of the same device, NVLink domain and host, then all.
+        """Yield workers from near to far: of the same device, NVLink domain and host, then all.
 
-        Each ring holds the ones before it, and the worker too; where a worker has no device or domain
-        there is no such ring. They are live views, so add and remove nobody while iterating.
+        Each ring contains the ones before it, and the worker itself. A worker without a device or domain
+        has no such ring. The rings are live views: workers must not be added or removed while iterating.
         """
         if place := self._places.get(worker):
             for ring in _rings_of(place):
                 yield self._rings[ring].keys()
         yield self._everywhere.keys()
 
-    # ---- what joins them -------------------------------------------------------------
+    # ---- links -----------------------------------------------------------------------
 
     def link(self, source: str, target: str, by_comms: bool = False) -> Link:
-        """The class of link from a worker to another; to itself it is that of one device.
+        """Return the class of link from a worker to another; to itself it is that of one device.
 
         Parameters
         ----------
         by_comms
-            Whether the bytes go by Dask's comms, as those of ordinary dependencies do. Else by the exchange,
-            which takes whatever joins the two.
+            Whether the bytes go by Dask's comms, as ordinary dependencies do. Otherwise the exchange takes
+            the fastest link between the two.
         """
         return self.way(source, target, by_comms)[0]
 
@@ -409,11 +406,11 @@ class Topology:
         return Link.NVLINK if here.nvlink is not None and here.nvlink == there.nvlink else Link.PCIE
 
     def speed(self, source: str, target: str) -> Speed:
-        """How fast the link between two workers is: of this pair, else in this host, else of its class."""
+        """Return the speed of the link between two workers: of the pair, the host or the class."""
         return self.way(source, target)[1]
 
     def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
-        """The link between two workers with its speed, see :meth:`link`."""
+        """Return the link between two workers with its speed, see :meth:`link`."""
         here, there = self._places.get(source), self._places.get(target)
         if here is None or there is None:
             link = Link.SAME_DEVICE if source == target else Link.TCP
@@ -424,24 +421,24 @@ class Topology:
         return link, self._usual(link, here, there).speed
 
     def _usual(self, link: Link, here: Place, there: Place) -> SpeedEstimate:
-        """The average that transfers count for: of the host where it departs, else of the class."""
+        """Return the estimate that transfers count for: of the host if it has its own, else of the class."""
         own = self._host_averages.get((here.host, link)) if here.host == there.host else None
         return own or self._classes[link]
 
     def tier_speed(self, link: Link, worker: str | None = None) -> Speed:
-        """How fast bytes get from tier to tier: on the host of a worker, or where none is given on most."""
+        """Return the speed between two tiers: on the host of a worker, or without one on most hosts."""
         place = self._places.get(worker) if worker is not None else None
         return (self._usual(link, place, place) if place else self._classes[link]).speed
 
     def seconds(self, source: str, target: str, nbytes: int, by_comms: bool = False) -> float:
-        """The time that so many bytes take from a worker to another."""
+        """Return the seconds that so many bytes take from a worker to another."""
         return self.way(source, target, by_comms)[1].seconds(nbytes)
 
     def connection_setup(self, link: Link, source: str, target: str) -> float:
-        """Seconds on top of what a link takes by Dask's comms, while they have not sent anything over it."""
+        """Return the seconds to add to the first transfer of Dask's comms over a link; 0 of later ones."""
         return self._setup.seconds(link, source, target)
 
-    # ---- what transfers show ---------------------------------------------------------
+    # ---- transfers -------------------------------------------------------------------
 
     def observe(
         self,
@@ -459,8 +456,8 @@ class Topology:
         source, target
             Workers.
         nbytes, seconds, transfers
-            How many bytes, in what time, by how many transfers, all summed. What was nothing or took no time
-            tells nothing.
+            The sums of their bytes and seconds, and their number. Empty ones, and those that took no time,
+            are ignored.
         by_comms
             Whether they went by Dask's comms.
         """
@@ -479,12 +476,12 @@ class Topology:
         usual.observe(nbytes, seconds, transfers)
 
     def learned(self) -> dict[Link, Speed]:
-        """The average of each class of link, as it is now."""
+        """Return the current speed of each class of link."""
         return {link: average.speed for link, average in self._classes.items()}
 
     @property
     def overrides(self) -> int:
-        """How many pairs have a speed of their own."""
+        """Count the pairs with a speed of their own."""
         return len(self._overrides)
 
 
@@ -497,7 +494,7 @@ def _rings_of(place: Place) -> Iterator[tuple[str, ...]]:
 
 
 def _pair(link: Link, here: Place, there: Place) -> Pair:
-    """What is between two places, the same both ways; it outlives the workers there."""
+    """Return the id of a link between two places, the same both ways; it outlives the workers there."""
     if link in BETWEEN_HOSTS:
         one, other = here.host, there.host
     else:
