@@ -100,10 +100,10 @@ class Comms:
         """
         peer = parcel.shard.producer.address
         packing = await self._packing(peer, parcel.device, by_host)
-        if packing is not None and not self._links.shown(peer):
+        if packing is not None and not self._links.is_measured(peer):
             # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
             async with self._first.setdefault(peer, asyncio.Lock()):
-                if not self._links.shown(peer):
+                if not self._links.is_measured(peer):
                     return await self._ask(parcel, packing)
             packing = await self._packing(peer, parcel.device, by_host)
         return await self._ask(parcel, packing)

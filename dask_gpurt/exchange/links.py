@@ -78,7 +78,7 @@ class Links:
         self._asked: dict[str, float] = {}
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
-        self._shown: dict[Link, MeasuredBandwidth] = {}
+        self._measured: dict[Link, MeasuredBandwidth] = {}
 
     def known(self, peers: Collection[str]) -> dict[str, LinkEstimate]:
         """Return the known links of some peers, and ask the scheduler for the others."""
@@ -134,21 +134,21 @@ class Links:
             self._known.pop(peer, None)
             self._asked.pop(peer, None)
 
-    # ---- what transfers show -----------------------------------------------------------
+    # ---- measurements ------------------------------------------------------------------
 
     def observe(self, peer: str, nbytes: int, begin: float, end: float) -> None:
         """Take a transfer from a peer that has ended later than those before; seconds by any clock."""
         if (known := self._known.get(peer)) is not None:
-            self._shown.setdefault(known.link, MeasuredBandwidth(known.speed)).observe(nbytes, begin, end)
+            self._measured.setdefault(known.link, MeasuredBandwidth(known.speed)).observe(nbytes, begin, end)
 
-    def shown(self, peer: str) -> bool:
+    def is_measured(self, peer: str) -> bool:
         """Tell whether a link of the class that joins a peer has been measured."""
-        return peer in self._known and self._known[peer].link in self._shown
+        return peer in self._known and self._known[peer].link in self._measured
 
     def bandwidth_between_hosts(self, peer: str) -> float | None:
         """Return bytes per second from a peer on another host, as known by now; None of any other peer."""
         known = self._known.get(peer)
         if known is None or known.link not in BETWEEN_HOSTS:
             return None
-        shown = self._shown.get(known.link)
-        return shown.bandwidth if shown else known.speed.bandwidth
+        measured = self._measured.get(known.link)
+        return measured.bandwidth if measured else known.speed.bandwidth

@@ -26,15 +26,15 @@ class Traffic:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, str], TransferTotals] = {}
+        self._totals: dict[tuple[str, str], TransferTotals] = {}
 
     def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
         """Add a transfer that has ended."""
         with self._lock:
-            if (peer, path) not in self._seen and len(self._seen) >= MOST_PEERS:
+            if (peer, path) not in self._totals and len(self._totals) >= MOST_PEERS:
                 return
-            known = self._seen.get((peer, path), TransferTotals(peer, path, 0, 0.0, 0))
-            self._seen[peer, path] = TransferTotals(
+            known = self._totals.get((peer, path), TransferTotals(peer, path, 0, 0.0, 0))
+            self._totals[peer, path] = TransferTotals(
                 peer, path, known.nbytes + nbytes, known.seconds + seconds, known.transfers + 1
             )
 
@@ -54,5 +54,5 @@ class Traffic:
     def take(self) -> list[TransferTotals]:
         """Return the sums since the last call, and begin new ones."""
         with self._lock:
-            seen, self._seen = self._seen, {}
-        return list(seen.values())
+            totals, self._totals = self._totals, {}
+        return list(totals.values())

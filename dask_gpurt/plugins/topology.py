@@ -130,9 +130,9 @@ class SchedulerTopology:
 
     # ---- how fast bytes come -----------------------------------------------------------
 
-    def traffic(self, worker: str, seen: Sequence[tuple[str, str, int, float, int]]) -> None:
+    def traffic(self, worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
         """Learn from the transfers that a worker reports. A stream handler."""
-        for peer, path, nbytes, seconds, transfers in seen:
+        for peer, path, nbytes, seconds, transfers in totals:
             if not self.topology.place(peer) or not self.topology.place(worker):
                 continue  # one of them has left, or not yet said where it is
             if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):

@@ -90,8 +90,8 @@ class TopologyReporter:
 
     def _report(self) -> None:
         self._note_dasks_own()
-        if seen := self._traffic.take():
-            self._send({"op": TRAFFIC, "seen": [tuple(sums) for sums in seen]})
+        if totals := self._traffic.take():
+            self._send({"op": TRAFFIC, "totals": [tuple(one) for one in totals]})
         self._later()
 
     def _note_dasks_own(self) -> None:
