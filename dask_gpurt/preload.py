@@ -1,4 +1,4 @@
-"""What Dask's preload hooks run, in schedulers, workers, nannies and clients.
+"""Run from Dask's preload hooks, in schedulers, workers, nannies and clients.
 
 ``etc/dask/gpurt.yaml`` names this module in every process; it does nothing while
 ``gpurt.enabled`` is false. ``--preload dask_gpurt`` comes here through :func:`activate`.
@@ -17,7 +17,7 @@ async def dask_setup(server: Any) -> None:
     import dask
 
     named = dask.config.get("dataframe.shuffle.method", None) == "gpurt"
-    # Where nobody has asked for the runtime, this hook costs two dictionary look-ups.
+    # In a process that does not ask for the runtime, this hook costs two dictionary look-ups.
     if not named and not dask.config.get("gpurt", None):
         return
     from dask_gpurt import config
@@ -79,7 +79,7 @@ async def _activate(server: Any) -> None:
 
 
 async def _activate_through(worker: Any, plugin: Any) -> None:
-    """A worker or nanny that was started with the flag switches its scheduler on, and so its peers."""
+    """Switch on the scheduler of a worker or nanny that was started with the flag, and so its peers."""
     from distributed.protocol.pickle import dumps
 
     from dask_gpurt.config import ConfigError

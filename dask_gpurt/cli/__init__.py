@@ -11,7 +11,7 @@ from dask_gpurt import __version__
 @click.group("gpurt", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
-    """A runtime for Dask on GPU clusters: see what it does, and what it could do here."""
+    """See what the runtime for Dask on GPU clusters does, and what it could do here."""
 
 
 def _add_commands() -> None:
