@@ -42,8 +42,17 @@ class _Record(_Plain):
     def __len__(self) -> int:
         return len(self._names())
 
+    @classmethod
+    def _fields(cls) -> tuple[str, ...]:
+        return tuple(item.name for item in fields(cls))  # type: ignore[arg-type]
+
+    @classmethod
+    def _known(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that have a field; a process of another version may send more."""
+        return {name: value for name, value in values.items() if name in cls._fields()}
+
     def _names(self) -> tuple[str, ...]:
-        return tuple(item.name for item in fields(self))  # type: ignore[arg-type]
+        return self._fields()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +73,11 @@ class FallbackCount(_Record):
     reason: str
     count: int
 
+    @classmethod
+    def of(cls, id: str, known: Mapping[str, Any]) -> FallbackCount:
+        """Return the count of a fallback from plain values, in which a version before 0.1 has no text."""
+        return cls(**cls._known({"text": id, **known}))
+
 
 class Fallbacks(_Plain):
     """Hold what fell back, by the id of a :class:`~dask_gpurt.observe.Fallback`.
@@ -72,7 +86,7 @@ class Fallbacks(_Plain):
     """
 
     def __init__(self, counted: Mapping[str, Mapping[str, Any]] | None = None):
-        self._counted = {id: FallbackCount(**known) for id, known in (counted or {}).items()}
+        self._counted = {id: FallbackCount.of(id, known) for id, known in (counted or {}).items()}
 
     def __getitem__(self, id: str) -> FallbackCount:
         if id not in self._counted and (current := FORMER_KEYS.get(id)) in self._counted:
@@ -137,8 +151,7 @@ class WorkerReport(_Record):
             "problems": tuple(reply.get("problems", ())),
             "fallbacks": Fallbacks(reply.get("fallbacks")),
         }
-        known = {item.name for item in fields(cls)}  # a worker of another version may send more
-        return cls(**{name: value for name, value in typed.items() if name in known})
+        return cls(**cls._known(typed))
 
     def _names(self) -> tuple[str, ...]:
         if self.error is not None:
@@ -182,7 +195,7 @@ class RuntimeReport(_Record):
             "fallbacks": Fallbacks(reply["fallbacks"]),
             "workers": {address: WorkerReport.of(one) for address, one in reply["workers"].items()},
         }
-        return cls(**typed)
+        return cls(**cls._known(typed))
 
     def __repr__(self) -> str:
         if not self.enabled:

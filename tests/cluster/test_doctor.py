@@ -138,7 +138,7 @@ def test_settings_without_effect_are_told_and_no_failure(settings: dict[str, Any
 
 def test_what_it_warns_of_in_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"dask": "2026.1.0", "dask_gpurt": "0.1.0", "dask-cuda": "26.10.0"}
-    monkeypatch.setattr(module, "_installed", lambda: installed)
+    monkeypatch.setattr(module, "versions", lambda packages, own: installed)
     monkeypatch.setattr(module.sys, "version_info", (3, 11, 7))
     notes = "\n".join(examine()["notes"])
     assert "Dask 2026.1.0 is outside of what is tested" in notes
