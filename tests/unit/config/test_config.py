@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -347,5 +348,7 @@ def test_preload_file_names_the_hook_for_every_role() -> None:
 
 
 def test_version_is_the_same_everywhere() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == dask_gpurt.__version__
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]
+    attribute = settings["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert pkgutil.resolve_name(attribute) is dask_gpurt.__version__
