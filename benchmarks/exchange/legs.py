@@ -115,7 +115,7 @@ def gpurt_leg(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
             for future in as_completed(futures):
                 future.result()  # one that failed while others wait shall be seen
             yield "turn", combine(client.gather(futures))
-            yield "report", dask_gpurt.report(client)
+            yield "report", dask_gpurt.report(client).to_dict()
 
 
 def gpurt_turn(

@@ -24,14 +24,13 @@ from benchmarks.common.processes import Child, one_of_each
 from benchmarks.overlap.figures import OFF, Round
 from benchmarks.overlap.plan import LEARNING, Plan, rotated
 from benchmarks.overlap.workers import Board
-from dask_gpurt.overlap.actuators import ONE_BY_ONE, ResidencyCaps, SmShare, Together
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, put_instead, with_preload
-from dask_gpurt.overlap.knowledge import FEW
+from dask_gpurt.overlap.actuators import SERIAL_SPEED_SHARE, CompositeActuator, ResidencyCaps, SmShare
+from dask_gpurt.overlap.governor import Governor, rows
+from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, redirect_context, with_preload
 from dask_gpurt.overlap.occupancy import Residency
-from dask_gpurt.overlap.steps import OFF as NO_PRIORITY
-from dask_gpurt.overlap.steps import Alone, Ran, Setting, Step
+from dask_gpurt.overlap.samples import OFF as NO_PRIORITY
+from dask_gpurt.overlap.samples import OverlapSample, Setting, SoloSample, StepSample
+from dask_gpurt.overlap.statistics import MIN_SOLO_SAMPLES
 
 COLLECTIVES = ("all-to-all", "all-reduce")
 COMPUTE = ("bf16 GEMM", "fp32 GEMM", "elementwise")
@@ -196,7 +195,7 @@ class Cell:
 
     def __init__(self, plan: Plan, name: str, side: Side, caps: ResidencyCaps | None):
         self.plan, self.name, self.side, self.caps = plan, name, side, caps
-        self.actuator = Together(caps, side.share)
+        self.actuator = CompositeActuator(caps, side.share)
         side.choose(name)
         once = min(side.run(4, 0, first=True).total for _ in range(3)) / 4
         collective = min(side.run(0, 4, first=True).total for _ in range(3)) / 4
@@ -231,13 +230,13 @@ class Cell:
 
     def learn(self) -> Governor:
         """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
-        candidates = {**(self.plan.candidates() if self.caps else {}), NO_PRIORITY: ONE_BY_ONE}
+        candidates = {**(self.plan.candidates() if self.caps else {}), NO_PRIORITY: SERIAL_SPEED_SHARE}
         candidates |= self.side.share.settings() if self.side.share else {}
         governor = Governor(candidates, budget=LEARNING)
         for turn in range(max(8, round(self.plan.learn / (2 * self.leg)))):
             if turn % 8 == 0:
-                for _ in range(1 if turn else FEW):
-                    governor.learn(Alone(self.name, self.work, self.measure_alone().compute))
+                for _ in range(1 if turn else MIN_SOLO_SAMPLES):
+                    governor.learn(SoloSample(self.name, self.work, self.measure_alone().compute))
             self.governed(governor)
         return Governor(candidates, governor.known)
 
@@ -259,7 +258,7 @@ def _share(rank: int, sms: Sequence[int]) -> SmShare | None:
     """Return the actuator that confines to so many SMs; None where it is off or not possible."""
     if not sms:
         return None
-    contexts = import_module("dask_gpurt.device.green").GreenContexts(rank, put_instead)
+    contexts = import_module("dask_gpurt.device.green").GreenContexts(rank, redirect_context)
     try:
         for number in sms:
             contexts.try_out(number)
@@ -272,7 +271,7 @@ def _not_confined(reason: str) -> None:
     raise RuntimeError(f"compute was to be confined and was not: {reason}")
 
 
-def step(name: str, setting: Setting, times: Times, work: float, moved: float) -> Step:
+def step(name: str, setting: Setting, times: Times, work: float, moved: float) -> StepSample:
     """Report a leg to a governor.
 
     Parameters
@@ -282,7 +281,7 @@ def step(name: str, setting: Setting, times: Times, work: float, moved: float) -
     work, moved
         Of compute, and bytes of communication, in the whole leg.
     """
-    return Step(times.total - times.compute, moved, {name: Ran(work, times.compute, setting)})
+    return StepSample(times.total - times.compute, moved, {name: OverlapSample(work, times.compute, setting)})
 
 
 def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> Iterator[Any]:

@@ -114,7 +114,7 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
                 yield "profile", profiles
                 if mode == ADAPTIVE:
                     yield "overlap", {name: reply["overlap"] for name, reply in workers.items()}
-                yield "fallbacks", {name: reply["fallbacks"] for name, reply in workers.items()}
+                yield "fallbacks", {name: reply.fallbacks.to_dict() for name, reply in workers.items()}
 
 
 def switch(client: Client, mode: str, learned: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.overlap.figures import ADAPTIVE, OFF
-from dask_gpurt.overlap.actuators import USUAL
-from dask_gpurt.overlap.steps import PRIORITY, Setting
+from dask_gpurt.overlap.actuators import USUAL_BLOCKS
+from dask_gpurt.overlap.samples import PRIORITY, Setting
 
 #: Communication has the higher priority, and that is all.
 FIRST = "priority"
@@ -66,7 +66,7 @@ class Plan:
 
     def candidates(self) -> dict[Setting, float]:
         """The caps that the governor may try, with the share of its speed that compute keeps at worst."""
-        return {Setting(residency=cap): min(1.0, cap / USUAL) for cap in self.caps}
+        return {Setting(residency=cap): min(1.0, cap / USUAL_BLOCKS) for cap in self.caps}
 
     def settings(self, *, caps: bool, contexts: bool = False) -> dict[str, Setting | None]:
         """The settings that take turns; None leaves it to the governor.

@@ -29,15 +29,14 @@ from benchmarks.overlap.figures import OFF, Round
 from benchmarks.overlap.plan import LEARNING, Plan, rotated
 from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.device import PriorityError, SmsError
-from dask_gpurt.observe import Decisions
-from dask_gpurt.overlap.actuators import Precedence, ResidencyCaps, SmShare, Together
+from dask_gpurt.observe import Decisions, Fallback
+from dask_gpurt.overlap.actuators import CompositeActuator, ResidencyCaps, SmShare, StreamPriority
 from dask_gpurt.overlap.control import Control
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.governor import Fixed, Governing, Governor
-from dask_gpurt.overlap.interposer import NotLoadedError, put_instead
-from dask_gpurt.overlap.steps import PRIORITY, Setting
-from dask_gpurt.plugins.overlapping import ground
-from dask_gpurt.plugins.sharing import Sharing
+from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
+from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
+from dask_gpurt.overlap.samples import PRIORITY, Setting
+from dask_gpurt.plugins.overlapping import cache_key
+from dask_gpurt.plugins.sharing import StatsSync
 
 Frame = Any
 #: Nannies load the interposer where these are set as they start.
@@ -98,20 +97,20 @@ class Beside:
         residency = self.plugin.residency.actuator
         self.caps = ResidencyCaps(residency) if residency else None
         self.share = self._share()
-        self.precedence = self._precedence()
-        self.actuator = Together(self.caps, self.share, self.precedence)
+        self.priority = self._stream_priority()
+        self.actuator = CompositeActuator(self.caps, self.share, self.priority)
         self.decisions = Decisions()
         self.threads = ThreadPoolExecutor(1, thread_name_prefix="shuffles")
         self.key = 0
         self.work = overlap_workloads.make(name, plan.backend, plan.rows, plan.side)
         self.inner = self.tasks = self.shuffles = 1
-        self.sharing: Sharing | None = None
+        self.sharing: StatsSync | None = None
 
     def _share(self) -> SmShare | None:
         """Return the actuator for SMs, if the plan asks for it and the device can."""
-        note = partial(self.plugin.metrics.fallback, "compute is not confined to SMs")
+        note = partial(self.plugin.metrics.fallback, Fallback.OVERLAP_TASK_UNCONFINED)
         try:
-            contexts = self.device.sm_contexts(put_instead)
+            contexts = self.device.sm_contexts(redirect_context)
             for sms in self.plan.sms:
                 contexts.try_out(sms)
             return SmShare(contexts, note, self.plan.sms) if self.plan.sms else None
@@ -119,29 +118,29 @@ class Beside:
             note(str(error))
             return None
 
-    def _precedence(self) -> Precedence | None:
+    def _stream_priority(self) -> StreamPriority | None:
         """Return the actuator for the priority of communication, if the device can change that."""
         try:
             self.device.try_priorities()
         except PriorityError as error:
-            self.plugin.metrics.fallback("communication always has its priority", str(error))
+            self.plugin.metrics.fallback(Fallback.OVERLAP_PRIORITY_FIXED, str(error))
             return None
-        return Precedence(self.device)
+        return StreamPriority(self.device)
 
     # ---- a leg -------------------------------------------------------------------------
 
-    def leg(self, governing: Governing, tasks: int, shuffles: int, *, first: bool = True) -> float:
+    def leg(self, policy: Policy, tasks: int, shuffles: int, *, first: bool = True) -> float:
         """Compute, shuffle, or both beside each other; the seconds until everybody has done it.
 
         Parameters
         ----------
-        governing
+        policy
             What decides how tasks are confined.
         first
             Whether communication has the higher priority.
         """
         self.device.prioritised = first
-        self.control = self._control(governing)
+        self.control = self._control(policy)
         self.exchange.in_flight = self.control.in_flight
         self.board.meet()
         began = perf_counter()
@@ -153,10 +152,10 @@ class Beside:
         self._tell(self.control.close)
         return seconds
 
-    def _control(self, governing: Governing) -> Control:
+    def _control(self, policy: Policy) -> Control:
         metrics = self.plugin.metrics
         return Control(
-            governing, self.actuator, lambda: self.exchange.moved, perf_counter, self.decisions, metrics
+            policy, self.actuator, lambda: self.exchange.moved, perf_counter, self.decisions, metrics
         )
 
     def _compute(self, tasks: int) -> None:
@@ -223,11 +222,13 @@ class Beside:
     def learn(self) -> Governor:
         """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
         candidates = self.plan.candidates() if self.caps else {}
-        for other in filter(None, (self.share, self.precedence)):
+        for other in filter(None, (self.share, self.priority)):
             candidates |= other.settings()
         governor = Governor(candidates, budget=LEARNING)
         # As workers do.
-        self.sharing = Sharing(self.worker, ground(self.device.describe()), governor, self.plugin.metrics)
+        self.sharing = StatsSync(
+            self.worker, cache_key(self.device.describe()), governor, self.plugin.metrics
+        )
         self._tell(self.sharing.start)
         turns = max(2, round(self.plan.learn / (1.5 * MOSTLY * self.plan.seconds)))
         for turn in range(turns):
@@ -249,8 +250,8 @@ class Beside:
             yield Round(compute, communication, {name: together[name] for name in settings})
 
     def _under(self, name: str, setting: Setting | None, governor: Governor) -> float:
-        governing = governor if setting is None else Fixed(setting)
-        return self.leg(governing, self.tasks, self.shuffles, first=name != OFF)
+        policy = governor if setting is None else Fixed(setting)
+        return self.leg(policy, self.tasks, self.shuffles, first=name != OFF)
 
     def close(self) -> None:
         """Leave the worker as it was."""
@@ -314,7 +315,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
             turn = found[0]["turn"]
             yield "cell", (name, {**found[0], "others": [other["learned"] for other in found[1:]]})
         report = dask_gpurt.report(client)["workers"]
-        yield "fallbacks", {name: reply["fallbacks"] for name, reply in report.items()}
+        yield "fallbacks", {name: reply.fallbacks.to_dict() for name, reply in report.items()}
 
 
 def shuffles_of(plan: Plan) -> exchange_sides.Plan:

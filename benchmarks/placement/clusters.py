@@ -173,7 +173,7 @@ def table(figures: Sequence[Mapping[str, Any]]) -> Table:
 
 def fallbacks(clients: Mapping[str, Client]) -> dict[str, Any]:
     """Decisions that were left to Dask where they should be ours."""
-    known = dask_gpurt.report(clients["gpurt"])["fallbacks"]
+    known = dask_gpurt.report(clients["gpurt"]).fallbacks.to_dict()
     return {what: told for what, told in known.items() if what.startswith("placement")}
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``dask gpurt …`` and ``python -m dask_gpurt …``."""
+"""Define the command line: ``dask gpurt …`` and ``python -m dask_gpurt …``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 
 import click
+
+from dask_gpurt import __version__
 
 #: The commands, and the names that they have in the modules of the same name.
 COMMANDS: Mapping[str, str] = {
@@ -20,7 +22,7 @@ COMMANDS: Mapping[str, str] = {
 
 
 class _Commands(click.Group):
-    """Imports a command when it is asked for: so ``doctor`` runs where others find another Dask."""
+    """Import a command when it is asked for: so ``doctor`` runs where others find another Dask."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -34,6 +36,6 @@ class _Commands(click.Group):
 
 # Dask adds the group under its own name, not under that of the entry point.
 @click.group("gpurt", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="dask-gpurt")
+@click.version_option(__version__)
 def main() -> None:
-    """A runtime for Dask on GPU clusters: see what it does, and what it could do here."""
+    """See what the runtime for Dask on GPU clusters does, and what it could do here."""

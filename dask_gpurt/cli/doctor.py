@@ -1,4 +1,4 @@
-"""``dask gpurt doctor``: what is on, which ways bytes take, what fell back, and which settings are wrong."""
+"""Run ``dask gpurt doctor``: print what is on, which paths bytes take, what fell back, what is set wrong."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import click
 import dask
 from dask.utils import format_bytes
-from distributed import Client
 from rich.console import Console
 from rich.table import Table
 
+from dask_gpurt.cli.cluster import connected
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.cli.verdicts import as_yaml
 from dask_gpurt.device.host import SHM
@@ -45,31 +45,10 @@ def examine_at(address: str) -> dict[str, Any]:
     Parameters
     ----------
     address
-        Of the scheduler.
+        The scheduler's address.
     """
     with connected(address) as client:
         return examine(client)
-
-
-def connected(address: str) -> Client:
-    """A client of a cluster, which stays as it is.
-
-    Parameters
-    ----------
-    address
-        Of the scheduler.
-
-    Raises
-    ------
-    click.ClickException
-        When no scheduler answers.
-    """
-    # A client that ran our hook would switch the runtime on, and so change what it looks at.
-    with dask.config.set({"distributed.client.preload": []}):
-        try:
-            return Client(address, set_as_default=False)
-        except (OSError, ValueError) as error:
-            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
 
 
 # ---- for people ----------------------------------------------------------------------
@@ -148,6 +127,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{kind}: {format_bytes(used)} of {format_bytes(capacity)} used, on {len(pools)} workers",
         )
     for fallback in cluster["fallbacks"]:
-        yield "Fell back", f"{fallback['count']} times, {fallback['what']}: {fallback['reason']}"
+        what = f"{fallback['what']} ({fallback['id']})"
+        yield "Fell back", f"{fallback['count']} times, {what}: {fallback['reason']}"
     if not cluster["fallbacks"]:
         yield "Fell back", "nothing"

@@ -1,4 +1,4 @@
-"""What a timing depends on: the packages and the machine."""
+"""Describe what a timing depends on: the packages and the machine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ def environment() -> dict[str, Any]:
         ``versions`` by package name and ``hardware`` (CPU, cores, memory, GPUs).
     """
     return {
-        "versions": {
-            "python": platform.python_version(),
-            "dask-gpurt": dask_gpurt.__version__,
-            **installed_versions(PACKAGES),
-        },
+        "versions": versions(PACKAGES, own="dask-gpurt"),
         "hardware": {
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -40,15 +36,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the version of each of the packages that is installed.
+def versions(packages: Iterable[str], own: str) -> dict[str, str]:
+    """Return the versions of Python, of this package, and of each of the packages that is installed.
 
     Parameters
     ----------
     packages
         Their names, without the CUDA version that is part of some.
+    own
+        The key for this package.
     """
-    found = {}
+    found = {"python": platform.python_version(), own: dask_gpurt.__version__}
     for package in packages:
         # RAPIDS wheels carry the CUDA version in their name.
         for name in (package, f"{package}-cu13", f"{package}-cu12"):

@@ -1,4 +1,4 @@
-"""``dask gpurt simulate``: what placement would do on a cluster that you do not have."""
+"""Run ``dask gpurt simulate``: placement on a cluster that you do not have."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dask_gpurt.simulate.report import plot
 from dask_gpurt.simulate.simulation import WorkloadFailed
 
 ALL = "all"
-#: What stands below the ratios: a byte, where ours moves none.
+#: The least bytes in a ratio, where one placement moves none.
 LEAST_BYTES = 1
 
 
@@ -122,7 +122,7 @@ def _draw(done: Sequence[Simulation], picture: Path) -> None:
 
 
 def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, float | str | int]:
-    """Hold one placement against another, over all workloads and clusters.
+    """Compare one placement with another, over all workloads and clusters.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The settings: a dataclass for each section, with the parser that judges each key."""
+"""Declare the settings: a dataclass for each section, with the parser that judges each key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _section(settings: type) -> Any:
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """How bytes get from worker to worker.
+    """Set how bytes get from worker to worker.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class ExchangeSettings:
 
 @dataclass(frozen=True)
 class ShuffleSettings:
-    """How a shuffle runs.
+    """Set how a shuffle runs.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class ShuffleSettings:
 
 @dataclass(frozen=True)
 class TopologySettings:
-    """What joins the workers.
+    """Set how the links between workers are known.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class TopologySettings:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Where a worker keeps its data. None leaves a size to the worker.
+    """Set where a worker keeps its data. None leaves a size to the worker.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class FixedSettings:
-    """What confines compute in the mode ``fixed``. None does not.
+    """Set how compute is confined in the mode ``fixed``. None leaves it free.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class FixedSettings:
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """What else the mode ``adaptive`` may try. None is nothing.
+    """Set what else the mode ``adaptive`` may try. None adds nothing.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class AdaptiveSettings:
 
 @dataclass(frozen=True)
 class OverlapSettings:
-    """What runs beside what on one GPU.
+    """Set what runs beside what on one GPU.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class OverlapSettings:
 
     @property
     def intercepts(self) -> bool:
-        """Whether what is asked for takes the interposer in the processes of workers."""
+        """Tell whether the settings need the interposer in the processes of workers."""
         asked = {"fixed": self.fixed.sms, "adaptive": self.adaptive.sms}
         return self.residency != "off" or asked.get(self.mode) is not None
 
@@ -175,7 +175,7 @@ class OverlapSettings:
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """Which worker runs which task.
+    """Set which worker runs which task.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ class PlacementSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of the runtime, judged and with their units resolved.
+    """Hold all settings of the runtime, judged and with their units resolved.
 
     Parameters
     ----------

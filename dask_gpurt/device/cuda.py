@@ -49,7 +49,7 @@ from dask_gpurt.device.protocol import (
     SmContexts,
     Ticket,
 )
-from dask_gpurt.topology.system import host_id
+from dask_gpurt.topology.detect import host_id
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from dask_gpurt.device.protocol import (
     passed,
 )
 from dask_gpurt.device.ranges import Ranges
-from dask_gpurt.topology.system import host_id
+from dask_gpurt.topology.detect import host_id
 
 SHM = "/dev/shm"
 #: The first bytes of a pool hold a random token, by which a peer knows the right file.

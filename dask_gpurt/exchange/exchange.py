@@ -33,7 +33,7 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.memory.ladder import Ladder
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.table import Table, backend_for
 from dask_gpurt.table.watching import watch
 
@@ -209,8 +209,8 @@ class Exchange:
         self._parcels[shard.producer].add(parcel)
         self.moved += shard.nbytes
         headers = sum(len(section.header) for section in shard.sections)
-        self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes + headers)
-        self.metrics.add(f"exchange.shards.{path.name}")
+        self.metrics.add("exchange.bytes.{path}", shard.nbytes + headers, path.name)
+        self.metrics.add("exchange.shards.{path}", 1, path.name)
         pressed = self.worker.loop.time() - self._asked.get(shard.producer, -PRESSED) < PRESSED
         if pressed or not path.in_place:
             self._pull_soon(parcel)
@@ -254,7 +254,7 @@ class Exchange:
         try:
             await self.offload(self._land_fetched, parcel, await self.comms.fetch(parcel))
         except CodecError as error:
-            self.metrics.fallback("shards are compressed in host memory", str(error))
+            self.metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
             reply = await self.comms.fetch(parcel, by_host=True)
             await self.offload(self._land_fetched, parcel, reply)
 

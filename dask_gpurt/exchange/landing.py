@@ -22,7 +22,7 @@ from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.ledger import SHARDS
 from dask_gpurt.memory.readings import Part
 from dask_gpurt.memory.tiers import NoRoom, Tier
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 
 class Landing:
@@ -70,13 +70,13 @@ class Landing:
                 self._ladder.store(key, Raw(bring(sources)), SHARDS, home=home, needed=needed)
                 return
             except MemoryError:
-                self._metrics.fallback("shards do not stay on the device", "it has no room for them")
+                self._metrics.fallback(Fallback.EXCHANGE_SPILLED_ON_ARRIVAL, "it has no room for them")
                 self._ladder.forget_promise(key)
         try:
             tier = self._ladder.store_below(key, raw_frames(sources), SHARDS, home=home, needed=needed)
         except NoRoom as error:
             raise OSError(f"no tier has room for the shards that this worker has pulled: {error}") from error
-        self._metrics.add(f"memory.spill.bytes.exchange.{tier}", shard.nbytes)
+        self._metrics.add("memory.spill.bytes.{from}.{to}", shard.nbytes, "exchange", str(tier))
 
     def _home(self, kind: str) -> Tier:
         return Tier.DEVICE if kind == self._main else Tier.HOST

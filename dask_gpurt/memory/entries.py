@@ -226,13 +226,13 @@ class Entries:
         return Spilled(sum(off_host), self._below.total(Tier.DISK))
 
     def _moved(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> None:
-        self._metrics.add(f"memory.spill.bytes.{source}.{target}", nbytes)
+        self._metrics.add("memory.spill.bytes.{from}.{to}", nbytes, str(source), str(target))
         self._metrics.add("memory.spill.seconds", seconds)
 
     def _account(self, grown: Tier | None = None) -> None:
         """The ledger has changed; there may be more in a tier than ever before."""
         if grown is not None:
-            self._metrics.peak(f"memory.{grown}.peak", self.ledger.used(grown))
+            self._metrics.peak("memory.{tier}.peak", self.ledger.used(grown), str(grown))
         self._changed()
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from dask_gpurt.memory.frames import NotMovable, take_apart
 from dask_gpurt.memory.policy import Candidate, choose, order
 from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import TRIFLE, TRIFLING, NoRoom, Tier
+from dask_gpurt.observe import Fallback
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,9 @@ class Room(Entries):
             return _Move(key, entry, used, target, name, fence, began)
         except NotMovable as error:
             entry.fixed = True
-            self._metrics.fallback("an object stays live", str(error))
+            self._metrics.fallback(Fallback.MEMORY_UNPICKLABLE, str(error))
         except (NoRoom, MemoryError) as error:
-            self._metrics.fallback("objects stay live above their tier's limit", str(error))
+            self._metrics.fallback(Fallback.MEMORY_TIERS_FULL, str(error))
         except BaseException:
             self._arrived(entry)
             raise

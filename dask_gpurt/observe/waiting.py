@@ -1,8 +1,8 @@
 """Tell what waits for what: stacks of threads and coroutines, and the waiting lists of Dask and the runtime.
 
-Three ways lead to a process, since the one that hangs may be any of them. A coroutine on its event loop
-describes it best (:func:`describe_worker`, :func:`describe_scheduler`). A loop that is blocked answers
-nothing: then :func:`arm` has made a signal write the stacks of all threads, which needs neither the loop nor
+There are three ways to ask a process, since any process may be the one that hangs. A coroutine on its event
+loop describes it best (:func:`describe_worker`, :func:`describe_scheduler`). A blocked loop does not
+answer: then :func:`arm` has made a signal write the stacks of all threads, which needs neither the loop nor
 the GIL. And :class:`Watchdog` looks on a thread of its own whether anything happens at all.
 """
 

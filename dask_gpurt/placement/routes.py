@@ -52,7 +52,7 @@ class Routes:
     def connection_setup(self, source: str, target: str) -> float:
         """Return seconds of a route that only the first transfer between two workers takes."""
         link = self._topology.link(source, target, by_comms=True)
-        return self._topology.contact(link, source, target) if self._by_comms else 0.0
+        return self._topology.connection_setup(link, source, target) if self._by_comms else 0.0
 
     def out_of(self, tier: Tier, worker: str) -> Route:
         """Return the route between a lower tier and the live tier of a worker."""
@@ -69,7 +69,7 @@ class Routes:
         link, speed = self._topology.way(source, target, self._by_comms)
         route = Route.over(speed)
         if self._by_comms:
-            route = route.then(Route(self._topology.contact(link, source, target)))
+            route = route.then(Route(self._topology.connection_setup(link, source, target)))
         if link in BETWEEN_HOSTS:
             # The way out of a host is shared: when one worker sends to spread load, so do the others.
             route = Route(route.latency, route.seconds_per_byte * self._workers_on_host_of(source))

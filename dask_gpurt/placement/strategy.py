@@ -12,7 +12,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.candidates import CandidateSelector
 from dask_gpurt.placement.cost import Candidate
@@ -80,7 +80,7 @@ class Placement:
         #: slot.
         self._root: Any = None
         self._slot: Any = None
-        self._overrides = Overrides(lambda name, why: metrics.fallback(f"placement.{name}", why))
+        self._overrides = Overrides(lambda name, why: metrics.fallback(Fallback.PLACEMENT, why, name))
         self._originals = self._overrides.originals
 
     # ---- on and off --------------------------------------------------------------------

@@ -8,11 +8,8 @@ from typing import Any
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.shuffle import active_runs, replace_run_lookup
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
-
-#: What falls back, for counting.
-WHAT = "tasks ask the event loop for their run"
 
 
 class RunFinder:
@@ -33,13 +30,13 @@ class RunFinder:
     def install(self) -> None:
         """From now on."""
         if (plugin := self._worker.plugins.get("shuffle")) is None:
-            self._metrics.fallback(WHAT, "Dask has no plugin 'shuffle'")
+            self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "Dask has no plugin 'shuffle'")
             return
         self._runs = active_runs(plugin)
         try:
             replace_run_lookup(self._patches, plugin, self._or)
         except UnsupportedError as error:
-            self._metrics.fallback(WHAT, str(error))
+            self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, str(error))
 
     def uninstall(self) -> None:
         """Have Dask find them again."""

@@ -25,15 +25,13 @@ from distributed.worker_state_machine import PauseEvent, UnpauseEvent
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 #: Bytes a second at which objects go down and come up again: nobody waits for longer than that takes.
 RATE = 1e9
 #: Seconds between looks, the most that anybody waits, and how often in a row it may be in vain after
 #: tasks of one prefix.
 LOOK, MOST, PATIENCE = 0.001, 0.1, 3
-#: What falls back, for counting.
-WHAT = "a worker does not wait for the tasks that read a result"
 #: How much of a priority is the same for all tasks of a graph: what the user says, and which graph.
 _GRAPH = 2
 
@@ -68,7 +66,7 @@ class Following:
         try:
             self._hold_back(key, result, inputs)
         except Exception as error:
-            self._metrics.fallback(WHAT, repr(error))
+            self._metrics.fallback(Fallback.MEMORY_DEPENDENTS_FIRST, repr(error))
 
     def _hold_back(self, key: Key, result: int, inputs: int) -> None:
         seconds = min((result + inputs) / RATE, MOST)
@@ -87,7 +85,7 @@ class Following:
         try:
             followed = not self._outlived(key) and (self._brought_forward(key) or self._roomy(result))
         except Exception as error:  # a worker that stays paused does nothing any more
-            self._metrics.fallback(WHAT, repr(error))
+            self._metrics.fallback(Fallback.MEMORY_DEPENDENTS_FIRST, repr(error))
             followed, end = False, loop.time()
         if not followed and loop.time() < end:
             loop.call_later(LOOK, self._look, key, result, end)

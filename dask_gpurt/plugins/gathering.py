@@ -14,11 +14,8 @@ from dask_gpurt.dask_hooks.patch import Method
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
 from dask_gpurt.dask_hooks.worker import wrap_replica_choice
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology import SHIPPED, Link
-
-#: What falls back, for counting.
-WHAT = "dependencies are fetched from where Dask chooses"
 
 
 def farness(seconds: Mapping[str, float]) -> dict[str, int]:
@@ -57,7 +54,7 @@ class Gathering:
         try:
             wrap_replica_choice(self._patches, self._state, self._override)
         except UnsupportedError as error:
-            self._metrics.fallback(WHAT, str(error))
+            self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, str(error))
 
     def uninstall(self) -> None:
         """Give Dask's order back."""
@@ -69,7 +66,7 @@ class Gathering:
                 queue = self._queue(state)
             # Whatever goes wrong here: the worker has to fetch what it needs.
             except Exception as error:
-                self._metrics.fallback(WHAT, repr(error))
+                self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, repr(error))
                 found: Iterator[Any] = dasks(state)
                 return found
             return _served(state, queue)

@@ -18,10 +18,11 @@ from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import Picture
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.sharing import HANDLER, CommonKnowledge
+from dask_gpurt.plugins.sharing import HANDLER, SharedStatistics
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
 from dask_gpurt.plugins.topology import SchedulerTopology
@@ -107,7 +108,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.metrics = Metrics()
         self.picture = Picture()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
-        self.learned = CommonKnowledge()
+        self.learned = SharedStatistics()
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
@@ -204,7 +205,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         try:
             require_load()
         except dask_hooks.UnsupportedError as error:
-            self.metrics.fallback("Dask chooses workers", str(error))
+            self.metrics.fallback(Fallback.PLACEMENT_UNSUPPORTED, str(error))
             return False
         return True
 
@@ -254,11 +255,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             for worker, reply in replies.items()
         }
         own = self.metrics.snapshot()
-        counters: dict[str, float] = dict(own["counters"])
-        for reply in workers.values():
-            for name, value in reply.get("counters", {}).items():
-                known = counters.get(name, 0)
-                counters[name] = max(known, value) if name.endswith(".peak") else known + value
+        counters = combine([own["counters"], *(reply.get("counters", {}) for reply in workers.values())])
         return {
             "enabled": True,
             "version": __version__,

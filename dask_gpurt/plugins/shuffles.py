@@ -23,7 +23,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     runs_of,
     set_restriction,
 )
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
@@ -100,7 +100,7 @@ class SchedulerShuffles:
                 return spec
             if library(spec.meta) is None:
                 reason = f"{type(spec.meta)} is no frame of pandas or cudf"
-                self._metrics.fallback("shuffles stay with Dask", reason)
+                self._metrics.fallback(Fallback.SHUFFLE_UNSUPPORTED_FRAMES, reason)
                 return spec
             self._metrics.add("shuffle.taken-over")
             return ShuffleSpec.of(spec)

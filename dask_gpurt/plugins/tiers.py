@@ -29,7 +29,7 @@ from dask_gpurt.memory.pageable import HostTier
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.policy import next_use
 from dask_gpurt.memory.tiers import Limits, Tier, limits
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
 
 logger = logging.getLogger("dask_gpurt")
@@ -159,7 +159,7 @@ class WorkerTiers:
         }
 
     def _device_files(self) -> DeviceFiles | None:
-        return self.device.files(partial(self._metrics.fallback, "files are moved without kvikio"))
+        return self.device.files(partial(self._metrics.fallback, Fallback.MEMORY_FILES_WITHOUT_KVIKIO))
 
     def home(self, value: Any) -> Tier:
         """Where an object is live."""

@@ -11,12 +11,10 @@ from typing import Any
 
 from dask_gpurt.memory.admission import ADMISSION_PATIENCE_S, FETCH, SEND, TASK, Admission, Holder
 from dask_gpurt.memory.ladder import Ladder
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds after which a request asks again: room may have come from elsewhere, or its time has run out.
 LOOK_AGAIN = 0.5
-#: What falls back, for counting.
-OVERDUE = "tasks and fetches begin without room for them"
 
 
 class Turns:
@@ -70,7 +68,7 @@ class Turns:
         if self._admission.overdue != before:
             self._metrics.add("memory.waits.overdue")
             self._metrics.fallback(
-                OVERDUE,
+                Fallback.MEMORY_ADMITTED_OVERDUE,
                 f"{who.kind} {who.key!r} had been the first to wait for {ADMISSION_PATIENCE_S} s: tasks wait "
                 "for each other, or take longer than that while memory is short",
             )

@@ -29,7 +29,7 @@ from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.plugins.finding import RunFinder
 from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.memory_reports import amounts
@@ -46,8 +46,6 @@ logger = logging.getLogger("dask_gpurt")
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
-#: What is told where memory changes hands while something that was begun still has it.
-TOO_EARLY = "memory changes hands too early"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -169,7 +167,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def _handovers(self) -> Handovers:
         """What looks at memory that changes hands, and tells of what is too early."""
         return Handovers(
-            partial(self.metrics.fallback, TOO_EARLY), partial(self.metrics.add, "overlap.handovers")
+            partial(self.metrics.fallback, Fallback.OVERLAP_HANDED_OVER_EARLY),
+            partial(self.metrics.add, "overlap.handovers"),
         )
 
     async def teardown(self, worker: WorkerServer) -> None:

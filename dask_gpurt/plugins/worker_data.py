@@ -29,7 +29,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.ladder import serving
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.following import Following
 from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.switching import Layer
@@ -121,7 +121,7 @@ class WorkerData:
 
     def _lose(self, keys: list[Key], error: Exception) -> None:
         """Give up keys that can not be read, say of a damaged file: the scheduler has them computed again."""
-        self.metrics.fallback("spilled data is computed again", str(error))
+        self.metrics.fallback(Fallback.MEMORY_SPILL_UNREADABLE, str(error))
         for key in keys:
             self._ladder.discard(key)
         # First, since Dask's own message has no idea of keys that nobody can compute.
@@ -169,7 +169,7 @@ class WorkerData:
                 if isinstance(event, GatherDepSuccessEvent):
                     await self._runner.make_room(event.data, reserved)
         except Exception as error:
-            self.metrics.fallback("no room is made for data that are fetched", repr(error))
+            self.metrics.fallback(Fallback.MEMORY_FETCH_WITHOUT_ROOM, repr(error))
         return await gather() if event is None else event
 
     def waiting(self) -> dict[str, Any]:

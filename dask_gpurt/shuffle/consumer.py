@@ -83,7 +83,7 @@ class Consumer:
                     outdated = self._inputs.commit(offer.source, offer.attempt, offer.parts)
                     self._drop(outdated)
             if outdated:
-                self.exchange.metrics.add("shuffle.shards.outdated", len(outdated))
+                self.exchange.metrics.add("shuffle.shards.{answer}", len(outdated), "outdated")
                 await self.exchange.offload(self.exchange.discard, outdated)
 
     async def _take(self, shard: Shard) -> list[Parcel]:
@@ -96,7 +96,7 @@ class Consumer:
                 raise ExchangeClosed(f"shuffle {self.run} is over")
             offered = self._inputs.classify(shard.source, shard.attempt, shard.part)
             if offered is not Offered.NEW:
-                self.exchange.metrics.add(f"shuffle.shards.{offered.name.lower()}")
+                self.exchange.metrics.add("shuffle.shards.{answer}", 1, offered.name.lower())
                 if offered is Offered.STALE:  # its block would fill the producer's pool until the run is over
                     self.exchange.refuse(shard)
                 return []

@@ -59,7 +59,7 @@ def test_where_there_are_no_such_contexts_there_is_priority_only(
     client = start(mode=mode, **{mode: asked})
     assert_right(shuffled())
     for reply in dask_gpurt.report(client)["workers"].values():
-        reason = reply["fallbacks"]["compute is not confined"]["reason"]
+        reason = reply["fallbacks"]["overlap.unconfined"]["reason"]
         assert said in reason
         assert reason.endswith("The shuffle has its priority")
 
@@ -81,7 +81,7 @@ def test_without_the_interposer_no_context_is_entered(
     monkeypatch.setattr(HostDevice, "sm_contexts", lambda self, instead: Kept(instead))
     client = start(mode="fixed", fixed={"residency": "none", "sms": 116})
     for reply in dask_gpurt.report(client)["workers"].values():
-        reason = reply["fallbacks"]["compute is not confined"]["reason"]
+        reason = reply["fallbacks"]["overlap.unconfined"]["reason"]
         assert reason.startswith("this process was started without the interposer in LD_PRELOAD")
 
 
@@ -100,9 +100,9 @@ def test_a_device_whose_priorities_change_may_go_without(
 def test_where_priorities_do_not_change_the_rest_is_tried(start: Starting) -> None:
     client = start(mode="adaptive", adaptive={"sms": "none"})
     for reply in dask_gpurt.report(client)["workers"].values():
-        known = reply["fallbacks"]["communication always has its priority"]
+        known = reply["fallbacks"]["overlap.priority-fixed"]
         assert known["reason"] == "copies of a processor have no priority"
-        assert "compute is not confined" not in reply["fallbacks"]
+        assert "overlap.unconfined" not in reply["fallbacks"]
 
 
 def test_what_was_learnt_and_can_not_be_written_is_told_of(start: Starting, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_what_was_learnt_and_can_not_be_written_is_told_of(start: Starting, tmp_
     client = start(mode="adaptive", adaptive={"sms": "none"}, learned=str(path))
     client.run(_save)
     for reply in dask_gpurt.report(client)["workers"].values():
-        assert "a file" in reply["fallbacks"]["what was learnt of kernels is not kept"]["reason"]
+        assert "a file" in reply["fallbacks"]["overlap.not-saved"]["reason"]
 
 
 async def _save(dask_worker: Any) -> None:

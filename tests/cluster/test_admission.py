@@ -19,6 +19,7 @@ from distributed import Client, SchedulerPlugin, wait, worker_client
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
+from dask_gpurt.observe import Fallback
 from dask_gpurt.plugins import turns
 from tests.helpers.clusters import Library, cluster, counters
 
@@ -145,7 +146,7 @@ def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
         assert await client.gather([one, two]) == [True, True]
         report = await dask_gpurt.report(client)
         assert report["counters"]["memory.waits.overdue"] >= 1
-        assert turns.OVERDUE in report["workers"][here.address]["fallbacks"]
+        assert Fallback.MEMORY_ADMITTED_OVERDUE.id in report["workers"][here.address]["fallbacks"]
         await dask_gpurt.disable(client)
 
     run()

@@ -114,7 +114,7 @@ def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.Monkey
         assert await runs_of_a_shuffle(client) == 2
         for worker in (a, b):
             fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
-            assert "patience" in fallbacks["tasks ask the event loop for their run"]["reason"]
+            assert "patience" in fallbacks["shuffle.run-lookup"]["reason"]
             assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
 
 

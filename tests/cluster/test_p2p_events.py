@@ -20,7 +20,7 @@ from distributed.shuffle._core import id_from_key
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.plugins.client import teach_method
+from dask_gpurt.api import teach_method
 from dask_gpurt.shuffle.consumer import Consumer
 from dask_gpurt.shuffle.producer import Producer
 from dask_gpurt.shuffle.run import ShuffleRun

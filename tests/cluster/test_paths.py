@@ -78,7 +78,7 @@ def test_a_shard_goes_through_host_memory(room: bool) -> None:
         np.testing.assert_array_equal(await bytes_of(there, shard), data)
         assert moved(there) == {"exchange.bytes.through-host"}
         fallbacks = here.metrics.snapshot()["fallbacks"]
-        assert room == ("bytes take Dask's comms" not in fallbacks)
+        assert room == ("exchange.comms" not in fallbacks)
         assert "no peer access" in str(there.metrics.snapshot()["fallbacks"])
         if not room:
             host.give_back(taken)

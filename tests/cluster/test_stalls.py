@@ -15,6 +15,7 @@ from distributed.utils_test import gen_cluster
 import dask_gpurt
 from dask_gpurt.memory.admission import FETCH
 from dask_gpurt.memory.disk import CorruptFile
+from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.waiting import (
     WATCHDOG_POLL_S,
     Watchdog,
@@ -23,7 +24,6 @@ from dask_gpurt.observe.waiting import (
     describe_worker,
     signalled_stacks,
 )
-from dask_gpurt.plugins import following
 
 MIB = 2**20
 TIGHT = {
@@ -67,7 +67,7 @@ def test_a_look_that_fails_does_not_leave_the_worker_paused(monkeypatch: pytest.
         holding.finished("a-task", 100 * MIB, 0)
         assert not a.state.running
         assert await asyncio.wait_for(client.submit(int, 7, workers=[a.address]), SOON_S) == 7
-        assert following.WHAT in fallbacks(a)
+        assert Fallback.MEMORY_DEPENDENTS_FIRST.id in fallbacks(a)
 
     run(test)
 
@@ -103,7 +103,7 @@ def test_data_come_from_a_peer_though_no_room_can_be_made_for_them(
         else:
             monkeypatch.setattr(ladder, "pass_on", lambda who, to: who[0] != FETCH and kept(who, to))
         assert await asyncio.wait_for(client.submit(len, made, workers=[b.address]), SOON_S) == MIB
-        assert "no room is made for data that are fetched" in fallbacks(b)
+        assert "memory.fetch-without-room" in fallbacks(b)
 
     run(test)
 

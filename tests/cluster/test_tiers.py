@@ -53,7 +53,7 @@ def on_workers(client: Client, function: Any) -> list[Any]:
 def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Library) -> None:
     collection = frames(library)
     wait(collection)
-    rows = dask_gpurt.memory(small)
+    rows = dask_gpurt.memory_usage(small)
     assert set(rows.worker) == set(small.nthreads())
     assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["Ladder"] * 2
     assert set(rows.tier) == {"device", "pinned", "host", "disk"}
@@ -145,7 +145,7 @@ def test_the_picture_agrees_with_the_workers(small: Client, library: Library) ->
 
     deadline = time.monotonic() + 10
     while True:
-        truth, rows = small.run(held), dask_gpurt.memory(small)
+        truth, rows = small.run(held), dask_gpurt.memory_usage(small)
         if all(truth[row.worker][row.tier] == row.partitions for row in rows.itertuples()):
             break
         assert time.monotonic() < deadline

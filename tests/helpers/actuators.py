@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from dask_gpurt.device import SmsError
-from dask_gpurt.overlap.occupancy import Kernel, Limits
-from dask_gpurt.overlap.steps import PRIORITY, Setting
+from dask_gpurt.overlap.occupancy import DeviceLimits, LaunchedKernel
+from dask_gpurt.overlap.samples import PRIORITY, Setting
 from tests.helpers.curves import CAP4, CAP8
 
 
@@ -49,13 +49,13 @@ class Launches:
     def write(self, default: int, kernels: Mapping[str, int]) -> None:
         self.cap = default
 
-    def limits(self, device: int) -> Limits | None:
-        return Limits(132, 32, 2048, 65536, 233472, 1024, 232448)
+    def limits(self, device: int) -> DeviceLimits | None:
+        return DeviceLimits(132, 32, 2048, 65536, 233472, 1024, 232448)
 
     def counters(self) -> dict[str, int]:
         return {"seen": 0}
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[LaunchedKernel]:
         return []
 
 

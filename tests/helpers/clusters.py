@@ -16,7 +16,7 @@ from distributed import Client, LocalCluster, wait
 from distributed.utils import get_mp_context
 
 import dask_gpurt
-from dask_gpurt.plugins.worker import TOO_EARLY
+from dask_gpurt.observe import Fallback
 from tests.helpers import caps
 
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
@@ -78,7 +78,8 @@ def cluster(
 def told_too_early(client: Client) -> list[Any]:
     """What workers tell of memory that has changed hands too early."""
     workers = dask_gpurt.report(client)["workers"].values()
-    return [worker["fallbacks"][TOO_EARLY] for worker in workers if TOO_EARLY in worker.get("fallbacks", ())]
+    early = Fallback.OVERLAP_HANDED_OVER_EARLY.id
+    return [worker["fallbacks"][early] for worker in workers if early in worker.get("fallbacks", ())]
 
 
 def _local(backend: str, workers: int, threads: int, memory_limit: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dask_gpurt.observe import Decisions, Metrics
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 from tests.helpers.curves import CAP4, CAP8, SPLIT, Speeds
 
 CANDIDATES = {CAP8: 0.5, CAP4: 0.25, SPLIT: 0.44, OFF: 0.5}

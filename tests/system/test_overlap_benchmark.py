@@ -15,8 +15,8 @@ from benchmarks.overlap import collectives as collectives
 from benchmarks.overlap import figures as figures
 from benchmarks.overlap import gpu_timeline
 from benchmarks.overlap.plan import rotated
-from dask_gpurt.overlap.knowledge import FEW, Knowledge
-from dask_gpurt.overlap.steps import PRIORITY, Alone
+from dask_gpurt.overlap.samples import PRIORITY, SoloSample
+from dask_gpurt.overlap.statistics import MIN_SOLO_SAMPLES, OverlapStatistics
 
 pytestmark = pytest.mark.slow
 
@@ -108,9 +108,9 @@ def test_a_leg_tells_what_communication_has_added(
     both = min(compute / c, communication / m)
     ends = both + compute - both * c, both + communication - both * m
     times = collectives.Times(max(ends), *ends)
-    known = Knowledge()
-    for _ in range(FEW):
-        known.add(Alone("kernel", 10.0, compute))
+    known = OverlapStatistics()
+    for _ in range(MIN_SOLO_SAMPLES):
+        known.add(SoloSample("kernel", 10.0, compute))
     costs = known.costs(collectives.step("kernel", PRIORITY, times, 10.0, 100.0))
     assert costs is not None
     assert 100.0 * costs.adds == pytest.approx(max(ends) - compute, abs=1e-6)

@@ -85,7 +85,14 @@ def test_where_there_are_no_caps_the_doctor_says_why(
     assert found["reason"].startswith(reason)
     ((row),) = found["doctor"]
     assert row["reason"] == found["reason"]
-    assert found["fallbacks"] == [{"what": "overlap.residency", "reason": found["reason"], "count": 1}]
+    assert found["fallbacks"] == [
+        {
+            "id": "overlap.residency",
+            "what": "residency caps are not possible",
+            "reason": found["reason"],
+            "count": 1,
+        }
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -349,6 +350,8 @@ def test_preload_file_names_the_hook_for_every_role() -> None:
 def test_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "dask_gpurt._version.__version__"}
+    attribute = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert attribute == "dask_gpurt._version.__version__"
+    assert pkgutil.resolve_name(attribute) is dask_gpurt.__version__
     recipe = yaml.safe_load((ROOT / "conda/recipe/recipe.yaml").read_text())
     assert recipe["context"]["version"] == dask_gpurt.__version__

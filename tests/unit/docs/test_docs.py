@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from dask_gpurt.config import KEYS
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import pools
 from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
+from dask_gpurt.observe import Fallback
+from dask_gpurt.observe.metrics import METRICS, Kind, find
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "dask_gpurt"
@@ -261,41 +262,39 @@ def test_messages_are_quoted_as_they_are(said: str) -> None:
     assert not missing
 
 
-def fallbacks() -> Iterator[str]:
-    """What the package counts as fallen back; of a name that is put together, its beginning."""
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    constants = {
-        ast.unparse(node.targets[0]): node.value.value
-        for tree in trees
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-    }
-    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        given = [call.func, *call.args]  # or as partial(metrics.fallback, what)
-        for function, what in pairwise(given):
-            if isinstance(function, ast.Attribute) and function.attr == "fallback":
-                first = what.values[0] if isinstance(what, ast.JoinedStr) else what
-                yield str(first.value if isinstance(first, ast.Constant) else constants[ast.unparse(first)])
+def quoted_as(name: str) -> str:
+    """How a page writes a name with values in it."""
+    return f"`{re.sub(r'{.*?}', '…', name)}`"
 
 
-def test_each_fallback_is_explained() -> None:
-    page, found = text("docs/guides/troubleshooting.md"), set(fallbacks())
-    assert len(found) > 15
-    assert [what for what in sorted(found) if f"`{what}" not in page] == []
+@pytest.mark.parametrize("fallback", Fallback)
+def test_each_fallback_is_explained(fallback: Fallback) -> None:
+    page = text("docs/guides/troubleshooting.md")
+    as_printed = f"`{fallback.text} ({fallback.id})`"
+    assert as_printed in page or (quoted_as(fallback.id) in page and quoted_as(fallback.text) in page)
+
+
+def test_metrics_are_listed_from_their_table() -> None:
+    page = text("docs/reference/metrics.md")
+    listed = [tuple(cells(section(page, "All metrics"), column)) for column in range(5)]
+    declared = [
+        (
+            quoted_as(metric.name),
+            metric.kind,
+            metric.unit,
+            f"`{metric.prometheus}{'_total' if metric.kind is Kind.COUNTER else ''}`",
+            metric.help,
+        )
+        for metric in METRICS.values()
+    ]
+    assert list(zip(*listed, strict=True)) == declared
 
 
 def test_counters_exist() -> None:
-    page = text("docs/reference/metrics.md").split("\n## Shuffle\n")[1]
-    named = [name for cell in cells(page, 0) for name in re.findall(r"`(.*?)`", cell)]
-    strings = set(literals())
-
-    def known(name: str) -> bool:
-        # A name may be put together: the part before a tier, a path or a reason has to be there.
-        stem, family = re.split("[…<]", name)[0], name.partition(".")[0]
-        return any(stem in string for string in strings) or f"{family}.…" in strings
-
-    assert len(named) > 30
-    assert [name for name in named if not known(name)] == []
+    page = section(text("docs/guides/measure.md"), "In your own program")
+    named = re.findall(r"`((?:shuffle|exchange|memory|placement|overlap|residency)\..*?)`", page)
+    assert len(named) >= 3
+    assert [name for name in named if not find(name.replace("…", "any"))] == []
 
 
 @pytest.mark.parametrize(

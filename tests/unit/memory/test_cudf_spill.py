@@ -165,7 +165,7 @@ def test_the_account_agrees_with_cudf() -> None:
 
     def told(client: Client, tier: str, kind: str, nbytes: int) -> None:
         deadline = time.monotonic() + 10
-        while (said := dask_gpurt.memory(client).set_index("tier").loc[tier, kind]) != nbytes:
+        while (said := dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind]) != nbytes:
             assert time.monotonic() < deadline, f"{said} bytes of {kind} in the {tier} tier, truly {nbytes}"
             time.sleep(0.1)
 

@@ -189,7 +189,7 @@ def test_what_can_not_be_taken_apart_stays(ladder: Ladder) -> None:
     ladder.spill(1 << 30)
     assert ladder["lock"] is lock
     assert ladder.tier("array") is Tier.PINNED
-    assert "an object stays live" in ladder._metrics.snapshot()["fallbacks"]
+    assert "memory.unpicklable" in ladder._metrics.snapshot()["fallbacks"]
 
 
 def test_full_everywhere_loses_nothing(tmp_path: Any) -> None:
@@ -197,7 +197,7 @@ def test_full_everywhere_loses_nothing(tmp_path: Any) -> None:
     for fill in range(5):
         put(ladder, f"x{fill}", array(fill))
     assert all(np.array_equal(ladder[f"x{fill}"], array(fill)) for fill in range(5))
-    assert "objects stay live above their tier's limit" in ladder._metrics.snapshot()["fallbacks"]
+    assert "memory.tiers-full" in ladder._metrics.snapshot()["fallbacks"]
     ladder.close()
 
 
@@ -215,7 +215,7 @@ def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: Ladder) -> 
     assert ladder.tier("x") is Tier.PINNED
     with landing.reading([("x", 0)], "a task") as found:
         assert np.array_equal(np.frombuffer(found["x", 0][0], np.uint8), given)
-    assert metrics.snapshot()["fallbacks"]["shards do not stay on the device"]["count"] == 1
+    assert metrics.snapshot()["fallbacks"]["exchange.spilled-on-arrival"]["count"] == 1
 
 
 def test_serving_overrides_what_lies_there(ladder: Ladder) -> None:

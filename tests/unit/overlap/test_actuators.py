@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.overlap.actuators import Precedence, SmShare, Together, UnfitSetting
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.actuators import CompositeActuator, SmShare, StreamPriority, UnfitSetting
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 from tests.helpers.actuators import Contexts, Hand
 from tests.helpers.overlap_cluster import start as start  # a fixture
 
@@ -81,7 +81,7 @@ def test_a_share_caps_no_residency() -> None:
 def test_of_two_each_gets_its_part() -> None:
     contexts, caps = Contexts(), Hand()
     share = SmShare(contexts, quiet)
-    both = Together(caps, share)
+    both = CompositeActuator(caps, share)
     assert both.settings() == caps.settings()
     both.apply(Setting(residency=4, sms=116))
     assert caps.confined == Setting(residency=4)
@@ -108,13 +108,13 @@ def test_of_two_each_gets_its_part() -> None:
 def test_what_nothing_confines_is_refused(setting: Setting, said: str) -> None:
     caps, share = Hand(), SmShare(Contexts(), quiet)
     with pytest.raises(UnfitSetting, match=said):
-        Together(None if setting.residency else caps, None if setting.sms else share).apply(setting)
+        CompositeActuator(None if setting.residency else caps, None if setting.sms else share).apply(setting)
 
 
 def test_communication_comes_first_unless_a_setting_says_otherwise() -> None:
     device, caps = HostDevice(2**20), Hand()
     device.prioritised = True
-    both = Together(caps, precedence=Precedence(device))
+    both = CompositeActuator(caps, priority=StreamPriority(device))
     assert both.settings() == {**caps.settings(), OFF: 0.5}
     both.apply(OFF)
     assert not device.prioritised

@@ -16,7 +16,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
 from dask_gpurt.topology import Place, Topology
-from dask_gpurt.topology.contacts import FIRST
+from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from tests.helpers.placed_cluster import GB, Cluster, Rooms, run
 
 
@@ -140,7 +140,7 @@ def test_an_alias_stays_where_its_data_are_however_full_that_is(free: float) -> 
 
 
 def test_a_short_queue_is_not_worth_the_first_transfer_between_two_gpus() -> None:
-    state, topology = bare.BareState(2), Topology(first=FIRST)
+    state, topology = bare.BareState(2), Topology(first=FIRST_TRANSFER_S)
     for address in state.workers:
         topology.add(address, Place("host", address, nvlink="host", rdma=True))
     one, other = state.workers

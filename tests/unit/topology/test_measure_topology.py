@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from dask_gpurt.topology import Link
-from dask_gpurt.topology.discover import discover
-from dask_gpurt.topology.hosts import Host, Nic
-from dask_gpurt.topology.measure import NIC_SHARE, measure
-from dask_gpurt.topology.measure_gpu import LARGE, measure_gpus
+from dask_gpurt.topology.detect import discover
+from dask_gpurt.topology.measure import LARGE_COPY_BYTES, NIC_SHARE, measure, measure_gpus
+from dask_gpurt.topology.model import Host, Nic
 from tests.helpers.fake_nvml import FakeGpu, pcie_only, switched
 from tests.helpers.shared_memory import alone_in_shm
 
@@ -112,7 +111,7 @@ def test_only_gpus_that_cuda_shows_are_tried(monkeypatch: pytest.MonkeyPatch) ->
     played(monkeypatch, runtime)
     found = measure_gpus(discover(switched()), runtime.best)
     assert found[Link.NVLINK].bandwidth == pytest.approx(50e9, rel=1e-6)
-    assert LARGE / found[Link.NVLINK].bandwidth > 100 * found[Link.NVLINK].latency
+    assert LARGE_COPY_BYTES / found[Link.NVLINK].bandwidth > 100 * found[Link.NVLINK].latency
 
 
 def test_without_a_gpu_there_is_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
-"""The runtime on the client: switched on and off, and asked what it did."""
+"""Switch the runtime on and off from a client, and ask it what it has done."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -16,8 +17,9 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.observe.report import RuntimeReport
 
-# What imports private parts of Dask is imported where it is used, after a look at whether they are there.
+# Modules that import private parts of Dask are imported where they are used, once these are known to exist.
 
 #: The name of the runtime's plugins, and of its extension on the scheduler.
 NAME = "gpurt"
@@ -78,15 +80,15 @@ def disable(client: Client | None = None) -> Any:
 
 
 def is_enabled(client: Client | None = None) -> bool:
-    """Whether shuffles of this client go through the runtime."""
+    """Tell whether shuffles of this client go through the runtime."""
     try:
         return (client or default_client()) in _enabled
     except ValueError:
         return False
 
 
-def report(client: Client | None = None, *, connect: bool = False) -> Any:
-    """What the runtime on the cluster has, did and fell back from.
+def report(client: Client | None = None, *, connect: bool = False) -> RuntimeReport:
+    """Return what the runtime on the cluster has, did and fell back from.
 
     Parameters
     ----------
@@ -97,24 +99,24 @@ def report(client: Client | None = None, *, connect: bool = False) -> Any:
 
     Returns
     -------
-    dict
-        ``enabled``; when it is, also ``counters`` summed over the workers (of peaks the largest),
-        ``fallbacks``, and ``workers``: for each address its devices, pools, counters, fallbacks,
-        and the paths to its peers: ``paths`` for its main device, ``host_paths`` for the host.
+    RuntimeReport
+        For the cluster, and in ``workers`` for each worker: ``counters``, ``fallbacks`` and more. Its fields
+        can be read as items too: ``report(client)["counters"]``.
     """
     client = client or default_client()
-    return client.sync(_report, client, connect)
+    found: RuntimeReport = client.sync(_report, client, connect)
+    return found
 
 
-#: The columns of a frame of :func:`memory`, by what there is a row for.
+#: The columns of a frame of :func:`memory_usage`, by what there is a row for.
 _COLUMNS = {
     "tier": ["worker", "tier", "capacity", "headroom", *KINDS],
     "prefix": ["worker", "tier", "kind", "prefix", "bytes"],
 }
 
 
-def memory(client: Client | None = None, *, by: str = "tier") -> Any:
-    """What the tiers of all workers hold.
+def memory_usage(client: Client | None = None, *, by: str = "tier") -> pd.DataFrame:
+    """Return what the tiers of all workers hold.
 
     Parameters
     ----------
@@ -148,11 +150,12 @@ def memory(client: Client | None = None, *, by: str = "tier") -> Any:
     if by not in _COLUMNS:
         raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
     client = client or default_client()
-    return client.sync(_memory, client, by)
+    found: pd.DataFrame = client.sync(_memory_usage, client, by)
+    return found
 
 
-def explain(client: Client | None, key: Key) -> Any:
-    """Why a task went where it went.
+def explain(client: Client | None, key: Key) -> pd.DataFrame:
+    """Return why a task went where it went.
 
     Parameters
     ----------
@@ -176,17 +179,26 @@ def explain(client: Client | None, key: Key) -> Any:
         When the runtime does not choose workers on this cluster.
     """
     client = client or default_client()
-    return client.sync(_explain, client, key)
+    found: pd.DataFrame = client.sync(_explain, client, key)
+    return found
 
 
-class _Room(ModuleType):
-    """The package ``dask_gpurt.memory``, which would hide the function of that name: so it can be called."""
+class _CallableModule(ModuleType):
+    """Keep ``dask_gpurt.memory(client)`` alive for one release; it goes with version 0.2.
 
-    def __call__(self, client: Client | None = None, *, by: str = "tier") -> Any:
-        return memory(client, by=by)
+    The import system binds the name to the package, so that only the package itself can answer the call.
+    """
+
+    def __call__(self, client: Client | None = None, *, by: str = "tier") -> pd.DataFrame:
+        warnings.warn(
+            "dask_gpurt.memory(client) is called dask_gpurt.memory_usage(client) now",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return memory_usage(client, by=by)
 
 
-sys.modules["dask_gpurt.memory"].__class__ = _Room
+sys.modules["dask_gpurt.memory"].__class__ = _CallableModule
 
 
 async def activate(client: Client) -> None:
@@ -239,11 +251,10 @@ async def _deactivate(client: Client) -> None:
             _leave(client)  # once more, with those that have come in the middle
 
 
-async def _report(client: Client, connect: bool) -> dict[str, Any]:
+async def _report(client: Client, connect: bool) -> RuntimeReport:
     if not await _is_on(client):
-        return {"enabled": False, "counters": {}, "fallbacks": {}, "workers": {}}
-    found: dict[str, Any] = await _scheduler(client).gpurt_report(connect=connect)
-    return found
+        return RuntimeReport()
+    return RuntimeReport.of(await _scheduler(client).gpurt_report(connect=connect))
 
 
 async def _explain(client: Client, key: Key) -> pd.DataFrame:
@@ -258,7 +269,7 @@ async def _explain(client: Client, key: Key) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["worker", "chosen", "seconds", "missing", *Terms._fields])
 
 
-async def _memory(client: Client, by: str) -> pd.DataFrame:
+async def _memory_usage(client: Client, by: str) -> pd.DataFrame:
     rows = await _scheduler(client).gpurt_memory(by=by) if await _is_on(client) else []
     return pd.DataFrame(rows, columns=_COLUMNS[by])
 
@@ -272,7 +283,7 @@ def _address(client: Client) -> str | None:
 
 
 async def _stays_on(client: Client) -> bool:
-    """Whether it is on, after what is under way."""
+    """Tell whether the cluster is on once everything under way has ended."""
 
     async def settled(dask_scheduler: Any) -> bool:
         runtime = dask_scheduler.extensions.get("gpurt")

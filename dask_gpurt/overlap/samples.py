@@ -1,6 +1,7 @@
-"""What compute and communication did side by side, and under which setting. Values only.
+"""Define the samples that are taken of compute beside communication, and the settings that both run under.
 
-A kernel goes by a name; where kernels cannot be told apart, by that of the task prefix that launches them.
+A kernel is identified by a name; where kernels can not be told apart, by the prefix of the tasks that launch
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """How compute and communication share a device.
+    """Describe how compute and communication share a device.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """Read what ``str`` has written; ValueError for anything else."""
+        """Read the text that ``str`` has written; raise ValueError for any other."""
         found: dict[str, Any] = {}
         for part in text.split(", ") if text != str(PRIORITY) else ():
             words = part.split(" ")
@@ -54,20 +55,20 @@ class Setting:
         return cls(**found)
 
 
-#: Communication comes first, and compute is not confined.
+#: Communication has the higher priority, and compute is not confined.
 PRIORITY = Setting()
-#: Nothing is done.
+#: Communication and compute have the same priority, and compute is not confined.
 OFF = Setting(first=False)
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A task without communication beside it.
+class SoloSample:
+    """Hold the time of a task without communication beside it.
 
     Parameters
     ----------
     work
-        How much it did, in a unit of its kernel's own, such as bytes of inputs.
+        The amount of work, in a unit of its kernel's own, such as bytes of inputs.
     """
 
     kernel: str
@@ -76,8 +77,8 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """The tasks of a kernel in a step: how much they did, how long they took, what they were confined to."""
+class OverlapSample:
+    """Hold the tasks of a kernel in a step: their work, the seconds they took, and their setting."""
 
     work: float
     seconds: float
@@ -85,8 +86,8 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Communication from the begin of a run to that of the next, and what ran beside it.
+class StepSample:
+    """Hold the communication from the begin of a run to that of the next, and the tasks beside it.
 
     Parameters
     ----------
@@ -95,18 +96,18 @@ class Step:
     moved
         Bytes of communication.
     ran
-        The tasks that communication was beside, by kernel.
+        By kernel, the tasks that communication was beside.
     steady
-        Whether each kernel had one setting throughout, and the device to itself; if not, a step only counts
-        as work done.
+        Whether each kernel had one setting throughout, and the device to itself. If not, the step counts as
+        work done, and not as a sample.
     """
 
     idle: float
     moved: float
-    ran: Mapping[str, Ran] = field(default_factory=dict)
+    ran: Mapping[str, OverlapSample] = field(default_factory=dict)
     steady: bool = True
 
     @property
     def seconds(self) -> float:
-        """Of tasks, and in which nothing but communication ran."""
+        """Return the seconds of tasks plus those in which only communication ran."""
         return self.idle + sum(ran.seconds for ran in self.ran.values())
