@@ -18,8 +18,8 @@ from distributed.shuffle._core import P2PBarrierTask
 from distributed.shuffle._merge import merge_transfer
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
+from dask_gpurt.frames import Hashed, Ranged
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.table import Hashed, Ranged
 
 
 class GpurtShuffle(P2PShuffle):

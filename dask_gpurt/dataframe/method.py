@@ -29,7 +29,7 @@ from dask.dataframe.dask_expr._shuffle import (
 
 from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets, RangeTargets
-from dask_gpurt.table import library
+from dask_gpurt.frames import library
 
 METHOD = "gpurt"
 

@@ -32,10 +32,10 @@ from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.exchange.traffic import Traffic
+from dask_gpurt.frames import Table, backend_for
+from dask_gpurt.frames.watching import watch
 from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.observe import Metrics
-from dask_gpurt.table import Table, backend_for
-from dask_gpurt.table.watching import watch
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
 IDLE = 10.0
@@ -164,7 +164,7 @@ class Exchange:
             self.in_flight(len(self._publishing), self._pulls)
 
     def table(self, frame: Any) -> Table:
-        """The backend for a frame; see :func:`~dask_gpurt.table.backend_for`."""
+        """The backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
         table = backend_for(frame, self.pools.device)
         return table if self.handovers is None else watch(table, self.handovers)
 

@@ -16,11 +16,11 @@ from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks import Patches
+from dask_gpurt.frames import library
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
-from dask_gpurt.table import library
 
 
 class SchedulerShuffles:

@@ -26,6 +26,7 @@ from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.frames.backend import import_backends, warm_up
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.finding import RunFinder
 from dask_gpurt.plugins.gathering import Gathering
@@ -37,7 +38,6 @@ from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
-from dask_gpurt.table.protocol import import_backends, warm_up
 
 logger = logging.getLogger("dask_gpurt")
 

@@ -1,6 +1,6 @@
 """What a partition is: split, pack, unpack, concatenate."""
 
-from dask_gpurt.table.protocol import (
+from dask_gpurt.frames.backend import (
     Hashed,
     Packed,
     Part,

@@ -236,11 +236,11 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
     """
     match library(frame):
         case "cudf":
-            from dask_gpurt.table.cudf import CudfTable
+            from dask_gpurt.frames.cudf import CudfTable
 
             return CudfTable(devices("cuda"))
         case "pandas":
-            from dask_gpurt.table.pandas import PandasTable
+            from dask_gpurt.frames.pandas import PandasTable
 
             return PandasTable(devices("host"))
     raise TypeError(
@@ -263,11 +263,11 @@ def import_backends(devices: Mapping[str, Device]) -> None:
     Dask's and cudf's modules import each other in circles: a first import on two threads at
     the same time fails now and then, so it is done before there is a second one.
     """
-    importlib.import_module("dask_gpurt.table.pandas")
+    importlib.import_module("dask_gpurt.frames.pandas")
     if "cuda" in devices:
         with contextlib.suppress(ImportError):
             importlib.import_module("dask_cudf")
-        importlib.import_module("dask_gpurt.table.cudf")
+        importlib.import_module("dask_gpurt.frames.cudf")
 
 
 def warm_up(devices: Mapping[str, Device]) -> None:
@@ -279,6 +279,6 @@ def warm_up(devices: Mapping[str, Device]) -> None:
         Those of this worker, by kind.
     """
     if "cuda" in devices:
-        from dask_gpurt.table.cudf import CudfTable
+        from dask_gpurt.frames.cudf import CudfTable
 
         CudfTable(devices["cuda"]).warm_up()

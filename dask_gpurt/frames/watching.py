@@ -8,7 +8,7 @@ from typing import Any
 
 from dask_gpurt.device.handovers import COMPUTE, Handovers, until
 from dask_gpurt.device.protocol import Fence
-from dask_gpurt.table.protocol import Packed, Part, Piece, Room, Table
+from dask_gpurt.frames.backend import Packed, Part, Piece, Room, Table
 
 
 def watch(table: Table, handovers: Handovers) -> Table:
