@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.device.protocol import Fence, passed
 
 
 class Far:

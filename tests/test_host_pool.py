@@ -14,8 +14,8 @@ from shared_memory import PAGE, Shm, filled, held, resident
 
 from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import Block, PoolFull, host
+from dask_gpurt.device.base import NoBacking
 from dask_gpurt.device.host import HostDevice, HostPool
-from dask_gpurt.device.protocol import NoBacking
 from dask_gpurt.exchange import pools
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics

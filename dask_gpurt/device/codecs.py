@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from distributed.protocol.compression import compressions
 
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer
 
 #: The codecs of Dask that are tried: one that is fast, and one that makes less of the bytes.
 CODECS = ("lz4", "zstd")

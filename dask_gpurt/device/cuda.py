@@ -32,11 +32,7 @@ from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import ALIGNMENT, Arena
-from dask_gpurt.device.codecs import Codec, host_codecs
-from dask_gpurt.device.copies import Copy, fillings, runs
-from dask_gpurt.device.cuda_copies import begin
-from dask_gpurt.device.green import GreenContexts, usual_context
-from dask_gpurt.device.protocol import (
+from dask_gpurt.device.base import (
     Block,
     Buffer,
     DeviceFiles,
@@ -49,6 +45,10 @@ from dask_gpurt.device.protocol import (
     SmContexts,
     Ticket,
 )
+from dask_gpurt.device.codecs import Codec, host_codecs
+from dask_gpurt.device.copies import Copy, fillings, runs
+from dask_gpurt.device.cuda_copies import begin
+from dask_gpurt.device.green import GreenContexts, usual_context
 from dask_gpurt.topology.system import host_id
 
 

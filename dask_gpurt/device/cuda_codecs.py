@@ -18,11 +18,11 @@ from nvidia import nvcomp
 from nvidia.nvcomp.external_memory import ExternalMemory
 from rmm.pylibrmm.stream import Stream
 
+from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.codecs import Codec, CodecError, check
 from dask_gpurt.device.copies import Copy
 from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, cut
 from dask_gpurt.device.cuda_copies import begin
-from dask_gpurt.device.protocol import Buffer
 
 # It takes the loader of its library away, which libcudf looks for when it is imported later.
 if "nvidia.libnvcomp" in sys.modules:

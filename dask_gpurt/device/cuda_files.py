@@ -20,10 +20,10 @@ import numpy as np
 import rmm
 from cupy.cuda import runtime
 
+from dask_gpurt.device.base import PAGE, Buffer, Fence, passed
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
 from dask_gpurt.device.copies import address
 from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, behind
-from dask_gpurt.device.protocol import PAGE, Buffer, Fence, passed
 
 #: Bytes of a pinned buffer: as much as keeps a disk busy.
 BOUNCE = 4 << 20
@@ -35,7 +35,7 @@ At = tuple[Buffer, int]
 
 
 class CudaFiles:
-    """Buffers of a GPU in files. Thread-safe; see :class:`~dask_gpurt.device.protocol.DeviceFiles`.
+    """Buffers of a GPU in files. Thread-safe; see :class:`~dask_gpurt.device.base.DeviceFiles`.
 
     Parameters
     ----------

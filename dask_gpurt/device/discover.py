@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from dask_gpurt.device.base import Device
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.device.protocol import Device
 
 
 def discover(memory_limit: int) -> dict[str, Device]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from dask_gpurt.device.protocol import Device
+from dask_gpurt.device.base import Device
 
 #: Methods of a device that allocate memory of it and may raise MemoryError, where it has them.
 ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")

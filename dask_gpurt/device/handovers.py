@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+from dask_gpurt.device.base import Device, Fence, Pool, passed
 from dask_gpurt.device.copies import address
-from dask_gpurt.device.protocol import Device, Fence, Pool, passed
 
 #: The first byte, and the one behind the last.
 Span = tuple[int, int]

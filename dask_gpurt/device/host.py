@@ -22,8 +22,7 @@ import psutil
 from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.codecs import Codec, host_codecs
-from dask_gpurt.device.protocol import (
+from dask_gpurt.device.base import (
     Block,
     Buffer,
     Fence,
@@ -38,6 +37,7 @@ from dask_gpurt.device.protocol import (
     Ticket,
     passed,
 )
+from dask_gpurt.device.codecs import Codec, host_codecs
 from dask_gpurt.device.ranges import Ranges
 from dask_gpurt.topology.system import host_id
 

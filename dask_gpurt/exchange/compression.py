@@ -13,8 +13,8 @@ from typing import Any
 
 from zict import LRU
 
+from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.codecs import Codec, CodecError
-from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dask_gpurt.device import Block, Device
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer
 
 Frame = Any
 

@@ -23,10 +23,10 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device import Block, Device, Pool, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.copies import Copy, address
 from dask_gpurt.device.cuda import CudaDevice, DeviceSpan
 from dask_gpurt.device.cuda_copies import begin
-from dask_gpurt.device.protocol import Buffer
 from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Room, Routed
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from dask_gpurt.device.base import Fence
 from dask_gpurt.device.handovers import COMPUTE, Handovers, until
-from dask_gpurt.device.protocol import Fence
 from dask_gpurt.frames.backend import Packed, Part, Piece, Room, Table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.protocol import Fence, passed
+from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.memory.files import aligned
 from dask_gpurt.memory.frames import Frames, Scattered, on_device
 from dask_gpurt.memory.ledger import Label, Ledger

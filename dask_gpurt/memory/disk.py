@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dask_gpurt.device.protocol import Buffer, DeviceFiles
+from dask_gpurt.device.base import Buffer, DeviceFiles
 from dask_gpurt.memory.files import (
     CorruptFile,
     Span,

@@ -13,7 +13,7 @@ from dask.typing import Key
 from dask.utils import key_split
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.protocol import Buffer, Fence
+from dask_gpurt.device.base import Buffer, Fence
 from dask_gpurt.memory.below import Below
 from dask_gpurt.memory.frames import Scattered, joined, lives_on_device, on_device, put_together
 from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger

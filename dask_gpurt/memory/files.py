@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dask_gpurt.device.protocol import PAGE, Buffer, DeviceFiles
+from dask_gpurt.device.base import PAGE, Buffer, DeviceFiles
 from dask_gpurt.memory.frames import Scattered
 
 _BOUNCE = 4 << 20

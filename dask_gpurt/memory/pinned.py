@@ -17,7 +17,7 @@ import numpy as np
 from sortedcontainers import SortedDict
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.device.protocol import PAGE
+from dask_gpurt.device.base import PAGE
 from dask_gpurt.memory.frames import Frames, Scattered
 from dask_gpurt.memory.pageable import MemoryTier
 from dask_gpurt.memory.tiers import NoRoom, Tier

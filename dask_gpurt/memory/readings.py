@@ -10,7 +10,7 @@ from typing import Any
 from dask.typing import Key
 from distributed.protocol.serialize import Serialized
 
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer
 from dask_gpurt.memory.entries import Copy, Entry
 from dask_gpurt.memory.frames import Scattered, joined, message, on_device
 from dask_gpurt.memory.room import Room

@@ -16,7 +16,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.device.protocol import Fence
+from dask_gpurt.device.base import Fence
 from dask_gpurt.memory.entries import Entries, Entry, Need
 from dask_gpurt.memory.frames import NotMovable, take_apart
 from dask_gpurt.memory.policy import Candidate, choose, order

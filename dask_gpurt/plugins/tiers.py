@@ -17,7 +17,7 @@ from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
-from dask_gpurt.device.protocol import DeviceFiles, passed
+from dask_gpurt.device.base import DeviceFiles, passed
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory import cudf_spill
 from dask_gpurt.memory.disk import DiskTier

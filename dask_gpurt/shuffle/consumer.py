@@ -11,7 +11,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
