@@ -20,7 +20,8 @@ from two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
 
 import dask_gpurt
 from dask_gpurt.device import codecs
-from dask_gpurt.device.codecs import Codec, CodecError, host_codecs
+from dask_gpurt.device.base import Codec, CodecError
+from dask_gpurt.device.codecs import host_codecs
 
 PARTS, ROWS = 8, 20_000
 #: Bytes per second of a link that is slow, 32 Mbit/s: beside it a codec is fast on the busiest machine.

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from dask_gpurt.device.codecs import Codec
 
 #: What a table backend reads from and writes to: a ``numpy`` byte array on the host,
 #: an object with ``ptr`` and ``size`` on a GPU.
@@ -211,6 +208,49 @@ class DeviceFiles(Protocol):
             When the file is too short.
         MemoryError
             When the device has no room.
+        """
+        ...
+
+
+class CodecError(Exception):
+    """A device could not compress or restore bytes; the message says why."""
+
+
+class Codec(Protocol):
+    """Compresses what is in the memory of a device. Thread-safe; its methods block."""
+
+    #: As peers know it.
+    name: str
+    #: Whether what it gives is in host memory.
+    on_host: bool
+    #: Bytes per second of a link at which it gains nothing.
+    fast: float
+
+    def whole(self, sections: Sequence[Buffer]) -> Any:
+        """Buffers of the device as one, for :meth:`compress`.
+
+        Raises
+        ------
+        CodecError
+            When there is no room for it; so do the other methods.
+        """
+        ...
+
+    def part(self, whole: Any) -> Any:
+        """What of it stands for all when the codec is tried out."""
+        ...
+
+    def compress(self, whole: Any) -> Any:
+        """Bytes that :meth:`decompress` restores, with their size as ``nbytes``."""
+        ...
+
+    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
+        """The sections that were compressed as one, given the bytes of each.
+
+        Raises
+        ------
+        ValueError
+            When something else comes out.
         """
         ...
 

@@ -25,6 +25,7 @@ from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.base import (
     Block,
     Buffer,
+    Codec,
     Fence,
     Mapping,
     MappingError,
@@ -37,7 +38,7 @@ from dask_gpurt.device.base import (
     Ticket,
     passed,
 )
-from dask_gpurt.device.codecs import Codec, host_codecs
+from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.ranges import Ranges
 from dask_gpurt.topology.system import host_id
 

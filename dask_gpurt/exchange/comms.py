@@ -16,8 +16,7 @@ from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
 from dask_gpurt.device import Block, Device, PoolFull
-from dask_gpurt.device.base import Buffer
-from dask_gpurt.device.codecs import Codec
+from dask_gpurt.device.base import Buffer, Codec
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import AS_THEY_ARE, Compressor
 from dask_gpurt.exchange.inbox import Parcel

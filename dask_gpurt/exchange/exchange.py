@@ -18,7 +18,7 @@ from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
-from dask_gpurt.device.codecs import CodecError
+from dask_gpurt.device.base import CodecError
 from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms

@@ -9,9 +9,8 @@ from dask_gpurt.frames.backend import (
     Room,
     Routed,
     Table,
-    backend_for,
-    library,
 )
+from dask_gpurt.frames.registry import backend_for, library
 
 __all__ = [
     "Hashed",

@@ -25,8 +25,8 @@ from dask_gpurt.device import Block, Device, Pool, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.copies import Copy, address
-from dask_gpurt.device.cuda import CudaDevice, DeviceSpan
-from dask_gpurt.device.cuda_copies import begin
+from dask_gpurt.device.cuda import CudaDevice
+from dask_gpurt.device.cuda_memory import DeviceSpan, copy_async
 from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Room, Routed
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
@@ -207,7 +207,7 @@ class CudfTable:
     def settle(self) -> None:
         _, raw = self.device.stream()
         copies, self._copies = self._copies, []
-        begin(copies, raw.ptr)
+        copy_async(copies, raw.ptr)
         raw.synchronize()
 
     def assemble(

@@ -26,7 +26,7 @@ from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.frames.backend import import_backends, warm_up
+from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.finding import RunFinder
 from dask_gpurt.plugins.gathering import Gathering
