@@ -29,10 +29,9 @@ from rich.table import Table
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 

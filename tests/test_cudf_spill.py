@@ -16,9 +16,8 @@ from distributed import Client, wait
 from test_ladder import KIB, array, new_ladder
 
 import dask_gpurt
-from dask_gpurt.memory import cudf_spill
-from dask_gpurt.memory.ladder import Ladder
-from dask_gpurt.memory.sizes import owned
+from dask_gpurt.memory.accounting import cudf_spill_manager, owned, spilled_by_cudf
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.memory.tiers import Limits, Tier
 
 MIB = 2**20
@@ -95,7 +94,7 @@ def ladder(tmp_path: Path) -> Iterator[Ladder]:
 
 def test_without_cudf_there_is_no_manager() -> None:
     if "cudf" not in sys.modules:
-        assert cudf_spill.manager() is None
+        assert cudf_spill_manager() is None
 
 
 @pytest.mark.parametrize("spilled", [[], [0], [0, 1]])
@@ -105,11 +104,11 @@ def test_memory_is_the_same_wherever_it_lies(buffers: list[Spillable], spilled: 
     for number in spilled:
         buffers[number].is_spilled = True
     assert owned(frame) == {id(a): a.size, id(b): b.size}
-    assert cudf_spill.spilled(cudf_spill.manager()) == {id(buffers[n]): 10 * KIB for n in spilled}
+    assert spilled_by_cudf(cudf_spill_manager()) == {id(buffers[n]): 10 * KIB for n in spilled}
 
 
 def look(ladder: Ladder) -> None:
-    ladder.set_elsewhere(cudf_spill.spilled(cudf_spill.manager()))
+    ladder.set_elsewhere(spilled_by_cudf(cudf_spill_manager()))
 
 
 def test_what_cudf_spills_leaves_the_account_of_the_device(buffers: list[Spillable], ladder: Ladder) -> None:

@@ -18,10 +18,9 @@ from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.ladder import Ladder, serving
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.store import Ladder, serving
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 

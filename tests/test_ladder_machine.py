@@ -21,13 +21,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dask_gpurt.device.host import HostDevice
+from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import Frames, lives_on_device
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
-from dask_gpurt.memory.sizes import Roots, owned
+from dask_gpurt.memory.serialize import Frames, lives_on_device
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
 

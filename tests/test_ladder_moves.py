@@ -14,8 +14,8 @@ import pytest
 from test_ladder import KIB, array, new_ladder, put
 
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import raw_frames
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.serialize import raw_frames
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.memory.tiers import Limits, Tier
 
 ALL = 1 << 30

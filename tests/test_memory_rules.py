@@ -19,10 +19,10 @@ from hypothesis import given
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
-from dask_gpurt.memory.frames import Frames, NotMovable, put_together, take_apart
+from dask_gpurt.memory.accounting import Owned, owned
 from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, Label, Ledger, Picture
 from dask_gpurt.memory.policy import Candidate, choose, order
-from dask_gpurt.memory.sizes import Owned, owned
+from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
 
 GIB = 2**30

@@ -30,8 +30,8 @@ from dask_gpurt.exchange.shard import Section, Shard
 from dask_gpurt.frames import Packed, Part, Piece
 from dask_gpurt.frames.pandas import PandasTable
 from dask_gpurt.frames.pickled import Chunks, Pickled
+from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
-from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tiers import BLOCK, content, frames, pinned
 
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.host import BlockPool, PinnedTier
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 

@@ -18,7 +18,7 @@ from distributed.protocol.serialize import dask_deserialize, dask_serialize
 from hypothesis import given
 from test_memory_rules import OBJECTS, same, scattered
 
-from dask_gpurt.memory.frames import Frames, message, raw_frames, take_apart
+from dask_gpurt.memory.serialize import Frames, message, raw_frames, take_apart
 
 
 def over_the_wire(sent: Any) -> Any:

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from small_tiers import BLOCK, CAPACITY, content, frames, pinned
 
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import Frames
-from dask_gpurt.memory.pageable import HostTier
+from dask_gpurt.memory.host import HostTier
+from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.tiers import NoRoom
 
 DISK_CAPACITY = 4 * 4096

@@ -34,7 +34,7 @@ from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Sh
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.frames import Table, backend_for
 from dask_gpurt.frames.watching import watch
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.observe import Metrics
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.

@@ -17,10 +17,10 @@ from dask.typing import Key
 from dask_gpurt.device import Device
 from dask_gpurt.exchange.shard import Shard
 from dask_gpurt.memory.admission import reservation
-from dask_gpurt.memory.frames import Raw, raw_frames
-from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.ledger import SHARDS
 from dask_gpurt.memory.readings import Part
+from dask_gpurt.memory.serialize import Raw, raw_frames
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Metrics
 

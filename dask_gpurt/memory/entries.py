@@ -14,11 +14,10 @@ from dask.utils import key_split
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.base import Buffer, Fence
-from dask_gpurt.memory.below import Below
-from dask_gpurt.memory.frames import Scattered, joined, lives_on_device, on_device, put_together
+from dask_gpurt.memory.accounting import Live, owned
 from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger
-from dask_gpurt.memory.live import Live
-from dask_gpurt.memory.sizes import owned
+from dask_gpurt.memory.lower_tiers import Below
+from dask_gpurt.memory.serialize import Scattered, joined, lives_on_device, on_device, put_together
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 

@@ -12,8 +12,8 @@ from distributed.protocol.serialize import Serialized
 
 from dask_gpurt.device.base import Buffer
 from dask_gpurt.memory.entries import Copy, Entry
-from dask_gpurt.memory.frames import Scattered, joined, message, on_device
 from dask_gpurt.memory.room import Room
+from dask_gpurt.memory.serialize import Scattered, joined, message, on_device
 from dask_gpurt.memory.tiers import Tier
 
 #: A buffer, and what its reader remembers of it.

@@ -17,10 +17,10 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.device.base import Fence
+from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.entries import Entries, Entry, Need
-from dask_gpurt.memory.frames import NotMovable, take_apart
 from dask_gpurt.memory.policy import Candidate, choose, order
-from dask_gpurt.memory.sizes import owned
+from dask_gpurt.memory.serialize import NotMovable, take_apart
 from dask_gpurt.memory.tiers import TRIFLE, TRIFLING, NoRoom, Tier
 
 

@@ -23,7 +23,7 @@ from distributed.core import Status
 from distributed.metrics import time
 from distributed.worker_state_machine import PauseEvent, UnpauseEvent
 
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 

@@ -19,13 +19,12 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt.config import Settings
 from dask_gpurt.device.base import DeviceFiles, passed
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.memory import cudf_spill
+from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import lives_on_device
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.serialize import lives_on_device
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
@@ -161,7 +160,7 @@ class WorkerTiers:
     def _look(self) -> None:
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
-        if (manager := cudf_spill.manager()) is not None:
+        if (manager := cudf_spill_manager()) is not None:
             self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
@@ -175,7 +174,7 @@ class WorkerTiers:
             self.in_background(self._relieve)
 
     def _look_at_cudf(self, manager: Any) -> None:
-        spilled = cudf_spill.spilled(manager)
+        spilled = spilled_by_cudf(manager)
         self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
         self.ladder.set_elsewhere(spilled)
 

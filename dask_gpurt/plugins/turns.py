@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from dask_gpurt.memory.admission import ADMISSION_PATIENCE_S, FETCH, SEND, TASK, Admission, Holder
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.store import Ladder
 from dask_gpurt.observe import Metrics
 
 #: Seconds after which a request asks again: room may have come from elsewhere, or its time has run out.

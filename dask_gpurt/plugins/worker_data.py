@@ -25,7 +25,7 @@ from distributed.worker_state_machine import (
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.memory.disk import CorruptFile
-from dask_gpurt.memory.ladder import serving
+from dask_gpurt.memory.store import serving
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.following import Following
 from dask_gpurt.plugins.running import TaskRunner

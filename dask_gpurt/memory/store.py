@@ -16,12 +16,12 @@ from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry, Need, label_of
-from dask_gpurt.memory.frames import Frames
 from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.readings import Readings
-from dask_gpurt.memory.sizes import owned
+from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.tiers import Tier
 
 #: Copies of objects that are being sent, for the coroutine that sends them.

@@ -10,9 +10,9 @@ import numpy as np
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.base import Fence, passed
-from dask_gpurt.memory.files import aligned
-from dask_gpurt.memory.frames import Frames, Scattered, on_device
+from dask_gpurt.memory.disk import aligned
 from dask_gpurt.memory.ledger import Label, Ledger
+from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 _ORDER = list(Tier)
