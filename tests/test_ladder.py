@@ -20,16 +20,18 @@ from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.store import Ladder, serving
+from dask_gpurt.memory.store import TieredBuffer, serving
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
 KIB = 1024
 
 
-def new_ladder(directory: str, limits: Limits, needed: dict[Any, tuple[int, ...]] | None = None) -> Ladder:
+def new_ladder(
+    directory: str, limits: Limits, needed: dict[Any, tuple[int, ...]] | None = None
+) -> TieredBuffer:
     capacity = {Tier.DEVICE: limits.device, Tier.PINNED: limits.pinned, Tier.HOST: limits.host}
-    return Ladder(
+    return TieredBuffer(
         limits,
         {
             Tier.PINNED: PinnedTier(BlockPool(limits.pinned, block=4 * KIB)),
@@ -40,13 +42,13 @@ def new_ladder(directory: str, limits: Limits, needed: dict[Any, tuple[int, ...]
         device=HostDevice(1 << 30),
         ledger=Ledger({**capacity, Tier.DISK: limits.disk or 1 << 40}),
         metrics=Metrics(),
-        needed=(needed or {}).get,
+        priority_of=(needed or {}).get,
         changed=lambda: None,
     )
 
 
 @pytest.fixture
-def ladder(tmp_path: Any) -> Iterator[Ladder]:
+def ladder(tmp_path: Any) -> Iterator[TieredBuffer]:
     made = new_ladder(str(tmp_path), Limits(100 * KIB, 40 * KIB, 40 * KIB, None))
     yield made
     made.close()
@@ -56,9 +58,9 @@ def array(fill: int, kib: int = 10) -> np.ndarray:
     return np.full(kib * KIB, fill % 251, np.uint8)
 
 
-def put(ladder: Ladder, key: str, value: Any) -> None:
+def put(ladder: TieredBuffer, key: str, value: Any) -> None:
     """As the worker does it: room first."""
-    ladder.promise(key, value.nbytes, Tier.DEVICE)
+    ladder.reservations.reserve(key, value.nbytes, Tier.DEVICE)
     ladder[key] = value
 
 
@@ -108,7 +110,7 @@ class AgainstDict(RuleBasedStateMachine):
     @rule(keys=st.lists(keys, max_size=3, unique=True))
     def hold(self, keys: list[str]) -> None:
         self.held.append(self.ladder.hold(keys))
-        assert not self.ladder.lower(keys)
+        assert not self.ladder.not_live(keys)
 
     @rule()
     def release(self) -> None:
@@ -129,7 +131,7 @@ class AgainstDict(RuleBasedStateMachine):
     def accounts_agree(self) -> None:
         if not hasattr(self, "model"):
             return
-        live = [value for key, value in self.model.items() if not self.ladder.lower([key])]
+        live = [value for key, value in self.model.items() if not self.ladder.not_live([key])]
         assert self.ladder.live_bytes(Tier.DEVICE) == sum(value.nbytes for value in live)
         assert self.ladder.ledger.cell(Tier.DEVICE, "partitions") == sum(value.nbytes for value in live)
         pinned = self.ladder.ledger.cell(Tier.PINNED, "partitions")
@@ -162,7 +164,7 @@ def test_what_nobody_needs_goes_down_first(tmp_path: Any) -> None:
     ladder.close()
 
 
-def test_tiers_fill_from_the_top(ladder: Ladder) -> None:
+def test_tiers_fill_from_the_top(ladder: TieredBuffer) -> None:
     for fill in range(20):
         put(ladder, f"x{fill}", array(fill))
     found = [ladder.tier(f"x{fill}") for fill in range(20)]
@@ -172,7 +174,7 @@ def test_tiers_fill_from_the_top(ladder: Ladder) -> None:
     assert found.count(Tier.DISK) == 3
 
 
-def test_views_share_what_they_see(ladder: Ladder) -> None:
+def test_views_share_what_they_see(ladder: TieredBuffer) -> None:
     whole = array(1)
     ladder["whole"] = whole
     ladder["half"] = whole[: whole.size // 2]
@@ -181,31 +183,31 @@ def test_views_share_what_they_see(ladder: Ladder) -> None:
     assert ladder.live_bytes(Tier.DEVICE) == whole.nbytes
 
 
-def test_what_becomes_live_is_counted_even_if_it_goes_again(ladder: Ladder) -> None:
-    assert ladder.came(Tier.DEVICE) == 0
+def test_what_becomes_live_is_counted_even_if_it_goes_again(ladder: TieredBuffer) -> None:
+    assert ladder.bytes_admitted(Tier.DEVICE) == 0
     put(ladder, "a", array(1))
     ladder["view"] = ladder["a"][:10]
-    assert ladder.came(Tier.DEVICE) == 10 * KIB
+    assert ladder.bytes_admitted(Tier.DEVICE) == 10 * KIB
     ladder.spill(1 << 30)
     ladder.release(ladder.hold(["a"]))
-    assert ladder.came(Tier.DEVICE) == 20 * KIB
+    assert ladder.bytes_admitted(Tier.DEVICE) == 20 * KIB
 
 
-def test_what_has_left_the_live_tiers_is_counted(ladder: Ladder) -> None:
+def test_what_has_left_the_live_tiers_is_counted(ladder: TieredBuffer) -> None:
     """By this an allocation that has failed knows that it is worth another try."""
     put(ladder, "a", array(1))
     put(ladder, "b", array(2))
-    assert ladder.left == 0
+    assert ladder.removals == 0
     ladder.spill(1)
-    assert ladder.left == 1
+    assert ladder.removals == 1
     for key in "ab":
         del ladder[key]
-    assert ladder.left == 2
+    assert ladder.removals == 2
     ladder.spill(1)
-    assert ladder.left == 2
+    assert ladder.removals == 2
 
 
-def test_a_held_key_is_not_spilled(ladder: Ladder) -> None:
+def test_a_held_key_is_not_spilled(ladder: TieredBuffer) -> None:
     put(ladder, "held", array(1))
     held = ladder.hold(["held"])
     ladder.spill(1 << 30)
@@ -215,7 +217,7 @@ def test_a_held_key_is_not_spilled(ladder: Ladder) -> None:
     assert ladder.tier("held") is Tier.PINNED
 
 
-def test_what_can_not_be_taken_apart_stays(ladder: Ladder) -> None:
+def test_what_can_not_be_taken_apart_stays(ladder: TieredBuffer) -> None:
     ladder["lock"] = lock = threading.Lock()
     put(ladder, "array", array(1))
     ladder.spill(1 << 30)
@@ -233,7 +235,7 @@ def test_full_everywhere_loses_nothing(tmp_path: Any) -> None:
     ladder.close()
 
 
-def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: Ladder) -> None:
+def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: TieredBuffer) -> None:
     """Though the ladder had: the allocator knows better."""
     metrics, given = Metrics(), array(1)
     landing = Landing(ladder, "host", metrics)
@@ -250,7 +252,7 @@ def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: Ladder) -> 
     assert metrics.snapshot()["fallbacks"]["shards do not stay on the device"]["count"] == 1
 
 
-def test_serving_overrides_what_lies_there(ladder: Ladder) -> None:
+def test_serving_overrides_what_lies_there(ladder: TieredBuffer) -> None:
     put(ladder, "x", array(1))
     token = serving.set({"x": "copy"})
     assert ladder["x"] == "copy"

@@ -47,7 +47,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
     wait(collection)
     rows = dask_gpurt.memory(small)
     assert set(rows.worker) == set(small.nthreads())
-    assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["Ladder"] * 2
+    assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["TieredBuffer"] * 2
     assert set(rows.tier) == {"device", "pinned", "host", "disk"}
     total = sum(on_workers(small, lambda dask_worker: len(dask_worker.data)))
     assert total >= 24
@@ -110,9 +110,9 @@ def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None
     frame = pd.DataFrame({"key": np.arange(MIB) % 7, "text": [str(i) for i in range(MIB)]})
 
     def puts_nothing_together(dask_worker: Any) -> str:
-        from dask_gpurt.memory import entries
+        from dask_gpurt.memory import reading
 
-        entries.put_together = None
+        reading.put_together = None
         dask_worker.data.spill(1 << 40)
         return str(dask_worker.data.tier(key))
 
@@ -201,11 +201,11 @@ def test_switched_on_and_off_no_key_is_lost(library: Library) -> None:
         wait(before)
         with dask.config.set({f"gpurt.{name.replace('__', '.')}": value for name, value in SMALL.items()}):
             dask_gpurt.enable(client)
-        assert on_workers(client, lambda dask_worker: type(dask_worker.data).__name__) == ["Ladder"] * 2
+        assert on_workers(client, lambda dask_worker: type(dask_worker.data).__name__) == ["TieredBuffer"] * 2
         during = client.map(lambda x: x + 100, before)
         wait(during)
         dask_gpurt.disable(client)
-        assert "Ladder" not in on_workers(client, lambda dask_worker: type(dask_worker.data).__name__)
+        assert "TieredBuffer" not in on_workers(client, lambda dask_worker: type(dask_worker.data).__name__)
         assert [int(x[0]) for x in client.gather(before)] == list(range(12))
         assert [int(x[-1]) for x in client.gather(during)] == [i + 100 for i in range(12)]
 

@@ -34,7 +34,7 @@ from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Sh
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.frames import Table, backend_for
 from dask_gpurt.frames.watching import watch
-from dask_gpurt.memory.store import Ladder
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.observe import Metrics
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
@@ -68,7 +68,7 @@ class Exchange:
         self,
         worker: Any,
         pools: Pools,
-        ladder: Ladder,
+        ladder: TieredBuffer,
         settings: Settings,
         metrics: Metrics,
         handovers: Handovers | None = None,

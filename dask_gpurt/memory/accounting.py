@@ -241,10 +241,10 @@ class Owned:
         self.total = 0
 
 
-_PROMISED = Label(RESERVATIONS)
+_RESERVED = Label(RESERVATIONS)
 
 
-class Live:
+class LiveAccount:
     """The account of live objects, shared memory once. Not thread-safe.
 
     Parameters
@@ -260,23 +260,23 @@ class Live:
         self._owned = {tier: Owned() for tier in self._limits}
         self._ledger = ledger
         self._of: dict[Hashable, tuple[Tier, Label]] = {}
-        self._promises: dict[Hashable, tuple[Tier, int]] = {}
-        self._promised: Counter[Tier] = Counter()
+        self._reservations: dict[Hashable, tuple[Tier, int]] = {}
+        self._reserved: Counter[Tier] = Counter()
         #: Bytes that have become live so far, and how many objects have ceased to be.
-        self.came: Counter[Tier] = Counter()
-        self.left = 0
+        self.admitted: Counter[Tier] = Counter()
+        self.removals = 0
 
     def add(self, key: Hashable, tier: Tier, label: Label, roots: Roots) -> None:
         """A key is live now."""
         self._of[key] = tier, label
         added = self._owned[tier].add(key, roots)
-        self.came[tier] += added
+        self.admitted[tier] += added
         self._ledger.add(tier, label, added)
 
     def discard(self, key: Hashable) -> None:
         """A key is live no more."""
         self._discount(key)
-        self.left += 1
+        self.removals += 1
 
     def _discount(self, key: Hashable) -> None:
         tier, label = self._of.pop(key)
@@ -317,36 +317,36 @@ class Live:
         for key, nbytes in self._owned[tier].set_elsewhere(roots).items():
             self._ledger.add(tier, self._of[key][1], nbytes)
 
-    def promise(self, key: Hashable, tier: Tier, nbytes: int) -> None:
+    def reserve(self, key: Hashable, tier: Tier, nbytes: int) -> None:
         """Keep room for a key; a later promise to it replaces the one before."""
-        self.forget(key)
-        self._promises[key] = tier, nbytes
-        self._promise_more(tier, nbytes)
+        self.cancel(key)
+        self._reservations[key] = tier, nbytes
+        self._add_reserved(tier, nbytes)
 
-    def promised(self, key: Hashable, tier: Tier) -> int:
+    def reserved(self, key: Hashable, tier: Tier) -> int:
         """Bytes that a key has been promised in a tier."""
-        where, nbytes = self._promises.get(key, (tier, 0))
+        where, nbytes = self._reservations.get(key, (tier, 0))
         return nbytes if where is tier else 0
 
-    def forget(self, key: Hashable) -> bool:
+    def cancel(self, key: Hashable) -> bool:
         """End a promise; whether there was one."""
-        tier, nbytes = self._promises.pop(key, (Tier.DEVICE, 0))
-        self._promise_more(tier, -nbytes)
+        tier, nbytes = self._reservations.pop(key, (Tier.DEVICE, 0))
+        self._add_reserved(tier, -nbytes)
         return nbytes > 0
 
-    def _promise_more(self, tier: Tier, nbytes: int) -> None:
-        self._promised[tier] += nbytes
-        self._ledger.add(tier, _PROMISED, nbytes)
+    def _add_reserved(self, tier: Tier, nbytes: int) -> None:
+        self._reserved[tier] += nbytes
+        self._ledger.add(tier, _RESERVED, nbytes)
 
     def excess(self, tier: Tier, nbytes: int, others: int = 0) -> int:
         """Bytes that are too many in a tier once ``nbytes`` more are live, next to ``others``."""
-        return self.total(tier) + self._promised[tier] + others + nbytes - self._limits[tier]
+        return self.total(tier) + self._reserved[tier] + others + nbytes - self._limits[tier]
 
     def clear(self) -> None:
         """Nothing is live any more."""
         for owned in self._owned.values():
             owned.clear()
-        for counted in (self._of, self._promises, self._promised):
+        for counted in (self._of, self._reservations, self._reserved):
             counted.clear()
 
 

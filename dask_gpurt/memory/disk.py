@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dask_gpurt.device.base import PAGE, Buffer, DeviceFiles
+from dask_gpurt.device.base import PAGE, Buffer, Device, DeviceFiles, Fence, passed
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
@@ -224,6 +224,8 @@ class DiskTier(MutableMapping[str, Frames]):
         What moves buffers that lie on a device.
     """
 
+    reads_block = True
+
     def __init__(self, directory: str, capacity: int | None = None, device_files: DeviceFiles | None = None):
         try:
             os.makedirs(directory, exist_ok=True)
@@ -243,10 +245,17 @@ class DiskTier(MutableMapping[str, Frames]):
         self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
 
     def __setitem__(self, key: str, frames: Frames) -> None:
-        self.put(key, frames)
+        self._store(key, frames, ordered=True)
 
-    def put(self, key: str, frames: Frames, *, ordered: bool = True) -> None:
-        """Write a file; ``ordered``: whether work that the device was given so far may write the buffers."""
+    def put(self, key: str, frames: Frames, device: Device, *, ordered: bool) -> Fence:
+        """Store an object, whose buffers may lie on a device; complete on return."""
+        if any(map(on_device, frames.buffers)):
+            self._store(key, frames, ordered=ordered)
+        else:
+            self[key] = frames
+        return passed
+
+    def _store(self, key: str, frames: Frames, *, ordered: bool) -> None:
         layout = _Layout(frames)
         size = layout.size
         if layout.device and self._device_files is None:

@@ -14,8 +14,9 @@ DEVICE_SHARE = 0.8
 #: Pinned memory is taken from everybody on the host, and a few GiB keep the bus busy.
 PINNED_SHARE, PINNED_MOST = 0.1, 8 * 2**30
 
-#: What nothing is spilled for: a block of the pinned tier, and no more than this share of a tier.
-TRIFLE, TRIFLING = 2**20, 1 / 64
+#: Bytes by which a live tier may exceed its limit before anything is spilled: a block of the pinned tier, but
+#: no more than this share of the tier.
+SPILL_SLACK_BYTES, SLACK_SHARE = 2**20, 1 / 64
 
 
 class Tier(StrEnum):
@@ -58,6 +59,10 @@ class Limits:
     pinned: int
     host: int
     disk: int | None
+
+    def live(self, tier: Tier) -> int:
+        """Return the limit of a tier in which objects are live."""
+        return self.device if tier is Tier.DEVICE else self.host
 
 
 def limits(

@@ -59,7 +59,7 @@ class TaskRunner:
         try:
             await self._admitted(key, self._needs.of(key_split(key), nbytes), inputs)
             held = await self.hold(list(inputs))
-            before = self._ladder.came(Tier.DEVICE)
+            before = self._ladder.bytes_admitted(Tier.DEVICE)
             try:
                 self._prefetch()
                 event = await self._until_it_fits(key, task, stimulus_id)
@@ -67,7 +67,7 @@ class TaskRunner:
                 self._ladder.release(held)
             if isinstance(event, ExecuteSuccessEvent):
                 # What came from elsewhere meanwhile took memory too, even if it has gone again.
-                came = self._ladder.came(Tier.DEVICE) - before
+                came = self._ladder.bytes_admitted(Tier.DEVICE) - before
                 await self._keep(key, event.value, nbytes, self._tiers.device.peak() - came)
             return event
         finally:
@@ -75,7 +75,7 @@ class TaskRunner:
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
-        added = self._ladder.added_by(result, self._tiers.home(result))
+        added = self._ladder.reservations.bytes_added_by(result, self._tiers.home(result))
         self._needs.learn(key_split(key), inputs, max(added, peak))
         try:
             await self.make_room({key: result}, reservation(key))
@@ -103,23 +103,26 @@ class TaskRunner:
     async def make_room(self, values: dict[Key, Any], reserved: Holder) -> None:
         """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
         homes = {key: self._tiers.home(value) for key, value in values.items()}
-        promises = {key: (self._ladder.added_by(values[key], home), home) for key, home in homes.items()}
-        if not self._ladder.pass_on(reserved, promises):
+        promises = {
+            key: (self._ladder.reservations.bytes_added_by(values[key], home), home)
+            for key, home in homes.items()
+        }
+        if not self._ladder.reservations.replace(reserved, promises):
             for home in set(homes.values()):
-                await self._tiers.offload(self._ladder.keep_promises, home)
+                await self._tiers.offload(self._ladder.reservations.spill_for_all, home)
         # A task that was cancelled meanwhile stores nothing.
         for key in values:
-            asyncio.get_running_loop().call_later(1, self._ladder.forget_promise, key)
+            asyncio.get_running_loop().call_later(1, self._ladder.reservations.cancel, key)
 
     # ---- admission -------------------------------------------------------------------
 
     async def _admitted(self, key: Key, need: int, inputs: dict[Key, int]) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
-        task, lower = reservation(key), sum(inputs[each] for each in self._ladder.lower(inputs))
+        task, lower = reservation(key), sum(inputs[each] for each in self._ladder.not_live(inputs))
         await self.turns.wait(task, partial(self._reserve, nbytes=need + lower, inputs=inputs))
         if lower:  # these bring their own promises, as they come up
-            self._ladder.forget_promise(task)
-            self._ladder.promise_at_once(task, min(need, self._ladder.limits.device), Tier.DEVICE)
+            self._ladder.reservations.cancel(task)
+            self._ladder.reservations.try_reserve(task, min(need, self._ladder.limits.device), Tier.DEVICE)
 
     def receiving(self, nbytes: int) -> AbstractAsyncContextManager[Holder]:
         """While so many bytes come from a peer; waits for others first if there is no room."""
@@ -127,12 +130,14 @@ class TaskRunner:
 
     async def _reserve(self, who: Holder, nbytes: int, inputs: Iterable[Key]) -> bool:
         nbytes = min(nbytes, self._ladder.limits.device)
-        if not nbytes or self._ladder.promise_at_once(who, nbytes, Tier.DEVICE):
+        if not nbytes or self._ladder.reservations.try_reserve(who, nbytes, Tier.DEVICE):
             return True
         # The inputs would only come up again at once: they make no room.
         held, _ = self._ladder.hold_where_live(inputs)
         try:
-            fits: bool = await self._tiers.offload(self._ladder.try_promise, who, nbytes, Tier.DEVICE)
+            fits: bool = await self._tiers.offload(
+                self._ladder.reservations.spill_and_try, who, nbytes, Tier.DEVICE
+            )
         finally:
             self._ladder.release(held.values())
         return fits
@@ -167,7 +172,7 @@ class TaskRunner:
 
     def _reserve_all(self, key: Key) -> None:
         # What peers send in the meantime goes to lower tiers.
-        self._ladder.promise(reservation(key), self._ladder.limits.device, Tier.DEVICE)
+        self._ladder.reservations.reserve(reservation(key), self._ladder.limits.device, Tier.DEVICE)
 
     async def _spill_all(self) -> None:
         self._metrics.add("memory.retries")
@@ -178,9 +183,9 @@ class TaskRunner:
     def _prefetch(self) -> None:
         """Make the inputs of the next task live while this one computes, if there is room."""
         for task in self._worker.state.ready.peekn(1):
-            keys = self._ladder.lower(dependency.key for dependency in task.dependencies)
+            keys = self._ladder.not_live(dependency.key for dependency in task.dependencies)
             if keys:
-                self._tiers.in_background(self._ladder.bring, keys)
+                self._tiers.in_background(self._ladder.prefetch, keys)
 
 
 def _out_of_memory(event: Any) -> BaseException | None:

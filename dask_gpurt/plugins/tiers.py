@@ -24,7 +24,7 @@ from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.serialize import lives_on_device
-from dask_gpurt.memory.store import Ladder
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
@@ -61,14 +61,14 @@ class WorkerTiers:
         self.ledger = Ledger(_capacities(self.limits))
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
-        self.ladder = Ladder(
+        self.ladder = TieredBuffer(
             self.limits,
             self._lower_tiers(),
             home=self.home,
             device=self.device,
             ledger=self.ledger,
             metrics=metrics,
-            needed=self._needed,
+            priority_of=self._priority_of,
             changed=self.reporter.changed,
         )
         self._seen = threading.local()
@@ -96,7 +96,7 @@ class WorkerTiers:
             self.ladder.spill(nbytes)
         finally:
             self._seen.spilling = False
-        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.left
+        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.removals
         return bool(self._seen.left != before)
 
     async def close(self) -> None:
@@ -135,7 +135,7 @@ class WorkerTiers:
         """Where an object is live."""
         return Tier.DEVICE if self.device.on_host or lives_on_device(value) else Tier.HOST
 
-    def _needed(self, key: Key) -> tuple[Any, ...] | None:
+    def _priority_of(self, key: Key) -> tuple[Any, ...] | None:
         task = self.worker.state.tasks.get(key)
         if task is None:
             return None
@@ -168,7 +168,7 @@ class WorkerTiers:
             beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
             self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
-        too_much = max(self.ladder.over(), self._pressure(process))
+        too_much = max(self.ladder.reservations.overshoot(), self._pressure(process))
         if (too_much or process > DROP_PAGES_FROM * self.memory_limit) and not self._relieving:
             self._relieving = True
             self.in_background(self._relieve)
@@ -200,7 +200,7 @@ class WorkerTiers:
             if self._pressure(self.worker.monitor.get_process_memory()):
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()
-            if too_much := max(self.ladder.over(), self._pressure(process)):
+            if too_much := max(self.ladder.reservations.overshoot(), self._pressure(process)):
                 self.ladder.spill(too_much, Tier.DEVICE if self.device.on_host else Tier.HOST)
                 self.ladder.make_room(0, Tier.DEVICE)
         finally:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from dask_gpurt.memory.admission import ADMISSION_PATIENCE_S, FETCH, SEND, TASK, Admission, Holder
-from dask_gpurt.memory.store import Ladder
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.observe import Metrics
 
 #: Seconds after which a request asks again: room may have come from elsewhere, or its time has run out.
@@ -30,7 +30,7 @@ class Turns:
         Where room has been promised to whoever asks.
     """
 
-    def __init__(self, worker: Any, ladder: Ladder, metrics: Metrics):
+    def __init__(self, worker: Any, ladder: TieredBuffer, metrics: Metrics):
         self._worker = worker
         self._ladder = ladder
         self._metrics = metrics
@@ -57,7 +57,7 @@ class Turns:
             if self._is_admitted(who, fits):
                 self._tell(self._admission.first)  # there may be room for more
                 return
-            self._ladder.forget_promise(who)
+            self._ladder.reservations.cancel(who)
             self._metrics.add("memory.waits")
             turn = self._told.setdefault(who, asyncio.Event())
             turn.clear()
@@ -85,7 +85,7 @@ class Turns:
 
     def leave(self, who: Holder) -> None:
         """Give back the room of something that is done, or of a request that is withdrawn."""
-        self._ladder.forget_promise(who)
+        self._ladder.reservations.cancel(who)
         self._told.pop(who, None)
         self._tell(self._admission.leave(who, time.monotonic()))
 
