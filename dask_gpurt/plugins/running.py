@@ -17,11 +17,10 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.device.failing import Failures
-from dask_gpurt.memory.admission import Holder, Needs, reservation
+from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
-from dask_gpurt.plugins.turns import Turns
 
 
 class TaskRunner:
@@ -48,8 +47,8 @@ class TaskRunner:
         self._metrics = metrics
         self.execute = execute
         self._failures = Failures(settings.failures)
-        self._needs = Needs()
-        self.turns = Turns(worker, tiers.ladder, metrics)
+        self._estimator = MemoryEstimator()
+        self.admission = AdmissionQueue(self._has_seceded, tiers.ladder.reservations, metrics)
 
     async def run(self, key: Key, stimulus_id: str) -> Any:
         """Run a task; the event that tells Dask how it went."""
@@ -57,7 +56,7 @@ class TaskRunner:
         inputs = {dependency.key: dependency.nbytes or 0 for dependency in task.dependencies}
         nbytes = sum(inputs.values())
         try:
-            await self._admitted(key, self._needs.of(key_split(key), nbytes), inputs)
+            await self._admitted(key, self._estimator.estimate(key_split(key), nbytes), inputs)
             held = await self.hold(list(inputs))
             before = self._ladder.bytes_admitted(Tier.DEVICE)
             try:
@@ -71,12 +70,12 @@ class TaskRunner:
                 await self._keep(key, event.value, nbytes, self._tiers.device.peak() - came)
             return event
         finally:
-            self.turns.leave(reservation(key))
+            self.admission.leave(reservation(key))
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
         added = self._ladder.reservations.bytes_added_by(result, self._tiers.home(result))
-        self._needs.learn(key_split(key), inputs, max(added, peak))
+        self._estimator.learn(key_split(key), inputs, max(added, peak))
         try:
             await self.make_room({key: result}, reservation(key))
         except Exception:
@@ -100,7 +99,7 @@ class TaskRunner:
                     raise self._tiers.out_of_memory(error) from error
                 await self._spill_all()
 
-    async def make_room(self, values: dict[Key, Any], reserved: Holder) -> None:
+    async def make_room(self, values: dict[Key, Any], reserved: MemoryRequest) -> None:
         """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
         homes = {key: self._tiers.home(value) for key, value in values.items()}
         promises = {
@@ -116,27 +115,31 @@ class TaskRunner:
 
     # ---- admission -------------------------------------------------------------------
 
+    def _has_seceded(self, key: Key) -> bool:
+        task = self._worker.state.tasks.get(key)
+        return task is None or task.state == "long-running"
+
     async def _admitted(self, key: Key, need: int, inputs: dict[Key, int]) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
         task, lower = reservation(key), sum(inputs[each] for each in self._ladder.not_live(inputs))
-        await self.turns.wait(task, partial(self._reserve, nbytes=need + lower, inputs=inputs))
+        await self.admission.wait(task, partial(self._reserve, nbytes=need + lower, inputs=inputs))
         if lower:  # these bring their own promises, as they come up
             self._ladder.reservations.cancel(task)
             self._ladder.reservations.try_reserve(task, min(need, self._ladder.limits.device), Tier.DEVICE)
 
-    def receiving(self, nbytes: int) -> AbstractAsyncContextManager[Holder]:
+    def receiving(self, nbytes: int) -> AbstractAsyncContextManager[MemoryRequest]:
         """While so many bytes come from a peer; waits for others first if there is no room."""
-        return self.turns.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
+        return self.admission.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
 
-    async def _reserve(self, who: Holder, nbytes: int, inputs: Iterable[Key]) -> bool:
+    async def _reserve(self, request: MemoryRequest, nbytes: int, inputs: Iterable[Key]) -> bool:
         nbytes = min(nbytes, self._ladder.limits.device)
-        if not nbytes or self._ladder.reservations.try_reserve(who, nbytes, Tier.DEVICE):
+        if not nbytes or self._ladder.reservations.try_reserve(request, nbytes, Tier.DEVICE):
             return True
         # The inputs would only come up again at once: they make no room.
         held, _ = self._ladder.hold_where_live(inputs)
         try:
             fits: bool = await self._tiers.offload(
-                self._ladder.reservations.spill_and_try, who, nbytes, Tier.DEVICE
+                self._ladder.reservations.spill_and_try, request, nbytes, Tier.DEVICE
             )
         finally:
             self._ladder.release(held.values())

@@ -12,7 +12,7 @@ from dask.typing import Key
 from dask.utils import key_split
 from distributed.worker_state_machine import GatherDep, GatherDepDoneEvent, StateMachineEvent
 
-from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, Holder, Needs
+from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEstimator, MemoryRequest
 from dask_gpurt.simulate.work import Work
 from dask_gpurt.simulate.worker import VirtualWorker
 
@@ -21,20 +21,20 @@ Turn = tuple[Callable[[], bool], Callable[[], None]]
 
 
 class TieredWorker(VirtualWorker):
-    """Decides with the runtime's own :class:`Admission` and :class:`Needs` who may take memory.
+    """Decides with the runtime's own :class:`Admission` and :class:`MemoryEstimator` who may take memory.
 
     What is sent is read from where it lies.
     """
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._needs = Needs()
+        self._estimator = MemoryEstimator()
         # Simulated tasks never wait for each other, and take as long as the workload says.
         self._admission = Admission(patience=math.inf)
         self._numbers = itertools.count()
-        self._turns: dict[Holder, Turn] = {}
+        self._turns: dict[MemoryRequest, Turn] = {}
         #: The one fetch from a peer that is on its way, and what is being sent.
-        self._fetches: dict[str, Holder] = {}
+        self._fetches: dict[str, MemoryRequest] = {}
         #: What they will take, by peer.
         self._promised: dict[str, int] = {}
 
@@ -42,15 +42,15 @@ class TieredWorker(VirtualWorker):
 
     def _execute(self, key: str) -> None:
         work = self._peers.works[key]
-        need = min(self._needs.of(key_split(key), self._inputs(work)), self.tiers.capacity.live)
+        need = min(self._estimator.estimate(key_split(key), self._inputs(work)), self.tiers.capacity.live)
         begin = partial(super()._execute, key)
-        self._admit(Holder(TASK, key), (partial(self.tiers.fits, work.needs, need), begin))
+        self._admit(MemoryRequest(TASK, key), (partial(self.tiers.fits, work.needs, need), begin))
 
     def _finish(self, work: Work, run_id: int, start: float) -> None:
         if not self.gone:
-            self._needs.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
+            self._estimator.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
         super()._finish(work, run_id, start)
-        self._leave(Holder(TASK, work.key))
+        self._leave(MemoryRequest(TASK, work.key))
 
     def _inputs(self, work: Work) -> int:
         return sum(self.tiers[key] for key in work.needs if key in self.tiers)
@@ -58,7 +58,7 @@ class TieredWorker(VirtualWorker):
     # ---- transfers -------------------------------------------------------------------
 
     def _gather(self, asked: GatherDep) -> None:
-        self._fetches[asked.worker] = who = Holder(FETCH, next(self._numbers))
+        self._fetches[asked.worker] = who = MemoryRequest(FETCH, next(self._numbers))
         self._admit(who, (partial(self.tiers.fits, (), asked.total_nbytes), partial(self._ask_now, asked)))
 
     def _ask_now(self, asked: GatherDep) -> None:
@@ -88,7 +88,7 @@ class TieredWorker(VirtualWorker):
 
     def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
         held, seconds = self.tiers.lend(keys)
-        who = Holder(SEND, next(self._numbers))
+        who = MemoryRequest(SEND, next(self._numbers))
         self._admission.ask(who, True, self._clock.now)
         return (who, held), seconds
 
@@ -99,7 +99,7 @@ class TieredWorker(VirtualWorker):
 
     # ---- admission -------------------------------------------------------------------
 
-    def _admit(self, who: Holder, turn: Turn) -> None:
+    def _admit(self, who: MemoryRequest, turn: Turn) -> None:
         fits, begin = turn
         if self._admission.ask(who, fits(), self._clock.now):
             self._turns.pop(who, None)
@@ -107,7 +107,7 @@ class TieredWorker(VirtualWorker):
         else:
             self._turns[who] = turn
 
-    def _leave(self, who: Holder) -> None:
+    def _leave(self, who: MemoryRequest) -> None:
         """Something is over: those that wait have their turns, until one has to go on waiting."""
         following = self._admission.leave(who, self._clock.now)
         while following in self._turns and not self.gone:
