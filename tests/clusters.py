@@ -15,16 +15,15 @@ import pandas as pd
 from distributed import Client, LocalCluster, wait
 
 import dask_gpurt
-from dask_gpurt.plugins.worker import TOO_EARLY
+from dask_gpurt.testing import TOO_EARLY, Instruments
 
+#: Whether the workers of all tests check memory that changes hands, which none of them may do too early.
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
+#: How many allocations there are to one that fails, in a run of the tests that is about that.
+FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
 QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
-    # How many allocations there are to one that fails, in a run of the tests that is about that.
-    "gpurt.memory.failures": int(os.environ.get("GPURT_TEST_FAILURES", 0)),
-    # Whether the workers of all tests look at memory that changes hands, which none of them may do too early.
-    "gpurt.overlap.check": CHECK,
     **caps.SETTINGS,
 }
 
@@ -36,6 +35,8 @@ def cluster(
     *,
     threads: int = 1,
     memory_limit: str = "auto",
+    failures: int = FAILURES,
+    handovers: bool = CHECK,
     **settings: Any,
 ) -> Iterator[Client]:
     """A cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
@@ -45,6 +46,7 @@ def cluster(
         _local(backend, workers, threads, memory_limit) as local,
         Client(local) as client,
     ):
+        instrument(client, failures=failures, handovers=handovers)
         dask_gpurt.enable(client)
         try:
             yield client
@@ -57,6 +59,12 @@ def cluster(
                 too_early = told_too_early(client) if CHECK else []
                 dask_gpurt.disable(client)
                 assert not too_early, too_early
+
+
+def instrument(client: Client, *, failures: int = FAILURES, handovers: bool = CHECK) -> None:
+    """Have allocations fail on workers, and memory that changes hands checked, before the runtime is on."""
+    if failures or handovers:
+        client.register_plugin(Instruments(failures, handovers=handovers))
 
 
 def told_too_early(client: Client) -> list[Any]:

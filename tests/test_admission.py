@@ -271,7 +271,7 @@ TIGHT = {
     "memory__pinned": 8 * MIB,
     "memory__host": 0,
     "exchange__pool": 4 * MIB,
-    "memory__failures": 0,
+    "failures": 0,
 }
 
 
@@ -391,7 +391,7 @@ def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
 
 
 def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> None:
-    with cluster("pandas", workers=1, memory__failures=0) as client:
+    with cluster("pandas", workers=1, failures=0) as client:
         tiny, kept = client.submit(int, 7, pure=False), client.submit(wide, pure=False)
         client.submit(lambda _: wide(), tiny, key="grow-1").result()
         client.submit(lambda array: array[:1], kept, key="grow-2").result()
@@ -442,7 +442,7 @@ def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
 @pytest.mark.parametrize("one_in", [5])
 def test_with_allocations_that_fail_at_random_all_comes_out_right(library: Library, one_in: int) -> None:
     frame = pd.DataFrame({"key": np.arange(200_000) * 7 % 200_003, "payload": np.arange(200_000)})
-    settings = TIGHT | {"memory__failures": one_in, "memory__retries": 30}
+    settings = TIGHT | {"failures": one_in, "memory__retries": 30}
     with cluster(library.name, **settings) as client:
         ours = dd.from_pandas(frame, npartitions=12)
         if library.name == "cudf":

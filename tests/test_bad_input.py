@@ -12,7 +12,7 @@ import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
-from clusters import QUICK, counters
+from clusters import QUICK, counters, instrument
 from commands import DASK, HOOKS, run, started
 from distributed import Client, LocalCluster
 
@@ -27,6 +27,7 @@ def off() -> Iterator[Client]:
     """A cluster that can have the runtime, and has not."""
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with dask.config.set(QUICK), LocalCluster(**options) as local, Client(local) as client:
+        instrument(client)
         yield client
 
 

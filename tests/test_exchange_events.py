@@ -14,7 +14,7 @@ import dask.dataframe
 import numpy as np
 import pandas as pd
 import pytest
-from clusters import QUICK
+from clusters import QUICK, instrument
 from distributed import Client, LocalCluster
 from distributed.comm import CommClosedError
 from distributed.shuffle._exceptions import ShuffleClosedError
@@ -127,6 +127,7 @@ def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
         LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local,
         Client(local) as client,
     ):
+        instrument(client)
         dask_gpurt.enable(client)
         df = dask.dataframe.from_pandas(rows, npartitions=12)
         found = df.shuffle("key").compute().sort_values("row")

@@ -12,7 +12,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from clusters import QUICK, cluster
+from clusters import QUICK, cluster, instrument
 from distributed import Client, LocalCluster
 from test_overlap_control import Launches
 
@@ -63,6 +63,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starting]
             local = LocalCluster(protocol="tcp", **options)
             client = Client(local)
             opened[:] = [client, local]
+            instrument(client)
             dask_gpurt.enable(client)
         return client
 

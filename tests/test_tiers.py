@@ -157,7 +157,7 @@ def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_
     def hopeless() -> None:
         raise MemoryError("std::bad_alloc: out of everything")
 
-    with cluster(library.name, workers=1, **SMALL, memory__retries=2, memory__failures=0) as client:
+    with cluster(library.name, workers=1, **SMALL, memory__retries=2, failures=0) as client:
         assert client.submit(greedy, str(tmp_path / "flag")).result() == "done"
         assert counters(client)["memory.retries"] == 1
         with pytest.raises(
@@ -181,7 +181,7 @@ def test_an_allocation_that_finds_no_memory_spills_and_goes_on(tmp_path: Path) -
 
         return cudf.DataFrame({"a": np.full(nbytes // 8, i)})
 
-    with cluster("cudf", workers=1, memory__device=1 << 30, memory__failures=0) as client:
+    with cluster("cudf", workers=1, memory__device=1 << 30, failures=0) as client:
         dask_gpurt.disable(client)
         client.run(limit, 128 * MIB)
         dask_gpurt.enable(client)

@@ -19,7 +19,7 @@ from typing import Any
 import dask
 import psutil
 import pytest
-from clusters import QUICK
+from clusters import QUICK, instrument
 from distributed import Client
 
 import dask_gpurt
@@ -136,6 +136,7 @@ def two_hosts(
         with hosts[0].network():
             client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE))
         client.wait_for_workers(2 * workers, timeout=PATIENCE)
+        instrument(client)
         dask_gpurt.enable(client)
         try:
             yield client

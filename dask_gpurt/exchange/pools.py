@@ -12,7 +12,6 @@ from dask.utils import format_bytes
 from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import Device, Pool
 from dask_gpurt.device.discover import discover
-from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
@@ -39,8 +38,6 @@ class Pools:
         The setting ``gpurt.exchange.pool``; None leaves it to us.
     memory_limit
         Bytes of host memory that the worker may use.
-    handovers
-        Told of memory that changes hands, where that is looked at.
     """
 
     #: Called from waiting producers with the owners whose shards fill a pool; must not block.
@@ -48,19 +45,13 @@ class Pools:
     #: Called from producers that wait since the host has no memory for a block, of that size; must not block.
     ask_host: Callable[[int], None]
 
-    def __init__(
-        self, size: Size | None, memory_limit: int, metrics: Metrics, handovers: Handovers | None = None
-    ):
+    def __init__(self, size: Size | None, memory_limit: int, metrics: Metrics):
         self.devices: dict[str, Device] = discover(memory_limit)
-        if handovers is not None:
-            for device in self.devices.values():
-                handovers.watch(device)
         #: The kind of device that this worker is for.
         self.main = next((kind for kind, device in self.devices.items() if not device.on_host), "host")
         self._size = size
         self._memory_limit = memory_limit
         self._metrics = metrics
-        self._handovers = handovers
         self._outboxes: dict[str, Outbox] = {}
         #: Blocks cut so far as of the last look, by kind.
         self._cuts: dict[str, int] = {}
@@ -82,7 +73,7 @@ class Pools:
                 device = self.device(kind)
                 pool = device.create_pool(self._size_for(device))
                 ask = partial(self._ask, pool)
-                self._outboxes[kind] = Outbox(pool, ask, self._metrics, self._handovers)
+                self._outboxes[kind] = Outbox(pool, ask, self._metrics)
             return self._outboxes[kind]
 
     def _ask(self, pool: Pool, owners: set[str]) -> None:

@@ -150,7 +150,7 @@ class EntryTable:
         return Tier.DEVICE in self.host_tiers or self.excess(nbytes, Tier.HOST) <= 0
 
     def excess(self, nbytes: int, tier: Tier) -> int:
-        """Return the bytes that are too many in a tier once ``nbytes`` more are live there, or minus the room."""
+        """Return the bytes that are too many in a tier with ``nbytes`` more in it; negative is room."""
         with self.lock:
             return self.live.excess(tier, nbytes, self.lower.total(tier))
 

@@ -16,7 +16,6 @@ from distributed.core import clean_exception
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
 from dask_gpurt.config import MemorySettings
-from dask_gpurt.device.failing import Failures
 from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
@@ -46,7 +45,6 @@ class TaskRunner:
         self._settings = settings
         self._metrics = metrics
         self.execute = execute
-        self._failures = Failures(settings.failures)
         self._estimator = MemoryEstimator()
         self.admission = AdmissionQueue(self._has_seceded, tiers.ladder.reservations, metrics)
 
@@ -150,7 +148,7 @@ class TaskRunner:
     async def _until_it_fits(self, key: Key, task: Any, stimulus_id: str) -> Any:
         for attempt in range(self._settings.retries + 1):
             self._tiers.device.peak()  # from here on
-            event = await self._execute_or_fail(key, task, stimulus_id)
+            event = await self.execute(key, stimulus_id=stimulus_id)
             error = _out_of_memory(event)
             if error is None or task.state != "executing":
                 return event
@@ -163,15 +161,6 @@ class TaskRunner:
             run_id=task.run_id,
             stimulus_id=f"gpurt-memory-{stimulus_id}",
         )
-
-    async def _execute_or_fail(self, key: Key, task: Any, stimulus_id: str) -> Any:
-        try:
-            self._failures()
-        except MemoryError as error:
-            return ExecuteFailureEvent.from_exception(
-                error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-failure-{stimulus_id}"
-            )
-        return await self.execute(key, stimulus_id=stimulus_id)
 
     def _reserve_all(self, key: Key) -> None:
         # What peers send in the meantime goes to lower tiers.
