@@ -12,6 +12,7 @@ import numpy as np
 
 from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.host import HostDevice
+from dask_gpurt.topology.links import Link
 
 
 class Far:
@@ -58,6 +59,7 @@ class FarDevice(HostDevice):
     """As a GPU to the tiers: what is live lies where the host can not read."""
 
     on_host = False
+    host_links = (Link.PAGEABLE,)
 
     def __init__(self) -> None:
         super().__init__(1 << 30)

@@ -67,9 +67,8 @@ def test_choice(given: list[Candidate], nbytes: int, random: Any) -> None:
 def resolved(on_host: bool = False, given_device: int | None = None, **settings: Any) -> Limits:
     return limits(
         config.load({"gpurt": {"memory": settings}}).memory,
-        on_host=on_host,
         memory_limit=100 * GIB,
-        device_memory=140 * GIB,
+        device_memory=None if on_host else 140 * GIB,
         given_device=given_device,
         target=0.6,
         disk_free=1000 * GIB,

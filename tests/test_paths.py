@@ -31,6 +31,7 @@ class Accelerator(HostDevice):
     shared_path = "cuda-ipc"
     reads_in_place = False
     on_host = False
+    host_links = (Link.PAGEABLE,)
 
     def map(self, ticket: Any) -> Any:
         if ticket.get("mapped"):

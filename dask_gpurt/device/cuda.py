@@ -31,6 +31,7 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.base import (
+    AUTO_POOL_OF_FREE,
     Block,
     Buffer,
     Codec,
@@ -40,14 +41,17 @@ from dask_gpurt.device.base import (
     MappingError,
     Pool,
     PoolFull,
+    PoolLimits,
     PriorityError,
     SmContexts,
     Ticket,
+    lives_on_device,
 )
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
 from dask_gpurt.device.cuda_memory import DeviceSpan, behind, copy_async, cut
 from dask_gpurt.device.green import GreenContexts, usual_context
+from dask_gpurt.topology.links import Link
 from dask_gpurt.topology.system import host_id
 
 
@@ -136,6 +140,8 @@ class CudaDevice:
     #: Kernels that read a peer's memory would hold SMs for as long as the link takes.
     reads_in_place = False
     on_host = False
+    host_links: tuple[Link, ...] = (Link.PAGEABLE,)
+    codecs_missing = "nvCOMP for Python is not installed: pip install dask-gpurt[cuda13], or [cuda12]"
     pool_share = 0.12
     prioritised = True
 
@@ -207,6 +213,17 @@ class CudaDevice:
         with usual_context(self.index):
             free, total = runtime.memGetInfo()
         return int(free), int(total)
+
+    def own_memory(self) -> int:
+        return self.memory()[1]
+
+    def holds(self, value: Any) -> bool:
+        return lives_on_device(value)
+
+    def pool_limits(self) -> PoolLimits:
+        free, total = self.memory()
+        automatic = min(self.pool_share * total, AUTO_POOL_OF_FREE * free)
+        return PoolLimits(total, automatic, free, free, total, "the device")
 
     def create_pool(self, nbytes: int) -> Pool:
         runtime.setDevice(self.index)
@@ -305,6 +322,9 @@ class CudaDevice:
         from dask_gpurt.device.cuda_files import CudaFiles
 
         return CudaFiles(self, refused)
+
+    def pinning(self) -> Callable[[np.ndarray], Callable[[], None]]:
+        return self.register
 
     def register(self, memory: np.ndarray) -> Callable[[], None]:
         """Pin host memory, so that copies run at the speed of the bus; returns the undo. Blocks."""

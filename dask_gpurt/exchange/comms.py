@@ -141,7 +141,7 @@ class Comms:
         if not codecs:
             if self._compress and not (self._carries(device) and not self._on_gpu):
                 self._compress = False  # so that it is counted once
-                self._metrics.fallback(AS_THEY_ARE, _what_to_install(device))
+                self._metrics.fallback(AS_THEY_ARE, device.codecs_missing)
             return None
         names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
         return {"bandwidth": bandwidth, "codecs": names}
@@ -177,7 +177,7 @@ class Comms:
             there = not self._codecs(device)[reply["codec"]].on_host
         else:
             there = self._carries(device) and not reply["staged"]
-        return list if there or device.on_host else device.from_host
+        return list if there else device.from_host
 
     # ---- serving -----------------------------------------------------------------------
 
@@ -266,12 +266,6 @@ class Comms:
     def forget(self, run: RunKey) -> None:
         """A run is over."""
         self._compressor.forget(run)
-
-
-def _what_to_install(device: Device) -> str:
-    if device.on_host:
-        return "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
-    return "nvCOMP for Python is not installed: pip install dask-gpurt[cuda13], or [cuda12]"
 
 
 def received(data: Any) -> Buffer | np.ndarray:

@@ -124,9 +124,9 @@ def possible(
     if device is None or ticket is None:
         return (Path(COMMS, None, False, "one of the two workers has no such device"),)
     mapped, reason = _mapped(device, ticket, allowed, between.link)
-    copies = () if device.on_host else (Link.PAGEABLE,)
+    copies = device.host_links
     found = [mapped] if mapped is not None else []
-    if between.staging is not None and not device.on_host:
+    if between.staging is not None and copies:
         found.append(
             Path(THROUGH_HOST, None, False, reason, 2 * copies, message=MESSAGE, staging=between.staging)
         )

@@ -19,10 +19,10 @@ from dask.typing import Key
 from dask.utils import key_split
 
 from dask_gpurt.device import Device
+from dask_gpurt.device.base import lives_on_device
 from dask_gpurt.memory.accounting import LiveAccount, owned
 from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger
 from dask_gpurt.memory.lower_tiers import LowerTier, LowerTiers
-from dask_gpurt.memory.serialize import lives_on_device
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
@@ -137,7 +137,7 @@ class EntryTable:
         self.metrics = metrics
         self.changed = changed
         self.home = home
-        self.host_tiers = frozenset({Tier.HOST, Tier.DEVICE} if device.on_host else {Tier.HOST})
+        self.host_tiers = frozenset({Tier.HOST} if device.host_links else {Tier.HOST, Tier.DEVICE})
         self.lower = LowerTiers(lower, device, ledger, self._host_has_room)
         self.live = LiveAccount(limits, ledger)
         self.by_key: dict[Key, Entry] = {}

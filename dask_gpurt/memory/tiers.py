@@ -68,9 +68,8 @@ class Limits:
 def limits(
     settings: MemorySettings,
     *,
-    on_host: bool,
     memory_limit: int,
-    device_memory: int,
+    device_memory: int | None,
     given_device: int | None,
     target: float | bool,
     disk_free: int,
@@ -79,12 +78,10 @@ def limits(
 
     Parameters
     ----------
-    on_host
-        Whether the worker computes in host memory: that is its device tier then.
     memory_limit
         Bytes of host memory that the worker may use.
     device_memory
-        Bytes of the GPU; ignored on a host worker.
+        Bytes of the GPU; None where the worker computes in host memory, which is its device tier then.
     given_device
         The limit given to dask-cuda, if any.
     target
@@ -97,7 +94,8 @@ def limits(
     ConfigError
         When a tier is larger than what it is cut from.
     """
-    whole = memory_limit if on_host else device_memory
+    on_host = device_memory is None
+    whole = memory_limit if device_memory is None else device_memory
     kept = int(memory_limit * (target or 1))
     device = _of(settings.device, whole)
     if device is None:

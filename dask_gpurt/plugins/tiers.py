@@ -23,7 +23,6 @@ from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
-from dask_gpurt.memory.serialize import lives_on_device
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Metrics
@@ -57,7 +56,7 @@ class WorkerTiers:
         self.device = pools.device(pools.main)
         self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
         self.limits = self._limits(worker.data)
-        self.pinned = BlockPool(self.limits.pinned, register=getattr(self.device, "register", None))
+        self.pinned = BlockPool(self.limits.pinned, register=self.device.pinning())
         self.ledger = Ledger(_capacities(self.limits))
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
@@ -109,13 +108,11 @@ class WorkerTiers:
         self.executor.shutdown(wait=False)
 
     def _limits(self, given: Any) -> Limits:
-        _, device_memory = self.device.memory()
         directory = os.statvfs(self.worker.local_directory)
         return limits(
             self.settings.memory,
-            on_host=self.device.on_host,
             memory_limit=self.memory_limit,
-            device_memory=device_memory,
+            device_memory=self.device.own_memory(),
             given_device=getattr(getattr(given, "device_buffer", None), "n", None),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
@@ -133,7 +130,7 @@ class WorkerTiers:
 
     def home(self, value: Any) -> Tier:
         """Where an object is live."""
-        return Tier.DEVICE if self.device.on_host or lives_on_device(value) else Tier.HOST
+        return Tier.DEVICE if self.device.holds(value) else Tier.HOST
 
     def _priority_of(self, key: Key) -> tuple[Any, ...] | None:
         task = self.worker.state.tasks.get(key)
@@ -164,9 +161,8 @@ class WorkerTiers:
             self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
-        if not self.device.on_host:
-            beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
-            self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
+        beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
+        self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
         too_much = max(self.ladder.reservations.overshoot(), self._pressure(process))
         if (too_much or process > DROP_PAGES_FROM * self.memory_limit) and not self._relieving:
@@ -179,7 +175,7 @@ class WorkerTiers:
         self.ladder.set_elsewhere(spilled)
 
     def _managed_on_host(self) -> int:
-        device = self.ledger.used(Tier.DEVICE) if self.device.on_host else 0
+        device = self.ledger.used(Tier.DEVICE) if self.ladder.host_tier is Tier.DEVICE else 0
         cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, "cudf"))
         return device + cells + self.ledger.used(Tier.PINNED)
 
@@ -201,7 +197,7 @@ class WorkerTiers:
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()
             if too_much := max(self.ladder.reservations.overshoot(), self._pressure(process)):
-                self.ladder.spill(too_much, Tier.DEVICE if self.device.on_host else Tier.HOST)
+                self.ladder.spill(too_much, self.ladder.host_tier)
                 self.ladder.make_room(0, Tier.DEVICE)
         finally:
             self._relieving = False
