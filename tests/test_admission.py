@@ -271,7 +271,6 @@ TIGHT = {
     "memory__pinned": 8 * MIB,
     "memory__host": 0,
     "exchange__pool": 4 * MIB,
-    "failures": 0,
 }
 
 
@@ -282,7 +281,7 @@ def wide(seconds: float = 0.0) -> Any:
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with cluster("pandas", workers=1, threads=2, **TIGHT) as client:
+    with cluster("pandas", workers=1, threads=2, failures=0, **TIGHT) as client:
         yield client
 
 
@@ -431,7 +430,7 @@ def part(i: int) -> pd.DataFrame:
 
 
 def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
-    with cluster(**TIGHT) as client:
+    with cluster(failures=0, **TIGHT) as client:
         read = InMemory("part")
         client.cluster.scheduler.add_plugin(read)
         frame = dd.from_map(part, range(80))  # 80 MiB, through 16
@@ -442,8 +441,7 @@ def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
 @pytest.mark.parametrize("one_in", [5])
 def test_with_allocations_that_fail_at_random_all_comes_out_right(library: Library, one_in: int) -> None:
     frame = pd.DataFrame({"key": np.arange(200_000) * 7 % 200_003, "payload": np.arange(200_000)})
-    settings = TIGHT | {"failures": one_in, "memory__retries": 30}
-    with cluster(library.name, **settings) as client:
+    with cluster(library.name, failures=one_in, memory__retries=30, **TIGHT) as client:
         ours = dd.from_pandas(frame, npartitions=12)
         if library.name == "cudf":
             ours = ours.to_backend("cudf")
