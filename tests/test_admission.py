@@ -321,7 +321,7 @@ def _slow_sum(*parts: Any) -> int:
 def test_what_peers_send_waits_for_room_as_tasks_do() -> None:
     """Two workers that want each other's data, three times as much as fits, one by one."""
     one_by_one = dask.config.set({"distributed.worker.transfer.message-bytes-limit": MIB})
-    with one_by_one, cluster("pandas", workers=2, threads=1, **TIGHT) as client:
+    with one_by_one, cluster("pandas", workers=2, threads=1, failures=0, **TIGHT) as client:
         here, there = client.nthreads()
         made = {
             name: client.map(np.full, [3 * MIB] * 8, range(8), dtype="u1", workers=[name], pure=False)
