@@ -25,8 +25,8 @@ from commandline import write
 
 from dask_gpurt.cli.environment import environment
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from interposers import build_launcher
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.helpers.interposers import build_launcher
 
 #: The targets, in nanoseconds added to a launch.
 MOST_OFF, MOST_ON = 2.0, 150.0

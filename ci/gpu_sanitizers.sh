@@ -13,7 +13,7 @@ check() {
 }
 
 for tool in memcheck racecheck; do
-    if check $tool faulty python tests/sanitizer/faulty.py $tool; then
+    if check $tool faulty python tests/gpu/sanitizer/faulty.py $tool; then
         echo "$tool does not see what processes do that are started by the one it runs"
         exit 1
     fi

@@ -74,7 +74,7 @@ step "ruff check" ruff check
 step "mypy" mypy --strict dask_gpurt
 step "import contract" lint-imports
 # Once more, to say which sanitizers were there; -rs gives the reason where one was not.
-step "interposer under sanitizers" python -m pytest -rs tests/test_interposer_threads.py
+step "interposer under sanitizers" python -m pytest -rs tests/system/test_interposer_threads.py
 step "Dask's own shuffle tests" ci/dask_suite.sh
 step "chaos" chaos
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import os
@@ -8,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import caps
 import pytest
-from clusters import Library, cluster
 from distributed import Client
+
+from tests.helpers import caps
+from tests.helpers.clusters import Library, cluster
+from tests.helpers.gpus import cuda_devices
 
 
 def _without_lock(self: Any, instance: Any, owner: Any = None) -> Any:
@@ -26,21 +27,6 @@ if sys.version_info < (3, 12):
     # Its cached_property holds one lock for all instances while it computes. Here a client and its
     # scheduler are one process, and the client's waits for the scheduler: Python 3.12 has no such lock.
     functools.cached_property.__get__ = _without_lock  # type: ignore[method-assign]
-
-
-def cuda_devices() -> int:
-    """Count the CUDA devices through the driver's own library: it needs no package and makes no context."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
-    if visible in ("", "-1"):
-        return 0
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_uint(0)
-    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        return 0
-    return count.value if visible == "all" else min(count.value, len(visible.split(",")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,351 @@
+"""Each way to switch the runtime on and off, as a user types it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from dask_gpurt.config import ConfigError
+from dask_gpurt.plugins.client import teach_method
+from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, started
+from tests.helpers.in_process import state
+
+#: What a user may have written before the runtime was there, with a question about it at the end.
+SCRIPT = """\
+import json, sys
+import dask, dask.dataframe as dd, pandas as pd
+from distributed import Client, LocalCluster
+
+def count(dask_worker):
+    plugin = dask_worker.plugins.get("gpurt")
+    return plugin.metrics.snapshot()["counters"].get("shuffle.runs", 0) if plugin else None
+
+def shuffled():
+    frame = pd.DataFrame({"key": range(500), "value": 1.5})
+    result = dd.from_pandas(frame, npartitions=4).shuffle("key").compute()
+    return result.sort_values("key").reset_index(drop=True).equals(frame)
+
+def main():
+    BEFORE
+    address = sys.argv[1] if len(sys.argv) > 1 else None
+    local = dict(n_workers=2, threads_per_worker=1, dashboard_address=":0", PROCESSES)
+    with Client(address) if address else Client(LocalCluster(**local)) as client:
+        right = shuffled()
+        runs = list(client.run(count).values())
+        knows = "dask_gpurt.dataframe" in sys.modules
+    print(json.dumps({"right": right, "runs": runs, "knows": knows, "AFTER": AFTER}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def write(folder: Path, before: str = "pass", after: str = "None", processes: bool = False) -> Path:
+    """A user's script; its workers are processes, or quicker, threads."""
+    text = SCRIPT.replace("BEFORE", before).replace("PROCESSES", f"processes={processes}")
+    path = folder / "script.py"
+    path.write_text(text.replace('"AFTER": AFTER', f'"after": {after}'))
+    return path
+
+
+needs_hooks = pytest.mark.skipif(
+    not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`, this is a checkout without it"
+)
+
+
+# ---- Dask's configuration ------------------------------------------------------------
+
+
+@needs_hooks
+def test_a_yaml_file_switches_an_unchanged_script_on(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text("gpurt: {enabled: true}\n")
+    said = answer(write(tmp_path, processes=True), DASK_CONFIG=str(tmp_path / "config"))
+    assert said["right"]
+    assert said["runs"] == [1, 1]
+
+
+@needs_hooks
+def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: Path) -> None:
+    said = answer(write(tmp_path, after="shuffled()"), DASK_GPURT__ENABLED="true")
+    assert said["right"]
+    assert said["runs"] == [1, 1]
+    assert said["after"], "the client is closed, and the method is still chosen"
+
+
+@needs_hooks
+def test_setting_it_before_the_client_switches_on(tmp_path: Path) -> None:
+    report = "__import__('dask_gpurt').report(client)['counters']['shuffle.runs']"
+    script = write(tmp_path, before='dask.config.set({"gpurt.enabled": True})')
+    script.write_text(script.read_text().replace('"dask_gpurt.dataframe" in sys.modules', report))
+    said = answer(script)
+    assert said["right"]
+    assert said["knows"] == 2
+
+
+@needs_hooks
+def test_the_hooks_do_nothing_while_it_is_not_enabled(tmp_path: Path) -> None:
+    said = answer(write(tmp_path))
+    assert said == {"right": True, "runs": [None, None], "knows": False, "after": None}
+
+
+@needs_hooks
+def test_naming_the_method_without_the_runtime_gives_dasks_default(tmp_path: Path) -> None:
+    script = write(tmp_path, after="shuffled()")
+    said = answer(script, DASK_DATAFRAME__SHUFFLE__METHOD="gpurt")
+    assert said["right"]
+    assert said["runs"] == [None, None]
+    assert said["after"]
+
+
+# ---- flags ---------------------------------------------------------------------------
+
+#: For a client on a machine where the package is not installed.
+IGNORANT = {"DASK_DISTRIBUTED__CLIENT__PRELOAD": "[]"}
+
+
+def test_the_flag_of_the_scheduler_is_enough(tmp_path: Path) -> None:
+    with cluster_of_commands(scheduler=("--preload", "dask_gpurt")) as (address, _):
+        said = answer(write(tmp_path), address, **IGNORANT)
+    assert said == {"right": True, "runs": [1, 1], "knows": False, "after": None}
+
+
+def test_the_flag_of_a_worker_is_enough_for_all(tmp_path: Path) -> None:
+    with (
+        cluster_of_commands(workers=1) as (address, _),
+        started(
+            DASK, "worker", address, "--nthreads", "1", "--no-dashboard", "--preload", "dask_gpurt"
+        ) as late,
+    ):
+        late.wait_for("Registered to:")
+        said = answer(write(tmp_path), address, **IGNORANT)
+    assert said == {"right": True, "runs": [1, 1], "knows": False, "after": None}
+
+
+def test_takeover_can_be_forbidden(tmp_path: Path) -> None:
+    flags = ("--preload", "dask_gpurt")
+    with cluster_of_commands(worker=flags, DASK_GPURT__TAKEOVER="false") as (address, _):
+        said = answer(write(tmp_path), address, **IGNORANT)
+        # A client that has it switched on is served all the same.
+        enabled = write(tmp_path, before="import dask_gpurt", after="None")
+        enabled.write_text(enabled.read_text().replace("right = ", "dask_gpurt.enable(client); right = "))
+        knowing = answer(enabled, address)
+    assert said == {"right": True, "runs": [0, 0], "knows": False, "after": None}
+    assert knowing == {"right": True, "runs": [1, 1], "knows": True, "after": None}
+
+
+def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a Dask of tomorrow has frames of yet another library."""
+    monkeypatch.setattr("dask_gpurt.plugins.shuffles.library", lambda frame: None)
+    dask_gpurt.enable(plain)
+    try:
+        with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            dd.from_pandas(pd.DataFrame({"key": range(50)}), npartitions=3).shuffle("key").compute()
+        report = dask_gpurt.report(plain)
+    finally:
+        dask_gpurt.disable(plain)
+    assert "DataFrame" in report["fallbacks"]["shuffles stay with Dask"]["reason"]
+    assert "shuffle.runs" not in report["counters"]
+
+
+#: A nanny whose worker, like those of dask-cuda, has a list of preloads of its own.
+NANNY = """\
+import asyncio, sys
+from distributed import Nanny
+
+async def main():
+    async with Nanny(sys.argv[1], nthreads=1, preload=["json"]) as nanny:
+        await nanny.finished()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@needs_hooks
+def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Path) -> None:
+    nanny = tmp_path / "nanny.py"
+    nanny.write_text(NANNY)
+    with (
+        cluster_of_commands(workers=0) as (address, _),
+        started(sys.executable, nanny, address, DASK_GPURT__ENABLED="true") as worker,
+    ):
+        worker.wait_for("Registered to:")
+        said = answer(write(tmp_path), address, **IGNORANT)
+    assert said == {"right": True, "runs": [1], "knows": False, "after": None}
+
+
+# ---- in code -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[LocalCluster]:
+    """A cluster without the runtime."""
+    teach_method()  # which a process that has once had it on never forgets
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local:
+        yield local
+
+
+@pytest.fixture
+def plain(local: LocalCluster) -> Iterator[Client]:
+    with Client(local) as client:
+        yield client
+
+
+def shuffle_runs(client: Client) -> float:
+    """Shuffle, and count the workers that took part with the runtime."""
+    frame = pd.DataFrame({"key": range(100)})
+    shuffled = dd.from_pandas(frame, npartitions=3).shuffle("key").compute()
+    assert sorted(shuffled["key"]) == list(range(100))
+    report = dask_gpurt.report(client)
+    return float(report["counters"].get("shuffle.runs", 0)) if report["enabled"] else 0.0
+
+
+def test_enable_again_does_nothing_and_disable_gives_dask_back(local: LocalCluster, plain: Client) -> None:
+    before = state(local)
+    dask_gpurt.enable(plain)
+    on = state(local)
+    assert on.keys() - {name for name in on if on[name] == before[name]} >= {
+        "default",
+        "shuffle",
+        "handlers",
+    }
+    dask_gpurt.enable(plain)
+    assert state(local) == on
+    assert dask_gpurt.is_enabled(plain)
+    assert shuffle_runs(plain) == 2
+    dask_gpurt.disable(plain)
+    assert state(local) == before
+    assert not dask_gpurt.is_enabled(plain)
+    assert dask_gpurt.report(plain)["enabled"] is False
+    assert shuffle_runs(plain) == 0
+    dask_gpurt.disable(plain)
+    dask_gpurt.enable(plain)
+    assert shuffle_runs(plain) == 2
+    dask_gpurt.disable(plain)
+    assert state(local) == before
+
+
+def test_a_method_that_the_user_has_chosen_stays(local: LocalCluster, plain: Client) -> None:
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        dask_gpurt.enable(plain)
+        assert shuffle_runs(plain) == 0
+        dask_gpurt.disable(plain)
+        assert dask.config.get("dataframe.shuffle.method") == "tasks"
+
+
+def test_a_cluster_is_switched_off_for_all_its_clients(local: LocalCluster, plain: Client) -> None:
+    before = state(local)
+    with Client(local, set_as_default=False) as other:
+        dask_gpurt.enable(plain)
+        dask_gpurt.enable(other)
+        dask_gpurt.disable(other)
+        assert not dask_gpurt.is_enabled(plain)
+        assert shuffle_runs(plain) == 0
+    assert state(local) == before
+
+
+def test_of_two_clients_one_is_switched_off(local: LocalCluster, plain: Client) -> None:
+    before = state(local)
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as second,
+        Client(second) as other,
+    ):
+        dask_gpurt.enable(other)
+        dask_gpurt.enable(plain)
+        dask_gpurt.disable(plain)
+        assert dask_gpurt.is_enabled(other)
+        assert shuffle_runs(other) == 1
+        with plain.as_current():
+            assert shuffle_runs(plain) == 0
+        dask_gpurt.disable(other)
+    assert state(local) == before
+
+
+def test_a_cluster_that_is_closed_while_on_leaves_nothing(local: LocalCluster, plain: Client) -> None:
+    before = state(local)
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as second,
+        Client(second) as other,
+    ):
+        dask_gpurt.enable(other)
+    with plain.as_current():
+        assert shuffle_runs(plain) == 0
+    dask_gpurt.disable(other)
+    assert state(local) == before
+
+
+def test_an_asynchronous_client_awaits(local: LocalCluster) -> None:
+    async def session() -> tuple[bool, bool, bool]:
+        async with Client(local.scheduler_address, asynchronous=True) as client:
+            await dask_gpurt.enable(client)
+            on = (await dask_gpurt.report(client, connect=True))["enabled"]
+            known = dask_gpurt.is_enabled(client)
+            await dask_gpurt.disable(client)
+            return on, known, (await dask_gpurt.report(client))["enabled"]
+
+    before = state(local)
+    assert asyncio.run(session()) == (True, True, False)
+    assert state(local) == before
+
+
+def test_enable_refuses_wrong_settings_and_changes_nothing(local: LocalCluster, plain: Client) -> None:
+    before = state(local)
+    with dask.config.set({"gpurt.exchange.inflight": "much"}), pytest.raises(ConfigError, match="inflight"):
+        dask_gpurt.enable(plain)
+    assert state(local) == before
+
+
+# ---- GPUs ----------------------------------------------------------------------------
+
+GPU_SCRIPT = """\
+import json, sys
+import cudf, dask_cudf, dask_gpurt
+from distributed import Client
+
+def main():
+    if len(sys.argv) > 1:
+        client = Client(sys.argv[1])
+    else:
+        from dask_cuda import LocalCUDACluster
+        client = Client(LocalCUDACluster(n_workers=1, preload=["dask_gpurt"], dashboard_address=":0"))
+    with client:
+        frame = cudf.DataFrame({"key": range(500)})
+        result = dask_cudf.from_cudf(frame, npartitions=4).shuffle("key").compute()
+        right = sorted(result["key"].to_pandas()) == list(range(500))
+        report = dask_gpurt.report(client)
+    print(json.dumps({"right": right, "runs": report["counters"].get("shuffle.runs", 0)}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.gpu
+def test_a_cuda_cluster_takes_the_flag(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(GPU_SCRIPT)
+    assert answer(script) == {"right": True, "runs": 1}
+
+
+@pytest.mark.gpu
+def test_a_cuda_worker_takes_the_flag(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(GPU_SCRIPT)
+    with (
+        cluster_of_commands(workers=0) as (address, _),
+        started(
+            DASK, "cuda", "worker", address, "--preload", "dask_gpurt", CUDA_VISIBLE_DEVICES="0"
+        ) as worker,
+    ):
+        worker.wait_for("Registered to:")
+        assert answer(script, address, CUDA_VISIBLE_DEVICES="0") == {"right": True, "runs": 1}

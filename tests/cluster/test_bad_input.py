@@ -1,0 +1,265 @@
+"""What is wrong is refused with an error that says what would be right, and nothing else is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from dask_gpurt.config import ConfigError
+from tests.helpers.clusters import QUICK, counters, instrument
+from tests.helpers.commands import DASK, HOOKS, run, started
+
+FRAME = pd.DataFrame({"key": range(60), "value": 0.5, "name": [f"row {i}" for i in range(60)]})
+
+
+@pytest.fixture(scope="module")
+def off() -> Iterator[Client]:
+    """A cluster that can have the runtime, and has not."""
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with dask.config.set(QUICK), LocalCluster(**options) as local, Client(local) as client:
+        instrument(client)
+        yield client
+
+
+@pytest.fixture
+def on(off: Client) -> Iterator[Client]:
+    dask_gpurt.enable(off)
+    yield off
+    dask_gpurt.disable(off)
+
+
+def assert_shuffles(client: Client, *, ours: bool) -> None:
+    """A shuffle with nothing wrong in it works, in the runtime or without it."""
+    before = counters(client).get("shuffle.runs", 0)
+    shuffled = dd.from_pandas(FRAME, npartitions=3).shuffle("key").compute()
+    pd.testing.assert_frame_equal(shuffled.sort_values("key", ignore_index=True), FRAME, check_dtype=False)
+    assert (counters(client).get("shuffle.runs", 0) > before) is ours
+
+
+# ---- settings ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        (
+            "gpurt.exchange.pol",
+            "1 GiB",
+            "unknown key 'gpurt.exchange.pol': did you mean 'gpurt.exchange.pool'?",
+        ),
+        ("gpurt.takover", True, "unknown key 'gpurt.takover': did you mean 'gpurt.takeover'?"),
+        ("gpurt.exchange.pool", "2 gigs", "'gpurt.exchange.pool' is '2 gigs': expected 'auto', a size"),
+        ("gpurt.exchange.pool", "-1 GiB", "'gpurt.exchange.pool' is '-1 GiB': expected 'auto', a size"),
+        ("gpurt.exchange.inflight", 0, "'gpurt.exchange.inflight' is 0: expected a size"),
+        ("gpurt.exchange.inflight", "50%", "'gpurt.exchange.inflight' is '50%': expected a size"),
+        ("gpurt.memory.device", "130%", "'gpurt.memory.device' is '130%': expected 'auto', a size"),
+        ("gpurt.exchange.paths", ["nvlink"], "unknown path 'nvlink' in 'gpurt.exchange.paths'"),
+        ("gpurt.shuffle.retries", -1, "'gpurt.shuffle.retries' is -1: expected a whole number"),
+        ("gpurt.enabled", "maybe", "'gpurt.enabled' is 'maybe': expected true or false"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_stays_without_effect(
+    off: Client, setting: str, value: object, said: str
+) -> None:
+    with dask.config.set({setting: value}), pytest.raises(ConfigError) as caught:
+        dask_gpurt.enable(off)
+    assert said in str(caught.value)
+    assert not dask_gpurt.is_enabled(off)
+    assert dask_gpurt.report(off)["enabled"] is False
+
+
+def test_a_pool_larger_than_the_device_is_refused_by_the_workers(off: Client) -> None:
+    with dask.config.set({"gpurt.exchange.pool": "500 TiB"}), pytest.raises(ConfigError) as caught:
+        dask_gpurt.enable(off)
+    assert "'gpurt.exchange.pool' is 500 TiB" in str(caught.value)
+    assert "set it to less, or to 'auto'" in str(caught.value)
+    assert_shuffles(off, ours=False)
+    dask_gpurt.enable(off)
+    assert_shuffles(off, ours=True)
+    dask_gpurt.disable(off)
+
+
+@pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
+def test_a_wrong_word_in_the_environment_is_logged_and_dask_works(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OWN)
+    done = run(sys.executable, script, DASK_GPURT__ENABLED="maybe")
+    assert done.stdout.split() == ["right", "False"]
+    assert "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false" in done.stderr
+
+
+#: Shuffles, and says whether the cluster has the runtime.
+OWN = """\
+import sys
+import dask.dataframe as dd, pandas as pd
+from distributed import Client
+
+def main():
+    options = {"address": sys.argv[1]} if len(sys.argv) > 1 else dict(processes=False, dashboard_address=":0")
+    with Client(**options) as client:
+        frame = pd.DataFrame({"key": range(50)})
+        result = dd.from_pandas(frame, npartitions=3).shuffle("key").compute()
+        print("right" if sorted(result["key"]) == list(range(50)) else "wrong")
+        print(client.run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+# ---- frames --------------------------------------------------------------------------
+
+
+def test_a_key_that_does_not_exist_gets_dasks_own_error(on: Client) -> None:
+    frame = dd.from_pandas(FRAME, npartitions=3)
+    for build in (lambda: frame.merge(frame, on="kee"), lambda: frame.set_index("kee")):
+        with pytest.raises(KeyError, match="kee"):
+            build().compute()
+    assert_shuffles(on, ours=True)
+
+
+@pytest.mark.filterwarnings("ignore:Merging dataframes with merge column data type:UserWarning")
+def test_duplicate_column_names_get_the_error_of_tasks(on: Client) -> None:
+    twice = dd.from_pandas(pd.concat([FRAME, FRAME[["value"]]], axis=1), npartitions=3)
+    once = dd.from_pandas(FRAME, npartitions=3)
+    for build in (
+        lambda: twice.merge(once, on="value"),
+        lambda: twice.sort_values("value"),
+        lambda: twice.set_index("value"),
+    ):
+        errors = []
+        for method in ("tasks", "gpurt"):
+            with dask.config.set({"dataframe.shuffle.method": method}), pytest.raises(ValueError) as caught:
+                build().compute()
+            errors.append((type(caught.value), str(caught.value)))
+        assert errors[0] == errors[1]
+    assert_shuffles(on, ours=True)
+
+
+def test_duplicate_column_names_that_are_not_the_key_are_kept(on: Client) -> None:
+    """Dask's own ``p2p`` raises here, and ``tasks`` repeats them."""
+    twice = pd.concat([FRAME, FRAME[["value"]]], axis=1)
+    shuffled = dd.from_pandas(twice, npartitions=3).shuffle("key").compute()
+    pd.testing.assert_frame_equal(shuffled.sort_values("key", ignore_index=True), twice, check_dtype=False)
+
+
+def test_partitions_of_unlike_schema_are_named(on: Client) -> None:
+    def part(i: int) -> pd.DataFrame:
+        return FRAME.drop(columns="value").assign(extra=1) if i == 1 else FRAME
+
+    parts = [dask.delayed(part)(i) for i in range(3)]
+    frame = dd.from_delayed(parts, meta=FRAME.iloc[:0], verify_meta=False)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        frame.shuffle("key").compute()
+    chain = list(causes(caught.value))
+    assert isinstance(chain[-1], ValueError)
+    assert "input partition 1" in str(chain[-1])
+    assert "missing ['value'], unexpected ['extra']" in str(chain[-1])
+    assert_shuffles(on, ours=True)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+# ---- machines ------------------------------------------------------------------------
+
+#: Runs where /dev/shm holds 1 MiB: a fixed pool is refused, and one that is chosen is small enough.
+SMALL = """\
+import dask, numpy
+from distributed import Client
+import dask_gpurt
+from dask_gpurt.config import ConfigError
+from dask_gpurt.device.host import HostPool
+
+def main():
+    try:
+        HostPool(64 * 2**20).allocate(8 * 2**20)
+    except MemoryError as error:
+        print(error)
+    with Client(processes=False, n_workers=4, threads_per_worker=1, dashboard_address=":0") as client:
+        with dask.config.set({"gpurt.exchange.pool": "64 MiB"}):
+            try:
+                dask_gpurt.enable(client)
+            except ConfigError as error:
+                print(error)
+        dask_gpurt.enable(client)
+        frame = dask.datasets.timeseries("2000-01-01", "2000-01-05", freq="5s", partition_freq="1d", seed=1)
+        print(len(frame.shuffle("name").compute()) == len(frame))
+        print(dask_gpurt.report(client)["counters"]["shuffle.runs"])
+
+if __name__ == "__main__":
+    main()
+"""
+OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh")
+
+
+def test_dev_shm_too_small(tmp_path: Path) -> None:
+    try:
+        forbidden = subprocess.run([*OWN_SHM, "true"], capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if forbidden.returncode:
+        pytest.skip(f"the kernel does not let this user mount: {forbidden.stderr.strip()}")
+    script = tmp_path / "script.py"
+    script.write_text(SMALL)
+    no_room, refused, right, runs = run(*OWN_SHM, sys.executable, script).stdout.splitlines()
+    assert "/dev/shm has no room for 8388608 bytes" in no_room
+    assert "docker: --shm-size" in no_room
+    assert "'gpurt.exchange.pool' is 64 MiB (64.00 MiB), but /dev/shm has" in refused
+    assert (right, runs) == ("True", "4")  # whose pools promise 160 % of it
+
+
+def test_a_peer_of_another_version_is_named(off: Client) -> None:
+    def pretend(version: str) -> str:
+        from dask_gpurt.exchange import exchange
+
+        own, exchange.__version__ = exchange.__version__, version
+        return str(own)
+
+    odd = min(off.nthreads())
+    dask_gpurt.enable(off)
+    own = off.run(pretend, "99.0", workers=[odd])[odd]
+    try:
+        with pytest.raises(Exception) as caught:
+            dd.from_pandas(FRAME, npartitions=3).shuffle("key").compute()
+        text = "\n".join(map(str, causes(caught.value)))
+        assert "99.0" in text
+        assert own in text
+        assert "install the same version everywhere" in text
+    finally:
+        off.run(pretend, own, workers=[odd])
+        dask_gpurt.disable(off)
+    dask_gpurt.enable(off)
+    assert_shuffles(off, ours=True)
+    dask_gpurt.disable(off)
+
+
+def test_a_worker_says_that_its_scheduler_cannot_load_the_package(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['dask_gpurt'] = None\n")
+    script = tmp_path / "script.py"
+    script.write_text(OWN)
+    lacking = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    no_hooks = {f"DASK_DISTRIBUTED__{name}__PRELOAD": "[]" for name in ("SCHEDULER", "CLIENT")}
+    local = ("--no-dashboard", "--host", "127.0.0.1", "--port", "0")
+    with started(DASK, "scheduler", *local, PYTHONPATH=lacking, **no_hooks) as scheduler:
+        address = scheduler.wait_for(r"Scheduler at:\s+(tcp://\S+)")
+        flags = ("--no-nanny", "--no-dashboard", "--preload", "dask_gpurt")
+        with started(DASK, "worker", address, *flags) as worker:
+            worker.wait_for("Registered to:")
+            done = run(sys.executable, script, address, **no_hooks)
+    assert done.stdout.split() == ["right", "False"]
+    assert f"the scheduler at {address} can not load dask_gpurt" in worker.printed()
+    assert "shuffles stay Dask's own: install the same version of dask-gpurt there" in worker.printed()

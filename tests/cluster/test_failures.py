@@ -1,0 +1,252 @@
+"""Workers that are lost, that come, and shuffles that can not go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, Event, Variable, get_worker, wait
+from distributed.shuffle._exceptions import P2PConsistencyError
+from distributed.utils import sync
+
+import dask_gpurt
+from tests.helpers.clusters import Library, canonical, cluster, counters, partitions
+
+PARTS, ROWS = 8, 5_000
+
+
+def frames() -> list[pd.DataFrame]:
+    random = np.random.default_rng(7)
+    return [
+        pd.DataFrame({"key": random.integers(0, 99, ROWS), "row": np.arange(ROWS) + p * ROWS})
+        for p in range(PARTS)
+    ]
+
+
+def build(library: Library, slow: Callable[[Any, int], Any] | None = None) -> Any:
+    """A collection whose partitions are made by the tasks that the shuffle needs."""
+    import dask.dataframe as dd
+
+    parts = frames()
+
+    def make(i: int) -> Any:
+        frame = library.frame(parts[i])
+        return slow(frame, i) if slow else frame
+
+    return dd.from_map(make, range(PARTS), meta=library.frame(parts[0].iloc[:0]))
+
+
+def assert_right(out: Any) -> None:
+    """All rows are there once, and each key in one partition."""
+    shuffled = partitions(out)
+    rows = canonical(pd.concat(shuffled), index=False)
+    pd.testing.assert_frame_equal(rows, canonical(pd.concat(frames()), index=False))
+    homes = pd.concat([frame.key.drop_duplicates() for frame in shuffled])
+    assert homes.is_unique
+    if len(shuffled) > 1:
+        assert sum(map(bool, map(len, shuffled))) > 1
+
+
+@pytest.fixture
+def own(library: Library) -> Iterator[Client]:
+    """A cluster of three that a test may damage."""
+    with cluster(library.name, workers=3) as client:
+        yield client
+
+
+def kill(client: Client, address: str) -> None:
+    pid = client.run(os.getpid, workers=[address])[address]
+    os.kill(pid, signal.SIGKILL)
+
+
+def waits_at(event: str, part: int) -> Callable[[Any, int], Any]:
+    """Makes one partition wait for an event, and say where it does."""
+
+    def slow(frame: Any, i: int) -> Any:
+        if i == part and not Event(event).is_set():
+            Variable(f"{event}-worker").set(get_worker().address)
+            Event(f"{event}-reached").set()
+            Event(event).wait(timeout=60)
+        return frame
+
+    return slow
+
+
+def test_a_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    kill(own, Variable("go-worker", client=own).get())
+    Event("go", client=own).set()
+    assert_right(out)
+
+
+def test_another_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    busy = Variable("go-worker", client=own).get()
+    kill(own, next(w for w in own.nthreads() if w != busy))
+    Event("go", client=own).set()
+    assert_right(out)
+
+
+def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> None:
+    """One of them dies as it is told that all inputs are there."""
+
+    def die_once(dask_worker: Any) -> None:
+        from dask_gpurt.shuffle import run
+
+        inputs_done = run.ShuffleRun.inputs_done
+        state = {"first": True}
+
+        async def dying(self: Any) -> None:
+            if state.pop("first", False):
+                os.kill(os.getpid(), signal.SIGKILL)
+            await inputs_done(self)
+
+        run.ShuffleRun.inputs_done = dying
+
+    victim = next(iter(own.nthreads()))
+    own.run(die_once, workers=[victim])
+    assert_right(build(library).shuffle("key").persist())
+
+
+def test_a_worker_is_killed_during_unpack(own: Client, library: Library) -> None:
+    def slow(frame: Any, partition_info: Any = None) -> Any:
+        if partition_info and partition_info["number"] == 2 and not Event("unpack").is_set():
+            Variable("unpack-worker").set(get_worker().address)
+            Event("unpack-reached").set()
+            Event("unpack").wait(timeout=60)
+        return frame
+
+    shuffled = build(library).shuffle("key")
+    out = shuffled.map_partitions(slow, meta=shuffled._meta).persist()
+    Event("unpack-reached", client=own).wait(timeout=60)
+    kill(own, Variable("unpack-worker", client=own).get())
+    Event("unpack", client=own).set()
+    assert_right(out)
+
+
+def test_a_worker_is_killed_after_the_shuffle(own: Client, library: Library) -> None:
+    out = build(library).shuffle("key").persist()
+    wait(out)
+    kill(own, next(iter(own.nthreads())))
+    assert_right(out)
+
+
+def test_a_worker_joins_during_transfer(own: Client, library: Library) -> None:
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    if not hasattr(own.cluster, "scale") or library.name == "cudf":
+        pytest.skip("LocalCUDACluster can not grow beyond the GPUs there are")
+    own.cluster.scale(4)
+    own.wait_for_workers(4, timeout=60)
+    Event("go", client=own).set()
+    assert_right(out)
+    assert_right(build(library).shuffle("key", npartitions=12))
+
+
+def test_a_merge_survives_the_loss_of_a_worker(own: Client, library: Library) -> None:
+    left = build(library, waits_at("go", PARTS - 1))
+    out = left.merge(build(library).rename(columns={"row": "other"}), on="key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    kill(own, Variable("go-worker", client=own).get())
+    Event("go", client=own).set()
+    rows = pd.concat(frames())
+    assert len(out) == len(rows.merge(rows, on="key"))
+
+
+def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: Library) -> None:
+    def flaky(frame: Any, partition_info: Any = None) -> Any:
+        if partition_info and not Event(f"tried-{partition_info['number']}").is_set():
+            Event(f"tried-{partition_info['number']}").set()
+            raise ValueError("not yet")
+        return frame
+
+    shuffled = build(library).shuffle("key")
+    out = shuffled.map_partitions(flaky, meta=shuffled._meta).persist(retries=3)
+    assert_right(out)
+
+
+def test_outputs_whose_shards_were_let_go_are_made_again(own: Client, library: Library) -> None:
+    """While the barrier is still in memory, so that Dask asks the run for them a second time."""
+    shuffled = build(library).shuffle("key").optimize()
+    graph, outputs = shuffled.__dask_graph__(), shuffled.__dask_keys__()
+    (barrier,) = [key for key in graph if str(key).startswith("shuffle-barrier")]
+    *futures, kept = own.get(graph, [*outputs, barrier], sync=False)
+    wait([*futures, kept])
+    del futures
+    while own.run_on_scheduler(_outputs_in_memory):  # until the scheduler has heard that they may go
+        pass
+    before = counters(own)["shuffle.rows"]
+    again = own.gather(own.get(graph, outputs, sync=False))
+    assert sum(map(len, again)) == PARTS * ROWS
+    assert counters(own)["shuffle.rows"] == 2 * before
+    assert kept.status == "finished"
+
+
+def _outputs_in_memory(dask_scheduler: Any) -> int:
+    states = [ts.state for ts in dask_scheduler.tasks.values() if ts.prefix.name == "gpurtshuffle"]
+    return states.count("memory")
+
+
+def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:
+    def begin_again(frame: Any, i: int) -> Any:
+        """Each input ends the run that another has begun, as the loss of a worker would."""
+        worker = get_worker()
+        runs = list(worker.plugins["shuffle"].shuffle_runs._active_runs.values())
+        if runs:
+            sync(worker.loop, runs[0]._begin_again, "a test")
+        return frame
+
+    with cluster(library.name, workers=1, shuffle__retries=2) as client:
+        out = build(library, begin_again).shuffle("key").persist()
+        with pytest.raises(
+            P2PConsistencyError, match=r"given up after 3 runs.*'gpurt\.shuffle\.retries' is 2"
+        ):
+            out.compute()
+        del out
+        assert_right(build(library).shuffle("key", npartitions=5))
+        assert counters(client)["shuffle.runs"] == 4
+
+
+def test_the_runtime_is_switched_off_during_a_shuffle(library: Library) -> None:
+    with cluster(library.name, workers=2) as client:
+        out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+        Event("go-reached", client=client).wait(timeout=60)
+        dask_gpurt.disable(client)
+        Event("go", client=client).set()
+        with pytest.raises(RuntimeError, match="failed during transfer phase") as caught:
+            out.compute()
+        assert "the runtime" in str(caught.value.__cause__)
+        del out
+        dask_gpurt.enable(client)
+        assert_right(build(library).shuffle("key", npartitions=5))
+
+
+def test_nothing_is_left_behind(library: Library) -> None:
+    """Shared memory has no names that a killed worker could leave; its bytes go with it."""
+
+    def named() -> set[str]:  # but for semaphores, which any process with multiprocessing has
+        return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+    before = named()
+
+    def free() -> int:
+        shm = os.statvfs("/dev/shm")
+        return shm.f_bavail * shm.f_frsize
+
+    room = free()
+    with cluster(library.name, workers=2) as client:
+        out = build(library).shuffle("key").persist()
+        wait(out)
+        assert counters(client)["shuffle.runs"]
+        kill(client, next(iter(client.nthreads())))
+        assert_right(out)
+        del out
+    assert named() <= before
+    assert free() >= room - 2**20

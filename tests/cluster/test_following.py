@@ -1,0 +1,78 @@
+"""What reads a result comes before what makes the next one, where memory is short."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client
+
+import dask_gpurt
+from tests.helpers.clusters import cluster
+
+MIB = 2**20
+SIZE = 24 * MIB
+
+
+@pytest.fixture
+def tight() -> Iterator[Client]:
+    """One thread, and room for one result and a half."""
+    room = {"memory__device": SIZE * 3 // 2, "memory__host": 0, "memory__pinned": 0}
+    with dask.config.set({"distributed.worker.memory.pause": False}), cluster(workers=1, **room) as client:
+        yield client  # what pauses is a test
+
+
+def spilled(client: Client) -> float:
+    counters = dask_gpurt.report(client)["counters"]
+    return sum(n for name, n in counters.items() if name.startswith("memory.spill.bytes.device"))
+
+
+def make(number: int) -> np.ndarray:
+    return np.full(SIZE, number, np.uint8)
+
+
+def test_results_are_read_before_the_next_is_made(tight: Client) -> None:
+    made = [dask.delayed(make)(number, pure=False) for number in range(20)]
+    read = [dask.delayed(lambda array: int(array[0]))(one) for one in made]
+    assert tight.compute(dask.delayed(sum)(read), sync=True) == sum(range(20))
+    assert spilled(tight) < 20 * SIZE / 2
+
+
+def test_results_that_nobody_reads_are_not_waited_for(tight: Client) -> None:
+    kept = tight.map(make, range(12))
+    start = time.perf_counter()
+    assert [int(array[-1]) for array in tight.gather(kept)] == list(range(12))
+    assert time.perf_counter() - start < 30
+    assert spilled(tight) >= 10 * SIZE
+
+
+def test_a_worker_that_dask_pauses_stays_paused(tight: Client) -> None:
+    def pause(dask_worker: object) -> str:
+        following = dask_worker.plugins["gpurt"].data._following  # type: ignore[attr-defined]
+        following.finished("some-task", 100 * SIZE, 0)
+        dask_worker.status = dask_worker.status.paused  # type: ignore[attr-defined]
+        return "paused"
+
+    def running(dask_worker: object) -> bool:
+        return bool(dask_worker.state.running)  # type: ignore[attr-defined]
+
+    tight.run(pause)
+    time.sleep(0.3)
+    assert not any(tight.run(running).values())
+
+
+def keys(number: int) -> pd.DataFrame:
+    return pd.DataFrame({"key": np.arange(SIZE // 8) * 20 + number})
+
+
+def test_all_that_reads_a_result_comes_first_whatever_dask_has_in_mind(tight: Client) -> None:
+    # Quantiles, the smallest and the largest key of each partition: Dask would read the keys for
+    # the latter two again at the end.
+    divisions = dd.from_map(keys, range(20)).set_index("key", npartitions=20).divisions
+    assert (divisions[0], divisions[-1]) == (0, SIZE // 8 * 20 - 1)
+    assert spilled(tight) < 20 * SIZE / 2

@@ -1,0 +1,170 @@
+"""Workers of one host: what they read of each other's pools, and what they leave each other of /dev/shm."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+
+from dask_gpurt.device import Block, PoolFull
+from dask_gpurt.exchange import Attempt, Exchange, Shard, host_room
+from dask_gpurt.exchange.inbox import Parcel, reading
+from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.shard import Section
+from tests.helpers.clusters import cluster
+from tests.helpers.in_process import on_cluster
+from tests.helpers.shared_memory import PAGE, Shm, filled, held, resident
+
+RUN = ("a shuffle", 1)
+MIB = 2**20
+ROWS = 500_000
+
+
+def exchange_of(worker: Any) -> Any:
+    return worker.plugins["gpurt"].exchange
+
+
+def publish(exchange: Any, owner: str, nbytes: int) -> Shard:
+    outbox = exchange.pools.outbox("host")
+    block = filled(outbox.pool, nbytes)
+    section = Section((0,), (0, 1), block.offset, nbytes, b"")
+    return Shard(outbox.publish(RUN, owner, [block]), exchange.me, "host", 0, Attempt(0, 0), 0, (section,))
+
+
+def read(exchange: Any, parcel: Parcel) -> int:
+    with reading([(parcel, 0)], exchange.landing, lambda: None, "task") as ((buffer, _),):
+        return int(buffer.sum())
+
+
+async def taken(exchange: Exchange, shard: Shard) -> Parcel:
+    """A shard that was offered to an owner."""
+    exchange.run_begins(RUN)
+    return exchange.take(RUN, shard, await exchange.path(shard), print)
+
+
+class Enough(Exception):
+    """A producer has waited for long."""
+
+
+def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
+    """A block, as a producer gets it whose run ends after some time."""
+    until = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > until:
+            raise Enough
+
+    while True:
+        seen = outbox.freed
+        try:
+            return outbox.allocate(nbytes)
+        except PoolFull as full:
+            outbox.wait_for_room(full.nbytes, seen, check)
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_what_was_read_of_a_peer_does_not_count(drained: bool) -> None:
+    """In place, or as it was copied. Dask pauses workers, and kills them, by what counts."""
+
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        here, there = exchange_of(a), exchange_of(b)
+        shard = await here.offload(publish, here, b.address, 4 * MIB)
+        parcel = await taken(there, shard)
+        if drained:
+            there.drain(producer=list(here.me))
+            await asyncio.wrap_future(parcel._landed)
+        assert await there.offload(read, there, parcel) == 4 * MIB
+        assert resident(parcel.path.mapping._mapping) == 0
+        await there.offload(there.discard, [parcel])
+
+    run()
+
+
+def test_a_producer_waits_for_what_another_worker_has_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has published nothing itself, so none of its peers would be asked by the shards in its pool."""
+
+    @on_cluster(workers=3)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
+        ends = [exchange_of(worker) for worker in (a, b, c)]
+        boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
+        shm = Shm(monkeypatch, 4 * MIB)
+        shm.pools = [box.pool for box in boxes]
+        shard = await ends[0].offload(publish, ends[0], b.address, 3 * MIB)
+        parcel = await taken(ends[1], shard)
+        block = await ends[2].offload(cut, boxes[2], 2 * MIB)
+        assert held(boxes[0].pool) == 0
+        assert held(boxes[2].pool) == 2 * MIB
+        assert await ends[1].offload(read, ends[1], parcel) == 3 * MIB
+        fallbacks = ends[2].metrics.snapshot()["fallbacks"]
+        assert fallbacks["producers wait for memory of the host"]["count"] >= 1
+        boxes[2].give_back(block)
+        await ends[1].offload(ends[1].discard, [parcel])
+
+    run()
+
+
+def test_a_producer_waits_for_what_another_worker_has_no_use_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        ends = [exchange_of(worker) for worker in (a, b)]
+        boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
+        shm = Shm(monkeypatch, 4 * MIB)
+        shm.pools = [box.pool for box in boxes]
+        kept, gone = filled(boxes[0].pool, PAGE), filled(boxes[0].pool, 3 * MIB)
+        boxes[0].give_back(gone)
+        block = await ends[1].offload(cut, boxes[1], 2 * MIB)
+        boxes[1].give_back(block)
+        boxes[0].give_back(kept)
+
+    run()
+
+
+def test_what_files_of_others_fill_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks may still fit. As long as a worker holds memory itself, it is waited for that."""
+    monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.7)
+
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        ends = [exchange_of(worker) for worker in (a, b)]
+        boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
+        shm = Shm(monkeypatch, 4 * PAGE)
+        shm.pools = [box.pool for box in boxes]
+        being_packed = filled(boxes[0].pool, 4 * PAGE)
+        with pytest.raises(Enough):
+            await ends[1].offload(cut, boxes[1], MIB, 2)
+        boxes[0].give_back(being_packed)
+        with pytest.raises(PoolFull):
+            await ends[1].offload(cut, boxes[1], MIB)
+        boxes[1].give_back(await ends[1].offload(cut, boxes[1], 4 * PAGE))
+        shm.total = 0
+        with pytest.raises(MemoryError, match="--shm-size"):
+            await ends[0].offload(cut, boxes[0], 2 * PAGE)
+
+    run()
+
+
+# ---- processes -----------------------------------------------------------------------
+
+
+def part(number: int) -> pd.DataFrame:
+    random = np.random.default_rng(number)
+    return pd.DataFrame({"key": random.integers(0, 10**6, ROWS), "a": random.random(ROWS), "b": 1.0})
+
+
+def test_dask_sees_no_more_of_a_worker_than_its_own() -> None:
+    """With its defaults it kills no worker whose peers' pools together exceed its limit."""
+    with cluster(workers=4, memory_limit="560 MiB", exchange__pool="110 MiB") as client:
+        df = dd.from_map(part, range(36), meta=part(0).iloc[:0])
+        lengths = client.compute(df.shuffle("key").map_partitions(len))
+        assert sum(lengths.result(60)) == 36 * ROWS
+        assert not client.get_events("worker-restart-memory")

@@ -1,0 +1,354 @@
+"""The ledger against what pools, files and objects take, while data comes, moves and goes."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from dask.utils import key_split
+from distributed import Client, Future, wait
+
+import dask_gpurt
+from dask_gpurt.device.base import lives_on_device
+from dask_gpurt.memory.accounting import Roots, owned
+from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
+from dask_gpurt.memory.tiers import Tier
+from tests.helpers.clusters import Library, cluster
+
+MIB = 2**20
+SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 8 * MIB, "memory__host": 2 * MIB}
+LOWER = (Tier.PINNED, Tier.HOST, Tier.DISK)
+#: The largest object, as it is stored below, and the threads that store one at a time.
+LARGEST, MOVERS = 4 * MIB, 8
+#: Seconds between two looks of a witness.
+LOOK = 0.002
+
+
+@dataclass
+class Truth:
+    """What a worker holds, by tier. Of a prefix it is a range: memory may be shared with others."""
+
+    used: Counter[str] = field(default_factory=Counter)
+    least: Counter[tuple[str, str]] = field(default_factory=Counter)
+    most: Counter[tuple[str, str]] = field(default_factory=Counter)
+    promised: Counter[str] = field(default_factory=Counter)
+    #: Whether nothing is on its way.
+    resting: bool = True
+    #: Bytes of what is being read on the device, which cudf may have copied for that.
+    copied: int = 0
+
+
+# ---- on a worker -----------------------------------------------------------------------------
+
+
+def truth(dask_worker: Any) -> Truth:
+    """Ask everybody but the ledger."""
+    tiers, found = dask_worker.plugins["gpurt"].tiers, Truth()
+    ladder = tiers.ladder
+    with ladder._table.lock:
+        entries = dict(ladder._table.by_key)
+        found.resting = not any(e.moving or e.holders or e.readers for e in entries.values())
+        found.copied = sum(
+            sum(owned(e.value).values())
+            for e in entries.values()
+            if e.live and (e.holders or e.moving) and lives_on_device(e.value)
+        )
+        for tier in (Tier.DEVICE, Tier.HOST):
+            add_live(found, tier, {key: e for key, e in entries.items() if e.live and e.tier is tier})
+        for tier, mapping in ladder._table.lower._tiers.items():
+            found.used[tier] += taken(tier, mapping)
+            for key, entry in entries.items():
+                if entry.tier is tier and not entry.live:
+                    nbytes = size_below(tier, mapping, entry.name)
+                    found.least[tier, prefix_of(key, entry)] += nbytes
+                    found.most[tier, prefix_of(key, entry)] += nbytes
+        for tier, nbytes in ladder._table.live._reservations.values():
+            found.promised[tier] += nbytes
+    return found
+
+
+def add_live(found: Truth, tier: Tier, entries: dict[Any, Any]) -> None:
+    roots: Roots = {}
+    owners: dict[int, set[str]] = {}
+    for key, entry in entries.items():
+        for address, nbytes in owned(entry.value).items():
+            roots.setdefault(address, nbytes)
+            owners.setdefault(address, set()).add(prefix_of(key, entry))
+    found.used[tier] += sum(roots.values())
+    for address, prefixes in owners.items():
+        for prefix in prefixes:
+            found.most[tier, prefix] += roots[address]
+            found.least[tier, prefix] += roots[address] if len(prefixes) == 1 else 0
+
+
+def prefix_of(key: Any, entry: Any) -> str:
+    return key_split(key) if entry.label.kind == PARTITIONS else SHARDS
+
+
+def taken(tier: Tier, mapping: Any) -> int:
+    """What the pool, the arrays and the file system say."""
+    if tier is Tier.PINNED:
+        return sum(mapping._pool._taken.values()) * mapping._pool._block
+    if tier is Tier.HOST:
+        return sum(array.nbytes for _, arrays in list(mapping._entries.values()) for array in arrays)
+    sizes = []
+    for file in os.scandir(mapping.path):
+        with suppress(FileNotFoundError):
+            sizes.append(file.stat().st_size)
+    return sum(sizes)
+
+
+def size_below(tier: Tier, mapping: Any, name: str) -> int:
+    if tier is Tier.DISK:
+        return os.stat(mapping._files[name].path).st_size
+    _, pieces = mapping._entries[name]
+    block = mapping._pool._block if tier is Tier.PINNED else 1
+    return sum(-(-piece.nbytes // block) * block for piece in pieces)
+
+
+def own_account(dask_worker: Any) -> Truth:
+    """What the ledger of a worker says, in the same form."""
+    ledger, found = dask_worker.plugins["gpurt"].tiers.ledger, Truth()
+    for tier in Tier:
+        found.used[tier] = ledger.used(tier)
+        found.promised[tier] = ledger.cell(tier, "reservations")
+        for prefix, nbytes in ledger.prefixes(tier).items():
+            found.most[tier, prefix] = nbytes
+        found.most[tier, SHARDS] += ledger.cell(tier, SHARDS)
+    return found
+
+
+class Witness(threading.Thread):
+    """Compares a worker's own account with the truth, again and again, while it works."""
+
+    def __init__(self, worker: Any):
+        super().__init__(daemon=True)
+        self.worker = worker
+        self.looks = 0
+        self.wrong: list[str] = []
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(LOOK):
+            with self.worker.plugins["gpurt"].tiers.ladder._table.lock:
+                # What is stored below is told when it is there: by one object a thread the ledger is late.
+                said, real = own_account(self.worker), truth(self.worker)
+            self.looks += 1
+            late = {tier: real.used[tier] - said.used[tier] for tier in Tier}
+            if not 0 <= late[Tier.DEVICE] <= real.copied or any(
+                not 0 <= late[tier] <= MOVERS * LARGEST for tier in LOWER
+            ):
+                self.wrong.append(f"late by {late}")
+            if +said.promised != +real.promised:
+                self.wrong.append(f"{said.promised} promised, truly {real.promised}")
+            if not real.copied:
+                self.wrong += different(said.most, real, [Tier.DEVICE])
+
+
+def witness(dask_worker: Any) -> None:
+    dask_worker.witness = Witness(dask_worker)
+    dask_worker.witness.start()
+
+
+def heard(dask_worker: Any) -> tuple[int, list[str]]:
+    dask_worker.witness.ended.set()
+    dask_worker.witness.join()
+    return dask_worker.witness.looks, dask_worker.witness.wrong[:5]
+
+
+def different(said: Counter[tuple[str, str]], real: Truth, tiers: Any = tuple(Tier)) -> list[str]:
+    """Prefixes of which the account is not what they have."""
+    return [
+        f"{place}: {said[place]} bytes, truly {real.least[place]} to {real.most[place]}"
+        for place in {*said, *real.most}
+        if place[0] in tiers and not real.least[place] <= said[place] <= real.most[place]
+    ]
+
+
+# ---- on the client ---------------------------------------------------------------------------
+
+
+@contextmanager
+def witnessed(client: Client) -> Iterator[None]:
+    client.run(witness)
+    try:
+        yield
+    finally:
+        seen = client.run(heard)
+    assert all(looks and not wrong for looks, wrong in seen.values()), seen
+
+
+def scheduler_says(client: Client) -> dict[str, Truth]:
+    found: dict[str, Truth] = {}
+    for row in dask_gpurt.memory(client).itertuples():
+        of = found.setdefault(row.worker, Truth())
+        of.used[row.tier] = row.partitions + row.shards
+        of.promised[row.tier] = row.reservations
+        assert row.headroom == row.capacity - row.partitions - row.shards - row.reservations
+    for row in dask_gpurt.memory(client, by="prefix").itertuples():
+        assert row.bytes > 0
+        if row.kind != "reservations":
+            # It may have told of the first ones between the two questions.
+            found.setdefault(row.worker, Truth()).most[row.tier, row.prefix] += row.bytes
+    return found
+
+
+def mistakes(said: dict[str, Truth], real: dict[str, Truth]) -> list[str]:
+    found = [f"{worker} is not at rest" for worker, of in real.items() if not of.resting or +of.promised]
+    for worker, of in real.items():
+        mine = said.get(worker, Truth())
+        if (+mine.used, +mine.promised) != (+of.used, +of.promised):
+            found.append(f"{worker}: {mine.used}, {mine.promised}, truly {of.used}, {of.promised}")
+        found += [f"{worker}: {what}" for what in different(mine.most, of)]
+        found += [f"{worker}: prefixes miss" for tier in Tier if total(mine, tier) != of.used[tier]]
+    return found
+
+
+def total(of: Truth, tier: Tier) -> int:
+    return sum(nbytes for (at, _), nbytes in of.most.items() if at == tier)
+
+
+def rest(client: Client, *, empty: bool = False) -> dict[str, Truth]:
+    """Wait until moves have ended and reports are through: then the scheduler knows the truth."""
+    deadline = time.monotonic() + 30
+    while True:
+        real = client.run(truth)
+        wrong = mistakes(scheduler_says(client), real)
+        wrong += [f"{worker} has {of.used}" for worker, of in real.items() if empty and +of.used]
+        if not wrong:
+            return real
+        assert time.monotonic() < deadline, "\n".join(wrong)
+
+
+# ---- work ------------------------------------------------------------------------------------
+
+
+def make(library: Library, rows: int, seed: int) -> Any:
+    numbers = np.random.default_rng(seed).integers(0, 1000, rows)
+    return library.frame(pd.DataFrame({"key": numbers, "value": numbers * 2, "seed": seed}))
+
+
+def view(frame: Any) -> Any:
+    """All rows but one, in the same memory."""
+    return frame.iloc[1:]
+
+
+def checked(frame: Any) -> bool:
+    return bool((frame["key"] * 2 == frame["value"]).all())
+
+
+@dataclass
+class Walk:
+    """Random steps; what is kept is all that the workers shall hold."""
+
+    client: Client
+    library: Library
+    random: random.Random
+    kept: list[Any] = field(default_factory=list)
+    steps: int = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        actions = [self.make, self.make, self.view, self.shuffle, self.drop, self.gather]
+        self.random.choice(actions)()
+
+    def frames(self) -> list[Future]:
+        return [kept for kept in self.kept if isinstance(kept, Future)]
+
+    def make(self) -> None:
+        prefix = self.random.choice(["load", "join", "read-table"])
+        for part in range(self.random.randint(4, 12)):
+            rows, seed = self.random.randint(1, 90_000), self.random.randint(0, 99)
+            key = (f"{prefix}-{self.steps:08x}", part)
+            self.kept.append(self.client.submit(make, self.library, rows, seed, key=key))
+
+    def view(self) -> None:
+        for of in self.random.sample(self.frames(), min(2, len(self.frames()))):
+            self.kept.append(self.client.submit(view, of, pure=False))
+
+    def shuffle(self) -> None:
+        parts = [dask.delayed(make)(self.library, 40_000, self.steps + part) for part in range(4)]
+        collection = dd.from_delayed(parts, meta=make(self.library, 1, 0), verify_meta=False)
+        self.kept.append(collection.shuffle("key").persist())
+
+    def drop(self) -> None:
+        self.random.shuffle(self.kept)
+        del self.kept[: self.random.randint(1, 6)]
+
+    def gather(self) -> None:
+        for of in self.random.sample(self.frames(), min(2, len(self.frames()))):
+            assert checked(of.result())
+
+
+@pytest.mark.parametrize(("seed", "paths"), [(0, "auto"), (1, ["comms"]), (2, ["comms"])])
+def test_a_random_workload(library: Library, seed: int, paths: Any) -> None:
+    """At every rest the scheduler's ledger is the truth, and in between a worker's own is."""
+    seen: Counter[str] = Counter()
+    with cluster(library.name, **SMALL, exchange__paths=paths) as client:
+        walk = Walk(client, library, random.Random(seed))
+        for _ in range(6):
+            with witnessed(client):
+                for _ in range(6):
+                    walk.step()
+                wait(walk.kept)
+            for of in rest(client).values():
+                seen += of.used
+        assert all(client.gather(client.map(checked, walk.frames(), pure=False)))
+        walk.kept.clear()
+        rest(client, empty=True)
+    assert {Tier.DEVICE, Tier.PINNED, Tier.HOST, Tier.DISK} == set(+seen)
+
+
+def test_prefixes_of_what_the_tiers_hold(library: Library) -> None:
+    with cluster(library.name, workers=1, **SMALL) as client:
+        held = client.map(make, [library] * 8, [90_000] * 8, range(8), key="load")
+        seen = client.submit(view, held[0], key="view")
+        wait([*held, seen])
+        rest(client)
+        rows = dask_gpurt.memory(client, by="prefix")
+        assert list(rows) == ["worker", "tier", "kind", "prefix", "bytes"]
+        assert set(rows.prefix) >= {"load"}
+        assert set(rows.kind) == {PARTITIONS}
+        assert rows.bytes.sum() == dask_gpurt.memory(client).partitions.sum() >= 8 * 90_000 * 24
+        assert list(dask_gpurt.memory(client, by="tier")) == list(dask_gpurt.memory(client))
+        with pytest.raises(ValueError, match="by='task': expected one of 'tier', 'prefix'"):
+            dask_gpurt.memory(client, by="task")
+        dask_gpurt.disable(client)
+        assert list(dask_gpurt.memory(client, by="prefix")) == list(rows)
+        assert dask_gpurt.memory(client, by="prefix").empty
+
+
+def test_switched_off_and_on_again(library: Library) -> None:
+    """What the ledgers from before have told, with the last heartbeat too, counts no more."""
+    with cluster(library.name, workers=1, **SMALL) as client:
+        for seed in range(3):
+            held = client.submit(make, library, 90_000, seed)
+            wait(held)
+            rest(client)
+        dask_gpurt.disable(client)
+        dask_gpurt.enable(client)
+        rest(client)
+        del held
+        rest(client, empty=True)
+
+
+def test_without_tiers_there_are_rows_of_what_shuffles_hold(library: Library) -> None:
+    with cluster(library.name, workers=1, memory__tiers=False) as client:
+        held = client.submit(make, library, 90_000, 1)
+        wait(held)
+        rows = dask_gpurt.memory(client)
+        assert list(rows.tier) == [str(tier) for tier in Tier]
+        assert not rows.partitions.any()
+        assert dask_gpurt.memory(client, by="prefix").empty

@@ -1,0 +1,117 @@
+"""What the tiers hold and what was spilled, on the workers' pages for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, wait
+from prometheus_client.parser import text_string_to_metric_families
+
+import dask_gpurt
+from dask_gpurt.memory.ledger import KINDS
+from tests.helpers.clusters import Library, cluster
+
+MIB = 2**20
+SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 * MIB, "memory__host": 2 * MIB}
+#: Changes all the time, since it is what the process has besides.
+RESTLESS = "unmanaged"
+
+#: The order in which labels are compared; a page has one of its own.
+LABELS = ("worker", "from", "to", "tier", "kind")
+
+Samples = dict[tuple[str, ...], float]
+
+
+@pytest.fixture
+def spilled(library: Library) -> Iterator[tuple[Client, Any]]:
+    """Two workers with 16 partitions of 2 MiB, which are more than fit into the device tier."""
+    with cluster(library.name, **SMALL) as client:
+
+        def part(i: int) -> Any:
+            return library.frame(pd.DataFrame({"value": np.arange(MIB // 4, dtype="i8") + i}))
+
+        parts = client.map(part, range(16))
+        wait(parts)
+        yield client, parts
+
+
+def pages(client: Client) -> dict[str, Samples]:
+    """Samples from the pages of all workers: by name, then by the values of the labels."""
+    found: dict[str, Samples] = {}
+    for address, worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].items():
+        port = worker["services"]["dashboard"]
+        with urlopen(f"http://{urlsplit(address).hostname}:{port}/metrics") as page:
+            text = page.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = tuple(sample.labels[label] for label in LABELS if label in sample.labels)
+                found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def held(client: Client) -> Samples:
+    rows = dask_gpurt.memory(client).drop(columns="headroom").set_index(["worker", "tier"])
+    return {(*place, kind): row[kind] for place, row in rows.iterrows() for kind in rows}
+
+
+def moved(client: Client) -> Samples:
+    prefix = "memory.spill.bytes."
+    return {
+        (address, *name.removeprefix(prefix).split(".")): value
+        for address, worker in dask_gpurt.report(client)["workers"].items()
+        for name, value in worker["counters"].items()
+        if name.startswith(prefix)
+    }
+
+
+def restful(samples: Samples) -> Samples:
+    return {labels: value for labels, value in samples.items() if labels[-1] != RESTLESS}
+
+
+def test_pages_say_what_the_tiers_hold(spilled: tuple[Client, Any]) -> None:
+    client, _ = spilled
+    deadline = time.monotonic() + 10
+    while True:
+        shown, known = pages(client)["gpurt_memory_bytes"], held(client)
+        measured = all(shown[worker, "host", RESTLESS] for worker, *_ in shown)
+        if measured and restful(shown) == restful(known):
+            break
+        assert time.monotonic() < deadline
+    assert shown.keys() == known.keys()
+    assert {kind for *_, kind in shown} == {"capacity", *KINDS}
+    for worker in client.nthreads():
+        assert shown[worker, "device", "capacity"] == 4 * MIB
+        assert shown[worker, "disk", "partitions"] > 0
+
+
+def test_pages_count_what_was_spilled_under_one_name(spilled: tuple[Client, Any]) -> None:
+    client, _ = spilled
+    deadline = time.monotonic() + 10
+    while (shown := pages(client))["gpurt_spill_bytes_total"] != moved(client):
+        assert time.monotonic() < deadline
+    assert {source for _, source, _ in shown["gpurt_spill_bytes_total"]} == {"device"}
+    seconds = dask_gpurt.report(client)["counters"]["memory.spill.seconds"]
+    assert sum(shown["gpurt_spill_seconds_total"].values()) == pytest.approx(seconds)
+    assert not [name for name in shown if name.startswith("gpurt_memory_spill")]
+    assert "gpurt_memory_disk_peak" in shown
+
+
+def test_pages_show_nothing_of_a_runtime_that_is_off(spilled: tuple[Client, Any]) -> None:
+    client, _ = spilled
+    dask_gpurt.disable(client)
+    assert not [name for name in pages(client) if name.startswith("gpurt")]
+
+
+def test_other_counters_keep_their_names_and_nothing_spilled_is_nothing_shown(library: Library) -> None:
+    with cluster(library.name, workers=1) as client:
+        client.run(lambda dask_worker: dask_worker.plugins["gpurt"].metrics.add("shuffle.runs", 3))
+        shown = {name: samples for name, samples in pages(client).items() if name.startswith("gpurt")}
+    assert list(shown["gpurt_shuffle_runs"].values()) == [3]
+    assert not [name for name in shown if name.startswith("gpurt_spill")]

@@ -1,0 +1,153 @@
+"""The modes of overlap on real workers: what is in flight, what is measured, what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dask.dataframe as dd
+import pytest
+from click.testing import CliRunner
+from distributed import Client
+
+import dask_gpurt
+from dask_gpurt.cli import main
+from dask_gpurt.overlap.knowledge import Knowledge
+from dask_gpurt.overlap.learned import Ground, load, write
+from dask_gpurt.overlap.steps import Alone, Ran, Step
+from dask_gpurt.plugins.overlapping import COMMUNICATION
+from tests.helpers.clusters import cluster
+from tests.helpers.overlap_cluster import FRAME, Starting, assert_right, doubled, shuffled
+from tests.helpers.overlap_cluster import start as start  # a fixture
+
+
+def replies(client: Client) -> list[dict[str, Any]]:
+    return [reply["overlap"] for reply in dask_gpurt.report(client)["workers"].values()]
+
+
+def test_where_nothing_confines_there_is_priority_only_and_the_reason() -> None:
+    with cluster(overlap__residency="auto") as client:
+        assert_right(shuffled())
+        report = dask_gpurt.report(client)
+    for reply in report["workers"].values():
+        reason = reply["fallbacks"]["compute is not confined"]["reason"]
+        assert "interposer" in reason
+        assert reason.endswith("The shuffle has its priority")
+
+
+def test_what_runs_beside_a_shuffle_is_measured(start: Starting, tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    client = start(mode="adaptive", learned=str(path))
+    client.run(lambda dask_worker: dask_worker.plugins["gpurt"].exchange.run_begins(("run of the test", 1)))
+    client.gather(client.map(lambda number: number + 1, range(20), key="increment"))
+    client.run(lambda dask_worker: dask_worker.plugins["gpurt"].exchange.run_ends(("run of the test", 1)))
+    assert_right(shuffled())
+    found = replies(client)
+    assert {reply["mode"] for reply in found} == {"adaptive"}
+    assert all(reply["elapsed"] > 0 for reply in found)
+    decided = {(entry["subject"], entry["decided"]) for reply in found for entry in reply["decisions"]}
+    assert ("increment", "priority only") in decided
+    kernels = {row["kernel"] for reply in found for row in reply["kernels"]}
+    assert not any("transfer" in kernel for kernel in kernels)
+    dask_gpurt.disable(client)
+    assert set(load(path)[1].kernels) >= kernels
+
+
+def learn(kernel: str, dask_worker: Any) -> None:
+    """Have a worker see a kernel that communication makes slower, on one of them by more."""
+    governor, speed = dask_worker.plugins["gpurt"].overlap._governor, (0.5, 1.0)[dask_worker.name]
+    for _ in range(5):
+        governor.learn(Alone(kernel, 1.0, 1.0))
+        governor.learn_step(Step(0.1, 1e9, {kernel: Ran(1.0, 1 / speed)}))
+
+
+async def share(dask_worker: Any) -> None:
+    await dask_worker.plugins["gpurt"].overlap._sharing.share()
+
+
+def test_workers_decide_from_what_all_have_learnt(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dask_gpurt.plugins.sharing.FRESH", 0.0)
+    client = start(mode="adaptive", learned="auto")
+    for _ in range(2):  # in the first round nobody else may have told anything yet
+        client.run(learn, "join")
+        client.run(share)
+    for reply in replies(client):
+        (row,) = reply["kernels"]
+        assert 0.5 < row["compute"] < 1.0
+
+
+def test_what_is_computed_in_the_task_that_splits_is_compute(start: Starting) -> None:
+    client = start(mode="adaptive", learned="auto")
+    frame = dd.from_pandas(FRAME, npartitions=4).shuffle("key")
+    frame = frame.map_partitions(doubled).shuffle("value").map_partitions(doubled)
+    assert len(frame.persist()) == len(FRAME)  # which lets Dask fuse
+    kernels = {row["kernel"] for reply in replies(client) for row in reply["kernels"]}
+    assert "doubled-operation+shuffle-transfer" in kernels
+    assert not kernels & COMMUNICATION
+
+
+def test_after_a_shuffle_nothing_is_in_flight(start: Starting) -> None:
+    client = start(mode="adaptive", learned="auto")
+    assert_right(shuffled())
+
+    def flying(dask_worker: Any) -> tuple[int, int]:
+        exchange = dask_worker.plugins["gpurt"].exchange
+        return len(exchange._publishing), exchange._pulls
+
+    assert set(client.run(flying).values()) == {(0, 0)}
+
+
+def test_a_worker_gets_its_own_execute_back(start: Starting) -> None:
+    client = start(mode="fixed", fixed={"residency": 4, "sms": "none"})
+    assert_right(shuffled())
+    dask_gpurt.disable(client)
+    assert set(client.run(lambda dask_worker: "execute" in dask_worker.__dict__).values()) == {False}
+
+
+@pytest.mark.parametrize("content", [b"no json", None])
+def test_a_file_that_is_of_no_use_leaves_priority_only(
+    start: Starting, tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "learned.json"
+    if content is None:
+        write(path, Ground("NVIDIA A100", {}), Knowledge())
+        said = f"{path} was learnt on NVIDIA A100, and here is host"
+    else:
+        path.write_bytes(content)
+        said = f"{path} can not be read as what was learnt of kernels"
+    before = path.read_bytes()
+    client = start(mode="adaptive", learned=str(path))
+    assert_right(shuffled())
+    for reply in dask_gpurt.report(client)["workers"].values():
+        assert reply["fallbacks"]["compute is not confined"]["reason"].startswith(said)
+        assert not reply["overlap"]["decisions"]
+    assert path.read_bytes() == before
+
+
+def test_a_cap_above_the_device_leaves_priority_only(start: Starting) -> None:
+    client = start(mode="fixed", fixed={"residency": 64, "sms": "none"})
+    assert_right(shuffled())
+    reasons = {
+        known["reason"]
+        for reply in dask_gpurt.report(client)["workers"].values()
+        for known in reply["fallbacks"].values()
+    }
+    assert any("at most the 32 that an SM of this device holds" in reason for reason in reasons)
+
+
+def test_the_command_asks_the_workers(start: Starting) -> None:
+    client = start(mode="adaptive", learned="auto")
+    assert_right(shuffled())
+    arguments = ["overlap", "--json", "--scheduler", client.scheduler.address]
+    found = json.loads(CliRunner().invoke(main, arguments).stdout)
+    assert len(found) == 2
+    assert {part["mode"] for part in found.values()} == {"adaptive"}
+
+
+def test_the_default_does_nothing_to_tasks_without_a_gpu() -> None:
+    with cluster() as client:
+        assert_right(shuffled())
+        assert {reply["mode"] for reply in replies(client)} == {"adaptive"}
+        assert not any(reply["fallbacks"] for reply in dask_gpurt.report(client)["workers"].values())
+        assert all(reply["elapsed"] == 0 and not reply["decisions"] for reply in replies(client))

@@ -1,0 +1,154 @@
+"""Placement on a running cluster: switched on and off, explained, and with workers that come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from distributed import Client, SchedulerPlugin, as_completed, wait
+
+import dask_gpurt
+from tests.helpers.clusters import cluster, counters
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with cluster(workers=2, placement__enabled=True) as client:
+        yield client
+
+
+def add(*numbers: int) -> int:
+    return sum(numbers)
+
+
+def test_a_choice_is_explained_with_its_terms(client: Client) -> None:
+    first = client.submit(add, 1, 2, key="first")
+    second = client.submit(add, first, 3, key="second")
+    assert second.result() == 6
+    frame = dask_gpurt.explain(client, "second")
+    (where,) = client.who_has(second)["second"]
+    assert frame[frame.chosen].worker.tolist() == [where]
+    terms = frame[["waiting", "running", "moving", "room"]].sum(axis=1)
+    assert frame.seconds.tolist() == pytest.approx(terms.tolist())
+    assert frame.fits.all()
+    assert dask_gpurt.explain(client, "never heard of").empty
+    assert counters(client)["placement.decisions"] >= 2
+
+
+def test_the_scheduler_chooses_on_after_a_restart(client: Client) -> None:
+    client.restart(timeout=120)
+    futures = client.map(add, range(50))
+    assert client.submit(sum, futures).result() == sum(range(50))
+    assert not _fallbacks(client)
+
+
+def test_workers_come_and_go_under_load(client: Client) -> None:
+    import time
+
+    def slow(i: int) -> int:
+        time.sleep(0.02)
+        return i
+
+    local: Any = client.cluster
+    futures = client.map(slow, range(300))
+    total = client.submit(sum, futures)
+    local.scale(3)
+    client.wait_for_workers(3, timeout=60)
+    local.scale(2)
+    assert total.result(timeout=120) == sum(range(300))
+    local.scale(2)
+    client.wait_for_workers(2, timeout=60)
+    assert not _fallbacks(client)
+
+
+def test_a_restart_in_the_middle_of_work(client: Client) -> None:
+    import time
+
+    def slow(i: int) -> int:
+        time.sleep(0.02)
+        return i
+
+    first = client.map(slow, range(200), pure=False)
+    total = client.submit(sum, first)
+    next(iter(as_completed(first)))
+    client.restart(timeout=120)
+    assert total.cancelled()
+    before = counters(client)["placement.decisions"]
+    again = client.map(slow, range(20), pure=False)
+    assert client.submit(sum, again).result(timeout=120) == sum(range(20))
+    assert counters(client)["placement.decisions"] > before
+    assert not _fallbacks(client)
+
+
+def test_a_cluster_adapts_to_its_load_and_back() -> None:
+    import time
+
+    def slow(i: int) -> int:
+        time.sleep(0.05)
+        return i
+
+    def halves(i: int, j: int) -> int:
+        time.sleep(0.05)
+        return i + j
+
+    with cluster(workers=1, placement__enabled=True) as client:
+        local: Any = client.cluster
+        seen: list[int] = []
+        plugin = Arrivals(seen)
+        local.scheduler.add_plugin(plugin)
+        local.adapt(minimum=1, maximum=3, interval="100ms", target_duration="500ms", wait_count=3)
+        numbers = client.map(slow, range(300))
+        pairs = client.map(halves, numbers[::2], numbers[1::2])
+        client.wait_for_workers(3, timeout=60)
+        assert client.submit(sum, pairs).result(timeout=120) == sum(range(300))
+        assert plugin.alone.wait(60)  # the results stay, on the worker that is left
+        assert max(seen) == 3
+        assert client.submit(sum, numbers).result(timeout=60) == sum(range(300))
+        assert not _fallbacks(client)
+
+
+class Arrivals(SchedulerPlugin):
+    """How many workers there were, and when only one is left."""
+
+    name = "arrivals"
+
+    def __init__(self, seen: list[int]):
+        self.seen = seen
+        self.alone = threading.Event()
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        self.seen.append(len(scheduler.workers))
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        if len(scheduler.workers) == 1:
+            self.alone.set()
+
+
+def test_a_shuffle_runs_under_our_choices(client: Client) -> None:
+    import dask.dataframe as dd
+    import pandas as pd
+
+    frame = pd.DataFrame({"key": range(1000), "value": range(1000)})
+    left, right = (dd.from_pandas(frame, npartitions=8) for _ in range(2))
+    assert len(left.merge(right, on="key").compute()) == 1000
+    assert not _fallbacks(client)
+
+
+def test_switched_off_there_are_no_reasons(client: Client) -> None:
+    dask_gpurt.disable(client)
+    try:
+        overridden = client.run_on_scheduler(lambda dask_scheduler: "is_rootish" in dask_scheduler.__dict__)
+        assert not overridden
+        with pytest.raises(RuntimeError, match=r"gpurt\.placement\.enabled"):
+            dask_gpurt.explain(client, "second")
+        future = client.submit(add, 1, 2, pure=False)
+        wait(future)
+    finally:
+        dask_gpurt.enable(client)
+
+
+def _fallbacks(client: Client) -> dict[str, Any]:
+    found = dask_gpurt.report(client)["fallbacks"]
+    return {what: known for what, known in found.items() if what.startswith("placement")}

@@ -1,0 +1,108 @@
+"""Work is stolen on running clusters: by whom, and by whom not."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster, until
+
+#: What the tasks of a test wait for; its workers are in this process.
+GO = threading.Event()
+PLACEMENT: dict[str, Any] = {"gpurt.placement.enabled": True, "distributed.scheduler.work-stealing": True}
+
+
+@pytest.fixture(autouse=True)
+def _go() -> Any:
+    GO.clear()
+    yield
+    GO.set()
+
+
+def held_up(i: int) -> int:
+    assert GO.wait(60)
+    return i
+
+
+def moves_of(scheduler: Any) -> list[tuple[str, str]]:
+    """From whom to whom work is about to be moved, as it happens."""
+    found: list[tuple[str, str]] = []
+    stealing = scheduler.extensions["stealing"]
+    request = stealing.move_task_request
+
+    def move_task_request(ts: Any, victim: Any, thief: Any) -> Any:
+        found.append((victim.address, thief.address))
+        return request(ts, victim, thief)
+
+    stealing.move_task_request = move_task_request
+    return found
+
+
+def load(client: Any, worker: str, tasks: int) -> list[Any]:
+    """Tasks that wait on one worker, although others may take them."""
+    futures: list[Any] = client.map(held_up, range(tasks), workers=[worker], allow_other_workers=True)
+    return futures
+
+
+def fallbacks(scheduler: Any) -> dict[str, Any]:
+    found: dict[str, Any] = scheduler.extensions["gpurt"].metrics.snapshot()["fallbacks"]
+    return {name: known for name, known in found.items() if name.startswith("placement")}
+
+
+def test_a_thief_without_room_gets_nothing() -> None:
+    @on_cluster(workers=3, **PLACEMENT)
+    async def run(client: Any, scheduler: Any, victim: Any, full: Any, roomy: Any) -> None:
+        believed_full(scheduler, full.address)
+        moves = moves_of(scheduler)
+        futures = load(client, victim.address, 12)
+        await until(lambda: bool(roomy.state.tasks))
+        GO.set()
+        assert await client.gather(futures) == list(range(12))
+        assert moves
+        assert {thief for _, thief in moves} <= {victim.address, roomy.address}
+        assert not fallbacks(scheduler)
+
+    run()
+
+
+def test_with_room_nowhere_else_work_stays() -> None:
+    @on_cluster(workers=3, **PLACEMENT)
+    async def run(client: Any, scheduler: Any, victim: Any, *others: Any) -> None:
+        for worker in others:
+            believed_full(scheduler, worker.address)
+        moves, asked = moves_of(scheduler), []
+        choose = scheduler.extensions["stealing"]._get_thief
+        scheduler.extensions["stealing"]._get_thief = lambda *args, **kwargs: (
+            asked.append(args[1].key) or choose(*args, **kwargs)
+        )
+        futures = load(client, victim.address, 12)
+        await until(lambda: len(asked) > 20)
+        GO.set()
+        assert await client.gather(futures) == list(range(12))
+        assert not moves
+        assert not fallbacks(scheduler)
+
+    run()
+
+
+def test_the_nvlink_domain_comes_first(tmp_path: Path) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text(FILE)  # the first two workers are one domain, the third is elsewhere
+
+    @on_cluster(workers=3, file=file, **PLACEMENT)
+    async def run(client: Any, scheduler: Any, victim: Any, near: Any, far: Any) -> None:
+        await all_placed(scheduler)
+        kept = await client.scatter(bytes(10**6), workers=[near.address])  # Dask goes to who holds less
+        moves = moves_of(scheduler)
+        futures = load(client, victim.address, 3)
+        await until(lambda: bool(moves))
+        assert moves[0] == (victim.address, near.address)
+        assert kept.status == "finished"
+        GO.set()
+        assert await client.gather(futures) == list(range(3))
+        assert not fallbacks(scheduler)
+
+    run()

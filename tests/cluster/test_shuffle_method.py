@@ -1,0 +1,418 @@
+"""Whatever shuffles, gives the rows that ``tasks`` gives, partition by partition."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, wait
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.clusters import Library, assert_same_partitions, canonical, counters, partitions
+
+
+def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
+    """Partitions with keys of several kinds, some null, and a payload that names each row."""
+    random = np.random.default_rng(seed)
+    frames = []
+    for part in range(parts):
+        frame = pd.DataFrame(
+            {
+                "id": np.arange(rows) + part * rows,
+                "key": random.integers(0, 40, rows),
+                "name": random.choice(["ant", "bee", "cat", "dog", ""], rows),
+                "ratio": random.choice([0.5, 1.5, np.nan, -2.0, np.inf], rows),
+                "when": pd.Timestamp("2013-01-01") + pd.to_timedelta(random.integers(0, 9, rows), "D"),
+            }
+        )
+        frames.append(frame)
+    return frames
+
+
+def with_method(method: str, build: Callable[[], Any]) -> list[Any]:
+    with dask.config.set({"dataframe.shuffle.method": method}):
+        return partitions(build())
+
+
+def assert_like_tasks(
+    client: Client, build: Callable[[], Any], *, in_order: bool = True, index: bool = True, runs: int = 1
+) -> None:
+    before = counters(client).get("shuffle.runs", 0)
+    ours = with_method("gpurt", build)
+    assert counters(client)["shuffle.runs"] - before >= runs
+    assert_same_partitions(ours, with_method("tasks", build), in_order=in_order, index=index)
+
+
+def _some(df: Any, column: str) -> Any:
+    return df[df[column] % 3 == 0]
+
+
+SHUFFLES: dict[str, Callable[[Any], Any]] = {
+    "column": lambda df: df.shuffle("key"),
+    "string": lambda df: df.shuffle("name"),
+    "list": lambda df: df.shuffle(["key", "name"]),
+    "index": lambda df: df.shuffle(on_index=True),
+    "ignore_index": lambda df: df.shuffle("key", ignore_index=True),
+    "fewer": lambda df: df.shuffle("key", npartitions=3),
+    "more": lambda df: df.shuffle("key", npartitions=17),
+    "null keys": lambda df: df.shuffle("ratio"),
+    "timestamps": lambda df: df.shuffle("when"),
+    "categories": lambda df: df.assign(kind=df.name.astype("category")).shuffle("kind"),
+    "categories and numbers": lambda df: df.assign(kind=df.name.astype("category")).shuffle(["kind", "key"]),
+    "numbers and strings": lambda df: df.shuffle(["ratio", "name"]),
+    "by a series": lambda df: df.shuffle(df.key % 7),
+    "named index": lambda df: df.set_index("id", sorted=True).shuffle("key"),
+    "without the key": lambda df: df.shuffle("key")[["id", "name"]],
+    "a series": lambda df: df.shuffle("key").id,
+    "a filter": lambda df: _some(df.shuffle("key"), "id"),
+    "a filter of the key, without it": lambda df: _some(df.shuffle("key"), "key")[["id"]],
+    "one column": lambda df: df[["key"]].shuffle("key"),
+}
+
+
+@pytest.mark.parametrize("what", SHUFFLES)
+def test_shuffle(client: Client, library: Library, what: str) -> None:
+    df = library.collection(flights())
+    if what == "ignore_index":  # Dask's own methods do not agree on the index then
+        ours, theirs = (with_method(method, lambda: SHUFFLES[what](df)) for method in ("gpurt", "tasks"))
+        assert_same_partitions(ours, theirs, in_order=False, index=False)
+        assert all(list(part.index) == list(range(len(part))) for part in ours)
+        return
+    fewer = what == "fewer"  # `tasks` repartitions first there, which changes the order of rows
+    assert_like_tasks(client, lambda: SHUFFLES[what](df), in_order=library.name == "pandas" and not fewer)
+
+
+def test_an_index_with_a_name_is_kept_whatever_is_said(client: Client, library: Library) -> None:
+    df = library.collection(flights()).set_index("id", sorted=True)
+    ours = with_method("gpurt", lambda: df.shuffle("key", ignore_index=True))
+    theirs = with_method("p2p", lambda: df.shuffle("key"))
+    assert_same_partitions(ours, theirs, in_order=False, index=True)
+
+
+@pytest.mark.parametrize("how", ["inner", "left", "right", "outer"])
+@pytest.mark.parametrize("on", ["column", "columns", "index", "index and column"])
+def test_merge(client: Client, library: Library, how: str, on: str) -> None:
+    left = library.collection(flights(5, seed=1))
+    right = library.collection(
+        [f[["key", "name", "id"]].rename(columns={"id": "other"}) for f in flights(4, 50, 2)]
+    )
+
+    def build() -> Any:
+        if on == "column":
+            return left.merge(right, on="key", how=how)
+        if on == "columns":
+            return left.merge(right, on=["key", "name"], how=how)
+        if on == "index":
+            return left.merge(right, left_index=True, right_index=True, how=how)
+        return left.merge(right, left_index=True, right_on="other", how=how)
+
+    # A merge on columns numbers its rows as they come, on cudf in any order.
+    assert_like_tasks(client, build, in_order=False, index=on.startswith("index"), runs=2)
+
+
+def test_merge_leftsemi(client: Client, library: Library) -> None:
+    left, right = library.collection(flights(5)), library.collection(flights(4, 20, seed=3)[:4])
+    assert_like_tasks(
+        client, lambda: left.merge(right[["key"]], on="key", how="leftsemi"), in_order=False, index=False
+    )
+
+
+def test_a_join_of_indices(client: Client, library: Library) -> None:
+    left = library.collection(flights(5))
+    right = library.collection([f[["ratio"]].rename(columns={"ratio": "r"}) for f in flights(4, seed=5)])
+    assert_like_tasks(client, lambda: left.join(right, how="left"), in_order=False)
+
+
+def test_a_broadcast_join_stays_one(client: Client, library: Library) -> None:
+    big = library.collection(flights(16, 20))
+    small = library.collection([pd.DataFrame({"key": range(i, i + 4), "label": "x"}) for i in (0, 4)])
+    before = counters(client).get("shuffle.runs", 0)
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        joined = big.merge(small, on="key", broadcast=True)
+        assert "broadcastjoin" in str(joined.optimize(fuse=False).expr.tree_repr()).lower()
+        ours = partitions(joined)
+    assert counters(client).get("shuffle.runs", 0) == before
+    theirs = with_method("tasks", lambda: big.merge(small, on="key", broadcast=True))
+    assert_same_partitions(ours, theirs, in_order=False, index=False)
+
+
+def test_a_merge_after_a_shuffle_moves_only_the_other_side(client: Client, library: Library) -> None:
+    left, right = library.collection(flights(4)), library.collection(flights(4, seed=9))
+    assert_like_tasks(
+        client, lambda: left.shuffle("key").merge(right, on="key"), in_order=False, index=False, runs=2
+    )
+
+
+GROUPS: dict[str, Callable[[Any], Any]] = {
+    "split_out": lambda df: df.groupby("key", sort=False).agg({"ratio": "sum", "id": "count"}, split_out=3),
+    "nunique": lambda df: df.groupby("key", sort=False).name.nunique(split_out=3),
+    "drop_duplicates": lambda df: df[["key", "name"]].drop_duplicates(split_out=3),
+    "unique": lambda df: df.key.unique(split_out=3),
+    "value_counts": lambda df: df.key.value_counts(split_out=3),
+}
+
+
+@pytest.mark.parametrize("what", GROUPS)
+def test_reductions_with_split_out(client: Client, library: Library, what: str) -> None:
+    df = library.collection(flights())
+    # Which of several equal rows is kept is not said, so its number may differ.
+    assert_like_tasks(
+        client, lambda: GROUPS[what](df), in_order=False, index=what in ("split_out", "value_counts")
+    )
+
+
+@pytest.mark.parametrize("by", ["key", ["key", "other"]])
+def test_a_groupby_moves_its_keys_and_values_and_no_numbers_of_rows(
+    client: Client, library: Library, by: Any
+) -> None:
+    rows = 5000
+    keys = np.arange(4 * rows).reshape(4, rows)
+    df = library.collection([pd.DataFrame({"key": key, "other": key % 7, 5: key * 2.0}) for key in keys])
+
+    def grouped() -> Any:
+        columns = [*([by] if isinstance(by, str) else by), 5]
+        return df[columns].groupby(by, sort=False).sum(split_out=4)
+
+    before = offered(client)
+    ours = with_method("gpurt", grouped)
+    each = 8 * (2 if by == "key" else 3)
+    assert 4 * rows * each <= offered(client) - before < 4 * rows * (each + 4)
+    assert_same_partitions(ours, with_method("tasks", grouped), in_order=False)
+
+
+def offered(client: Client) -> float:
+    """Bytes of shards, by whatever path."""
+    return sum(n for name, n in counters(client).items() if name.startswith("exchange.bytes."))
+
+
+def test_groupby_apply(client: Client, library: Library) -> None:
+    df = library.collection(flights())
+    meta = library.frame(pd.DataFrame({"id": [0]}, index=pd.Index([0], name="key"))).id.iloc[:0]
+    if library.name == "cudf":
+        pytest.skip("cudf's groupby.apply returns another index than pandas for a scalar")
+    assert_like_tasks(
+        client, lambda: df.groupby("key").apply(_largest, include_groups=False, meta=meta), in_order=False
+    )
+
+
+def _largest(group: Any) -> Any:
+    return group.id.max()
+
+
+SORTS: dict[str, Callable[[Any], Any]] = {
+    "set_index": lambda df: df.set_index("key"),
+    "set_index, floats": lambda df: df.set_index("ratio2"),
+    "set_index, divisions": lambda df: df.set_index("key", divisions=[0, 10, 20, 40]),
+    "set_index, strings": lambda df: df.set_index("name"),
+    "sort_values": lambda df: df.sort_values("key"),
+    "sort_values, descending": lambda df: df.sort_values("key", ascending=False),
+    "sort_values, nulls first": lambda df: df.sort_values("ratio", na_position="first"),
+    "sort_values, nulls last": lambda df: df.sort_values("ratio", na_position="last"),
+    "sort_values, two": lambda df: df.sort_values(["key", "id"]),
+}
+
+
+@pytest.mark.parametrize("what", SORTS)
+def test_sorts(client: Client, library: Library, what: str) -> None:
+    frames = flights(8, 300)
+    for frame in frames:
+        frame["ratio2"] = frame.id * 0.75 % 11
+    df = library.collection(frames)
+    assert_like_tasks(client, lambda: SORTS[what](df), in_order=False)
+
+
+def test_set_index_of_sorted_data_moves_nothing(client: Client, library: Library) -> None:
+    df = library.collection(flights())
+    before = counters(client).get("shuffle.runs", 0)
+    ours = with_method("gpurt", lambda: df.set_index("id", sorted=True))
+    assert counters(client).get("shuffle.runs", 0) == before
+    assert_same_partitions(ours, with_method("tasks", lambda: df.set_index("id", sorted=True)), in_order=True)
+
+
+def kinds(rows: int, part: int) -> dict[str, pd.DataFrame]:
+    """One column of each kind that both libraries hold, and some that only pandas does."""
+    random = np.random.default_rng(part)
+    pick = random.integers(0, 5, rows)
+    day = np.datetime64("2020-02-28", "ns") + pick.astype("timedelta64[D]")
+    words = np.array(["", "a", "bb", "ccc", "ünï"], dtype=object)
+    both = {
+        "bool": pick > 2,
+        "int8": pick.astype("int8"),
+        "uint64": pick.astype("uint64") + np.uint64(2**63),
+        "float32": pick.astype("float32"),
+        "datetime": day,
+        "timedelta": pick.astype("timedelta64[s]"),
+        "string": pd.array(words[pick], dtype="str"),
+        "string with nulls": pd.array(np.where(pick == 0, None, words[pick]), dtype="str"),
+        "category": pd.Categorical(words[pick], categories=list(words)),
+        "other categories": pd.Categorical([f"c{part}-{p}" for p in pick]),
+        "zoned": pd.DatetimeIndex(day).tz_localize("UTC").tz_convert("Europe/Berlin"),
+    }
+    only_pandas = {
+        "Int64": pd.array(np.where(pick == 1, None, pick), dtype="Int64"),
+        "boolean": pd.array(np.where(pick == 1, None, pick > 2), dtype="boolean"),
+        "arrow int": pd.array(pick, dtype="int32[pyarrow]"),
+        "arrow list": pd.array([[int(p)] * p for p in pick], dtype=_arrow("list")),
+        "decimal": pd.array([decimal.Decimal(int(p)) / 4 for p in pick], dtype=_arrow("decimal")),
+        "object": np.array([{"a": int(p)} for p in pick], dtype=object),
+        "date": np.array([dt.date(2020, 1, 1 + int(p)) for p in pick], dtype=object),
+        "complex": pick.astype("complex128"),
+        "period": pd.PeriodIndex(day, freq="D"),
+        "interval": pd.IntervalIndex.from_arrays(pick, pick + 1),
+        "sparse": pd.arrays.SparseArray(pick),
+    }
+    return {"both": pd.DataFrame(both), "pandas": pd.DataFrame(only_pandas)}
+
+
+def _arrow(what: str) -> pd.ArrowDtype:
+    import pyarrow as pa
+
+    return pd.ArrowDtype({"list": pa.list_(pa.int64()), "decimal": pa.decimal128(10, 2)}[what])
+
+
+NAMES = [(which, name) for which, frame in kinds(3, 0).items() for name in frame.columns]
+
+
+@pytest.mark.parametrize(("which", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_every_kind_of_column_survives(client: Client, library: Library, which: str, name: str) -> None:
+    if which == "pandas" and library.name == "cudf":
+        pytest.skip("cudf has no such column")
+    parts = [
+        kinds(60, part)[which][[name]].assign(key=np.arange(60) % 7, id=np.arange(60) + part)
+        for part in range(4)
+    ]
+    df = library.collection(parts)
+    assert_like_tasks(client, lambda: df.shuffle("key"), in_order=library.name == "pandas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["list", "struct", "decimal"])
+def test_nested_columns_on_cudf(kind: str, client: Client, library: Library) -> None:
+    if library.name != "cudf":
+        pytest.skip("pandas has its own test of these")
+    parts = []
+    for part in range(4):
+        values = {
+            "list": [[part, i] for i in range(50)],
+            "struct": [{"a": i, "b": i / 2} for i in range(50)],
+            "decimal": [decimal.Decimal(i) / 4 for i in range(50)],
+        }[kind]
+        parts.append(pd.DataFrame({"value": pd.Series(values, dtype=object), "key": np.arange(50) % 5}))
+    df = library.collection(parts)
+    ours = with_method("gpurt", lambda: df.shuffle("key"))
+    theirs = with_method("tasks", lambda: df.shuffle("key"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert canonical(mine).astype(str).equals(canonical(other).astype(str))
+
+
+def test_empty_partitions_and_empty_frames(client: Client, library: Library) -> None:
+    frames = flights(5)
+    some = library.collection([frame.iloc[:0] if i % 2 else frame for i, frame in enumerate(frames)])
+    assert_like_tasks(client, lambda: some.shuffle("key"), in_order=False)
+    none = library.collection([frame.iloc[:0] for frame in frames])
+    assert_like_tasks(client, lambda: none.shuffle("key"), in_order=False)
+
+
+def test_multi_index_and_odd_labels(client: Client, library: Library) -> None:
+    frames = [f.set_index(["key", "name"]) for f in flights(4)]
+    df = library.collection(frames)
+    assert_like_tasks(client, lambda: df.shuffle("ratio"), in_order=library.name == "pandas")
+    if library.name == "pandas":
+        odd = library.collection([f.rename(columns={"id": 0, "ratio": ("a", 1)}) for f in flights(4)])
+        assert_like_tasks(client, lambda: odd.shuffle("key"))
+
+
+def test_outputs_that_nobody_wants_are_not_moved(client: Client, library: Library) -> None:
+    df = library.collection(flights(4, 20_000))
+
+    def moved(build: Callable[[], Any]) -> float:
+        def total() -> float:
+            return sum(v for k, v in counters(client).items() if k.startswith("exchange.bytes."))
+
+        before = total()
+        partitions(build())
+        return total() - before
+
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        whole = moved(lambda: df.shuffle("key", npartitions=8))
+        one = moved(lambda: df.shuffle("key", npartitions=8).partitions[3])
+    assert 0 < one < whole / 4
+    assert_like_tasks(client, lambda: df.shuffle("key", npartitions=8).partitions[3], in_order=False)
+    assert_like_tasks(client, lambda: df.merge(df, on="id").partitions[2], in_order=False, index=False)
+
+
+def test_two_shuffles_of_one_frame_at_once(client: Client, library: Library) -> None:
+    df = library.collection(flights(6))
+    twice = df.shuffle("key").merge(df.shuffle("key").key.to_frame(), on="key")
+    assert_like_tasks(client, lambda: twice.partitions[1], in_order=False, index=False)
+
+
+def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Library) -> None:
+    df = library.collection(flights(6))
+    wait(df)
+
+    def tasks() -> dict[str, int]:
+        names = client.run_on_scheduler(
+            lambda dask_scheduler: [t.prefix.name for t in dask_scheduler.tasks.values()]
+        )
+        return dict(Counter(names))
+
+    before = tasks()
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        out = df.shuffle("key", npartitions=9).persist()
+    wait(out)
+    # Dask adds an alias for each input that is there already, whatever the method.
+    aliases = df.npartitions
+    new = {
+        name: count - before.get(name, 0) for name, count in tasks().items() if count > before.get(name, 0)
+    }
+    assert new.pop("shuffle-transfer") == 6
+    assert new.pop("shuffle-barrier") == 1
+    assert new.pop("gpurtshuffle") == 9
+    assert sum(new.values()) <= aliases
+
+
+columns = st.sampled_from(["int", "float", "str", "category", "nullable"])
+
+
+@st.composite
+def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
+    """Random partitions, the columns to shuffle by, and a number of outputs."""
+    names = draw(st.lists(columns, min_size=1, max_size=3, unique=True))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**16)))
+    parts = []
+    for rows in draw(st.lists(st.integers(0, 30), min_size=2, max_size=5)):
+        ints = numbers.integers(-3, 9, rows)
+        values = {
+            "int": ints,
+            "float": np.where(ints < 0, np.nan, ints / 2),
+            "str": pd.array([str(i) * (i % 3) for i in ints], dtype="str"),
+            "category": pd.Categorical([f"k{i}" for i in ints], categories=[f"k{i}" for i in range(-3, 9)]),
+            "nullable": pd.array([None if i < 0 else i for i in ints], dtype="Int64"),
+        }
+        parts.append(pd.DataFrame({**{name: values[name] for name in names}, "row": np.arange(rows)}))
+    by = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    return parts, by, draw(st.integers(1, 12))
+
+
+@given(collections())
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_frames(
+    client: Client, library: Library, drawn: tuple[list[pd.DataFrame], list[str], int]
+) -> None:
+    parts, by, outputs = drawn
+    if library.name == "cudf" and "nullable" in parts[0].columns:
+        parts = [part.drop(columns="nullable") for part in parts]
+        by = [name for name in by if name != "nullable"] or ["row"]
+    df = library.collection(parts)
+    ours = with_method("gpurt", lambda: df.shuffle(by, npartitions=outputs))
+    theirs = with_method("tasks", lambda: df.shuffle(by, npartitions=outputs))
+    assert_same_partitions(ours, theirs, in_order=False)

@@ -1,0 +1,489 @@
+"""The runtime goes on and off as a whole, whatever comes in between: a second caller, a worker, an error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import dask
+import dask.bag as db
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from distributed import Client, Event, Worker
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+import dask_gpurt
+from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.running import TaskRunner
+from dask_gpurt.plugins.topology_reports import TopologyReporter
+from dask_gpurt.plugins.worker import GpurtWorkerPlugin
+from tests.helpers.exchanges import spec_of
+from tests.helpers.in_process import on_plain_cluster, until, whole_state
+
+ROWS = 200
+#: Bytes that do not fit into a tier of 1 MiB.
+LARGE = 8 * 2**20
+FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
+
+
+def another(scheduler: Any) -> Any:
+    return Client(scheduler.address, asynchronous=True, set_as_default=False)
+
+
+class Gate:
+    """A coroutine of the runtime that stops on workers until it is let through."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = asyncio.Event(), asyncio.Event()
+
+    def put(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> Gate:
+        goes_on = getattr(owner, name)
+
+        async def stops(this: Any, *args: Any) -> Any:
+            self.reached.set()
+            await self.open.wait()
+            return await goes_on(this, *args)
+
+        monkeypatch.setattr(owner, name, stops)
+        return self
+
+
+def setup_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate().put(monkeypatch, TopologyReporter, "start")
+
+
+def setup_stops_early(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Before the worker has an exchange, which is made on a thread."""
+    gate, loop = Gate(), asyncio.get_running_loop()
+    build = GpurtWorkerPlugin._build
+
+    def stops(self: Any, *args: Any) -> None:
+        loop.call_soon_threadsafe(gate.reached.set)
+        asyncio.run_coroutine_threadsafe(gate.open.wait(), loop).result()
+        build(self, *args)
+
+    monkeypatch.setattr(GpurtWorkerPlugin, "_build", stops)
+    return gate
+
+
+def teardown_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate().put(monkeypatch, WorkerOverlap, "save")
+
+
+async def begun(coroutine: Any) -> asyncio.Task[Any]:
+    """A task that waits for something by now, unless it has ended."""
+    task = asyncio.ensure_future(coroutine)
+    for _ in range(20):
+        await asyncio.sleep(0.005)  # what goes over comms takes several rounds of the loop
+    return task
+
+
+async def assert_shuffles(client: Any, *, ours: bool, method: str | None = None) -> None:
+    before = await runs(client)
+    shuffled = dd.from_pandas(FRAME, npartitions=4).shuffle("key", shuffle_method=method)
+    with client.as_current():
+        found = await client.compute(shuffled)
+    assert sorted(found["row"]) == list(range(ROWS))
+    assert ((await runs(client)) > before) == ours
+
+
+async def runs(client: Any) -> float:
+    found = await dask_gpurt.report(client)
+    return sum(w.get("counters", {}).get("shuffle.runs", 0) for w in found["workers"].values())
+
+
+def assert_on(scheduler: Any, *workers: Any) -> None:
+    assert scheduler.plugins["gpurt"] is scheduler.extensions["gpurt"]
+    assert scheduler.extensions["gpurt"].workers.ready == set(scheduler.workers)
+    assert all("gpurt" in worker.plugins for worker in workers)
+
+
+# ---- two at once -----------------------------------------------------------------------
+
+
+def test_two_clients_switch_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = setup_stops(monkeypatch)
+        async with another(scheduler) as other:
+            first = await begun(dask_gpurt.enable(client))
+            await gate.reached.wait()
+            second = await begun(dask_gpurt.enable(other))
+            assert not second.done()
+            gate.open.set()
+            await asyncio.gather(first, second)
+            assert_on(scheduler, a, b)
+            await assert_shuffles(client, ours=True)
+            await assert_shuffles(other, ours=True)
+
+
+def test_the_second_is_told_of_the_failure_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = Gate()
+
+        async def fails(reporter: Any) -> None:
+            gate.reached.set()
+            await gate.open.wait()
+            if reporter._worker is b:
+                raise OSError("no place here")
+
+        before = whole_state(scheduler, a, b)
+        with monkeypatch.context() as patch:
+            patch.setattr(TopologyReporter, "start", fails)
+            async with another(scheduler) as other:
+                first = await begun(dask_gpurt.enable(client))
+                second = await begun(dask_gpurt.enable(other))
+                gate.open.set()
+                for enabling in (first, second):
+                    with pytest.raises(OSError, match="no place here"):
+                        await enabling
+                assert not dask_gpurt.is_enabled(client)
+                assert whole_state(scheduler, a, b) == before
+        await dask_gpurt.enable(client)
+        assert_on(scheduler, a, b)
+
+
+def test_on_while_it_goes_off_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = teardown_stops(monkeypatch)
+        await dask_gpurt.enable(client)
+        async with another(scheduler) as other:
+            off = await begun(dask_gpurt.disable(client))
+            await gate.reached.wait()
+            on = await begun(dask_gpurt.enable(other))
+            assert not on.done()
+            gate.open.set()
+            await asyncio.gather(off, on)
+            assert_on(scheduler, a, b)
+            await assert_shuffles(other, ours=True)
+
+
+def test_off_while_it_goes_on_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = whole_state(scheduler, a, b)
+        gate = setup_stops(monkeypatch)
+        async with another(scheduler) as other:
+            on = await begun(dask_gpurt.enable(client))
+            await gate.reached.wait()
+            off = [await begun(dask_gpurt.disable(other)) for _ in range(2)]
+            gate.open.set()
+            outcome, *_ = await asyncio.gather(on, *off, return_exceptions=True)
+            assert "switched off by another client" in str(outcome)
+            assert not dask_gpurt.is_enabled(client)
+            assert whole_state(scheduler, a, b) == before
+            await assert_shuffles(client, ours=False)
+
+
+# ---- those who know nothing of it ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_shuffles_of_others_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = teardown_stops(monkeypatch) if off else setup_stops_early(monkeypatch)
+        if off:
+            await dask_gpurt.enable(client)
+        async with another(scheduler) as other:
+            switching = await begun((dask_gpurt.disable if off else dask_gpurt.enable)(client))
+            await gate.reached.wait()
+            shuffled = dd.from_pandas(FRAME, npartitions=4).shuffle("key", shuffle_method="p2p")
+            found = await asyncio.wait_for(other.compute(shuffled), 20)
+            assert sorted(found["row"]) == list(range(ROWS))
+            assert not switching.done()
+            gate.open.set()
+            await switching
+
+
+def test_a_run_comes_to_a_worker_that_has_no_exchange_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = setup_stops_early(monkeypatch)
+        switching = await begun(dask_gpurt.enable(client))
+        await gate.reached.wait()
+        assert "gpurt" in a.plugins
+        with pytest.raises(RuntimeError, match="the runtime is not on there"):
+            spec_of("early", 2).create_run_on_worker(1, None, {0: a.address}, a.plugins["shuffle"])
+        gate.open.set()
+        await switching
+
+
+def test_what_was_taken_over_begins_again_by_dask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(frame: pd.DataFrame, partition_info: Any = None) -> pd.DataFrame:
+        if partition_info and partition_info["number"] == 3:
+            Event("reached").set()
+            Event("go").wait(timeout=20)
+        return frame
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        async with another(scheduler) as other:
+            parts = dd.from_pandas(FRAME, npartitions=4).map_partitions(held, meta=FRAME.iloc[:0])
+            future = other.compute(parts.shuffle("key", shuffle_method="p2p"))
+            await Event("reached", client=other).wait()
+            await until(lambda: bool(scheduler.extensions["shuffle"].active_shuffles))
+            await dask_gpurt.disable(client)
+            await Event("go", client=other).set()
+            assert sorted((await future)["row"]) == list(range(ROWS))
+
+
+# ---- workers that come and go --------------------------------------------------------------
+
+
+def test_a_worker_joins_and_another_leaves_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster(workers=3)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
+        gate = setup_stops(monkeypatch)
+        on = await begun(dask_gpurt.enable(client))
+        await gate.reached.wait()
+        late = Worker(scheduler.address, nthreads=1)
+        joining, leaving = await begun(late), await begun(c.close())
+        gate.open.set()
+        await asyncio.gather(on, joining, leaving)
+        async with late:
+            await until(lambda: scheduler.extensions["gpurt"].workers.ready == set(scheduler.workers))
+            assert_on(scheduler, a, b, late)
+            await assert_shuffles(client, ours=True)
+            await dask_gpurt.disable(client)
+            assert "gpurt" not in late.plugins
+            assert not (vars(late).keys() & {"execute", "gather_dep"})
+
+
+def test_a_worker_joins_and_another_leaves_while_it_goes_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster(workers=3)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
+        before = whole_state(scheduler, a, b)
+        gate = teardown_stops(monkeypatch)
+        await dask_gpurt.enable(client)
+        off = await begun(dask_gpurt.disable(client))
+        await gate.reached.wait()
+        leaving = await begun(c.close())
+        async with Worker(scheduler.address, nthreads=1) as late:
+            gate.open.set()
+            await asyncio.gather(off, leaving)
+            assert "gpurt" not in late.plugins
+            assert whole_state(scheduler, a, b) == before
+
+
+def test_a_worker_that_was_handed_the_plugin_too_late_stays_off() -> None:
+    """The scheduler's answer to its registration overtaken by switching off."""
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = whole_state(scheduler, a, b)
+        await dask_gpurt.enable(client)
+        plugin = scheduler.worker_plugins["gpurt"]
+        await dask_gpurt.disable(client)
+        await a.plugin_add(plugin=plugin, name="gpurt")
+        assert whole_state(scheduler, a, b) == before
+        await client.submit(len, "xy", workers=[a.address])  # Dask has not closed it for what it has sent
+        assert set(scheduler.workers) == {a.address, b.address}
+
+
+def test_a_worker_that_is_handed_the_plugin_twice_has_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the broadcast, and with the answer to its registration."""
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = setup_stops(monkeypatch)
+        on = await begun(dask_gpurt.enable(client))
+        again = await begun(a.plugin_add(plugin=scheduler.worker_plugins["gpurt"], name="gpurt"))
+        gate.open.set()
+        await asyncio.gather(on, again)
+        assert_on(scheduler, a, b)
+        await assert_shuffles(client, ours=True)
+
+
+def test_no_output_goes_to_a_worker_that_is_not_on_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        gate = setup_stops(monkeypatch)
+        late = Worker(scheduler.address, nthreads=1)
+        joining = await begun(late)
+        await gate.reached.wait()
+        assert late.address in scheduler.workers
+        with client.as_current():
+            future = client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"))
+        active = scheduler.extensions["shuffle"].active_shuffles
+        await until(lambda: bool(active))
+        (run,) = active.values()
+        assert set(run.run_spec.worker_for.values()) == {a.address, b.address}
+        gate.open.set()
+        await joining
+        assert sorted((await future)["row"]) == list(range(ROWS))
+        await late.close()
+
+
+# ---- errors --------------------------------------------------------------------------------
+
+
+def test_what_a_worker_can_not_take_back_is_told_and_the_rest_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = whole_state(scheduler, a, b)
+        close = TopologyReporter.close
+
+        def fails(reporter: Any) -> None:
+            close(reporter)
+            if reporter._worker is b:
+                raise OSError("it will not")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TopologyReporter, "close", fails)
+            await dask_gpurt.enable(client)
+            with pytest.raises(RuntimeError, match=rf"left on 1 of 2 workers.*{b.address}.*it will not"):
+                await dask_gpurt.disable(client)
+        assert whole_state(scheduler, a, b) == before
+        await dask_gpurt.disable(client)
+        await dask_gpurt.enable(client)
+        await assert_shuffles(client, ours=True)
+
+
+def test_a_key_that_can_not_be_read_does_not_keep_a_worker_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_plain_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        await dask_gpurt.enable(client)
+        whole, broken = client.submit(range, 5), client.submit(range, 7)
+        await client.gather([whole, broken])
+        data = a.plugins["gpurt"].data
+        copies = data._ladder.copies
+
+        def fails(keys: Any) -> Any:
+            if broken.key in keys:
+                raise PermissionError("the disk was taken away")
+            return copies(keys)
+
+        monkeypatch.setattr(data._ladder, "copies", fails)
+        await dask_gpurt.disable(client)
+        assert list(await whole) == list(range(5))
+        assert list(await broken) == list(range(7)), "it is computed again"
+
+
+def test_giving_data_back_looks_at_each_key_a_few_times() -> None:
+    class Counted(dict[Any, Any]):
+        looks = 0
+
+        def __contains__(self, key: object) -> bool:
+            Counted.looks += 1
+            return super().__contains__(key)
+
+    @on_plain_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        await dask_gpurt.enable(client)
+        keys = 300
+        kept = await client.scatter({f"key-{i}": i for i in range(keys)})
+        a.plugins["gpurt"].data._before = Counted()
+        await dask_gpurt.disable(client)
+        assert len(a.data) == len(kept) == keys
+        assert Counted.looks < 5 * keys
+
+
+# ---- collections -----------------------------------------------------------------------------
+
+
+def built() -> dict[str, Any]:
+    frame = dd.from_pandas(FRAME, npartitions=4)
+    return {
+        "shuffle": frame.shuffle("key"),
+        "named": frame.shuffle("key", shuffle_method="gpurt"),
+        "merge": frame.merge(frame, on="key"),
+        "drop_duplicates": frame.drop_duplicates("key"),
+        "groupby": frame.groupby("key").row.sum(split_out=3),
+        "value_counts": frame.key.value_counts(split_out=3),
+    }
+
+
+def test_what_was_built_while_it_was_on_is_computed_afterwards() -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        with client.as_current():
+            collections = built()
+            lengths = {name: len(await client.compute(made)) for name, made in collections.items()}
+            await dask_gpurt.disable(client)
+            for name, made in collections.items():
+                assert len(await client.compute(made)) == lengths[name], name
+
+    with dask.config.set(scheduler="sync"):
+        for made in built().values():
+            assert len(made.compute())
+
+
+def test_bags_are_grouped_while_it_is_on() -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        with client.as_current():
+            grouped = await client.compute(
+                db.from_sequence(range(10), npartitions=2).groupby(lambda x: x % 2)
+            )
+        assert sorted(key for key, _ in grouped) == [0, 1]
+        assert dask.config.get("dataframe.shuffle.method", None) is None
+
+
+@pytest.mark.parametrize("begun_before", [True, False])
+def test_a_task_ends_after_it_was_switched_off(monkeypatch: pytest.MonkeyPatch, begun_before: bool) -> None:
+    """One whose result finds no room, or one that waits for room, in tiers that are not there any more."""
+
+    def large(reached: Event, go: Event) -> bytes:
+        reached.set()
+        go.wait()
+        return bytes(LARGE)
+
+    @on_plain_cluster(workers=1, **{"gpurt.memory.device": "1 MiB"})
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        await dask_gpurt.enable(client)
+        reached, go = Event("reached", client=client), Event("go", client=client)
+        gate = Gate()
+        if not begun_before:
+            gate.put(monkeypatch, TaskRunner, "_admitted")
+        task = client.submit(large, reached, go)
+        await (reached.wait() if begun_before else gate.reached.wait())
+        await dask_gpurt.disable(client)
+        gate.open.set()
+        await go.set()
+        assert len(await task) == LARGE
+
+
+# ---- retries -----------------------------------------------------------------------------------
+
+
+def test_outputs_may_be_lost_more_often_than_a_shuffle_may_fail() -> None:
+    @on_plain_cluster(**{"gpurt.shuffle.retries": 1})
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        runtime = scheduler.extensions["gpurt"]
+        with client.as_current():
+            kept = client.persist(dd.from_pandas(FRAME, npartitions=4).shuffle("key"))
+            for day in range(4):
+                found = await client.compute(kept)
+                assert sorted(found["row"]) == list(range(ROWS)), day
+                assert await runs(client) == 2 * (day + 1)
+                for worker in (a, b):
+                    outputs = [key for key in worker.data if "gpurtshuffle" in str(key)]
+                    runtime.lost(worker.address, outputs)
+
+
+def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its failure ends the run, so that another try finds none: Dask says that, and not what went wrong."""
+    barrier = ShuffleWorkerPlugin._barrier
+    errors = [ValueError("injected")]
+
+    async def fails_once(self: Any, shuffle_id: Any, run_ids: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return await barrier(self, shuffle_id, run_ids)
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        monkeypatch.setattr(ShuffleWorkerPlugin, "_barrier", fails_once)
+        with client.as_current(), pytest.raises(RuntimeError, match="during barrier phase") as caught:
+            await client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"), retries=2)
+        assert "injected" in str(caught.value.__cause__)

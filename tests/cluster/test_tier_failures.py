@@ -1,0 +1,215 @@
+"""Workers, files and tiers that fail while data is spilled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client, Event, Future, wait
+
+import dask_gpurt
+from tests.helpers.clusters import cluster
+
+MIB = 2**20
+SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 * MIB, "memory__host": 2 * MIB}
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the workers' files go. What fails here fails in host memory, whether or not there is a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with dask.config.set({"temporary-directory": str(tmp_path)}):
+        yield tmp_path
+
+
+def blocks(client: Client, count: int) -> list[Future]:
+    """Arrays of 1 MiB, each full of its own number."""
+    return client.map(lambda i: np.full(MIB, i, np.uint8), range(count), pure=False)
+
+
+def contents(client: Client, arrays: list[Future]) -> list[tuple[int, int, int]]:
+    """The least, the greatest and the number of bytes of each."""
+    return client.gather(client.map(lambda a: (int(a.min()), int(a.max()), a.size), arrays, pure=False))
+
+
+def right(count: int) -> list[tuple[int, int, int]]:
+    return [(i, i, MIB) for i in range(count)]
+
+
+def workers(client: Client) -> list[str]:
+    return list(client.nthreads())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def where_files_go(client: Client) -> dict[str, Path]:
+    """The directory that each worker has for its files, once it has one."""
+
+    def found(dask_worker: Any) -> list[Path]:
+        return list(Path(dask_worker.local_directory).glob("gpurt-tier-*"))
+
+    until(lambda: all(client.run(found).values()))
+    return {worker: path for worker, [path] in client.run(found).items()}
+
+
+def test_a_worker_is_killed_while_it_writes_a_file(directory: Path) -> None:
+    def dies_as_it_writes() -> None:
+        from dask_gpurt.memory import disk
+
+        def write(fd: int, *_: Any) -> None:
+            os.ftruncate(fd, 4096)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        disk.write = write
+
+    with cluster(**SMALL) as client:
+        victim, other = workers(client)
+        before = where_files_go(client)
+        client.run(dies_as_it_writes, workers=[victim])
+        made = blocks(client, 48)
+        assert contents(client, made) == right(48)
+        client.wait_for_workers(2, timeout=60)
+        now = where_files_go(client)
+        assert now[other] == before[other]
+        assert victim not in now
+        # The nanny removes the local directory of a worker that died, and so what was half written.
+        assert not before[victim].parent.exists()
+        assert set(directory.rglob("gpurt-tier-*")) == set(now.values())
+        until(lambda: set(dask_gpurt.memory(client).worker) == set(now))
+
+
+def test_the_cluster_is_restarted_while_workers_write_files(directory: Path) -> None:
+    def writes_until_it_is_closed(dask_worker: Any) -> None:
+        from dask_gpurt.memory import disk
+
+        tiers, write, closing = dask_worker.plugins["gpurt"].tiers, disk.write, threading.Event()
+        close, client = tiers.close, dask_worker._get_client()
+
+        async def closes() -> None:
+            closing.set()
+            await close()
+
+        def writes(*args: Any) -> None:
+            Event("writes", client=client).set()
+            closing.wait(60)
+            write(*args)
+
+        tiers.close, disk.write = closes, writes
+
+    with cluster(**SMALL) as client:
+        before = where_files_go(client)
+        client.run(writes_until_it_is_closed)
+        lost = blocks(client, 48)
+        assert Event("writes", client=client).wait(timeout=60)
+        client.restart(timeout=60)
+        now = where_files_go(client)
+        assert not set(before) & set(now)
+        assert set(directory.rglob("gpurt-tier-*")) == set(now.values())
+        assert not any(any(path.iterdir()) for path in now.values())
+        until(lambda: set(dask_gpurt.memory(client).worker) == set(now))
+        assert not dask_gpurt.memory(client)[["partitions", "shards", "reservations"]].any(axis=None)
+        assert {future.status for future in lost} == {"cancelled"}
+        assert contents(client, blocks(client, 24)) == right(24)
+
+
+def damage_one(client: Client, made: list[Future], directory: Path) -> tuple[int, Path]:
+    """Flip a bit in one file; returns the number of the block in it, and the file."""
+    wait(made)
+    client.run(lambda dask_worker: dask_worker.data.spill(1 << 40))
+    path = min(directory.rglob("gpurt-tier-*/*"))
+    content = bytearray(path.read_bytes())
+    number = content[MIB // 2]
+    content[MIB // 2] ^= 1
+    path.write_bytes(content)
+    return number, path
+
+
+@pytest.mark.parametrize("who", ["client", "task", "peer"])
+def test_a_file_is_damaged(directory: Path, who: str) -> None:
+    """Whoever needs what was in it: it is computed again, and everything else goes on."""
+    with cluster(workers=2, **SMALL) as client:
+        here, there = workers(client)
+        made = client.map(lambda i: np.full(MIB, i, np.uint8), range(24), pure=False, workers=[here])
+        number, path = damage_one(client, made, directory)
+        if who == "client":
+            assert made[number].result(timeout=30)[0] == number
+        else:
+            asking = client.submit(np.max, made[number], workers=[here if who == "task" else there])
+            assert asking.result(timeout=30) == number
+        assert contents(client, made) == right(24)
+        assert not path.exists()
+        assert set(workers(client)) == {here, there}
+        fallback = dask_gpurt.report(client)["workers"][here]["fallbacks"]["spilled data is computed again"]
+        assert str(path) in fallback["reason"]
+
+
+def test_a_file_is_damaged_that_nothing_can_make_again(directory: Path) -> None:
+    with cluster(workers=1, **SMALL) as client:
+        made = [client.scatter(np.full(MIB, i, np.uint8)) for i in range(24)]
+        number, _ = damage_one(client, made, directory)
+        damaged = made.pop(number)
+        with pytest.raises(Exception, match=r"cancelled|lost"):
+            client.submit(np.sum, damaged).result(timeout=30)
+        assert contents(client, made) == [row for row in right(24) if row[0] != number]
+
+
+def test_it_is_switched_off_with_a_damaged_file(directory: Path) -> None:
+    with cluster(workers=1, **SMALL) as client:
+        made, before = blocks(client, 24), workers(client)
+        damage_one(client, made, directory)
+        dask_gpurt.disable(client)
+        assert contents(client, made) == right(24)
+        assert workers(client) == before
+        assert "TieredBuffer" not in client.run(lambda dask_worker: type(dask_worker.data).__name__).values()
+
+
+def test_a_worker_that_closes_reads_nothing_back(directory: Path) -> None:
+    def note_reads(file: str) -> None:
+        from dask_gpurt.memory.disk import DiskTier
+
+        DiskTier.__getitem__ = lambda *_: Path(file).touch()
+
+    with cluster(workers=2, **SMALL) as client:
+        made = blocks(client, 48)
+        wait(made)
+        closing = workers(client)[:1]
+        client.run(note_reads, str(directory / "read"), workers=closing)
+        client.restart_workers(closing, timeout=60)
+        del made
+    assert not (directory / "read").exists()
+
+
+def test_all_tiers_are_full(directory: Path) -> None:
+    with cluster(workers=1, **SMALL, memory__disk=3 * MIB) as client:
+        made = blocks(client, 24)
+        assert contents(client, made) == right(24)
+        assert sum(path.stat().st_size for path in directory.rglob("gpurt-tier-*/*")) <= 3 * MIB
+        [worker] = dask_gpurt.report(client)["workers"].values()
+        fallback = worker["fallbacks"]["objects stay live above their tier's limit"]
+        assert fallback["count"]
+        assert "gpurt.memory.disk" in fallback["reason"]
+
+
+def test_the_pinned_pool_is_exhausted() -> None:
+    with cluster(workers=1, **SMALL) as client:
+        made = blocks(client, 8)
+        wait(made)
+        client.run(lambda dask_worker: dask_worker.data.spill(1 << 40))
+        [tiers] = client.run(
+            lambda dask_worker: [str(dask_worker.data.tier(k)) for k in dask_worker.data]
+        ).values()
+        assert Counter(tiers) == {"pinned": 2, "host": 2, "disk": 4}
+        assert contents(client, made) == right(8)

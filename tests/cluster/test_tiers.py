@@ -1,0 +1,227 @@
+"""Workers that keep their data in the runtime's tiers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, wait
+
+import dask_gpurt
+from tests.helpers.clusters import Library, assert_same_partitions, cluster, counters, partitions, to_pandas
+
+MIB = 2**20
+SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 4 * MIB, "memory__host": 4 * MIB}
+
+
+@pytest.fixture(scope="module")
+def small(library: Library) -> Iterator[Client]:
+    """Two workers whose tiers above the disk hold 16 MiB each."""
+    with cluster(library.name, **SMALL) as client:
+        yield client
+
+
+def frames(library: Library, count: int = 24, rows: int = 1 << 17) -> Any:
+    """Partitions of 2 MiB each."""
+    parts = [
+        pd.DataFrame({"key": (np.arange(rows) * (i + 7)) % 997, "value": np.arange(rows) + i})
+        for i in range(count)
+    ]
+    return library.collection(parts)
+
+
+def on_workers(client: Client, function: Any) -> list[Any]:
+    return list(client.run(function).values())
+
+
+def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Library) -> None:
+    collection = frames(library)
+    wait(collection)
+    rows = dask_gpurt.memory(small)
+    assert set(rows.worker) == set(small.nthreads())
+    assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["TieredBuffer"] * 2
+    assert set(rows.tier) == {"device", "pinned", "host", "disk"}
+    total = sum(on_workers(small, lambda dask_worker: len(dask_worker.data)))
+    assert total >= 24
+    assert float(collection.value.sum().compute()) == sum(
+        (np.arange(1 << 17, dtype="f8") + i).sum() for i in range(24)
+    )
+
+
+@pytest.mark.parametrize("operation", ["shuffle", "merge", "sort"])
+def test_shuffles_larger_than_the_tiers_above_the_disk(
+    small: Client, library: Library, operation: str
+) -> None:
+    collection = frames(library)
+
+    def run(frame: Any) -> Any:
+        if operation == "shuffle":
+            return frame.shuffle("key")
+        if operation == "sort":
+            return frame.sort_values("value")
+        keys = frame.groupby("key").value.max().reset_index()
+        return frame.merge(keys, on="key", suffixes=("", "_max"), shuffle_method="gpurt", broadcast=False)
+
+    ours = partitions(run(collection))
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        theirs = partitions(run(collection))
+    if operation == "shuffle":
+        assert_same_partitions(ours, theirs, in_order=False)
+    else:
+        mine, other = (
+            pd.concat(parts).sort_values(["value", "key"], ignore_index=True) for parts in (ours, theirs)
+        )
+        pd.testing.assert_frame_equal(mine, other)
+    moved = {name: n for name, n in counters(small).items() if name.startswith("memory.spill.bytes")}
+    assert moved
+    assert not counters(small).get("memory.unspill.unheld", 0)  # which would have been on the event loop
+
+
+def test_peers_read_what_is_spilled_without_making_it_live(small: Client, library: Library) -> None:
+    here, there = small.nthreads()
+    made = small.submit(np.arange, MIB, workers=[here], pure=False)
+    wait(made)
+    small.amm.stop()  # when the peer has a replica, too, it may drop the one that is spilled
+
+    def spill(dask_worker: Any) -> str:
+        dask_worker.data.spill(1 << 40)
+        return str(dask_worker.data.tier(made_key))
+
+    made_key = made.key
+    assert small.run(spill, workers=[here])[here] != "device"
+    assert small.submit(np.sum, made, workers=[there]).result() == MIB * (MIB - 1) // 2
+    where = small.run(lambda dask_worker: str(dask_worker.data.tier(made_key)), workers=[here])[here]
+    small.amm.start()
+    assert where != "device"
+
+
+@pytest.mark.parametrize("tier", ["pinned", "host", "disk"])
+def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None:
+    """Neither on the device nor anywhere else on the worker where it lies."""
+    first = {f"memory__{name}": 32 * MIB if name == tier else 0 for name in ("pinned", "host")}
+    frame = pd.DataFrame({"key": np.arange(MIB) % 7, "text": [str(i) for i in range(MIB)]})
+
+    def puts_nothing_together(dask_worker: Any) -> str:
+        from dask_gpurt.memory import reading
+
+        reading.put_together = None
+        dask_worker.data.spill(1 << 40)
+        return str(dask_worker.data.tier(key))
+
+    with cluster(library.name, memory__tiers=True, memory__device=64 * MIB, **first) as client:
+        here, there = client.nthreads()
+        made = client.submit(library.frame, frame, workers=[here], pure=False)
+        wait(made)
+        key = made.key
+        assert client.run(puts_nothing_together, workers=[here])[here] == tier
+        read = client.submit(to_pandas, made, workers=[there])
+        pd.testing.assert_frame_equal(read.result(), frame)
+        pd.testing.assert_frame_equal(to_pandas(made.result()), frame)
+
+
+def test_the_picture_agrees_with_the_workers(small: Client, library: Library) -> None:
+    collection = frames(library, count=8)
+    wait(collection)
+
+    def held(dask_worker: Any) -> dict[str, int]:
+        ledger = dask_worker.plugins["gpurt"].tiers.ledger
+        return {tier: ledger.cell(tier, "partitions") for tier in ledger.capacity}
+
+    deadline = time.monotonic() + 10
+    while True:
+        truth, rows = small.run(held), dask_gpurt.memory(small)
+        if all(truth[row.worker][row.tier] == row.partitions for row in rows.itertuples()):
+            break
+        assert time.monotonic() < deadline
+    assert rows.partitions.sum() >= 8 * 2 * MIB
+
+
+def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_path: Path) -> None:
+    def greedy(flag: str) -> str:
+        if not os.path.exists(flag):
+            open(flag, "w").close()
+            try:
+                raise MemoryError("std::bad_alloc")
+            except MemoryError as error:  # as Dask does in its shuffles
+                raise RuntimeError("failed during transfer phase") from error
+        return "done"
+
+    def hopeless() -> None:
+        raise MemoryError("std::bad_alloc: out of everything")
+
+    with cluster(library.name, workers=1, **SMALL, memory__retries=2, failures=0) as client:
+        assert client.submit(greedy, str(tmp_path / "flag")).result() == "done"
+        assert counters(client)["memory.retries"] == 1
+        with pytest.raises(
+            MemoryError, match=r"3 times.*out of everything.*Tiers: device .*gpurt.memory.device"
+        ):
+            client.submit(hopeless).result()
+
+
+@pytest.mark.gpu
+def test_an_allocation_that_finds_no_memory_spills_and_goes_on(tmp_path: Path) -> None:
+    """The task that asked does not fail, though what lies in the way is within its tier's limit."""
+
+    def limit(nbytes: int) -> None:
+        import rmm
+
+        below = rmm.mr.get_current_device_resource()
+        rmm.mr.set_current_device_resource(rmm.mr.LimitingResourceAdaptor(below, nbytes))
+
+    def frame(i: int, nbytes: int) -> Any:
+        import cudf
+
+        return cudf.DataFrame({"a": np.full(nbytes // 8, i)})
+
+    with cluster("cudf", workers=1, memory__device=1 << 30, failures=0) as client:
+        dask_gpurt.disable(client)
+        client.run(limit, 128 * MIB)
+        dask_gpurt.enable(client)
+        kept = client.map(frame, range(5), [16 * MIB] * 5, pure=False)
+        wait(kept)
+        large = client.submit(frame, 9, 56 * MIB)
+        assert client.submit(lambda frame: int(frame.a.min()), large).result() == 9
+        assert counters(client)["memory.short"] >= 1
+        assert "memory.retries" not in counters(client)
+        assert client.gather(client.map(lambda frame: int(frame.a.max()), kept)) == list(range(5))
+
+
+def test_switched_on_and_off_no_key_is_lost(library: Library) -> None:
+    with cluster(library.name, **SMALL) as client:
+        dask_gpurt.disable(client)
+        before = client.map(lambda i: np.full(MIB, i, np.uint8), range(12), pure=False)
+        wait(before)
+        with dask.config.set({f"gpurt.{name.replace('__', '.')}": value for name, value in SMALL.items()}):
+            dask_gpurt.enable(client)
+        assert on_workers(client, lambda dask_worker: type(dask_worker.data).__name__) == ["TieredBuffer"] * 2
+        during = client.map(lambda x: x + 100, before)
+        wait(during)
+        dask_gpurt.disable(client)
+        assert "TieredBuffer" not in on_workers(client, lambda dask_worker: type(dask_worker.data).__name__)
+        assert [int(x[0]) for x in client.gather(before)] == list(range(12))
+        assert [int(x[-1]) for x in client.gather(during)] == [i + 100 for i in range(12)]
+
+
+def test_files_go_with_the_cluster(library: Library, tmp_path: Path) -> None:
+    with dask.config.set({"temporary-directory": str(tmp_path)}), cluster(library.name, **SMALL) as client:
+        kept = client.map(lambda i: np.full(MIB, i, np.uint8), range(48), pure=False)
+        wait(kept)
+        assert [*tmp_path.rglob("gpurt-tier-*/*")]
+    assert not [*tmp_path.rglob("gpurt-tier-*")]
+
+
+def test_what_is_loaded_is_no_garbage_until_the_runtime_goes() -> None:
+    with cluster("pandas", workers=1) as client:
+        deadline = time.monotonic() + 20
+        while not all(on_workers(client, gc.get_freeze_count)):
+            assert time.monotonic() < deadline
+        dask_gpurt.disable(client)
+        assert on_workers(client, gc.get_freeze_count) == [0]

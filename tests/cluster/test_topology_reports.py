@@ -1,0 +1,323 @@
+"""What the scheduler knows of links, on clusters whose workers come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Worker
+from distributed.utils_test import gen_cluster
+
+import dask_gpurt
+from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
+from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.topology import SchedulerTopology
+from dask_gpurt.plugins.topology_reports import TopologyReporter
+from dask_gpurt.topology import SHIPPED, Link, Place, Speed, system
+from dask_gpurt.topology.file import TopologyError, parse
+from dask_gpurt.topology.hosts import Host
+from tests.helpers import commands
+from tests.helpers.in_process import FILE, all_placed, on_cluster, topology, until
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "topology.yaml"
+    path.write_text(FILE)
+    return path
+
+
+# ---- places --------------------------------------------------------------------------
+
+
+def test_workers_say_where_they_are_and_one_says_what_the_host_has() -> None:
+    @on_cluster(workers=3)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
+        asked = []
+        for worker in (a, b, c):
+            answer = worker.handlers["gpurt_host"]
+
+            async def counted(answer: Any = answer, worker: Any = worker) -> Any:
+                asked.append(worker)
+                return await answer()
+
+            worker.handlers["gpurt_host"] = counted
+        await all_placed(scheduler)
+        here = topology(scheduler).place(a.address)
+        assert here is not None
+        assert here.host == system.here()
+        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+        assert len(asked) <= 1
+        told = await client.scheduler.gpurt_topology()
+        assert set(told["workers"]) == set(scheduler.workers)
+        assert list(parse(json.dumps(told)).hosts) == [system.host_name()]
+
+    run()
+
+
+def test_workers_come_and_go() -> None:
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await all_placed(scheduler)
+        async with Worker(scheduler.address, nthreads=1) as late:
+            await all_placed(scheduler)
+            assert late.address in next(topology(scheduler).rings(a.address))
+        await until(lambda: late.address not in scheduler.workers)
+        assert topology(scheduler).place(late.address) is None
+        for worker in (a, b):
+            await worker.close()
+        await until(lambda: not scheduler.workers)
+        assert list(topology(scheduler).hosts) == []
+        assert await client.scheduler.gpurt_topology() == {
+            **{"version": 1, "hosts": {}, "workers": {}},
+            "speeds": {str(link): vars(speed) for link, speed in SHIPPED.items()},
+        }
+
+    run()
+
+
+def test_the_next_worker_is_asked_when_the_first_goes_meanwhile() -> None:
+    class Scheduler:
+        """As much of one as is asked; the worker "a" does not answer any more."""
+
+        def __init__(self) -> None:
+            self.workers = {name: SimpleNamespace(name=name) for name in "ab"}
+            self.begun: list[Any] = []
+            self._ongoing_background_tasks = SimpleNamespace(
+                call_soon=lambda function, *args: self.begun.append(function(*args))
+            )
+
+        def rpc(self, worker: str) -> Any:
+            async def answer() -> Any:
+                if worker == "a":
+                    raise OSError("gone")
+                return {"gpus": [{"id": "GPU-x"}]}
+
+            return SimpleNamespace(gpurt_host=answer)
+
+    scheduler = Scheduler()
+    picture = SchedulerTopology(scheduler, None, Metrics())
+    for worker in "ab":
+        picture.placed(worker, {"host": "h", "device": "GPU-x"}, "name", None)
+    assert len(scheduler.begun) == 1
+    asyncio.run(scheduler.begun[0])
+    assert picture.topology.described("h")
+    assert picture.describe()["workers"] == {name: {"host": "name", "gpu": "GPU-x"} for name in "ab"}
+
+
+def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("GPU is lost")
+
+    monkeypatch.setattr("dask_gpurt.plugins.topology_reports.discover", fails)
+
+    @on_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await all_placed(scheduler)
+        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+        report = await dask_gpurt.report(client)
+        fallbacks = report["workers"][a.address]["fallbacks"]
+        assert "GPU is lost" in fallbacks["links within this host count as unknown"]["reason"]
+
+    run()
+
+
+def test_restart_keeps_what_was_learned() -> None:
+    @on_cluster(workers=2, processes=True)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await all_placed(scheduler)
+        before = set(scheduler.workers)
+        topology(scheduler).observe("tcp://one", "tcp://other", 10**9, 10.0)
+        learned = topology(scheduler).learned()
+        assert learned[Link.TCP] != SHIPPED[Link.TCP]
+        await client.restart()
+        await until(lambda: len(scheduler.workers) == 2 and not before & set(scheduler.workers))
+        await all_placed(scheduler)
+        assert topology(scheduler).learned() == learned
+        assert all(topology(scheduler).place(worker) is None for worker in before)
+        assert topology(scheduler).link(*scheduler.workers) == Link.SHARED_MEMORY
+
+    run()
+
+
+def test_switching_off_leaves_nothing_behind() -> None:
+    @on_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.disable(client)
+        assert not [name for name in scheduler.stream_handlers if name.startswith("gpurt")]
+        assert "gpurt_topology" not in scheduler.handlers
+        assert "gpurt_host" not in a.handlers
+
+    run()
+
+
+# ---- a file --------------------------------------------------------------------------
+
+
+def test_the_file_counts_before_what_workers_say(file: Path) -> None:
+    @on_cluster(workers=4, file=file)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+        await all_placed(scheduler)
+        picture = topology(scheduler)
+        assert picture.place(a.address).device == "GPU-b"
+        assert picture.link(a.address, b.address) == Link.NVLINK
+        assert picture.link(a.address, c.address) == Link.TCP
+        assert picture.speed(a.address, c.address).bandwidth == 3e9
+        assert picture.place(d.address).host == system.here()  # the file knows nothing of it
+        told = await client.scheduler.gpurt_topology()
+        assert told["workers"][a.address] == {"host": "one", "gpu": "GPU-b"}
+        assert told["workers"][c.address] == {"host": "two"}
+
+    run()
+
+
+def test_a_gpu_that_the_file_does_not_have_counts_as_its_worker_says(file: Path) -> None:
+    worker, metrics = "tcp://here:1", Metrics()
+    scheduler: Any = SimpleNamespace(workers={worker: SimpleNamespace(name="unlisted")})
+    ours = SchedulerTopology(scheduler, str(file), metrics)
+    ours.placed(worker, vars(Place("told", "GPU-z")), "one", "5")
+    place = ours.topology.place(worker)
+    assert (place.host, place.device) == ("one", "GPU-z")
+    assert worker in metrics.snapshot()["fallbacks"]["a worker's own word counts for its GPU"]["reason"]
+
+
+def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dask_gpurt.plugins.topology_reports.discover", lambda: Host("here"))
+    metrics = Metrics()
+    worker = SimpleNamespace(address="tcp://here:1")
+    assert TopologyReporter(worker, Traffic(), True, metrics)._look_around().device is None
+    known = metrics.snapshot()["fallbacks"]["this worker's GPU has no place in the topology"]
+    assert "set 'gpurt.topology.file'" in known["reason"]
+
+
+def test_the_picture_is_shown_on_the_command_line(file: Path) -> None:
+    flags = ("--preload", "dask_gpurt")
+    with commands.cluster_of_commands(scheduler=flags, workers=1, DASK_GPURT__TOPOLOGY__FILE=str(file)) as (
+        address,
+        _,
+    ):
+        shown = commands.run(sys.executable, "-m", "dask_gpurt", "topology", "--scheduler", address).stdout
+        assert address.rpartition(":")[0] in shown
+        assert "3 GB/s" in shown
+    with commands.cluster_of_commands(workers=1) as (address, _):
+        off = commands.run(sys.executable, "-m", "dask_gpurt", "topology", "--scheduler", address, code=1)
+        assert f"the runtime is off at {address}" in off.stderr
+
+
+def test_a_file_that_makes_no_sense_is_refused_at_the_start(file: Path) -> None:
+    file.write_text(FILE.replace("3 GB/s", "-3 GB/s"))
+
+    config = {"gpurt.topology.file": str(file)}
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=config)
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        with pytest.raises(TopologyError, match=r"topology\.yaml, line 3: a bandwidth is -3 GB/s"):
+            await dask_gpurt.enable(client)
+        assert "gpurt" not in scheduler.extensions
+        assert "gpurt_report" not in a.handlers
+
+    run()
+
+
+# ---- transfers -----------------------------------------------------------------------
+
+
+def test_dependencies_that_dask_fetches_teach_the_link(file: Path) -> None:
+    @on_cluster(workers=3, file=file)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
+        await all_placed(scheduler)
+        before = topology(scheduler).learned()
+        block = client.submit(np.ones, 30_000_000 // 8, workers=[a.address])
+        # By TCP as far as the file knows: c is on another host.
+        await client.submit(np.sum, block, workers=[c.address])
+        await until(lambda: topology(scheduler).learned()[Link.TCP] != before[Link.TCP])
+        # Between the GPUs of a and b it takes another way than theirs.
+        await client.submit(np.max, block, workers=[b.address])
+        await asyncio.sleep(1.5)
+        assert topology(scheduler).learned()[Link.NVLINK] == before[Link.NVLINK]
+
+    run()
+
+
+def test_pulls_of_the_exchange_teach_the_link(file: Path) -> None:
+    @on_cluster(workers=3, file=file, **{"gpurt.exchange.paths": ["comms"]})
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
+        await all_placed(scheduler)
+        frame = dd.from_pandas(pd.DataFrame({"x": range(300_000)}), npartitions=6)
+        await client.compute(frame.shuffle("x").map_partitions(len))
+        await until(lambda: topology(scheduler).learned()[Link.TCP] != Speed(3e9, 300e-6))
+        report = await dask_gpurt.report(client)
+        assert report["counters"]["exchange.bytes.comms"] > 0
+
+    run()
+
+
+def test_only_bytes_that_crossed_the_link_count() -> None:
+    class Scheduler:
+        workers: dict[str, Any] = {}
+
+    picture = SchedulerTopology(Scheduler(), None, Metrics())
+    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # nobody knows where they are
+    for worker in "xy":
+        picture.topology.add(worker, Place(f"host of {worker}"))
+    picture.traffic("x", [("y", "shared-memory", 10**9, 100.0, 1), ("y", "unheard-of", 10**9, 100.0, 1)])
+    assert picture.topology.learned() == dict(SHIPPED)
+    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])
+    assert picture.topology.learned()[Link.TCP].bandwidth < 0.1 * SHIPPED[Link.TCP].bandwidth
+
+
+def test_dependencies_within_a_host_teach_the_loopback_and_not_what_joins_its_workers() -> None:
+    class Scheduler:
+        workers: dict[str, Any] = {}
+
+    picture = SchedulerTopology(Scheduler(), None, Metrics())
+    for worker in "xy":
+        picture.topology.add(worker, Place("host", by_tcp=True))
+    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])
+    learned = picture.topology.learned()
+    assert learned[Link.LOOPBACK].bandwidth < 0.1 * SHIPPED[Link.LOOPBACK].bandwidth
+    picture.traffic("x", [("y", "shared-memory", 10**9, 100.0, 1)])
+    known = picture.topology.learned()
+    assert known[Link.LOOPBACK] == learned[Link.LOOPBACK]
+    assert known[Link.SHARED_MEMORY].bandwidth < 0.1 * SHIPPED[Link.SHARED_MEMORY].bandwidth
+
+
+def test_workers_say_that_their_comms_are_tcp() -> None:
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await all_placed(scheduler)
+        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+        assert topology(scheduler).link(a.address, b.address, by_comms=True) == Link.LOOPBACK
+
+    run()
+
+
+def test_traffic_is_summed_and_bounded() -> None:
+    traffic = Traffic()
+    for peer in range(1000):
+        for _ in range(2):
+            traffic.note(f"tcp://{peer}", "comms", 5, 0.5)
+    seen = traffic.take()
+    assert len(seen) == MOST_PEERS
+    assert set(seen) == {(f"tcp://{peer}", "comms", 10, 1.0, 2) for peer in range(MOST_PEERS)}
+    assert traffic.take() == []
+
+
+def test_a_copy_that_fails_is_not_counted() -> None:
+    def fails(_: Any) -> list[Any]:
+        raise MemoryError
+
+    traffic = Traffic()
+    with pytest.raises(MemoryError):
+        traffic.timed("peer", "cuda-ipc", fails, 1)([])
+    assert traffic.timed("peer", "cuda-ipc", list, 7)([1]) == [1]
+    (seen,) = traffic.take()
+    assert (seen.nbytes, seen.transfers) == (7, 1)

@@ -1,0 +1,124 @@
+"""The priority of communication on a GPU: it changes, it counts, and what was launched keeps its order."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from distributed import Client
+
+from tests.helpers.clusters import cluster
+
+pytestmark = pytest.mark.gpu
+
+#: A block of ``spin`` stays as long as it is told to, and is counted as it ends; ``look`` reads the count.
+KERNELS = r"""
+extern "C" __global__ void spin(long long clocks, unsigned int *ended) {
+    for (long long until = clock64() + clocks; clock64() < until;);
+    if (threadIdx.x == 0)
+        atomicAdd(ended, 1u);
+}
+extern "C" __global__ void look(unsigned int *ended, unsigned int *seen) {
+    if (threadIdx.x == 0)
+        seen[blockIdx.x] = *(volatile unsigned int *)ended;
+}
+"""
+#: Blocks of compute: with 1024 threads two fit on an SM, so there are dozens of them one after the other.
+BLOCKS, THREADS, CLOCKS = 20_000, 1024, 200_000
+#: Blocks of communication.
+LOOKS = 132
+
+
+@pytest.fixture
+def device() -> Any:
+    from dask_gpurt.device.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+def test_the_priority_of_a_stream_changes(device: Any) -> None:
+    from cuda.bindings.runtime import cudaDeviceGetStreamPriorityRange, cudaStreamGetPriority
+
+    device.try_priorities()
+    _, least, greatest = cudaDeviceGetStreamPriorityRange()
+    assert least != greatest
+    found, streams = [], set()
+    for first in (True, False, True):
+        device.prioritised = first
+        _, stream = device.stream()
+        streams.add(stream.ptr)
+        found.append(cudaStreamGetPriority(stream.ptr)[1])
+    assert found == [greatest, least, greatest]
+    assert len(streams) == 1
+
+
+def blocks_before(device: Any, *, first: bool) -> int:
+    """Of many blocks of compute, how many end before a small kernel of communication, launched later."""
+    import cupy
+
+    module = cupy.RawModule(code=KERNELS)
+    spin, look = module.get_function("spin"), module.get_function("look")
+    ended, seen = cupy.zeros(1, "uint32"), cupy.zeros(LOOKS, "uint32")
+    device.prioritised = first
+    _, stream = device.stream()
+    with stream:
+        look((LOOKS,), (128,), (ended, seen))  # loaded
+    stream.synchronize()
+    spin((BLOCKS,), (THREADS,), (CLOCKS, ended))
+    with stream:
+        look((LOOKS,), (128,), (ended, seen))
+    stream.synchronize()
+    return int(seen.max())
+
+
+def test_what_comes_first_waits_for_few_blocks_of_compute(device: Any) -> None:
+    """In turns, so that it is the change that counts, not how the stream was made."""
+    found = [(blocks_before(device, first=True), blocks_before(device, first=False)) for _ in range(3)]
+    assert all(ahead < BLOCKS / 3 < 2 * BLOCKS / 3 < equal for ahead, equal in found), found
+
+
+def test_what_was_launched_before_a_change_keeps_its_order(device: Any) -> None:
+    import cupy
+
+    values = cupy.zeros(1 << 26)
+    _, stream = device.after_compute()
+    for turn in range(20):
+        device.prioritised = turn % 2 == 0
+        with device.stream()[1]:
+            values += turn
+            values *= 2
+    stream.synchronize()
+    expected = 0.0
+    for turn in range(20):
+        expected = (expected + turn) * 2
+    assert bool((values == expected).all())
+
+
+def test_a_change_in_the_middle_of_shuffles_changes_no_result() -> None:
+    frame = pd.DataFrame({"key": range(200_000), "value": 0.5})
+    stop = threading.Event()
+
+    def change(dask_worker: Any, first: bool) -> None:
+        exchange = dask_worker.plugins["gpurt"].exchange
+        exchange.pools.device(exchange.pools.main).prioritised = first
+
+    def keep_changing(address: str) -> None:
+        with Client(address, set_as_default=False) as other:
+            while not stop.is_set():
+                for first in (False, True):
+                    other.run(change, first=first)
+
+    with cluster("cudf") as client:
+        changing = threading.Thread(target=keep_changing, args=(client.scheduler.address,))
+        changing.start()
+        try:
+            for _ in range(3):
+                parts = dd.from_pandas(frame, npartitions=16).to_backend("cudf")
+                found = parts.shuffle("key").compute().to_pandas()
+                pd.testing.assert_frame_equal(found.sort_values("key", ignore_index=True), frame)
+        finally:
+            stop.set()
+            changing.join()

@@ -1,0 +1,1 @@
+"""Share among tests: clusters, the exchange in one process, fakes, two hosts."""

@@ -1,0 +1,56 @@
+"""Stand in for what confines compute: an actuator and a process whose launches are capped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dask_gpurt.overlap.occupancy import Kernel, Limits
+from dask_gpurt.overlap.steps import PRIORITY, Setting
+from tests.helpers.curves import CAP4, CAP8
+
+
+class Hand:
+    """An actuator that remembers what it was asked for."""
+
+    def __init__(self, refuses: Setting | None = None):
+        self.confined = PRIORITY
+        self.refuses = refuses
+        self.calls = 0
+
+    def settings(self) -> Mapping[Setting, float]:
+        return {CAP8: 0.5, CAP4: 0.25}
+
+    def apply(self, setting: Setting) -> None:
+        self.calls += 1
+        if setting == self.refuses:
+            raise ValueError(f"{setting} is too much for this device")
+        self.confined = setting
+
+    def clear(self) -> None:
+        self.calls += 1
+        self.confined = PRIORITY
+
+    def counters(self) -> Mapping[str, int]:
+        return {"seen": self.calls}
+
+
+class Launches:
+    """The launches of a process with an H200, where nothing is launched."""
+
+    def __init__(self) -> None:
+        self.on, self.cap = False, 0
+
+    def switch(self, on: bool) -> None:
+        self.on = on
+
+    def write(self, default: int, kernels: Mapping[str, int]) -> None:
+        self.cap = default
+
+    def limits(self, device: int) -> Limits | None:
+        return Limits(132, 32, 2048, 65536, 233472, 1024, 232448)
+
+    def counters(self) -> dict[str, int]:
+        return {"seen": 0}
+
+    def kernels(self) -> list[Kernel]:
+        return []

@@ -1,0 +1,147 @@
+"""Real clusters for the tests, and the two libraries that partitions may belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+from distributed import Client, LocalCluster, wait
+
+import dask_gpurt
+from dask_gpurt.testing import TOO_EARLY, Instruments
+from tests.helpers import caps
+
+#: Whether the workers of all tests check memory that changes hands, which none of them may do too early.
+CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
+#: How many allocations there are to one that fails, in a run of the tests that is about that.
+FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
+QUICK = {
+    "distributed.comm.timeouts.connect": "5s",
+    "distributed.scheduler.allowed-failures": 20,
+    **caps.SETTINGS,
+}
+
+
+@contextlib.contextmanager
+def cluster(
+    backend: str = "pandas",
+    workers: int = 2,
+    *,
+    threads: int = 1,
+    memory_limit: str = "auto",
+    failures: int = FAILURES,
+    handovers: bool = CHECK,
+    **settings: Any,
+) -> Iterator[Client]:
+    """A cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
+    nested = {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
+    with (
+        dask.config.set({**QUICK, **nested}),
+        _local(backend, workers, threads, memory_limit) as local,
+        Client(local) as client,
+    ):
+        instrument(client, failures=failures, handovers=handovers)
+        dask_gpurt.enable(client)
+        try:
+            yield client
+        finally:
+            # Dask's LocalCluster hangs when it is closed while a nanny restarts a worker.
+            with contextlib.suppress(OSError, TimeoutError):
+                client.wait_for_workers(workers, timeout=30)
+            with contextlib.suppress(OSError, TimeoutError):
+                caps.count(client)
+                too_early = told_too_early(client) if CHECK else []
+                dask_gpurt.disable(client)
+                assert not too_early, too_early
+
+
+def instrument(client: Client, *, failures: int = FAILURES, handovers: bool = CHECK) -> None:
+    """Have allocations fail on workers, and memory that changes hands checked, before the runtime is on."""
+    if failures or handovers:
+        client.register_plugin(Instruments(failures, handovers=handovers))
+
+
+def told_too_early(client: Client) -> list[Any]:
+    """What workers tell of memory that has changed hands too early."""
+    workers = dask_gpurt.report(client)["workers"].values()
+    return [worker["fallbacks"][TOO_EARLY] for worker in workers if TOO_EARLY in worker.get("fallbacks", ())]
+
+
+def _local(backend: str, workers: int, threads: int, memory_limit: str) -> Any:
+    options: dict[str, Any] = {
+        "n_workers": workers,
+        "threads_per_worker": threads,
+        "memory_limit": memory_limit,
+        "dashboard_address": ":0",
+    }
+    if backend == "cudf":
+        from tests.helpers.gpus import cuda_devices
+
+        if cuda_devices() >= workers:
+            from dask_cuda import LocalCUDACluster
+
+            return LocalCUDACluster(protocol=os.environ.get("GPURT_TEST_PROTOCOL", "tcp"), **options)
+    return LocalCluster(processes=True, **options)
+
+
+@dataclass
+class Library:
+    """pandas or cudf."""
+
+    name: str
+
+    def frame(self, frame: pd.DataFrame) -> Any:
+        if self.name == "pandas":
+            return frame
+        import cudf
+
+        return cudf.from_pandas(frame)
+
+    def collection(self, parts: list[pd.DataFrame]) -> Any:
+        """A collection with these partitions, on the workers."""
+        frames = [dask.delayed(self.frame)(part) for part in parts]
+        return dd.from_delayed(frames, meta=self.frame(parts[0].iloc[:0]), verify_meta=False).persist()
+
+
+def partitions(collection: Any) -> list[pd.DataFrame]:
+    """The partitions of a collection, as pandas frames."""
+    done = collection.persist()
+    wait(done)
+    frames = dask.compute(*(dask.delayed(to_pandas)(part) for part in done.to_delayed()))
+    return list(frames)
+
+
+def to_pandas(frame: Any) -> Any:
+    return frame.to_pandas() if hasattr(frame, "to_pandas") else frame
+
+
+def canonical(frame: Any, *, index: bool = True) -> Any:
+    """The same rows in an order that does not depend on how they came."""
+    table = frame.to_frame("value") if frame.ndim == 1 else frame
+    named = table.reset_index(drop=not index)
+    rows = [repr(row) for row in named.itertuples(index=False, name=None)]
+    return named.iloc[sorted(range(len(rows)), key=rows.__getitem__)].reset_index(drop=True)
+
+
+def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool, index: bool = True) -> None:
+    """Partition by partition the same rows; without ``index``, whatever numbers they have."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        if not in_order:
+            mine, other = canonical(mine, index=index), canonical(other, index=index)
+        if not len(mine) and not len(other):
+            assert list(getattr(mine, "columns", ())) == list(getattr(other, "columns", ()))
+            continue
+        compare = pd.testing.assert_series_equal if mine.ndim == 1 else pd.testing.assert_frame_equal
+        compare(mine, other, check_categorical=False, check_exact=True)
+
+
+def counters(client: Client) -> dict[str, float]:
+    """The runtime's counters, summed over the cluster."""
+    return dict(dask_gpurt.report(client)["counters"])

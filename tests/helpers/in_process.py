@@ -1,0 +1,143 @@
+"""Run coroutines on clusters in this process, and see all that the runtime touches there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dask
+from dask.dataframe.dask_expr import _collection, _merge, _shuffle
+from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.dask_expr._shuffle import Shuffle
+from distributed import LocalCluster, Nanny, Worker
+from distributed.utils_test import gen_cluster
+
+import dask_gpurt
+from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.plugins.client import teach_method
+from dask_gpurt.plugins.topology import SchedulerTopology
+from dask_gpurt.topology import Topology
+
+#: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
+FILE = """\
+version: 1
+speeds:
+  tcp: {bandwidth: 3 GB/s, latency: 300 us}
+hosts:
+  one:
+    gpus: [{id: GPU-a}, {id: GPU-b}]
+    links: [[same-device, nvlink x18], [nvlink x18, same-device]]
+  two: {}
+workers:
+  "0": {host: one, gpu: GPU-b}
+  "1": {host: one, gpu: GPU-a}
+  "2": {host: two}
+"""
+
+
+def places(scheduler: Any) -> SchedulerTopology:
+    found: SchedulerTopology = scheduler.extensions["gpurt"].places
+    return found
+
+
+def topology(scheduler: Any) -> Topology:
+    return places(scheduler).topology
+
+
+async def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    for _ in range(round(seconds / 0.02)):
+        if holds():
+            return
+        await asyncio.sleep(0.02)
+    assert holds()
+
+
+async def all_placed(scheduler: Any) -> None:
+    await until(
+        lambda: (
+            all(topology(scheduler).place(worker) for worker in scheduler.workers)
+            and all(topology(scheduler).described(host) for host in topology(scheduler).hosts)
+        )
+    )
+
+
+# gen_cluster begins with Dask's own configuration, so that the file has to be handed to it.
+def on_cluster(
+    *, workers: int = 2, processes: bool = False, file: Path | None = None, **settings: Any
+) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
+    """Run a coroutine with a client, a scheduler and workers, the runtime switched on."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Any:
+        def run() -> None:
+            async def body(client: Any, scheduler: Any, *crew: Any) -> None:
+                await dask_gpurt.enable(client)
+                try:
+                    await test(client, scheduler, *crew)
+                finally:
+                    await dask_gpurt.disable(client)
+
+            kind = Nanny if processes else Worker
+            nthreads = [("127.0.0.1", 1)] * workers
+            config = {"gpurt.topology.file": file and str(file), **settings}
+            gen_cluster(client=True, nthreads=nthreads, Worker=kind, timeout=120, config=config)(body)()
+
+        return run
+
+    return decorate
+
+
+#: What Dask and copyreg themselves write into classes that are used.
+CACHES = ("_instances", "__slotnames__")
+
+
+def state(local: LocalCluster) -> dict[str, Any]:
+    """All that the runtime touches when it is switched on."""
+    scheduler: Any = local.scheduler
+    workers: list[Any] = list(local.workers.values())
+    return {
+        "expressions": [
+            {name: value for name, value in vars(cls).items() if name not in CACHES}
+            for cls in (Shuffle, Merge)
+        ],
+        "default": [vars(module)["get_default_shuffle_method"] for module in (_collection, _merge, _shuffle)],
+        "config": {name: dask.config.get(name, None) for name in ("dataframe", "gpurt", "distributed")},
+        "extensions": dict(scheduler.extensions),
+        "shuffle": {n: v for n, v in vars(scheduler.extensions["shuffle"]).items() if callable(v)},
+        "plugins": set(scheduler.plugins),
+        "worker plugins": set(scheduler.worker_plugins),
+        "handlers": [set(server.handlers) for server in (scheduler, *workers)],
+        "stream handlers": [set(server.stream_handlers) for server in (scheduler, *workers)],
+        "on workers": [set(worker.plugins) for worker in workers],
+    }
+
+
+def on_plain_cluster(workers: int = 2, **settings: Any) -> Callable[[Callable[..., Awaitable[None]]], None]:
+    """Run a coroutine with a client, a scheduler and workers, which are afterwards as they were."""
+
+    def run(test: Callable[..., Awaitable[None]]) -> None:
+        async def body(client: Any, scheduler: Any, *crew: Any) -> None:
+            teach_method()  # which is for good
+            before = whole_state(scheduler, *crew)
+            await test(client, scheduler, *crew)
+            await dask_gpurt.disable(client)
+            if all(worker.address in scheduler.workers for worker in crew):
+                assert whole_state(scheduler, *crew) == before
+
+        nthreads = [("127.0.0.1", 1)] * workers
+        gen_cluster(client=True, nthreads=nthreads, timeout=60, config=settings)(body)()
+
+    return run
+
+
+def whole_state(scheduler: Any, *workers: Any) -> dict[str, Any]:
+    return state(SimpleNamespace(scheduler=scheduler, workers={w.address: w for w in workers}))  # type: ignore
+
+
+def believed_full(scheduler: Any, worker: str) -> None:
+    """Have a scheduler believe for good that a worker has no room."""
+    message = Ledger(dict.fromkeys(Tier, 0)).snapshot()
+    scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})

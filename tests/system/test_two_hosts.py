@@ -1,0 +1,180 @@
+"""Two hosts with a network between them: paths, lost workers, and what the runtime knows of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, Event
+
+import dask_gpurt
+from dask_gpurt.device import codecs
+from dask_gpurt.device.base import Codec, CodecError
+from dask_gpurt.device.codecs import host_codecs
+from tests.helpers.clusters import assert_same_partitions, counters, partitions
+from tests.helpers.two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
+
+PARTS, ROWS = 8, 20_000
+#: Bytes per second of a link that is slow, 32 Mbit/s: beside it a codec is fast on the busiest machine.
+SLOW = 4_000_000
+
+
+def make(part: int, waits: str | None = None, rows: int = ROWS) -> pd.DataFrame:
+    if waits and part == PARTS - 1:
+        Event(f"{waits}-reached").set()
+        Event(waits).wait(timeout=60)
+    random = np.random.default_rng(part)
+    return pd.DataFrame({"key": random.integers(0, 9999, rows), "row": np.arange(rows) + part * rows})
+
+
+def collection(**options: Any) -> Any:
+    return dd.from_map(make, range(PARTS), meta=make(0).iloc[:0], **options)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forget_codecs() -> None:
+    codecs.compressions = {}
+
+
+class OfTheDevice:
+    """A codec that works where a device does, and at times has no room there."""
+
+    name, on_host, fast = "far", False, 1e12
+
+    def __init__(self, inner: Codec, refuses: bool):
+        self.inner, self.refuses = inner, refuses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Any]:
+        if self.refuses and isinstance(packed, np.ndarray):  # from a peer, no sample
+            raise CodecError("no room")
+        return self.inner.decompress(packed, sizes)
+
+
+def have_a_codec_of_the_device(refuses: bool, dask_worker: Any) -> None:
+    device = dask_worker.plugins["gpurt"].exchange.pools.device("host")
+    inner = next(iter(host_codecs(device.to_host).values()))
+    device.own_codecs = lambda: {"far": OfTheDevice(inner, refuses)}
+    device.host_codecs = dict
+
+
+def shuffled(df: Any) -> list[pd.DataFrame]:
+    return partitions(df.shuffle("key", ignore_index=True))
+
+
+def by_tasks(df: Any) -> list[pd.DataFrame]:
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        return partitions(df.shuffle("key", ignore_index=True))
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Two hosts with two workers each, shared by tests that leave them as they are."""
+    with two_hosts(tmp_path_factory.mktemp("workers")) as client:
+        yield client
+
+
+def test_a_shuffle_over_both(hosts: Client) -> None:
+    df = collection()
+    assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+    moved = counters(hosts)
+    # Of two workers each, half of all bytes change hosts, and a quarter go to the neighbour.
+    assert moved["exchange.bytes.comms"] == pytest.approx(2 * moved["exchange.bytes.shared-memory"], rel=0.2)
+    for worker, known in dask_gpurt.report(hosts, connect=True)["workers"].items():
+        for peer, path in known["paths"].items():
+            if peer != worker:
+                same = host_of(peer) == host_of(worker)
+                assert path["path"] == ("shared-memory" if same else "comms"), (worker, peer, path)
+
+
+def test_a_shuffle_over_both_by_ucx(tmp_path: Path) -> None:
+    pytest.importorskip("distributed_ucxx", reason="UCX between hosts takes distributed-ucxx")
+    with two_hosts(tmp_path, protocol="ucx") as client:
+        df = collection()
+        assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        moved = counters(client)
+        assert moved["exchange.bytes.comms"] == pytest.approx(
+            2 * moved["exchange.bytes.shared-memory"], rel=0.2
+        )
+        workers = dask_gpurt.report(client)["workers"]
+        assert {worker.partition("://")[0] for worker in workers} == {"ucx"}
+        assert {host_of(worker) for worker in workers} == set(ADDRESSES)
+
+
+def test_the_topology_has_two_hosts(hosts: Client) -> None:
+    picture = hosts.sync(hosts.scheduler.gpurt_topology)
+    assert set(picture["hosts"]) == {"host-0", "host-1"}
+    for worker, where in picture["workers"].items():
+        assert where["host"] == f"host-{int(host_of(worker)[-1]) - 1}"
+
+
+def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as client:
+        out = collection(waits="go").shuffle("key", ignore_index=True).persist()
+        Event("go-reached", client=client).wait(timeout=60)
+        victim = on_other_host(client)[0]
+        client.run(die, workers=[victim], on_error="return")
+        Event("go", client=client).set()
+        ours = partitions(out)
+        assert_same_partitions(ours, by_tasks(collection()), in_order=False, index=False)
+        assert len(client.nthreads()) == 3
+
+
+@pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
+def test_over_a_slow_link_shards_are_compressed(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, workers=1, rate=SLOW) as client:
+        partitions(collection(rows=4 * ROWS).shuffle("key"))  # shows how slow it is
+        known = counters(client)
+        df = collection(rows=6 * ROWS)
+        assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        found = {name: amount - known.get(name, 0) for name, amount in counters(client).items()}
+        before, after = (found[f"exchange.compression.bytes.{when}"] for when in ("before", "after"))
+        assert before > found["exchange.bytes.comms"] / 2
+        assert after < before * 2 / 3
+
+
+@pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_where_a_codec_of_the_device_fails_shards_come_otherwise(refuses: bool, tmp_path: Path) -> None:
+    with two_hosts(tmp_path, workers=1, rate=SLOW, exchange__compression="gpu") as client:
+        client.run(partial(have_a_codec_of_the_device, refuses))
+        partitions(collection(rows=ROWS).shuffle("key"))  # shows how slow it is
+        df = collection(rows=2 * ROWS)
+        assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        assert counters(client)["exchange.compression.bytes.before"] > 0
+        fallbacks = [worker["fallbacks"] for worker in dask_gpurt.report(client)["workers"].values()]
+        for found in fallbacks:
+            assert ("shards are compressed in host memory" in found) == refuses
+
+
+def test_switched_off_shards_go_as_they_are(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, workers=1, rate=SLOW, exchange__compression="off") as client:
+        for rows in (ROWS, 2 * ROWS):
+            df = collection(rows=rows)
+            assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        assert "exchange.compression.bytes.before" not in counters(client)
+
+
+def test_without_a_codec_that_is_said_once(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, workers=1) as client:
+        client.run(forget_codecs)
+        for seed in (1, 2):
+            shuffled(collection(rows=ROWS + seed))
+        for worker in dask_gpurt.report(client)["workers"].values():
+            fallback = worker["fallbacks"]["shards go to other hosts as they are"]
+            assert fallback["count"] == 1
+            assert "dask-gpurt[compression]" in fallback["reason"]

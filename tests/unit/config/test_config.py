@@ -1,0 +1,363 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import dask.config
+import jsonschema
+import pytest
+import yaml
+from dask.utils import byte_sizes
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_gpurt
+from dask_gpurt.config import KEYS, MODES, PATHS, ConfigError, Settings, Size, load, problems
+
+ROOT = Path(__file__).parents[3]
+DEFAULTS = yaml.safe_load(files("dask_gpurt").joinpath("gpurt.yaml").read_text())
+SCHEMA = yaml.safe_load(files("dask_gpurt").joinpath("gpurt-schema.yaml").read_text())
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
+    """Make a configuration in which nothing but ``key`` is set."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def schema_leaves(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, inner in schema["properties"].items():
+        if "properties" in inner:
+            assert inner["additionalProperties"] is False
+            yield from schema_leaves(inner, f"{prefix}{name}.")
+        else:
+            assert inner["description"].strip(), name
+            yield prefix + name
+
+
+def test_defaults() -> None:
+    settings = load(DEFAULTS)
+    assert not settings.enabled
+    assert settings.takeover
+    assert settings.exchange.pool is None
+    assert settings.exchange.inflight == 2**30
+    assert settings.memory.device is None
+    assert settings.exchange.paths == set(PATHS)
+    assert settings.shuffle.retries == 10
+    assert settings.overlap.mode == "adaptive"
+    assert problems(DEFAULTS) == []
+
+
+@pytest.mark.parametrize("config", [{}, {"gpurt": None}, {"gpurt": {"exchange": None}}, {"gpurt": {}}])
+def test_what_is_not_mentioned_has_its_default(config: dict[str, Any]) -> None:
+    assert load(config) == load(DEFAULTS)
+
+
+def test_defaults_schema_and_settings_have_the_same_keys() -> None:
+    assert sorted(leaves(DEFAULTS)) == sorted(schema_leaves(SCHEMA)) == sorted(KEYS)
+
+
+def test_defaults_satisfy_the_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(DEFAULTS, SCHEMA)
+
+
+def test_schema_knows_the_paths() -> None:
+    paths = SCHEMA["properties"]["gpurt"]["properties"]["exchange"]["properties"]["paths"]
+    assert paths["oneOf"][1]["items"]["enum"] == list(PATHS)
+
+
+def test_schema_knows_the_modes() -> None:
+    mode = SCHEMA["properties"]["gpurt"]["properties"]["overlap"]["properties"]["mode"]
+    assert mode["enum"] == [*MODES, False]
+
+
+def test_fixed_takes_the_numbers_that_are_set() -> None:
+    fixed = {"mode": "fixed", "fixed": {"residency": 4, "sms": 116}}
+    found = load({"gpurt": {"overlap": fixed}}).overlap
+    assert (found.mode, found.fixed.residency, found.fixed.sms) == ("fixed", 4, 116)
+
+
+def test_a_cap_that_counts_always_leaves_nothing_to_choose() -> None:
+    fixed = {"mode": "fixed", "fixed": {"residency": 8}, "residency": 4}
+    (problem,) = problems({"gpurt": {"overlap": fixed}})
+    assert problem == "'gpurt.overlap.residency' is 4: expected 'auto' in the mode 'fixed'"
+
+
+def test_defaults_are_in_dask_config() -> None:
+    dask.config.refresh()  # ``gen_cluster`` puts back what there was before the package was imported
+    for key in KEYS:
+        assert dask.config.get(key, default=dask.config) is not dask.config
+
+
+def test_load_reads_dask_config() -> None:
+    with dask.config.set({"gpurt.enabled": True, "gpurt.exchange.pool": "2 GiB"}):
+        settings = load()
+    assert settings.enabled
+    assert settings.exchange.pool == Size(bytes=2**31)
+
+
+def test_load_reads_the_environment() -> None:
+    env = {
+        "DASK_GPURT__ENABLED": "true",
+        "DASK_GPURT__EXCHANGE__INFLIGHT": "1000000",
+        "DASK_GPURT__EXCHANGE__PATHS": "[shared_memory, comms]",
+        "DASK_GPURT__SHUFFLE__RETRIES": "0",
+    }
+    settings = load(dask.config.collect(paths=[], env=env))
+    assert settings.enabled
+    assert settings.exchange.inflight == 1_000_000
+    assert settings.exchange.paths == {"shared-memory", "comms"}
+    assert settings.shuffle.retries == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("gpurt.enabled", True, True),
+        ("gpurt.enabled", 1, True),
+        ("gpurt.enabled", "Yes", True),
+        ("gpurt.enabled", "off", False),
+        ("gpurt.takeover", "0", False),
+        ("gpurt.exchange.pool", "AUTO", None),
+        ("gpurt.exchange.pool", "50 %", Size(fraction=0.5)),
+        ("gpurt.exchange.inflight", 1e9, 10**9),
+        ("gpurt.exchange.inflight", "1.5GiB", 3 * 2**29),
+        ("gpurt.memory.disk", "100%", Size(fraction=1.0)),
+        ("gpurt.exchange.paths", "auto", set(PATHS)),
+        ("gpurt.exchange.paths", [], {"comms"}),
+        ("gpurt.exchange.paths", ["cuda-ipc"], {"cuda-ipc", "comms"}),
+        ("gpurt.exchange.paths", "shared-memory,cuda-ipc", set(PATHS)),
+        ("gpurt.shuffle.retries", "3", 3),
+        ("gpurt.overlap.mode", "Adaptive", "adaptive"),
+        ("gpurt.overlap.mode", False, "off"),
+        ("gpurt.overlap.fixed.residency", "4", 4),
+        ("gpurt.overlap.fixed.sms", "none", None),
+        ("gpurt.overlap.adaptive.sms", "116", 116),
+        ("gpurt.overlap.learned", "auto", None),
+        ("gpurt.overlap.learned", "/tmp/learned.json", "/tmp/learned.json"),
+        ("gpurt.overlap.residency", False, "off"),
+        ("gpurt.overlap.residency", "OFF", "off"),
+        ("gpurt.overlap.residency", "auto", "auto"),
+        ("gpurt.overlap.residency", "4", 4),
+        ("gpurt.overlap.residency", 1, 1),
+    ],
+)
+def test_good_values(key: str, value: object, expected: object) -> None:
+    found: Any = load(nested(key, value))
+    for name in key.split(".")[1:]:
+        found = getattr(found, name)
+    assert found == expected
+    assert isinstance(found, bool) == isinstance(expected, bool)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gpurt.enabled", "yes please"),
+        ("gpurt.enabled", None),
+        ("gpurt.enabled", 2),
+        ("gpurt.takeover", []),
+        ("gpurt.exchange", "auto"),
+        ("gpurt.exchange.pool", "12 parsecs"),
+        ("gpurt.exchange.pool", "-1 GiB"),
+        ("gpurt.exchange.pool", 0),
+        ("gpurt.exchange.pool", "0%"),
+        ("gpurt.exchange.pool", "140%"),
+        ("gpurt.exchange.pool", "nan"),
+        ("gpurt.exchange.pool", float("nan")),
+        ("gpurt.exchange.pool", float("inf")),
+        ("gpurt.exchange.pool", "1e999 GiB"),
+        ("gpurt.exchange.pool", "GiB"),
+        ("gpurt.exchange.pool", ""),
+        ("gpurt.exchange.pool", True),
+        ("gpurt.exchange.pool", 0.5),
+        ("gpurt.exchange.pool", "٣ GiB"),
+        ("gpurt.exchange.inflight", "30%"),
+        ("gpurt.exchange.inflight", "auto"),
+        ("gpurt.memory.device", {"share": "30%"}),
+        ("gpurt.exchange.paths", 7),
+        ("gpurt.shuffle.retries", -1),
+        ("gpurt.shuffle.retries", 1.5),
+        ("gpurt.shuffle.retries", True),
+        ("gpurt.shuffle", 5),
+        ("gpurt.overlap.mode", "always"),
+        ("gpurt.overlap.mode", True),
+        ("gpurt.overlap.mode", "fixed"),
+        ("gpurt.overlap.fixed", 4),
+        ("gpurt.overlap.fixed.residency", 0),
+        ("gpurt.overlap.fixed.residency", 2.5),
+        ("gpurt.overlap.fixed.residency", "off"),
+        ("gpurt.overlap.fixed.sms", -8),
+        ("gpurt.overlap.fixed.sms", True),
+        ("gpurt.overlap.adaptive.sms", 0),
+        ("gpurt.overlap.learned", ""),
+        ("gpurt.overlap.learned", 5),
+        ("gpurt.overlap.residency", 0),
+        ("gpurt.overlap.residency", "0"),
+        ("gpurt.overlap.residency", -1),
+        ("gpurt.overlap.residency", 4.0),
+        ("gpurt.overlap.residency", True),
+        ("gpurt.overlap.residency", "on"),
+        ("gpurt.overlap.residency", None),
+    ],
+)
+def test_bad_values_are_named_with_what_would_be_right(key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(nested(key, value))
+    assert f"{key!r} is {value!r}: expected " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("gprut.enabled", "gpurt"),
+        ("gpu-rt.enabled", "gpurt"),
+        ("gpurt.enable", "gpurt.enabled"),
+        ("gpurt.exchnage.pool", "gpurt.exchange"),
+        ("gpurt.exchange.pol", "gpurt.exchange.pool"),
+        ("gpurt.exchange.in-flight", "gpurt.exchange.inflight"),
+        ("gpurt.pool", "gpurt.exchange.pool"),
+        ("gpurt.shuffle.retry", "gpurt.shuffle.retries"),
+    ],
+)
+def test_unknown_key_has_a_suggestion(key: str, meant: str) -> None:
+    (problem,) = problems(nested(key, 1))
+    unknown = next(
+        part for part in (key, *(key.rsplit(".", n)[0] for n in (1, 2))) if f"{part!r}:" in problem
+    )
+    assert problem.startswith(f"unknown key {unknown!r}: did you mean {meant!r}? Known keys: gpurt.enabled, ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [("gpurt.memory.failures", 40, (40, False)), ("gpurt.overlap.check", True, (0, True))],
+)
+def test_settings_that_have_gone_to_testing_still_work_and_warn(
+    key: str, value: object, expected: Any
+) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"'{key}' is deprecated.*Instruments"):
+        settings = load(nested(key, value))
+    assert (settings.memory.failures, settings.overlap.check) == expected
+
+
+def test_unknown_key_without_a_likeness() -> None:
+    (problem,) = problems(nested("gpurt.exchange.zebra", 1))
+    assert problem.startswith("unknown key 'gpurt.exchange.zebra'. Known keys: ")
+
+
+def test_unknown_path_has_a_suggestion() -> None:
+    (problem,) = problems(nested("gpurt.exchange.paths", ["shared-memroy"]))
+    assert "'shared-memroy' in 'gpurt.exchange.paths': did you mean 'shared-memory'?" in problem
+
+
+def test_key_with_dots_is_not_lost() -> None:
+    (problem,) = problems({"gpurt.enabled": True})
+    assert "'gpurt.enabled'" in problem
+    assert "gpurt: enabled: ..." in problem
+
+
+@pytest.mark.parametrize("section", ["gpu", "distributed", "rmm", "report", 3])
+def test_sections_of_others_are_left_alone(section: object) -> None:
+    assert problems({section: {"pool": "nonsense"}}) == []  # type: ignore[dict-item]
+
+
+def test_problems_lists_all_and_load_raises_the_first() -> None:
+    config = {"gpurt": {"enabled": "perhaps", "colour": 1, "exchange": {"pool": "?", "paths": "auto"}}}
+    found = problems(config)
+    assert len(found) == 3
+    for key in ("colour", "enabled", "exchange.pool"):
+        assert any(f"'gpurt.{key}'" in problem for problem in found)
+    with pytest.raises(ConfigError) as error:
+        load(config)
+    assert str(error.value) == found[0]
+
+
+def test_settings_are_values() -> None:
+    assert load({}) == load({})
+    assert hash(load({})) == hash(load({}))
+    assert isinstance(load({}), Settings)
+
+
+@given(st.integers(1, 2**63))
+def test_size_in_bytes_survives_its_text(size: int) -> None:
+    assert Size.parse(str(Size(bytes=size))) == Size(bytes=size)
+    assert Size.parse(size) == Size.parse(str(size)) == Size(bytes=size)
+
+
+@given(st.decimals("0.001", 100, places=3), st.integers(0, 2**50))
+def test_share_survives_its_text_and_stays_within_the_whole(percent: object, total: int) -> None:
+    share = Size.parse(f"{percent}%")
+    assert Size.parse(str(share)) == share
+    assert 0 <= share.of(total) <= total
+
+
+@given(st.integers(1, 100), st.integers(0, 2**40))
+def test_share_of_hundreds_is_exact(percent: int, hundreds: int) -> None:
+    assert Size.parse(f"{percent}%").of(100 * hundreds) == percent * hundreds
+
+
+@given(
+    st.integers(1, 10**6),
+    st.sampled_from(sorted(byte_sizes)),
+    st.sampled_from(["", " ", "  "]),
+    st.booleans(),
+)
+def test_size_knows_the_units_of_dask(number: int, unit: str, space: str, upper: bool) -> None:
+    text = f"{number}{space}{unit.upper() if upper else unit}"
+    assert Size.parse(text).of(0) == number * byte_sizes[unit]
+
+
+@given(st.one_of(st.text(), st.floats(), st.integers(), st.none(), st.booleans(), st.lists(st.integers())))
+def test_size_is_right_or_a_config_error(value: object) -> None:
+    try:
+        size = Size.parse(value, key="some.key")
+    except ConfigError as error:
+        assert str(error).startswith("'some.key' is ")
+    else:
+        assert size.of(1000) >= 0
+
+
+@pytest.mark.parametrize("wrong", [{}, {"bytes": 1, "fraction": 0.5}, {"bytes": 0}, {"fraction": 1.5}])
+def test_size_is_one_thing(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a Size"):
+        Size(**wrong)
+
+
+def test_import_is_light() -> None:
+    code = """
+import sys, dask
+before = set(sys.modules)
+import dask_gpurt.config
+print(*sorted(name.partition(".")[0] for name in set(sys.modules) - before))
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert set(out.stdout.split()) == {"dask_gpurt"}
+
+
+def test_preload_file_names_the_hook_for_every_role() -> None:
+    hooks = yaml.safe_load((ROOT / "etc/dask/gpurt.yaml").read_text())
+    roles = ("scheduler", "worker", "nanny", "client")
+    assert hooks == {"distributed": {role: {"preload": ["dask_gpurt.preload"]} for role in roles}}
+
+
+def test_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == dask_gpurt.__version__

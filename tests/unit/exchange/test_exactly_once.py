@@ -1,0 +1,339 @@
+"""Each row once, whatever happens to messages, attempts, pools and processes: a machine that tries.
+
+Three workers transfer the inputs of two shuffles, one after the other. Messages wait until the machine has
+them delivered, in any order, or lost, before or after they have arrived. Attempts fail in the middle, since
+a pool is full, and are made again elsewhere. Processes are killed, and replaced at the same address. In the
+end everything that waits is delivered: then every row is there once, nothing is held, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pandas as pd
+from distributed._async_taskgroup import AsyncTaskGroupClosedError
+from distributed.exceptions import Reschedule
+from distributed.shuffle._exceptions import P2PConsistencyError
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from dask_gpurt.exchange.inbox import Place
+from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.shuffle.run import ShuffleRun
+from tests.helpers.exchanges import (
+    AttemptFailed,
+    Message,
+    Network,
+    Process,
+    Scheduler,
+    frame_of,
+    quiet,
+    spec_of,
+    without_pauses,
+)
+
+ADDRESSES = ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
+INPUTS, OUTPUTS, ROWS = 3, 4, 400
+#: Bytes of a pool: some shards fit, or all.
+SMALL, LARGE = 2**12, 2**17
+
+
+class ExactlyOnce(RuleBasedStateMachine):
+    """A cluster whose every step is chosen."""
+
+    @initialize(
+        pool=st.sampled_from([SMALL, LARGE]),
+        paths=st.sampled_from([("shared-memory", "comms"), ("comms",)]),
+    )
+    def begins(self, pool: int, paths: tuple[str, ...]) -> None:
+        self.pool, self.paths = pool, paths
+        self.loop = asyncio.new_event_loop()
+        self.pauses = without_pauses()
+        self.pauses.__enter__()
+        self.wait_for_room = Outbox.wait_for_room
+        Outbox.wait_for_room = _fail_in_place_of_waiting  # type: ignore[method-assign]
+        logging.disable()  # of what is tried here, everything would be told
+        self.errors: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
+        self.background: set[asyncio.Task[Any]] = set()
+        self.network = Network()
+        self.scheduler = Scheduler(self.network)
+        self.everyone: list[Process] = []
+        for address in ADDRESSES:
+            self._start(address)
+        self.number = 0
+        self._next_shuffle()
+
+    def _start(self, address: str) -> None:
+        async def start() -> Process:
+            return Process(address, self.network, self.scheduler, pool=self.pool, paths=self.paths)
+
+        process = self._do(start())
+        self.everyone.append(process)
+        self.scheduler.joins(process)
+
+    def _next_shuffle(self) -> None:
+        self.number += 1
+        self.shuffle = f"shuffle-{self.number}"
+        self.outputs: dict[int, pd.DataFrame] = {}
+        self.scheduler.begin(spec_of(self.shuffle, OUTPUTS))
+
+    def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine, and then everything that does not wait for this machine."""
+
+        async def run() -> Any:
+            task = self.loop.create_task(coroutine)
+            await quiet()
+            self.background.add(task)
+            task.add_done_callback(self.background.discard)
+            return task.result() if task.done() else None
+
+        return self.loop.run_until_complete(run())
+
+    def _settle(self) -> None:
+        self.loop.run_until_complete(quiet())
+
+    @property
+    def active(self) -> Any:
+        return self.scheduler.active[self.shuffle]
+
+    def _alive(self) -> list[Process]:
+        return [
+            process
+            for process in self.network.processes.values()
+            if process.address in self.scheduler.workers
+        ]
+
+    # ---- tasks -----------------------------------------------------------------------
+
+    def _rows(self, source: int) -> range:
+        return range(source * ROWS, (source + 1) * ROWS)
+
+    @rule(source=st.integers(0, INPUTS - 1), where=st.integers(0, 2), again=st.booleans())
+    def transfer(self, source: int, where: int, again: bool) -> None:
+        """Run a transfer task; also once more, as when its result has got lost."""
+        alive = self._alive()
+        if alive and not self.active.sealed and (again or source not in self.active.transferred):
+            self._do(self._transfer(alive[where % len(alive)], self.active, source))
+
+    async def _transfer(self, process: Process, active: Any, source: int) -> None:
+        active.transferred.pop(source, None)
+        await self._hear(process)
+        key = f"transfer-{source}"
+        try:
+            run: Any = await process.shuffles.shuffle_runs.get_or_create(self.shuffle, key)
+            with process.task(key, self.scheduler.next_dispatch()):
+                result = run.add_partition(frame_of(self._rows(source), OUTPUTS), source)
+        except (AttemptFailed, Reschedule, P2PConsistencyError):
+            return  # the scheduler has the task run again
+        active.transferred[source] = result
+
+    @precondition(lambda self: len(self.active.transferred) == INPUTS and not self.active.sealed)
+    @rule(where=st.integers(0, 2))
+    def barrier(self, where: int) -> None:
+        alive = self._alive()
+        if alive:
+            self._do(self._barrier(alive[where % len(alive)], self.active))
+
+    async def _barrier(self, process: Process, active: Any) -> None:
+        active.sealed = True  # one at a time
+        await self._hear(process)
+        try:
+            results = list(active.transferred.values())
+            run: Any = await process.shuffles.shuffle_runs.get_most_recent(self.shuffle, results)
+            await run.barrier(results)
+            active.done = True
+        except (Reschedule, P2PConsistencyError, asyncio.CancelledError):
+            active.sealed = False  # to be run again, elsewhere if its worker has died
+        except AsyncTaskGroupClosedError:
+            assert not process.alive  # where a task only goes on in this test
+            active.sealed = False
+
+    @precondition(lambda self: self.active.__dict__.get("done"))
+    @rule(output=st.integers(0, OUTPUTS - 1))
+    def unpack(self, output: int) -> None:
+        self._unpack_if_there(output)
+
+    async def _hear(self, process: Process) -> None:
+        """What the scheduler has sent to a worker arrives before a task that it sends later."""
+        while self.network.streams[process]:
+            await self.network.deliver_stream(process)
+
+    async def _unpack(self, process: Process, output: int) -> None:
+        await self._hear(process)
+        run: ShuffleRun | None = process.run_of(self.shuffle)
+        if run is None or run.run_id != self.active.run_spec.run_id:
+            return
+        if any(parcel.place is Place.MOVING for parcel in run._consumer._places[output]):
+            return  # its thread would wait
+        key = f"unpack-{output}"
+        try:
+            self.outputs[output] = run.get_output_partition(output, key)
+        except (Reschedule, P2PConsistencyError):
+            return
+        run.task_done(key)
+
+    @precondition(lambda self: len(self.outputs) == OUTPUTS and self.number < 2)
+    @rule()
+    def end(self) -> None:
+        self._check_outputs()
+        self.scheduler.end(self.shuffle)
+        self._next_shuffle()
+
+    # ---- messages --------------------------------------------------------------------
+
+    def _message(self, which: int) -> Message:
+        return self.network.messages[which % len(self.network.messages)]
+
+    @precondition(lambda self: self.network.messages)
+    @rule(which=st.integers(0, 50))
+    def deliver(self, which: int) -> None:
+        self._do(self.network.deliver(self._message(which)))
+
+    @precondition(lambda self: self.network.messages)
+    @rule(which=st.integers(0, 50))
+    def deliver_and_lose_the_answer(self, which: int) -> None:
+        self._do(self.network.deliver(self._message(which), answered=False))
+
+    @precondition(lambda self: self.network.messages)
+    @rule(which=st.integers(0, 50))
+    def lose(self, which: int) -> None:
+        self.network.lose(self._message(which))
+        self._settle()
+
+    @rule(where=st.integers(0, 2))
+    def hear_of_the_scheduler(self, where: int) -> None:
+        waiting = [process for process in self._alive() if self.network.streams[process]]
+        if waiting:
+            self._do(self.network.deliver_stream(waiting[where % len(waiting)]))
+
+    # ---- processes -------------------------------------------------------------------
+
+    @rule(where=st.integers(0, 2))
+    def kill(self, where: int) -> None:
+        alive = self._alive()
+        if len(alive) > 1:
+            alive[where % len(alive)].die()
+            self._settle()
+
+    @rule()
+    def notice(self) -> None:
+        """The scheduler notices a dead worker, and its nanny starts another one at the same address."""
+        for address in ADDRESSES:
+            if address in self.scheduler.workers and address not in self.network.processes:
+                self._notice(address)
+                return
+
+    def _notice(self, address: str) -> None:
+        restarts = self.scheduler.restarts
+        self.scheduler.leaves(address)
+        if self.scheduler.restarts > restarts:
+            self.outputs.clear()
+        self._start(address)
+
+    # ---- the end ---------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        try:
+            self._finish()
+        finally:
+            Outbox.wait_for_room = self.wait_for_room  # type: ignore[method-assign]
+            self.pauses.__exit__(None, None, None)
+            logging.disable(logging.NOTSET)
+            for process in self.everyone:
+                process.close()
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.run_until_complete(quiet())
+            self.loop.close()
+
+    def _finish(self) -> None:
+        self._until(lambda: len(self.outputs) == OUTPUTS, self._go_on)
+        self._check_outputs()
+        self.scheduler.end(self.shuffle)
+        self._until(self._nothing_waits, self._deliver_all)
+        for process in self._alive():
+            assert process.outbox.pool.used == 0, "a block is held"
+            assert not any(process.exchange._parcels.values()), "a shard is held"
+            assert not process.landed.kept, "a pulled shard is held"
+            assert not process.exchange._released, "a release waits"
+            assert not process.exchange._receiving, "a run is not over"
+            assert process.exchange._limiter.empty
+        assert not self.errors, self.errors
+
+    def _until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:
+        for _ in range(200):
+            if done():
+                return
+            step()
+        raise AssertionError(f"a hang: {self.network.messages}, {self.background}, {self.errors}")
+
+    def _nothing_waits(self) -> bool:
+        if len(self._alive()) < len(ADDRESSES):  # a death is still to be noticed
+            return False
+        return not self.network.messages and not any(self.network.streams.values()) and not self.background
+
+    def _deliver_all(self) -> None:
+        for address in ADDRESSES:
+            if address not in self.network.processes:
+                self._notice(address)
+        for process in self._alive():
+            while self.network.streams[process]:
+                self._do(self.network.deliver_stream(process))
+        for message in list(self.network.messages):
+            if message in self.network.messages:
+                self._do(self.network.deliver(message))
+        self._settle()
+
+    def _go_on(self) -> None:
+        """Do what a cluster without faults would do next, each step when nothing is on its way any more."""
+        self._until(self._nothing_waits, self._deliver_all)
+        alive = self._alive()
+        for source in range(INPUTS):
+            if source not in self.active.transferred and not self.active.sealed:
+                self._do(self._transfer(alive[source % len(alive)], self.active, source))
+                self._until(self._nothing_waits, self._deliver_all)
+        if len(self.active.transferred) == INPUTS and not self.active.sealed:
+            self._do(self._barrier(alive[0], self.active))
+            self._until(self._nothing_waits, self._deliver_all)
+        if self.active.__dict__.get("done"):
+            for output in range(OUTPUTS):
+                self._unpack_if_there(output)
+
+    def _unpack_if_there(self, output: int) -> None:
+        process = self.network.processes.get(self.active.run_spec.worker_for[output])
+        if output not in self.outputs and process is not None and process.address in self.scheduler.workers:
+            self._do(self._unpack(process, output))
+
+    def _check_outputs(self) -> None:
+        for output, frame in self.outputs.items():
+            wanted = [
+                row for source in range(INPUTS) for row in self._rows(source) if row % OUTPUTS == output
+            ]
+            assert list(frame["row"]) == wanted, f"output {output} has other rows"
+
+
+def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) -> None:
+    """Ask for room as a producer that waits does, and end the attempt."""
+    check()
+    self._ask_for_room({entry.owner for entry in self._entries.values()})
+    raise AttemptFailed
+
+
+TestExactlyOnce = ExactlyOnce.TestCase
+#: More than the usual number are drawn anew each time: `GPURT_TEST_EXAMPLES=10000 python -m pytest …`.
+EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
+TestExactlyOnce.settings = settings(
+    max_examples=EXAMPLES,
+    derandomize=EXAMPLES <= 60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

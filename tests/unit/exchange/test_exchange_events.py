@@ -1,0 +1,525 @@
+"""Events that befall an exchange, one by one: what would have been a wrong row or a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import dask
+import dask.dataframe
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+from distributed.comm import CommClosedError
+from distributed.shuffle._exceptions import ShuffleClosedError
+
+import dask_gpurt
+from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
+from dask_gpurt.exchange.inbox import Place
+from dask_gpurt.exchange.mappings import HeldMapping
+from dask_gpurt.exchange.shard import PeerError
+from tests.helpers.clusters import QUICK, instrument
+from tests.helpers.exchanges import Cluster, Process, quiet, without_pauses
+
+A, B = "tcp://a:1", "tcp://b:1"
+
+
+def in_process(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test on an event loop, without pauses."""
+
+    def run() -> None:
+        with without_pauses():
+            asyncio.run(asyncio.wait_for(test(), 60))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    """Have ``meddle`` handle each message; it gets the usual handling first."""
+    handle = cluster.network._handle
+    cluster.network._handle = lambda *message: meddle(handle, *message)  # type: ignore[method-assign]
+
+
+def counted(process: Process, name: str) -> float:
+    return float(process.exchange.metrics.snapshot()["counters"].get(name, 0))
+
+
+# ---- wrong rows ----------------------------------------------------------------------
+
+
+@in_process
+async def test_a_worker_is_replaced_at_the_same_address_while_idle() -> None:
+    cluster = Cluster(A, B)
+    assert await cluster.shuffle("first") == cluster.expected()
+    await cluster.end("first")
+    cluster.replace(cluster.network.processes[B])
+    assert await cluster.shuffle("before the others have heard") == cluster.expected()
+    await cluster.hear()
+    assert await cluster.shuffle("after that") == cluster.expected()
+    await cluster.end("before the others have heard")
+    await cluster.end("after that")
+    cluster.close()
+
+
+@in_process
+async def test_a_release_for_the_worker_before_at_an_address_frees_nothing() -> None:
+    cluster = Cluster(A, B)
+    old = cluster.network.processes[B].exchange.me
+    new = cluster.replace(cluster.network.processes[B])
+    await cluster.transfer_all("a shuffle")
+    used = new.outbox.pool.used
+    assert used
+    for number in range(10):
+        await cluster.network.processes[A].exchange._send_release(old, "host", [number])
+    assert new.outbox.pool.used == used
+    assert counted(new, "exchange.messages.stale") == 10
+    cluster.close()
+
+
+@in_process
+async def test_an_offer_is_repeated_since_its_answer_got_lost() -> None:
+    cluster = Cluster(A, B)
+    lost = set[int]()
+
+    async def lose_answers(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        answer = await handle(address, op, content)
+        if op == "shuffle_receive" and hash(content["data"]) not in lost:
+            lost.add(hash(content["data"]))
+            raise CommClosedError("the connection was reset")
+        return answer
+
+    intercept(cluster, lose_answers)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    assert lost
+    assert sum(counted(p, "shuffle.shards.repeated") for p in cluster.network.processes.values()) > 0
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_an_offer_of_a_worker_to_itself_fails() -> None:
+    cluster = Cluster(A, B)
+    a = cluster.network.processes[A]
+    take = a.exchange.take
+
+    def short_of_memory(*args: Any) -> Any:
+        a.exchange.take = take  # type: ignore[method-assign]
+        raise MemoryError("once")
+
+    a.exchange.take = short_of_memory  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="once"):
+        await cluster.shuffle("a shuffle")
+    cluster.close()
+
+
+def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
+    """A comm within a process hands the memory of the producer over, who reuses it after the release."""
+    rng = np.random.default_rng(0)
+    rows = pd.DataFrame({"key": rng.integers(0, 999, 60_000), "row": np.arange(60_000)})
+    with (
+        dask.config.set({**QUICK, "gpurt.exchange.paths": ["comms"], "gpurt.exchange.pool": "256 kiB"}),
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local,
+        Client(local) as client,
+    ):
+        instrument(client)
+        dask_gpurt.enable(client)
+        df = dask.dataframe.from_pandas(rows, npartitions=12)
+        found = df.shuffle("key").compute().sort_values("row")
+        dask_gpurt.disable(client)
+    pd.testing.assert_frame_equal(found, rows)
+
+
+@in_process
+async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    (late, *_) = [parcel.shard for parcel in run._consumer._unread if parcel.shard.source == 0]
+    results[0] = await cluster.transfer("a shuffle", 0, b)  # once more, elsewhere
+    await b.exchange.offload(int)
+    await run._consumer.receive([late])
+    assert counted(b, "shuffle.shards.stale") == 1
+    await quiet()
+    assert a.outbox.view(late.id) is None, "its block is freed"
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> None:
+    """It is refused, and its block is freed: it would fill the pool of its producer until the run is over."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    known = next(parcel.shard for parcel in run._consumer._unread if parcel.shard.producer == a.exchange.me)
+    number = a.outbox.publish(("a shuffle", run.run_id), B, [a.outbox.allocate(8)])
+    await run._consumer.receive([replace(known, id=number, attempt=Attempt(-1, 0))])
+    await quiet()
+    assert a.outbox.view(number) is None
+    assert a.outbox.view(known.id) is not None
+    cluster.close()
+
+
+@in_process
+async def test_a_shard_never_arrives() -> None:
+    """The barrier finds out, and the run begins again."""
+    cluster = Cluster(A, B)
+
+    async def swallow(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive" and cluster.scheduler.restarts == 0 and b"Commit" in content["data"]:
+            return {"status": "OK", "missing": []}
+        return await handle(address, op, content)
+
+    intercept(cluster, swallow)
+    results = await cluster.transfer_all("a shuffle")
+    with pytest.raises(ShuffleClosedError):
+        await cluster.barrier("a shuffle", results)
+    await quiet()
+    assert cluster.scheduler.restarts == 1
+    await cluster.hear()
+    results = [await cluster.transfer("a shuffle", i, cluster.network.processes[A]) for i in range(3)]
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    cluster.close()
+
+
+# ---- hangs ---------------------------------------------------------------------------
+
+
+@in_process
+async def test_a_pull_for_a_producer_that_waits_for_room_fails() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    await cluster.barrier("a shuffle", results)
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    b.landed.full = True
+    b.exchange.drain(list(a.exchange.me))
+    await quiet()
+    run: Any = b.run_of("a shuffle")
+    with pytest.raises(OSError, match="no tier has room"):
+        run.raise_if_closed()
+    cluster.close()
+
+
+@in_process
+async def test_a_release_gets_lost() -> None:
+    """A producer that waits for room would wait for ever."""
+    cluster = Cluster(A, B)
+    failures = iter([True, True])
+
+    async def lose(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_release" and next(failures, False):
+            raise CommClosedError("the connection was reset")
+        return await handle(address, op, content)
+
+    intercept(cluster, lose)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    for process in cluster.network.processes.values():
+        await process.exchange.offload(int)
+    await quiet()
+    assert [process.outbox.pool.used for process in cluster.network.processes.values()] == [0, 0]
+    cluster.close()
+
+
+def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
+    """Have a handler of a worker never answer, as while connections are tried, or its process is stopped."""
+    called = asyncio.Event()
+
+    async def hang(handle: Any, to: str, called_op: str, content: dict[str, Any]) -> Any:
+        if (called_op, to) == (op, address):
+            called.set()
+            await asyncio.Event().wait()
+        return await handle(to, called_op, content)
+
+    intercept(cluster, hang)
+    return called
+
+
+@in_process
+async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> None:
+    """What was published for it would fill the pool meanwhile, which the next run needs."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_forget", B)
+    b.die()
+    cluster.scheduler.leaves(B)
+    await cluster.hear()
+    await called.wait()
+    while a.outbox.pool.used:
+        await asyncio.sleep(0.01)
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing_needs() -> None:
+    """The bytes in flight would be counted for ever, and keep others from being pulled."""
+    cluster = Cluster(A, B, paths=["comms"])
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_fetch", A)
+    await cluster.transfer_all("a shuffle")
+    await called.wait()
+    assert not b.exchange._limiter.empty
+    cluster.scheduler.end("a shuffle")
+    await cluster.hear()
+    while any(b.exchange._parcels.values()) or a.outbox.pool.used:
+        await asyncio.sleep(0.01)
+    assert b.exchange._limiter.empty
+    cluster.close()
+
+
+# ---- what fails where it could go on -------------------------------------------------
+
+
+@in_process
+async def test_the_connection_breaks_while_a_pool_is_asked_for() -> None:
+    cluster = Cluster(A, B)
+    failures = iter([True, True])
+
+    async def lose(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_ticket" and next(failures, False):
+            raise CommClosedError("the connection was reset")
+        return await handle(address, op, content)
+
+    intercept(cluster, lose)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    assert next(failures, None) is None
+    cluster.close()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_at_a_producer_while_a_shard_is_fetched() -> None:
+    """Dask answers None then. The run begins again, and what is not there any more is told of."""
+    cluster = Cluster(A, B, paths=["comms"])
+
+    async def is_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        return None if op == "gpurt_fetch" else await handle(address, op, content)
+
+    intercept(cluster, is_off)
+    with pytest.raises(ShuffleClosedError, match="the runtime was switched off at worker"):
+        await cluster.transfer_all("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_at_an_owner_while_shards_are_offered() -> None:
+    cluster = Cluster(A, B)
+
+    async def is_closed(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive" and cluster.scheduler.restarts == 0:
+            raise ExchangeClosed("the exchange is closed")
+        return await handle(address, op, content)
+
+    intercept(cluster, is_closed)
+    await cluster.transfer_all("a shuffle")
+    assert cluster.scheduler.restarts == 1
+    cluster.close()
+
+
+@in_process
+async def test_a_task_of_another_graph_ends() -> None:
+    """No shard is looked at: the event loop would be busy for 150 ms with 100,000 of them."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    consumer = run._consumer
+    consumer._places = consumer._unread = consumer._lock = None
+    run.task_done("another task")
+
+
+@in_process
+async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> None:
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    parcels = [parcel for parcel in run._consumer._unread if parcel.shard.producer == a.exchange.me]
+    found = b.exchange.peers.path
+
+    async def ends_first(*args: Any) -> Any:
+        path = await found(*args)
+        await cluster.end("a shuffle")
+        return path
+
+    b.exchange.peers.path = ends_first  # type: ignore[method-assign]
+    await cluster.hear()
+    shard = parcels[0].shard
+    again = replace(shard, part=9)
+    with pytest.raises((ExchangeClosed, ShuffleClosedError)):
+        await run._consumer.receive([again])
+    assert not any(b.exchange._parcels.values())
+    cluster.close()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_while_a_shard_is_taken_or_an_input_is_added() -> None:
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    shard = next(p.shard for p in run._consumer._unread if p.shard.producer == a.exchange.me)
+
+    async def off(*_: Any) -> Any:
+        b.exchange.close()
+        raise ExchangeClosed("the exchange is closed")
+
+    def add(*_: Any) -> Any:
+        raise ValueError("mmap closed or invalid")
+
+    b.exchange.peers.path = off  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the runtime was switched off"):
+        await run._receive([replace(shard, part=9)])
+    run._producer.add = add
+    b.exchange.closed, run.transferred = False, False
+    with pytest.raises(ValueError, match="mmap"):
+        run.add_partition(None, 0)
+    run._producer.add = lambda *_: (setattr(b.exchange, "closed", True), add())
+    with pytest.raises(RuntimeError, match="the runtime was switched off"):
+        run.add_partition(None, 0)
+    cluster.close()
+
+
+@in_process
+async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> None:
+    """Its block may hold what belongs to another run by then."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    shard = next(p.shard for p in run._consumer._unread if p.shard.producer == a.exchange.me)
+    await a.exchange.withdraw(("a shuffle", run.run_id))
+    assert all(p.place is Place.GONE for p in run._consumer._unread if p.shard.producer == a.exchange.me)
+    with pytest.raises(ExchangeClosed, match="after the end of its run"):
+        await run._consumer.receive([replace(shard, part=9)])
+    cluster.close()
+
+
+class Pool:
+    """A mapping that says whether it is open."""
+
+    def __init__(self) -> None:
+        self.open = True
+
+    def view(self, offset: int, nbytes: int) -> Any:
+        assert self.open
+        return np.zeros(nbytes, np.uint8)
+
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        assert self.open
+
+    def close(self) -> None:
+        self.open = False
+
+
+def test_a_peer_leaves_while_its_pool_is_read() -> None:
+    pool = Pool()
+    mapping = HeldMapping(pool, lambda close: close())
+    assert mapping.hold()
+    assert mapping.hold()
+    mapping.retire()
+    mapping.let_go()
+    assert pool.open
+    assert not mapping.hold(), "what comes later is refused"
+    mapping.let_go()
+    assert not pool.open
+
+
+def test_a_peer_leaves_while_nothing_is_read() -> None:
+    pool = Pool()
+    mapping = HeldMapping(pool, lambda close: close())
+    assert mapping.hold()
+    mapping.let_go()
+    assert pool.open
+    mapping.retire()
+    mapping.retire()
+    assert not pool.open
+
+
+@in_process
+async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    shard = next(p.shard for p in run._consumer._unread if p.shard.producer == a.exchange.me)
+    a.die()
+    b.exchange.peer_left(A)
+    await quiet()
+    with pytest.raises(PeerLost):
+        await run._consumer.receive([replace(shard, part=9)])
+    cluster.close()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_while_shards_are_held() -> None:
+    """Pools of peers would stay mapped for as long as their runs are known."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    b = cluster.network.processes[B]
+    held = {
+        parcel.path.mapping
+        for parcels in b.exchange._parcels.values()
+        for parcel in parcels
+        if isinstance(parcel.path.mapping, HeldMapping)
+    }
+    assert held
+    closed = list[Any]()
+    for mapping in held:
+        mapping._close_soon = closed.append  # type: ignore[method-assign]
+    b.exchange.close()
+    assert len(closed) == len(held)
+    await quiet()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_while_a_pool_is_mapped() -> None:
+    cluster = Cluster(A, B)
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    made = list[HeldMapping]()
+    hold = b.exchange.peers._held
+
+    def closes_first(path: Any) -> Any:
+        b.exchange.close()
+        held = hold(path)
+        made.append(held.mapping)
+        return held
+
+    b.exchange.peers._held = closes_first  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="is closed"):
+        await b.exchange.peers.path(a.exchange.me, "host", 1)
+    assert made
+    assert not made[0].hold()
+
+
+@in_process
+async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it() -> None:
+    """The event loop does not wait for that."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    parcel = next(iter(b.exchange._parcels[a.exchange.me]))
+    where = list[int]()
+    parcel.read_until(lambda: where.append(threading.get_ident()))
+    b.exchange.executor.shutdown()
+    b.exchange.executor = ThreadPoolExecutor(1)
+
+    def lets_go_and_fails(parcel: Any) -> None:
+        parcel.discard()
+        raise OSError("a test")
+
+    b.exchange._pull_mapped = lets_go_and_fails  # type: ignore[method-assign]
+    assert parcel.start_moving()
+    await b.exchange._pull(parcel)
+    assert where
+    assert threading.get_ident() not in where
+    cluster.close()

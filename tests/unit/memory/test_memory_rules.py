@@ -1,0 +1,338 @@
+"""What goes down first, how large tiers are, and what objects own: rules, without a cluster."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from distributed.protocol import pickle as dask_pickle
+from hypothesis import given
+
+from dask_gpurt import config
+from dask_gpurt.config import ConfigError
+from dask_gpurt.memory import ledger as ledger_module
+from dask_gpurt.memory.accounting import Owned, owned
+from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, Label, Ledger, Picture
+from dask_gpurt.memory.policy import Candidate, choose, order
+from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
+from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
+from tests.helpers.objects import OBJECTS, same, scattered
+
+GIB = 2**30
+
+# ---- policy --------------------------------------------------------------------------
+
+
+def test_order() -> None:
+    unneeded, large = Candidate("unneeded", 1, None, 9), Candidate("large", 5, None, 9)
+    soon, later = Candidate("soon", 9, (0, 1), 0), Candidate("later", 1, (0, 7), 5)
+    old = Candidate("old", 1, None, 2)
+    assert order([soon, unneeded, later, old, large]) == [large, old, unneeded, later, soon]
+
+
+candidates = st.lists(
+    st.builds(
+        Candidate,
+        key=st.integers(),
+        nbytes=st.integers(0, 9),
+        needed=st.none() | st.tuples(st.integers(0, 3)),
+        used=st.integers(0, 3),
+    ),
+    unique_by=lambda candidate: candidate.key,
+)
+
+
+@given(candidates, st.integers(0, 40), st.randoms())
+def test_choice(given: list[Candidate], nbytes: int, random: Any) -> None:
+    chosen = choose(given, nbytes)
+    freed = sum(candidate.nbytes for candidate in chosen)
+    assert freed >= nbytes or freed == sum(candidate.nbytes for candidate in given)
+    assert not chosen or freed - chosen[-1].nbytes < nbytes  # the last one was necessary
+    if any(candidate.needed is not None for candidate in chosen):
+        assert {c.key for c in given if c.needed is None and c.nbytes} <= {c.key for c in chosen}
+    random.shuffle(given)
+    assert choose(given, nbytes) == chosen
+
+
+# ---- limits --------------------------------------------------------------------------
+
+
+def resolved(on_host: bool = False, given_device: int | None = None, **settings: Any) -> Limits:
+    return limits(
+        config.load({"gpurt": {"memory": settings}}).memory,
+        memory_limit=100 * GIB,
+        device_memory=None if on_host else 140 * GIB,
+        given_device=given_device,
+        target=0.6,
+        disk_free=1000 * GIB,
+    )
+
+
+def test_defaults() -> None:
+    assert resolved() == Limits(112 * GIB, 8 * GIB, 52 * GIB, None)
+    assert resolved(on_host=True) == Limits(60 * GIB, 0, 0, None)
+
+
+def test_what_the_user_gave_dask_cuda_counts() -> None:
+    assert resolved(given_device=30 * GIB).device == 30 * GIB
+    assert resolved(given_device=30 * GIB, device="50%").device == 70 * GIB
+
+
+def test_sizes_and_shares() -> None:
+    assert resolved(device="1 GiB", pinned="10%", host=0, disk="50%") == Limits(GIB, 10 * GIB, 0, 500 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "settings", "message"),
+    [
+        (False, {"device": "141 GiB"}, r"'gpurt.memory.device' comes to 141.00 GiB.*140.00 GiB"),
+        (True, {"device": "101 GiB"}, r"'gpurt.memory.device' comes to 101.00 GiB.*memory limit"),
+        (False, {"pinned": "101 GiB"}, r"'gpurt.memory.pinned'.*100.00 GiB"),
+        (False, {"pinned": "60 GiB", "host": "50 GiB"}, r"'gpurt.memory.host' comes to 110.00 GiB"),
+        (True, {"pinned": "30 GiB", "host": "20 GiB"}, r"'gpurt.memory.host' comes to 110.00 GiB"),
+        (False, {"disk": "2000 GiB"}, r"'gpurt.memory.disk'.*0.98 TiB"),
+        (False, {"device": "120%"}, r"'gpurt.memory.device' is '120%'"),
+        (False, {"device": 0}, r"'gpurt.memory.device' is 0"),
+        (False, {"host": "lots"}, r"'gpurt.memory.host' is 'lots'"),
+        (False, {"retries": -1}, r"'gpurt.memory.retries' is -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(on_host: bool, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(on_host, **settings)
+
+
+@pytest.mark.parametrize("reason", ["", "it is broken"])
+def test_no_room_arrives_at_the_client_as_it_was_raised(reason: str) -> None:
+    error = NoRoom(Tier.DISK, 5, reason)
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), back.tier, back.nbytes, back.reason) == (NoRoom, Tier.DISK, 5, reason)
+    assert str(back) == str(error) == "no room for 5 bytes in the disk tier" + (reason and f": {reason}")
+
+
+# ---- frames --------------------------------------------------------------------------
+
+
+@given(st.sampled_from(range(len(OBJECTS))), st.lists(st.integers(0, 10**6), max_size=4))
+def test_round_trip(which: int, cuts: list[int]) -> None:
+    frames = take_apart(OBJECTS[which])
+    pieces = tuple(scattered(buffer, cuts) for buffer in frames.buffers)
+    back = put_together(Frames(frames.header, pieces), lambda pieces: pieces)
+    same(back, OBJECTS[which])
+
+
+def test_the_copy_shares_no_memory() -> None:
+    original = np.zeros(5000)
+    back = put_together(take_apart(original), lambda pieces: pieces)
+    back[:] = 1
+    assert not original.any()
+
+
+def test_what_does_not_pickle_is_named_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NotMovable, match="generator"):
+        take_apart(i for i in range(3))
+    assert not caplog.records
+    with pytest.raises(TypeError):
+        dask_pickle.dumps(i for i in range(3))
+    assert [record.name for record in caplog.records] == ["distributed.protocol.pickle"]  # as ever
+
+
+# ---- sizes ---------------------------------------------------------------------------
+
+
+def total(*values: Any) -> int:
+    known = Owned()
+    for at, value in enumerate(values):
+        known.add(at, owned(value))
+    return known.total
+
+
+def test_views_and_slices_count_what_they_keep_alive() -> None:
+    whole = np.zeros(10**6)
+    assert total(whole) == whole.nbytes
+    assert total(whole[:10]) == whole.nbytes
+    assert total(whole, whole[10:], whole.reshape(10, -1).T) == whole.nbytes
+
+
+def test_frames_that_share_their_columns_count_once() -> None:
+    frame = pd.DataFrame({"a": np.arange(10**5), "b": np.arange(10.0**5)})
+    assert total(frame, frame[["a"]], frame.iloc[:10]) < 1.01 * total(frame)
+    assert total(frame) >= frame.memory_usage(index=False).sum()
+    strings = pd.DataFrame({"s": pd.array(["text"] * 10**5, dtype="string[pyarrow]")})
+    assert total(strings, strings.iloc[5:10]) < 1.01 * total(strings)
+    assert total(strings) >= 4 * 10**5
+
+
+def test_arrow_tables_and_slices() -> None:
+    table = pa.table({"x": np.arange(10**5)})
+    assert table.nbytes <= total(table, table.slice(5, 10)) < 1.01 * table.nbytes + 1000
+
+
+roots_of_7 = st.dictionaries(st.integers(0, 5), st.just(7))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), roots_of_7, st.frozensets(st.integers(0, 5)))))
+def test_the_union_under_changes(steps: list[tuple[str, dict[int, int], frozenset[int]]]) -> None:
+    """Keys come and go, and what they own lies somewhere else now and then."""
+    known, model, charged = Owned(), dict[str, dict[int, int]](), Counter[str]()
+    for key, roots, elsewhere in steps:
+        for heir, nbytes in known.discard(key).items():
+            charged[key] -= nbytes
+            if heir is not None:
+                charged[str(heir)] += nbytes
+        assert charged[key] == 0
+        model.pop(key, None)
+        charged[key] += known.add(key, roots)
+        model[key] = roots
+        for one, nbytes in known.set_elsewhere(elsewhere).items():
+            charged[str(one)] += nbytes
+        seen = set(elsewhere)
+        for owner, mine in model.items():  # in order: the first is charged
+            assert charged[owner] == 7 * len(set(mine) - seen)
+            seen |= set(mine)
+        union = {address for roots in model.values() for address in roots}
+        assert known.total == 7 * len(union - elsewhere)
+        for one, mine in model.items():
+            others = {address for other, roots in model.items() if other != one for address in roots}
+            assert known.gain(one) == 7 * len(set(mine) - others - elsewhere)
+            assert known.is_here(one) == bool(set(mine) - elsewhere)
+
+
+# ---- ledger --------------------------------------------------------------------------
+
+cells = st.tuples(st.sampled_from(list(Tier)), st.sampled_from(["partitions", "shards"]), st.integers(0, 99))
+
+
+@given(st.lists(st.tuples(cells, st.booleans(), st.booleans())))
+def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], bool, bool]]) -> None:
+    """Messages may be lost, doubled and overtaken by older ones: a snapshot brings it all together."""
+    ledger, picture, sent = Ledger(dict.fromkeys(Tier, 100)), Picture(), []
+    for (tier, kind, nbytes), tell, arrives in steps:
+        ledger.set(tier, kind, nbytes)
+        if tell and (message := ledger.changes()) is not None:
+            sent.append(message)
+            if arrives:
+                picture.apply("w", message)
+                picture.apply("w", message)
+    picture.apply("w", ledger.snapshot())
+    for message in sent:
+        picture.apply("w", message)
+    for row in picture.rows():
+        tier = Tier(row["tier"])
+        assert row["partitions"] == ledger.cell(tier, "partitions")
+        assert row["headroom"] == ledger.headroom(tier) == 100 - ledger.used(tier)
+    picture.forget("w")
+    assert picture.rows() == []
+
+
+def test_a_new_ledger_of_a_worker_comes_in_the_place_of_the_old_one() -> None:
+    """As when the runtime is switched off and on, while the scheduler still has a heartbeat from before."""
+    old, new, picture = Ledger(dict.fromkeys(Tier, 100)), Ledger(dict.fromkeys(Tier, 100)), Picture()
+    for nbytes in range(1, 5):
+        old.set(Tier.HOST, SHARDS, nbytes)
+        old.changes()
+    new.add(Tier.DISK, Label(PARTITIONS, "x"), 7)
+    for message in (old.snapshot(), new.changes(), old.snapshot()):
+        assert message is not None
+        picture.apply("w", message)
+    found = {row["tier"]: (row[PARTITIONS], row[SHARDS]) for row in picture.rows()}
+    assert found == {"device": (0, 0), "pinned": (0, 0), "host": (0, 0), "disk": (7, 0)}
+
+
+steps_of_prefixes = st.lists(
+    st.tuples(st.sampled_from(list(Tier)), st.sampled_from("abcdef"), st.integers(0, 9), st.integers(0, 3))
+)
+
+
+@given(steps_of_prefixes)
+def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int, int]]) -> None:
+    """A few prefixes go by their name, and the rest together; nothing counts twice, or not at all."""
+    with mock.patch.object(ledger_module, "MOST_PREFIXES", 3):
+        ledger, picture, model = Ledger(dict.fromkeys(Tier, 100)), Picture(), Counter[tuple[Tier, str]]()
+        for tier, prefix, nbytes, tell in steps:
+            ledger.add(tier, Label(PARTITIONS, prefix), nbytes - model[tier, prefix])
+            model[tier, prefix] = nbytes
+            message = (ledger.changes, ledger.changes, ledger.snapshot, lambda: None)[tell]()
+            if message is not None:
+                picture.apply("w", message)
+                assert len({name for _, name, _ in message["prefixes"]}) <= 4
+                compare_prefixes(picture, ledger, model)
+        picture.apply("w", ledger.snapshot())
+        compare_prefixes(picture, ledger, model)
+
+
+def compare_prefixes(picture: Picture, ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
+    rows = {(row["tier"], row["prefix"]): row["bytes"] for row in picture.rows_by_prefix()}
+    assert rows == {(tier, name): n for tier in Tier for name, n in ledger.prefixes(tier).items()}
+    assert picture.spilled("w") == any(tier != Tier.DEVICE for tier, _ in rows)
+    for tier in Tier:
+        mine = {name: n for (at, name), n in model.items() if at is tier and n}
+        shown = ledger.prefixes(tier)
+        others = shown.pop(OTHERS, 0)
+        assert shown.items() <= mine.items()
+        assert others == sum(n for name, n in mine.items() if name not in shown)
+        assert ledger.cell(tier, PARTITIONS) == sum(mine.values())
+
+
+def test_a_prefix_has_its_own_name_again_once_others_are_gone() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    for number in range(MOST_PREFIXES + 2):
+        ledger.add(Tier.DISK, Label(PARTITIONS, f"p{number}"), 1)
+    assert len(ledger.prefixes(Tier.DISK)) == MOST_PREFIXES + 1
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 2
+    last = Label(PARTITIONS, f"p{MOST_PREFIXES + 1}")
+    ledger.add(Tier.DISK, Label(PARTITIONS, "p0"), -1)
+    ledger.changes()  # what is gone has been told
+    ledger.add(Tier.DISK, last, 1)
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 3  # as long as it has bytes there
+    ledger.add(Tier.DISK, last, -2)
+    ledger.add(Tier.DISK, last, 5)
+    assert ledger.prefixes(Tier.DISK)[last.prefix] == 5
+    assert ledger.prefixes(Tier.DISK)[OTHERS] == 1
+
+
+def test_a_report_has_only_the_prefixes_that_have_changed() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    for prefix in "abc":
+        ledger.add(Tier.HOST, Label(PARTITIONS, prefix), 5)
+    ledger.changes()
+    ledger.add(Tier.HOST, Label(PARTITIONS, "b"), -5)
+    message = ledger.changes()
+    assert message is not None
+    assert message["prefixes"] == [["host", "b", 0]]
+    assert ledger.changes() is None
+    assert ledger.snapshot()["prefixes"] == [["host", "a", 5], ["host", "c", 5]]
+
+
+def test_what_are_no_partitions_goes_by_its_kind() -> None:
+    ledger, picture = Ledger(dict.fromkeys(Tier, 100)), Picture()
+    ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task of this name
+    ledger.add(Tier.HOST, Label(SHARDS), 2)
+    ledger.add(Tier.DEVICE, Label("reservations"), 3)
+    ledger.set(Tier.HOST, "unmanaged", 4)
+    picture.apply("w", ledger.snapshot())
+    rows = [(row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in picture.rows_by_prefix()]
+    assert rows == [
+        ("device", "reservations", "reservations", 3),
+        ("host", PARTITIONS, SHARDS, 1),
+        ("host", SHARDS, SHARDS, 2),
+    ]
+    picture.forget("w")
+    assert picture.rows_by_prefix() == []
+
+
+def test_nothing_changed_is_nothing_to_tell() -> None:
+    ledger = Ledger(dict.fromkeys(Tier, 100))
+    ledger.set(Tier.HOST, "partitions", 5)
+    message = ledger.changes()
+    assert message is not None
+    assert message["cells"] == [["host", "partitions", 5]]
+    ledger.set(Tier.HOST, "partitions", 5)
+    assert ledger.changes() is None

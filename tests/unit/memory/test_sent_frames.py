@@ -1,0 +1,108 @@
+"""What Dask sends of an object that has been taken apart: the same as of the object itself."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from distributed.protocol import dumps, loads, serialize, to_serialize
+from distributed.protocol.cuda import cuda_serialize
+from distributed.protocol.serialize import dask_deserialize, dask_serialize
+from hypothesis import given
+
+from dask_gpurt.memory.serialize import Frames, message, raw_frames, take_apart
+from tests.helpers.objects import OBJECTS, same, scattered
+
+
+def over_the_wire(sent: Any) -> Any:
+    """What a peer makes of it, who knows Dask only."""
+    return loads([bytes(frame) for frame in dumps({"x": to_serialize(sent)}, frame_split_size=5000)])["x"]
+
+
+@given(st.sampled_from(range(len(OBJECTS))), st.lists(st.integers(0, 10**6), max_size=4))
+def test_frames_are_sent_as_the_object_would_be(which: int, cuts: list[int]) -> None:
+    frames = take_apart(OBJECTS[which])
+    pieces = tuple(scattered(buffer, cuts) for buffer in frames.buffers)
+    same(over_the_wire(message(Frames(frames.header, pieces))), OBJECTS[which])
+
+
+class OnDevice:
+    """Of a library with a serializer for the device, and one for the host with the same frames."""
+
+    def __init__(self, memory: np.ndarray, came: str = ""):
+        self.memory, self.came = memory, came
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Says of which library those objects are."""
+    for family in (cuda_serialize, dask_serialize):
+        family.register(OnDevice)(lambda x: ({"shape": x.memory.shape}, [x.memory.ravel().data]))
+    dask_deserialize.register(OnDevice)(
+        lambda header, frames: OnDevice(np.frombuffer(frames[0]).reshape(header["shape"]), "from the host")
+    )
+
+    def is_of(name: str) -> None:
+        if find_spec(name) is None:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        module = f"{name}.of_this_test"
+        monkeypatch.setitem(sys.modules, module, sys.modules[__name__])
+        monkeypatch.setattr(OnDevice, "__module__", module)
+
+    return is_of
+
+
+def of_device(value: Any) -> Frames:
+    """As it lies below the device tier."""
+    header, buffers = serialize(value, serializers=("cuda", "dask", "pickle"))
+    arrays = tuple([np.frombuffer(buffer, np.uint8)] for buffer in buffers)
+    return Frames(pickle.dumps(("device", header, [True] * len(arrays))), arrays)
+
+
+def test_what_was_on_a_device_is_sent_as_if_it_had_been_copied(library: Any) -> None:
+    library("cupy")
+    array = np.random.default_rng(0).random((30, 70))
+    alone = over_the_wire(message(of_device(OnDevice(array))))
+    among = over_the_wire(message(of_device({"a": OnDevice(array[:5]), "b": [OnDevice(array)]})))
+    assert list(among) == ["a", "b"]
+    for found, expected in ((alone, array), (among["a"], array[:5]), (among["b"][0], array)):
+        assert found.came == "from the host"
+        np.testing.assert_array_equal(found.memory, expected)
+
+
+def test_what_nobody_can_say_is_not_sent_as_frames(library: Any) -> None:
+    """Of other libraries it is not known whether their serializers agree."""
+    library("numba")
+    assert message(of_device([OnDevice(np.zeros(10))])) is None
+    assert message(raw_frames([np.zeros(10, np.uint8)])) is None
+
+
+@pytest.mark.gpu
+def test_frames_of_cudf_and_cupy_are_sent_as_the_objects_would_be() -> None:
+    import cudf
+    import cupy
+
+    from dask_gpurt.device.cuda import CudaDevice
+
+    device = CudaDevice()
+
+    def on_host(value: Any) -> Frames:
+        frames = take_apart(value)
+        to = [[np.empty(pieces[0].nbytes, np.uint8)] for pieces in frames.buffers]
+        device.scatter([pieces[0] for pieces in frames.buffers], to)()
+        return Frames(frames.header, tuple(to))
+
+    for made in (value for value in OBJECTS if hasattr(value, "dtypes") or hasattr(value, "loc")):
+        frame = cudf.from_pandas(made)
+        found, expected = over_the_wire(message(on_host(frame))), over_the_wire(frame)
+        assert type(found) is type(expected)
+        same(found.to_pandas(), expected.to_pandas())
+    array = cupy.asfortranarray(cupy.arange(12).reshape(3, 4))
+    assert (over_the_wire(message(on_host(array))) == array).all()

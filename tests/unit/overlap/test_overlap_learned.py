@@ -1,0 +1,198 @@
+"""The file of what was learnt, and the command that shows it."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dask_gpurt.cli import main
+from dask_gpurt.overlap.explain import rows
+from dask_gpurt.overlap.governor import Governor, safest
+from dask_gpurt.overlap.knowledge import Knowledge
+from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, load, merged, read, write
+from dask_gpurt.overlap.steps import Alone
+from tests.helpers.curves import CANDIDATES, CURVES, Steps
+
+H200 = Ground("NVIDIA H200", {"cudf": "26.10.2"})
+
+
+def learnt(*kernels: str, steps: int = 60) -> Knowledge:
+    governor = Governor(CANDIDATES, budget=1.0)
+    for kernel in kernels:
+        Steps(governor, kernel, CURVES[kernel], noise=0.03).run(steps)
+    return governor.known
+
+
+@pytest.fixture(scope="module")
+def known() -> Knowledge:
+    return learnt("join", "elementwise")
+
+
+# ---- the file ------------------------------------------------------------------------
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path, known: Knowledge) -> None:
+    path = tmp_path / "new" / "learned.json"
+    write(path, H200, known)
+    assert read(path, H200).plain() == known.plain()
+    assert load(path)[0] == H200
+    assert {file.name for file in path.parent.iterdir()} == {"learned.json", ".learned.json.lock"}
+
+
+def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
+    assert read(tmp_path / "none.json", H200).plain() == Knowledge().plain()
+
+
+def broken(**changes: Any) -> bytes:
+    values = {"format": 3, "device": "x", "libraries": {}, "known": Knowledge().plain(), **changes}
+    return json.dumps(values).encode()
+
+
+def knowing(alone: list[Any]) -> dict[str, Any]:
+    """Knowledge of a kernel of which something is said of its speed alone."""
+    kernel = {"steps": 1, "usual": 0.0, "work": 1.0, "alone": alone, "beside": {}}
+    return {**Knowledge().plain(), "kernels": {"join": kernel}}
+
+
+def test_what_is_said_of_a_kernel_is_read() -> None:
+    assert Knowledge.of(knowing([1, 2.0, 0, 2.0])).kernels["join"].alone.mean == 2.0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b"not json",
+        broken(format=1),
+        broken(libraries=[]),
+        broken(known={}),
+        broken(known=knowing([1, 2])),
+        broken(known=knowing([1, "fast", 0, 1])),
+        broken(known=knowing([1, float("nan"), 0, 1])),
+        broken(known=knowing([-1, 1, 0, 1])),
+        broken(known={**Knowledge().plain(), "kernels": {"join": {"samples": 3}}}),
+        broken(known={**Knowledge().plain(), "kernels": {"join": None}}),
+        broken(known={**Knowledge().plain(), "kernels": 4}),
+    ],
+)
+def test_what_can_not_be_read_is_named_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(content)
+    for attempt in (lambda: read(path, H200), lambda: write(path, H200, Knowledge())):
+        with pytest.raises(LearnedError) as error:
+            attempt()
+        assert str(path) in str(error.value)
+        assert "remove it, or set 'gpurt.overlap.learned' to another path" in str(error.value)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Ground("NVIDIA A100", H200.libraries), Ground(H200.device, {"cudf": "26.08.0"}), Ground("x", {})],
+)
+def test_what_was_learnt_elsewhere_is_refused(tmp_path: Path, known: Knowledge, other: Ground) -> None:
+    path = tmp_path / "learned.json"
+    write(path, other, known)
+    with pytest.raises(LearnedError) as error:
+        read(path, H200)
+    assert f"was learnt on {other}, and here is {H200}" in str(error.value)
+    with pytest.raises(LearnedError):
+        write(path, H200, known)
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(LearnedError, match="IsADirectoryError"):
+        read(tmp_path, H200)
+
+
+def test_each_device_and_version_has_its_own_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    paths = [default_path(Ground(device, {"cudf": "1"})) for device in ("NVIDIA H200", "NVIDIA/A100 (80 GB)")]
+    paths.append(default_path(Ground("NVIDIA H200", {"cudf": "2"})))
+    assert len(set(paths)) == 3
+    assert {path.parent for path in paths} == {tmp_path / "dask-gpurt"}
+
+
+def test_workers_that_write_at_once_keep_each_others_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    parts = [Knowledge() for _ in range(20)]
+    for number, part in enumerate(parts):
+        part.add(Alone(f"kernel-{number}", 1.0, 1.0))
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda part: write(path, H200, part), parts))
+    assert len(read(path, H200).kernels) == 20
+
+
+def test_of_a_kernel_the_better_known_is_kept() -> None:
+    few, many = Knowledge(), Knowledge()
+    for _ in range(3):
+        many.add(Alone("join", 1.0, 2.0))
+    few.add(Alone("join", 1.0, 1.0))
+    assert merged(few, many).kernels["join"].samples == 3
+    assert merged(many, few).kernels["join"].samples == 3
+
+
+# ---- the table -----------------------------------------------------------------------
+
+
+def test_the_table_says_what_the_governor_uses(known: Knowledge) -> None:
+    governor = Governor(CANDIDATES, known)
+    for name in ("join", "elementwise"):
+        used = [row["setting"] for row in rows(known) if row["kernel"] == name and row["used"]]
+        assert used == [str(safest(governor.outlooks(known.kernels[name])))]
+
+
+def test_a_kernel_that_is_hardly_known_has_no_figures() -> None:
+    fresh = Knowledge()
+    fresh.add(Alone("sort", 1.0, 1.0))
+    (row,) = rows(fresh)
+    assert row["setting"] == "priority only"
+    assert row["total"] is None
+    assert row["why"] == "to be measured: both together"
+
+
+# ---- the command ---------------------------------------------------------------------
+
+
+def overlap(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["overlap", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_the_command_shows_kernel_by_kernel_and_why(tmp_path: Path, known: Knowledge) -> None:
+    path = tmp_path / "learned.json"
+    write(path, H200, known)
+    shown = overlap(path)
+    assert shown.exit_code == 0
+    for said in (
+        "NVIDIA H200, cudf 26.10.2",
+        "join",
+        "elementwise",
+        "residency 4",
+        "slower even at its best",
+    ):
+        assert said in shown.stdout
+    found = json.loads(overlap("--json", path).stdout)
+    assert found[str(path)]["kernels"] == rows(known)
+
+
+def test_the_command_finds_the_files_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: Knowledge
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "nothing was learnt: no file in" in overlap().stdout
+    write(default_path(H200), H200, known)
+    assert list(json.loads(overlap("--json").stdout)) == [str(default_path(H200))]
+
+
+def test_the_command_names_a_file_that_it_can_not_read(tmp_path: Path) -> None:
+    shown = overlap(tmp_path / "none.json")
+    assert shown.exit_code == 1
+    assert "can not be read as what was learnt of kernels" in shown.output

@@ -1,0 +1,383 @@
+"""Which worker gets a task with inputs, and what holds for every choice."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import placement as bare
+import pytest
+from dask._task_spec import Alias
+from distributed.core import Status
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import Placement
+from dask_gpurt.topology import Place, Topology
+from dask_gpurt.topology.contacts import FIRST
+from tests.helpers.placed_cluster import GB, Cluster, Rooms, run
+
+
+def test_a_task_runs_where_its_input_is() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    assert cluster.place("y", "x") == 5
+
+
+def test_a_busy_holder_hands_over_to_an_idle_neighbour_with_nvlink() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.busy(5, 3)
+    chosen = cluster.place("y", "x")
+    assert chosen != 5
+    assert chosen in range(8)
+    terms = {row["worker"]: row for row in cluster.placement.explain("y")}
+    assert terms[cluster.addresses[5]]["waiting"] == pytest.approx(3)
+    assert terms[cluster.addresses[5]]["missing"] == 0
+    assert terms[cluster.addresses[chosen]]["chosen"]
+    assert terms[cluster.addresses[chosen]]["missing"] == GB
+
+
+@pytest.mark.parametrize(("seconds", "moves"), [(0.01, True), (0.04, False), (4.0, True)])
+def test_a_short_task_moves_only_where_it_gains_half_of_what_it_takes(seconds: float, moves: bool) -> None:
+    cluster = Cluster()
+    cluster.data("x", 5, nbytes=1000)
+    cluster.busy(5, 1)
+    cluster.state.task_prefixes["busy5"].duration_average = 0.01 if seconds < 1 else 1.0
+    assert (cluster.place("y", "x", duration=seconds) != 5) == moves
+
+
+@pytest.mark.parametrize(("tasks", "moves"), [(0, True), (2, True), (3, False)])
+def test_a_task_goes_where_it_waits_too_only_if_that_is_much_less(tasks: int, moves: bool) -> None:
+    cluster = Cluster(2)
+    cluster.data("x", 0, nbytes=GB // 100)
+    cluster.busy(0, 4)
+    cluster.busy(1, tasks)
+    assert (cluster.place("y", "x") == 1) == moves
+
+
+@pytest.mark.parametrize(("tasks", "chosen"), [(0, 1), (3, 0)])
+def test_the_one_with_most_of_the_inputs_gives_way_to_another_only_if_that_gains(
+    tasks: int, chosen: int
+) -> None:
+    cluster = Cluster(2)
+    cluster.data("large", 0, nbytes=GB)
+    cluster.data("small", 1, nbytes=GB // 100)
+    cluster.busy(0, 4)
+    cluster.busy(1, tasks)
+    assert cluster.place("y", "large", "small") == chosen
+
+
+def test_of_many_holders_that_one_is_looked_at_which_has_the_least_work_however_many_tasks() -> None:
+    cluster = Cluster(48)
+    holders = range(0, 48, 8)  # each on a host of its own
+    for number in holders:
+        cluster.data(f"x{number}", number)
+    for number in holders[:-1]:
+        cluster.busy(number, 2)
+    for i in range(9):
+        cluster.place(f"split-{i}", duration=0.001, worker_restrictions={cluster.addresses[holders[-1]]})
+    cluster.place("y", *(f"x{number}" for number in holders))
+    assert cluster.addresses[holders[-1]] in {row["worker"] for row in cluster.placement.explain("y")}
+
+
+def test_a_worker_with_aliases_has_what_waits_for_them_to_do() -> None:
+    """Persisted data come as aliases, which take no time; as soon as they are there their readers run."""
+    cluster = Cluster(2)
+    cluster.data("x", 0)
+    cluster.busy(0, 3)
+    for number in range(4):
+        cluster.data(f"data-{number}", 1)
+        alias = cluster.task(f"made-{number}", f"data-{number}", duration=0.01)
+        alias.run_spec = Alias(alias.key, f"data-{number}")
+        cluster.task(f"read-{number}", alias.key)
+        cluster.state.transitions({alias.key: "waiting"}, "test")
+        assert alias.processing_on is cluster.ws(1)
+    assert cluster.place("y", "x") == 0
+
+
+def test_what_waits_for_aliases_counts_with_what_is_known_of_it_when_one_asks() -> None:
+    cluster = Cluster(2)
+    cluster.data("x", 0)
+    cluster.busy(0, 5)
+    for number in range(4):
+        cluster.data(f"data-{number}", 1)
+        alias = cluster.task(f"made-{number}", f"data-{number}", duration=0.01)
+        alias.run_spec = Alias(alias.key, f"data-{number}")
+        cluster.task(f"read-{number}", alias.key, duration=-1)
+        cluster.state.transitions({alias.key: "waiting"}, "test")
+    cluster.takes("read", 0.001)
+    assert cluster.place("y", "x") == 1
+    rows = {row["worker"]: row for row in cluster.placement.explain("y")}
+    assert rows[cluster.addresses[1]]["waiting"] == pytest.approx(0.004)
+
+
+def test_what_joins_the_gpus_does_not_count_where_dask_sends_by_tcp() -> None:
+    topology = Topology()
+    for address in bare.BareState(16).workers:
+        host, _, device = address.rpartition(":")
+        topology.add(address, Place(host, f"{host}/{device}", 0, host, by_tcp=True))
+    cluster = Cluster(topology=topology)
+    cluster.data("x", 5, nbytes=8 * GB)
+    cluster.busy(5, 3)
+    assert cluster.place("y", "x") == 5
+
+
+@pytest.mark.parametrize("free", [GB / 2, -GB])
+def test_an_alias_stays_where_its_data_are_however_full_that_is(free: float) -> None:
+    cluster = Cluster(2)
+    cluster.data("made-0", 1)
+    cluster.data("made-1", 0)
+    cluster.busy(0, 20)
+    cluster.rooms.free[cluster.addresses[0]] = free
+    alias = cluster.task("made-2", "made-1")
+    alias.run_spec = Alias("made-2", "made-1")
+    alias.prefix.nbytes_total, alias.prefix.states["memory"] = 2 * GB, 2
+    cluster.state.transitions({"made-2": "waiting"}, "test")
+    assert alias.processing_on.address == cluster.addresses[0]
+
+
+def test_a_short_queue_is_not_worth_the_first_transfer_between_two_gpus() -> None:
+    state, topology = bare.BareState(2), Topology(first=FIRST)
+    for address in state.workers:
+        topology.add(address, Place("host", address, nvlink="host", rdma=True))
+    one, other = state.workers
+
+    def place(tasks: int) -> int | None:
+        cluster = Cluster(2, topology=topology)
+        cluster.data("x", 0)
+        cluster.busy(0, tasks)
+        cluster.state.task_prefixes["busy0"].duration_average = 0.05
+        return cluster.place("y", "x", duration=0.05)
+
+    assert place(tasks=4) == 0
+    assert place(tasks=12) == 1
+    topology.observe(one, other, GB, 0.3, by_comms=True)
+    assert place(tasks=4) == 1
+
+
+def test_inputs_are_not_moved_for_a_guess() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.busy(5, 3)
+    assert cluster.place("y", "x", duration=-1) == 5
+
+
+def test_tasks_whose_inputs_come_from_afar_share_the_way_whatever_their_length() -> None:
+    cluster = Cluster()
+    cluster.data("here", 5, nbytes=40 * GB)
+    chosen = []
+    for i in range(4):
+        cluster.data(f"far{i}", 12, nbytes=4 * GB)
+        chosen.append(cluster.place(f"both{i}", "here", f"far{i}", duration=-1))
+    assert chosen[0] == 5
+    assert len({*chosen}) == 4
+    assert {*chosen} < {*range(8)}
+
+
+def test_what_is_on_its_way_is_not_sent_again() -> None:
+    cluster = Cluster()
+    cluster.data("x", 1, nbytes=GB)
+    cluster.data("big", 2, nbytes=4 * GB)
+    assert cluster.place("one", "x", "big") == 2
+    cluster.place("two", "x", "big")
+    rows = {row["worker"]: row for row in cluster.placement.explain("two")}
+    assert rows[cluster.addresses[2]]["missing"] == 0
+    assert rows[cluster.addresses[2]]["moving"] > 0  # until it has come
+
+
+def test_the_disk_is_slower_than_the_other_host() -> None:
+    cluster = Cluster()
+    cluster.data("x", 1, 9, nbytes=4 * GB)
+    cluster.rooms.tiers[cluster.addresses[1], "x"] = Tier.DISK
+    assert cluster.place("y", "x") == 9
+
+
+def test_a_holder_without_room_is_passed_over() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.data("other", 6)
+    cluster.rooms.free[cluster.addresses[5]] = 0
+    cluster.rooms.free[cluster.addresses[6]] = 0
+    cluster.placement.changed(cluster.addresses[5])
+    assert cluster.place("y", "x", "other") not in (5, 6, None)
+
+
+@pytest.mark.parametrize(("told_again", "expected"), [(False, 6), (True, 5)])
+def test_what_has_come_since_a_worker_told_its_room_is_in_it(told_again: bool, expected: int) -> None:
+    cluster = Cluster()
+    cluster.rooms.free[cluster.addresses[5]] = 10 * GB
+    cluster.placement.told(cluster.addresses[5])
+    cluster.data("x", 5, nbytes=9 * GB)
+    cluster.data("other", 6, nbytes=2 * GB)
+    if told_again:
+        cluster.placement.told(cluster.addresses[5])
+    assert cluster.place("y", "x", "other") == expected
+
+
+def test_what_has_gone_since_a_worker_told_its_room_may_have_been_spilled() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5, nbytes=GB)
+    cluster.data("other", 6, nbytes=2 * GB)
+    cluster.data("gone", 5, nbytes=20 * GB)
+    cluster.rooms.free[cluster.addresses[5]] = GB
+    cluster.placement.told(cluster.addresses[5])
+    cluster.state.remove_replica(cluster.state.tasks["gone"], cluster.ws(5))
+    assert cluster.place("y", "x", "other") == 6
+
+
+def test_restrictions_hold_and_loose_ones_give_way() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    assert cluster.place("y", "x", worker_restrictions={cluster.addresses[12]}) == 12
+    assert cluster.place("gone", "x", worker_restrictions={"tcp://nobody:1"}) is None
+    loose = {"worker_restrictions": {"tcp://nobody:1"}, "loose_restrictions": True}
+    assert cluster.place("loose", "x", **loose) == 5
+
+
+def test_a_worker_leaves_between_its_report_and_the_decision() -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.busy(5, 3)
+    for number in (0, 1, 2):  # Dask says nothing of workers that pause
+        cluster.ws(number).status = Status.paused
+        cluster.state.running.discard(cluster.ws(number))
+        cluster.state.idle_task_count.discard(cluster.ws(number))
+    chosen = cluster.place("y", "x")
+    assert chosen not in (0, 1, 2, None)
+    cluster.placement.left(cluster.addresses[15])
+    cluster.placement.changed("tcp://nobody:1")
+    assert not cluster.fallbacks()
+
+
+def test_workers_that_the_topology_does_not_know_yet() -> None:
+    cluster = Cluster(topology=Topology())
+    cluster.data("x", 5)
+    assert cluster.place("y", "x") == 5
+    assert not cluster.fallbacks()
+
+
+def test_an_exception_falls_back_to_dask_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.rooms.tier = None  # type: ignore[method-assign, assignment]
+    for name in "abc":
+        assert cluster.place(name, "x") == 5
+    fallback = cluster.fallbacks()["placement.decide_worker_non_rootish"]
+    assert fallback["count"] == 3
+    assert "TypeError" in fallback["reason"]
+    assert len([record for record in caplog.records if "placement" in record.message]) == 1
+
+
+def test_a_signature_that_we_do_not_know_stays_with_dask() -> None:
+    class Newer(bare.BareState):
+        def decide_worker_non_rootish(self, ts: Any, hint: Any = None) -> Any:
+            return super().decide_worker_non_rootish(ts)
+
+    state, metrics = Newer(4), Metrics()
+    Placement(state, Topology(), Rooms(), metrics).bind()
+    assert "decide_worker_non_rootish" not in state.__dict__
+    assert "is_rootish" in state.__dict__
+    assert "hint" in metrics.snapshot()["fallbacks"]["placement.decide_worker_non_rootish"]["reason"]
+
+
+@pytest.mark.parametrize(("seconds", "moves"), [(0.001, False), (1.0, True)])
+def test_inputs_move_only_for_tasks_that_take_longer(seconds: float, moves: bool) -> None:
+    cluster = Cluster(4)
+    cluster.takes("short", seconds)
+    cluster.data("x", 0, nbytes=8 * GB)
+    cluster.busy(0, 3)
+    assert (cluster.place("short-1", "x", duration=seconds) != 0) == moves
+
+
+# ---- what holds for every choice ------------------------------------------------------
+
+
+def graphs(seed: int) -> dict[Any, list[Any]]:
+    """A random graph, with a group of root tasks."""
+    rng = random.Random(seed)
+    graph: dict[Any, list[Any]] = {("root", i): [] for i in range(rng.randrange(1, 60))}
+    for i in range(rng.randrange(60)):
+        graph[f"layer{i % 5}", i] = rng.sample(list(graph), min(len(graph), rng.randrange(1, 4)))
+    return graph
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_switched_off_again_dask_chooses_as_shipped(seed: int) -> None:
+    stock = bare.BareState(12)
+    again = bare.BareState(12)
+    placement = Placement(again, bare.topology_of(again), bare.Roomy(), Metrics())
+    placement.bind()
+    placement.unbind()
+    assert again.__dict__.keys() == stock.__dict__.keys()
+    assert run(again, graphs(seed)) == run(stock, graphs(seed))
+
+
+numbers = st.sets(st.integers(0, 11), max_size=11)
+
+
+@settings(max_examples=50, deadline=None)
+@given(full=numbers, holders=numbers.filter(bool), allowed=numbers.filter(bool), tasks=st.integers(0, 4))
+def test_never_a_forbidden_worker_nor_one_without_room(
+    full: set[int], holders: set[int], allowed: set[int], tasks: int
+) -> None:
+    cluster = Cluster(12)
+    for number in full:
+        cluster.rooms.free[cluster.addresses[number]] = -1.0
+        cluster.placement.changed(cluster.addresses[number])
+    cluster.data("x", *holders)
+    cluster.busy(min(holders), tasks)
+    assert cluster.place("anywhere", "x") not in full
+    chosen = cluster.place("here", "x", worker_restrictions={cluster.addresses[number] for number in allowed})
+    assert chosen in (allowed - full or allowed)
+    assert not cluster.fallbacks()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    live=st.lists(st.integers(1, 40), min_size=12, max_size=12),
+    inputs=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), min_size=1, max_size=4),
+    result=st.integers(0, 12),
+)
+def test_never_a_live_tier_too_small_for_a_task_while_another_holds_it(
+    live: list[int], inputs: list[tuple[int, int]], result: int
+) -> None:
+    cluster = Cluster(12)
+    for number, size in enumerate(live):
+        cluster.rooms.live[cluster.addresses[number]] = size * GB
+        cluster.placement.told(cluster.addresses[number])
+    for i, (size, holder) in enumerate(inputs):
+        cluster.data(f"x{i}", holder, nbytes=size * GB)
+    cluster.data("y-1", nbytes=result * GB)  # what is known of the prefix
+    chosen = cluster.place("y-2", *[f"x{i}" for i in range(len(inputs))])
+    together = sum(size for size, _ in inputs) + result
+    assert chosen is not None
+    assert live[chosen] >= min(together, max(live))
+    assert not cluster.fallbacks()
+
+
+def test_a_result_grows_with_its_inputs_as_those_before_did() -> None:
+    cluster = Cluster(12)
+    cluster.rooms.live = dict.fromkeys(cluster.addresses, 24 * GB)
+    cluster.rooms.live[cluster.addresses[3]] = 80 * GB
+    for address in cluster.addresses:
+        cluster.placement.told(address)
+    for number, size in enumerate((1, 2, 14)):
+        cluster.data(f"x-{number}", 5, nbytes=size * GB)
+    for number in range(2):
+        cluster.data(f"join-{number}", 5, nbytes=(number + 1) * GB)
+        cluster.state.tasks[f"join-{number}"].add_dependency(cluster.state.tasks[f"x-{number}"])
+        cluster.placement.ended(f"join-{number}", cluster.addresses[5], 1.0)
+    assert cluster.place("join-2", "x-2") == 3  # 14 and 14 GB
+    assert cluster.place("other-2", "x-2") == 5
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_equal_states_make_equal_choices(seed: int) -> None:
+    first, second = Cluster(12), Cluster(12)
+    assert run(first.state, graphs(seed)) == run(second.state, graphs(seed))
+    assert not first.fallbacks()

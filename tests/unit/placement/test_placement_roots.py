@@ -1,0 +1,92 @@
+"""Root tasks: near those that will be needed together with them, and where there is room."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import dask
+import placement as bare
+import pytest
+from dask._task_spec import Task, TaskRef
+
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import Placement
+from tests.helpers.placed_cluster import GB, Cluster, run
+
+
+def loads(tasks: int) -> dict[Any, list[Any]]:
+    """Root tasks, and nothing else."""
+    return {("load", i): [] for i in range(tasks)}
+
+
+def test_siblings_meet_on_one_host() -> None:
+    def apart(ours: bool) -> float:
+        state = bare.BareState(64)
+        if ours:
+            Placement(state, bare.topology_of(state), bare.Roomy(), Metrics()).bind()
+        state.submit(*bare.graph_of(bare.tree(2048)))
+        where: dict[Any, str] = {}
+        order = random.Random(1)
+        while state.sent:  # tasks finish in any order
+            state.sent.rotate(order.randrange(len(state.sent)))
+            address, key = state.sent.popleft()
+            where[key] = address.rpartition(":")[0]
+            state.finish(key, address)
+        families = [{where["sum0", 8 * i + j] for j in range(8)} for i in range(224)]
+        return sum(len(hosts) - 1 for hosts in families) / len(families)
+
+    assert apart(ours=True) < apart(ours=False) / 3
+
+
+def test_the_queue_respects_headroom_and_moves_on_when_room_comes() -> None:
+    cluster = Cluster(4)
+    full = cluster.addresses[:3]
+    cluster.rooms.free.update(dict.fromkeys(full, 0.0))
+    for address in full:
+        cluster.placement.changed(address)
+    cluster.state.submit(*bare.graph_of(loads(50)))
+    assert {address for address, _ in cluster.state.sent} == {cluster.addresses[3]}
+    cluster.rooms.free[full[0]] = 80 * GB
+    cluster.placement.changed(full[0])
+    assert {address for address, _ in cluster.state.sent} == {cluster.addresses[3], full[0]}
+
+
+def test_the_queue_moves_when_nobody_has_room() -> None:
+    cluster = Cluster(4)
+    cluster.rooms.free.update(dict.fromkeys(cluster.addresses, 0.0))
+    for address in cluster.addresses:
+        cluster.placement.changed(address)
+    assert len(run(cluster.state, loads(50))) == 50
+
+
+def roots_with_kept_siblings(homes: list[int]) -> list[int]:
+    """Where root tasks of 10 s go on four workers, two slots each, by where their only siblings are."""
+    cluster = Cluster(4)
+    cluster.state.new_task("root-0", None, "released").prefix.duration_average = 10.0
+    graph: dict[Any, Task] = {}
+    for i, home in enumerate(homes):
+        cluster.data(f"kept-{i}", home)
+        graph["root", i] = Task(("root", i), tuple, _data_producer=True)
+        graph["use", i] = Task(("use", i), tuple, TaskRef(("root", i)), TaskRef(f"kept-{i}"))
+    cluster.state.submit(graph, [("use", i) for i in range(len(homes))])
+    assert not cluster.fallbacks()
+    sent = {key: cluster.addresses.index(address) for address, key in cluster.state.sent}
+    return [sent["root", i] for i in range(len(homes))]
+
+
+@pytest.mark.parametrize("homes", [[3, 3, 2, 2, 1, 1, 0, 0], [0, 1, 2, 3, 3, 2, 1, 0]])
+def test_roots_that_fill_all_slots_wait_near_their_siblings(homes: list[int]) -> None:
+    assert roots_with_kept_siblings(homes) == homes
+
+
+def test_without_a_queue_no_root_task_waits_near_a_sibling() -> None:
+    with dask.config.set({"distributed.scheduler.worker-saturation": "inf"}):
+        chosen = roots_with_kept_siblings([3] * 8)
+    assert {*chosen} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("number", [4, 6])
+def test_roots_that_leave_slots_do_not_wait_near_a_sibling(number: int) -> None:
+    chosen = roots_with_kept_siblings([3] * number)
+    assert sorted(chosen[:4]) == [0, 1, 2, 3]

@@ -1,0 +1,234 @@
+"""What is found out about a host: by NVML, played by a fake one, and from files as the kernel has them."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.topology import SHIPPED, Link, Place, Topology, nvml, system
+from dask_gpurt.topology import discover as discovery
+from dask_gpurt.topology.hosts import Host, Join, Lanes
+from tests.helpers.fake_nvml import FakeGpu, FakeNvml, bridged, cut_up, pcie_only, switched
+
+
+def host(library: FakeNvml) -> Host:
+    return discovery.discover(library)
+
+
+def links(found: Host) -> list[list[str]]:
+    return [[str(join) for join in row] for row in found.matrix()]
+
+
+def joined(found: Host, *visible: str | None) -> Topology:
+    """A process for each of ``CUDA_VISIBLE_DEVICES``, called after its number."""
+    topology = Topology()
+    for number, devices in enumerate(visible):
+        topology.add(str(number), found.place("h", found.find(devices)))
+    topology.describe("h", found.known())
+    return topology
+
+
+# ---- hosts ---------------------------------------------------------------------------
+
+
+def test_four_gpus_and_a_switch() -> None:
+    found = host(switched())
+    assert links(found) == [
+        ["same-device" if row == column else "nvlink x18" for column in range(4)] for row in range(4)
+    ]
+    assert [gpu.nvlink for gpu in found.gpus] == [Lanes(4, 18)] * 4
+    assert found.gpus[0].name == "NVIDIA H200"
+    assert [len(domain) for domain in found.nvlink_domains()] == [4]
+    # The host of which the shipped figure is: what is promised for it is that very figure.
+    speed = joined(found, "0", "1").speed("0", "1")
+    assert speed == SHIPPED[Link.NVLINK]
+
+
+def test_gpus_on_pcie_alone() -> None:
+    found = host(pcie_only())
+    assert links(found)[0] == ["same-device", "pcie PXB", "pcie SYS", "pcie SYS"]
+    assert list(found.nvlink_domains()) == []
+    speed = joined(found, "0", "1").speed("0", "1")
+    assert speed.bandwidth == pytest.approx(SHIPPED[Link.PCIE].bandwidth / 2, rel=0.01)  # generation 4
+
+
+def test_gpus_that_may_not_read_each_other() -> None:
+    found = host(pcie_only(peers=False))
+    assert links(found)[0] == ["same-device", *3 * ["shared-memory"]]
+    assert joined(found, "0", "1").link("0", "1") == Link.SHARED_MEMORY
+
+
+def test_pairs_under_a_bridge_are_domains() -> None:
+    found = host(bridged())
+    assert links(found)[0] == ["same-device", "nvlink x12", "pcie NODE", "pcie NODE"]
+    topology = joined(found, "0", "1", "2", "3")
+    assert topology.link("0", "1") == topology.link("2", "3") == Link.NVLINK
+    assert topology.link("1", "2") == Link.PCIE
+    assert topology.place("0").nvlink == topology.place("1").nvlink != topology.place("2").nvlink
+
+
+def test_a_mesh_with_gaps_has_domains_without_any() -> None:
+    # A cube: each GPU reaches the three others of its face, and the one across.
+    faces = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    gpus = [FakeGpu(i, [j for j in faces[i // 4] if j != i] + [(i + 4) % 8], version=2) for i in range(8)]
+    found = host(FakeNvml(gpus))
+    assert [[gpu.index for gpu in domain] for domain in found.nvlink_domains()] == faces
+    topology = joined(found, *map(str, range(8)))
+    assert topology.link("0", "4") == Link.NVLINK  # although they are in two domains
+    assert topology.link("0", "5") == Link.PCIE
+
+
+def test_instances_of_mig_have_no_peers() -> None:
+    found = host(cut_up())
+    assert links(found) == [
+        ["same-device" if row == column else "shared-memory" for column in range(3)] for row in range(3)
+    ]
+    assert [gpu.index for gpu in found.gpus] == [0, 0, 1]
+    topology = joined(found, "MIG-2222", "MIG-1111", "1", "0")
+    assert topology.link("0", "1") == topology.link("1", "2") == Link.SHARED_MEMORY
+    assert topology.place("0").nvlink is None
+    assert topology.link("1", "3") == Link.SAME_DEVICE  # a number means the first instance
+
+
+def test_a_switch_that_joins_hosts_makes_one_domain() -> None:
+    fabric = bytes([7] * 16), 3
+    one, other = (Host("x", host(switched(fabric=fabric)).gpus) for _ in range(2))
+    topology = Topology()
+    topology.add("a", one.place("h1", one.find("0")))
+    topology.add("b", other.place("h2", other.find("3")))
+    assert topology.link("a", "b") == Link.NVLINK
+
+
+def test_an_old_driver_that_knows_less() -> None:
+    class Old(FakeNvml):
+        def __getattribute__(self, name: str) -> object:
+            known = ("Count", "HandleByIndex", "UUID")
+            if name.startswith("nvmlDevice") and not name.endswith(known):
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    found = host(Old(switched().gpus))
+    assert len(found.gpus) == 4
+    assert links(found)[0] == ["same-device", *3 * ["shared-memory"]]
+
+
+# ---- visible devices -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"),
+    [
+        (None, 0),
+        ("2", 2),
+        ("3,1,0,2", 3),
+        (" 1 ,0", 1),
+        (FakeGpu(2).uuid, 2),
+        (FakeGpu(1).uuid[:8] + ",0", 1),
+        (FakeGpu(3).uuid.lower(), 3),
+        ("", None),
+        ("-1", None),
+        ("7", None),
+        ("GPU-unheard-of,0", None),  # CUDA stops at the first that is not there
+        (",0", None),
+    ],
+)
+def test_the_first_visible_device_counts(visible: str | None, index: int | None) -> None:
+    found = host(switched()).find(visible)
+    assert (found.index if found else None) == index
+
+
+def test_every_worker_of_a_rotated_list_is_somewhere_else() -> None:
+    topology = joined(host(switched()), "0,1,2,3", "1,2,3,0", "2,3,0,1", "3,0,1,2")
+    devices = {topology.place(str(i)).device for i in range(4)}
+    assert devices == {FakeGpu(i).uuid for i in range(4)}
+    assert {topology.link("0", str(i)) for i in range(1, 4)} == {Link.NVLINK}
+
+
+def test_a_process_without_gpu_is_on_the_host() -> None:
+    found = host(switched())
+    place = discovery.own_place(found, "0", on_gpu=False, rdma=True)
+    assert place == Place(system.here(), numa=place.numa)
+    assert discovery.own_place(found, "1", on_gpu=True, rdma=True).device == FakeGpu(1).uuid
+
+
+# ---- the operating system ------------------------------------------------------------
+
+
+@pytest.fixture
+def sys(tmp_path: Path) -> Path:
+    """A /sys with two nodes, a GPU on the second, an InfiniBand device that is up and one that is down."""
+    for name, text in {
+        "devices/system/node/node0/cpulist": "0-1,4",
+        "devices/system/node/node1/cpulist": "2-3\n",
+        "bus/pci/devices/0000:0a:00.0/numa_node": "1\n",
+        "bus/pci/devices/0000:0b:00.0/numa_node": "-1\n",
+        "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+        "class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
+        "class/infiniband/mlx5_0/device/numa_node": "1\n",
+        "class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
+        "class/infiniband/mlx5_1/ports/1/rate": "10 Gb/sec (4X SDR)\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_numa_nodes(sys: Path) -> None:
+    assert system.numa_nodes(sys) == {0: {0, 1, 4}, 1: {2, 3}}
+    assert system.node_of_device("00000000:0A:00.0", sys) == 1
+    assert system.node_of_device("00000000:0B:00.0", sys) is None
+    assert system.node_of_device("00000000:0C:00.0", sys) is None
+    assert system.node_of_device("", sys) is None
+
+
+def test_only_devices_for_rdma_that_are_up_count(sys: Path, tmp_path: Path) -> None:
+    (nic,) = [nic for nic in system.nics(sys) if nic.rdma]
+    assert (nic.name, nic.speed, nic.numa) == ("mlx5_0", 50e9, 1)
+    with_rdma, without = Host("a", nics=system.nics(sys)), Host("b", nics=system.nics(tmp_path / "nothing"))
+    assert with_rdma.place("a", None, rdma=True).rdma
+    assert not with_rdma.place("a", None, rdma=False).rdma
+    assert not without.place("b", None, rdma=True).rdma
+
+
+def test_this_host_is_described() -> None:
+    found = discovery.discover()
+    assert found.name == system.host_name()
+    assert system.here().startswith(found.name)
+    assert all(nic.name != "lo" for nic in found.nics)
+
+
+@pytest.mark.parametrize("text", ["nvlink x18", "pcie PIX", "pcie", "shared-memory", "same-device"])
+def test_joins_are_read_as_they_are_written(text: str) -> None:
+    assert str(Join.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "nvlnk", "nvlink 18", "pcie NEAR", "shared-memory x2"])
+def test_other_joins_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Join.parse(text)
+
+
+@given(st.sets(st.frozensets(st.integers(0, 6), min_size=2, max_size=2)))
+def test_nvlink_domains_are_apart_and_without_gaps(cables: set[frozenset[int]]) -> None:
+    ends = {i: [j for cable in cables if i in cable for j in cable - {i}] for i in range(7)}
+    found = host(FakeNvml([FakeGpu(i, list(ends[i])) for i in range(7)]))
+    domains = [[gpu.index for gpu in domain] for domain in found.nvlink_domains()]
+    inside = [index for domain in domains for index in domain]
+    assert sorted(inside) == sorted({index for cable in cables for index in cable})
+    for domain in domains:
+        assert all(frozenset(pair) in cables for pair in combinations(domain, 2))
+    topology = joined(found, *map(str, range(7)))
+    for one, other in combinations(range(7), 2):
+        nvlinked = topology.link(str(one), str(other)) == Link.NVLINK
+        assert nvlinked == (frozenset((one, other)) in cables)
+
+
+def test_pynvml_has_what_is_asked_of_it() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    asked = set(re.findall(r"\b(?:nvml[A-Z]|NVML|c_nvml)\w+", Path(nvml.__file__).read_text()))
+    assert {name for name in asked if not hasattr(pynvml, name)} == set()
