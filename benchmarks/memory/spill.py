@@ -29,21 +29,20 @@ from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
 GB = 1e9
 
 
-def new_ladder(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> Ladder:
+def new_ladder(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> TieredBuffer:
     """A ladder of whose memory tiers at most one has a size, so that it is clear where things go."""
     pool = BlockPool(pinned, register=getattr(device, "register", None))
     pool.ready.wait()
-    return Ladder(
+    return TieredBuffer(
         Limits(1 << 40, pinned, host, None),
         {
             Tier.PINNED: PinnedTier(pool),
@@ -54,12 +53,12 @@ def new_ladder(device: Any, directory: str, pinned: int, host: int, files: Any =
         device=device,
         ledger=Ledger(dict.fromkeys(Tier, 1 << 40)),
         metrics=Metrics(),
-        needed=lambda key: None,
+        priority_of=lambda key: None,
         changed=lambda: None,
     )
 
 
-def disk_ladders(device: Any, directory: Path) -> dict[str, Ladder]:
+def disk_ladders(device: Any, directory: Path) -> dict[str, TieredBuffer]:
     """Ladders without memory tiers, one for each way into files."""
     ladders = {"disk tier": new_ladder(device, str(directory), 0, 0)}
     if not device.on_host:
@@ -111,7 +110,7 @@ def busy(on_host: bool, wanted: bool) -> Iterator[Callable[[], int]]:
             thread.join()
 
 
-def turn(ladder: Ladder, objects: list[Any]) -> dict[str, float]:
+def turn(ladder: TieredBuffer, objects: list[Any]) -> dict[str, float]:
     """Bytes per second down and up, of one turn."""
     for at, frame in enumerate(objects):
         ladder[f"x{at}"] = frame

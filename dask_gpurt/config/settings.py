@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,10 @@ def _setting(parse: Callable[[str, object], object]) -> Any:
 
 def _section(settings: type) -> Any:
     return field(metadata={"section": settings})
+
+
+def _deprecated(key: str, instead: str) -> None:
+    warnings.warn(f"{key!r} is deprecated: register {instead}", DeprecationWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class MemorySettings:
     retries
         How often a task that ran out of memory is run again.
     failures
-        One allocation of so many fails, for tests; 0 for none.
+        Deprecated: ``dask_gpurt.testing.Instruments`` takes its place. One of so many allocations fails.
     """
 
     tiers: bool = _setting(values.boolean)
@@ -96,6 +101,10 @@ class MemorySettings:
     disk: Size | None = _setting(values.size_or_auto)
     retries: int = _setting(values.count)
     failures: int = _setting(values.count)
+
+    def __post_init__(self) -> None:
+        if self.failures:
+            _deprecated("gpurt.memory.failures", "dask_gpurt.testing.Instruments(failures=...)")
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,8 @@ class OverlapSettings:
     learned
         The file for what is learnt in the mode ``adaptive``; None leaves it to the worker.
     check
-        Whether memory that changes hands is looked at each time, to find faults.
+        Deprecated: ``dask_gpurt.testing.Instruments`` takes its place. Whether memory that changes hands is
+        checked.
 
     Raises
     ------
@@ -166,6 +176,8 @@ class OverlapSettings:
         return self.residency != "off" or asked.get(self.mode) is not None
 
     def __post_init__(self) -> None:
+        if self.check:
+            _deprecated("gpurt.overlap.check", "dask_gpurt.testing.Instruments(handovers=True)")
         if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
             keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
             raise wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")

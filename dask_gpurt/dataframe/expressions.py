@@ -25,8 +25,8 @@ from dask_gpurt.dask_hooks.expr import (
 )
 from dask_gpurt.dask_hooks.graph import Task
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, merge_transfer
+from dask_gpurt.frames import Hashed, Ranged
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.table import Hashed, Ranged
 
 
 class GpurtShuffle(P2PShuffle):

@@ -36,7 +36,7 @@ from dask_gpurt.dask_hooks.expr import (
     replace_lowering,
 )
 from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets, RangeTargets
-from dask_gpurt.table import library
+from dask_gpurt.frames import library
 
 METHOD = "gpurt"
 

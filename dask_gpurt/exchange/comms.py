@@ -16,8 +16,7 @@ from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
 from dask_gpurt.device import Block, Device, PoolFull
-from dask_gpurt.device.codecs import Codec
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer, Codec
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import Compressor
 from dask_gpurt.exchange.inbox import Parcel
@@ -142,7 +141,7 @@ class Comms:
         if not codecs:
             if self._compress and not (self._carries(device) and not self._on_gpu):
                 self._compress = False  # so that it is counted once
-                self._metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, _what_to_install(device))
+                self._metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, device.codecs_missing)
             return None
         names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
         return {"bandwidth": bandwidth, "codecs": names}
@@ -178,7 +177,7 @@ class Comms:
             there = not self._codecs(device)[reply["codec"]].on_host
         else:
             there = self._carries(device) and not reply["staged"]
-        return list if there or device.on_host else device.from_host
+        return list if there else device.from_host
 
     # ---- serving -----------------------------------------------------------------------
 
@@ -267,12 +266,6 @@ class Comms:
     def forget(self, run: RunKey) -> None:
         """A run is over."""
         self._compressor.forget(run)
-
-
-def _what_to_install(device: Device) -> str:
-    if device.on_host:
-        return "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
-    return "nvCOMP for Python is not installed: pip install dask-gpurt[cuda13], or [cuda12]"
 
 
 def received(data: Any) -> Buffer | np.ndarray:

@@ -13,8 +13,7 @@ from typing import Any
 
 from zict import LRU
 
-from dask_gpurt.device.codecs import Codec, CodecError
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer, Codec, CodecError
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Fallback, Metrics
 

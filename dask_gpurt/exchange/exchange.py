@@ -18,8 +18,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
 from dask_gpurt.dask_hooks.worker import call_soon
-from dask_gpurt.device.codecs import CodecError
-from dask_gpurt.device.handovers import Handovers
+from dask_gpurt.device.base import CodecError
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.host_room import HostRoom
@@ -32,10 +31,9 @@ from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.exchange.traffic import Traffic
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.frames import Table, backend_for
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.table import Table, backend_for
-from dask_gpurt.table.watching import watch
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
 IDLE = 10.0
@@ -60,24 +58,20 @@ class Exchange:
         Where pulled shards go.
     settings, metrics
         Shared by all rooms of this worker.
-    handovers
-        Told of memory that changes hands, where that is looked at.
     """
 
     def __init__(
         self,
         worker: Any,
         pools: Pools,
-        ladder: Ladder,
+        ladder: TieredBuffer,
         settings: Settings,
         metrics: Metrics,
-        handovers: Handovers | None = None,
     ):
         self.worker = worker
         self.me = Peer.begin(worker.address)
         self.settings = settings
         self.metrics = metrics
-        self.handovers = handovers
         self.pools = pools
         self.pools.ask_for_room = self._ask_for_room
         self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
@@ -164,9 +158,8 @@ class Exchange:
             self.in_flight(len(self._publishing), self._pulls)
 
     def table(self, frame: Any) -> Table:
-        """The backend for a frame; see :func:`~dask_gpurt.table.backend_for`."""
-        table = backend_for(frame, self.pools.device)
-        return table if self.handovers is None else watch(table, self.handovers)
+        """The backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
+        return backend_for(frame, self.pools.device)
 
     # ---- reading ---------------------------------------------------------------------
 
@@ -286,9 +279,6 @@ class Exchange:
 
     def _release_soon(self, path: Path, shard: Shard) -> None:
         """Tell the producer, with others, that a block is free. From any thread."""
-        if self.handovers is not None and path.mapping is not None:
-            blocks = [path.mapping.view(each.offset, each.nbytes) for each in shard.sections]
-            self.handovers.changes_hands("a shard is let go", blocks)
         self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id)
 
     async def _note_release(self, producer: Peer, kind: str, shard: int) -> None:

@@ -29,8 +29,8 @@ from typing import Any
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 
+from dask_gpurt.device.base import PoolFull
 from dask_gpurt.device.host import SHM, no_room
-from dask_gpurt.device.protocol import PoolFull
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds for which a producer waits for memory of /dev/shm that no worker of this cluster holds.

@@ -128,7 +128,7 @@ class Peers:
 
     async def _between(self, peer: Peer, kind: str) -> Between:
         device = self._pools.devices.get(kind)
-        if device is None or device.on_host:
+        if device is None or not device.host_links:
             return Between()  # the one path without a copy, or else comms
         known = await self._links.learn(peer.address)
         by_host = await self._possible(peer, "host")

@@ -168,7 +168,9 @@ METRICS: Mapping[str, Metric] = {
         _counter("overlap.confined", "times that compute was confined"),
         _counter("overlap.forgotten", "measurements of a kernel that were dropped, since it has changed"),
         _counter("overlap.agreed", "answers of the scheduler with what all workers have measured"),
-        _counter("overlap.handovers", "checks of memory that changes hands, with `gpurt.overlap.check`"),
+        _counter(
+            "overlap.handovers", "checks of memory that changes hands, with `dask_gpurt.testing.Instruments`"
+        ),
         _counter("residency.{outcome}", "launches of kernels while residency caps counted, by outcome"),
     )
 }

@@ -23,7 +23,7 @@ from distributed.metrics import time
 from distributed.worker_state_machine import PauseEvent, UnpauseEvent
 
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 
@@ -39,7 +39,7 @@ _GRAPH = 2
 class Following:
     """Holds the next task of a worker back for a moment. On the event loop."""
 
-    def __init__(self, worker: WorkerServer, ladder: Ladder, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, ladder: TieredBuffer, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
         self._ladder = ladder
@@ -97,7 +97,7 @@ class Following:
 
     def _roomy(self, nbytes: int) -> bool:
         # Shards that a task reads are as large as what it makes of them, and no inputs of Dask's.
-        return self._ladder.has_room(2 * nbytes, Tier.DEVICE)
+        return self._ladder.reservations.has_room(2 * nbytes, Tier.DEVICE)
 
     def _brought_forward(self, key: Key) -> bool:
         """Whether tasks that read the result are here; they come first now.

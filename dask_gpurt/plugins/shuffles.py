@@ -23,11 +23,11 @@ from dask_gpurt.dask_hooks.shuffle import (
     runs_of,
     set_restriction,
 )
+from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
-from dask_gpurt.table import library
 
 
 class SchedulerShuffles:

@@ -18,16 +18,14 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.device.protocol import DeviceFiles, passed
+from dask_gpurt.device.base import DeviceFiles, passed
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.memory import cudf_spill
+from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import lives_on_device
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.policy import next_use
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
@@ -41,8 +39,8 @@ LOOK = 0.2
 DROP_PAGES_FROM = 0.5
 
 
-class WorkerBuffer(Ladder):
-    """A ladder that Dask's memory monitor can have spill: a ``distributed.spill.ManualEvictProto``.
+class WorkerBuffer(TieredBuffer):
+    """A buffer that Dask's memory monitor can have spill: a ``distributed.spill.ManualEvictProto``.
 
     The monitor looks at the process, compares it with the setting ``distributed.worker.memory.spill``, and
     calls :meth:`evict` on the event loop until the process is below the target.
@@ -86,7 +84,7 @@ class WorkerTiers:
         self.device = pools.device(pools.main)
         self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
         self.limits = self._limits(worker.data)
-        self.pinned = BlockPool(self.limits.pinned, register=getattr(self.device, "register", None))
+        self.pinned = BlockPool(self.limits.pinned, register=self.device.pinning())
         self.ledger = Ledger(_capacities(self.limits))
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
@@ -97,7 +95,7 @@ class WorkerTiers:
             device=self.device,
             ledger=self.ledger,
             metrics=metrics,
-            needed=self._needed,
+            priority_of=self._priority_of,
             changed=self.reporter.changed,
         )
         self.ladder.relieve = self._relieve_soon
@@ -126,7 +124,7 @@ class WorkerTiers:
             self.ladder.spill(nbytes)
         finally:
             self._seen.spilling = False
-        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.left
+        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.removals
         return bool(self._seen.left != before)
 
     async def close(self) -> None:
@@ -139,13 +137,11 @@ class WorkerTiers:
         self.executor.shutdown(wait=False)
 
     def _limits(self, given: Any) -> Limits:
-        _, device_memory = self.device.memory()
         directory = os.statvfs(self.worker.local_directory)
         return limits(
             self.settings.memory,
-            on_host=self.device.on_host,
             memory_limit=self.memory_limit,
-            device_memory=device_memory,
+            device_memory=self.device.own_memory(),
             given_device=getattr(getattr(given, "device_buffer", None), "n", None),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
@@ -163,9 +159,9 @@ class WorkerTiers:
 
     def home(self, value: Any) -> Tier:
         """Where an object is live."""
-        return Tier.DEVICE if self.device.on_host or lives_on_device(value) else Tier.HOST
+        return Tier.DEVICE if self.device.holds(value) else Tier.HOST
 
-    def _needed(self, key: Key) -> tuple[Any, ...] | None:
+    def _priority_of(self, key: Key) -> tuple[Any, ...] | None:
         return next_use(self.worker.state.tasks.get(key))
 
     # ---- threads -----------------------------------------------------------------------
@@ -185,15 +181,14 @@ class WorkerTiers:
     def _look(self) -> None:
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
-        if (manager := cudf_spill.manager()) is not None:
+        if (manager := cudf_spill_manager()) is not None:
             self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
-        if not self.device.on_host:
-            beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
-            self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
+        beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
+        self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
-        too_much = self.ladder.over()
+        too_much = self.ladder.reservations.overshoot()
         if not self.settings.memory.tiers:
             # Dask's monitor has Dask's own data spilled, but the shards lie here all the same.
             too_much = max(too_much, self._pressure(process))
@@ -206,12 +201,12 @@ class WorkerTiers:
             self.in_background(self._relieve)
 
     def _look_at_cudf(self, manager: Any) -> None:
-        spilled = cudf_spill.spilled(manager)
+        spilled = spilled_by_cudf(manager)
         self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
         self.ladder.set_elsewhere(spilled)
 
     def _managed_on_host(self) -> int:
-        device = self.ledger.used(Tier.DEVICE) if self.device.on_host else 0
+        device = self.ledger.used(Tier.DEVICE) if self.ladder.host_tier is Tier.DEVICE else 0
         cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, "cudf"))
         return device + cells + self.ledger.used(Tier.PINNED)
 
@@ -232,8 +227,8 @@ class WorkerTiers:
             if self._pressure(self.worker.monitor.get_process_memory()):
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()
-            if too_much := max(self.ladder.over(), self._pressure(process)):
-                self.ladder.spill(too_much, Tier.DEVICE if self.device.on_host else Tier.HOST)
+            if too_much := max(self.ladder.reservations.overshoot(), self._pressure(process)):
+                self.ladder.spill(too_much, self.ladder.host_tier)
                 self.ladder.make_room(0, Tier.DEVICE)
         finally:
             self._relieving = False

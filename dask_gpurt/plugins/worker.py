@@ -8,7 +8,6 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 from distributed import WorkerPlugin
@@ -18,18 +17,17 @@ from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 import dask_gpurt.shuffle.run  # noqa: F401 - so that the first shuffle does not import it on the event loop
-from dask_gpurt import config, dask_hooks
+from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.shuffle import active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.device import Device
-from dask_gpurt.device.failing import Failures
-from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.observe import Fallback, Metrics, prometheus
+from dask_gpurt.frames.registry import import_backends, warm_up
+from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.finding import RunFinder
 from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.memory_reports import amounts
@@ -40,7 +38,6 @@ from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
-from dask_gpurt.table.protocol import import_backends, warm_up
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -62,6 +59,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         comes first.
     token
         Of the scheduler's plugin that this one belongs to.
+
+    Attributes
+    ----------
+    is_on
+        Whether all of the runtime is there.
     """
 
     name = NAME
@@ -70,6 +72,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def __init__(self, settings: Mapping[str, Any], token: str):
         self.given = settings
         self.token = token
+        self.is_on = False
 
     async def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
@@ -134,6 +137,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
             self.data.install()
             undo.push_async_callback(self._give_data_back)
+        testing.instrument(self, settings)
+        self.is_on = True
         call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
 
     def _hear_of_peers_that_leave(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,16 +150,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     def _build(self, worker: WorkerServer, settings: config.Settings) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
-        handovers = self._handovers() if settings.overlap.check else None
-        pools = Pools(settings.exchange.pool, memory_limit, self.metrics, handovers)
+        pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
         for device in pools.devices.values():
-            Failures(settings.memory.failures).inject(device)
             device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self._undo.push_async_callback(self.tiers.close)
-        if handovers is not None:
-            handovers.watch_giving_back(self.tiers.pinned, list)
-        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics, handovers)
+        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
         self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
@@ -164,15 +165,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
         self.finder = RunFinder(worker, self.metrics)
 
-    def _handovers(self) -> Handovers:
-        """What looks at memory that changes hands, and tells of what is too early."""
-        return Handovers(
-            partial(self.metrics.fallback, Fallback.OVERLAP_HANDED_OVER_EARLY),
-            partial(self.metrics.add, "overlap.handovers"),
-        )
-
     async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:
+            self.is_on = False
             await self._undo.aclose()  # it is empty afterwards
 
     async def _give_data_back(self) -> None:

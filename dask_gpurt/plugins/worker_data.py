@@ -28,7 +28,7 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
 from dask_gpurt.memory.disk import CorruptFile
-from dask_gpurt.memory.ladder import serving
+from dask_gpurt.memory.store import serving
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.following import Following
 from dask_gpurt.plugins.running import TaskRunner
@@ -174,18 +174,18 @@ class WorkerData:
 
     def waiting(self) -> dict[str, Any]:
         """Tell what waits for room, and whether the worker is held back, as plain values."""
-        return {**self._runner.turns.waiting(), "held back": self._following.holds}
+        return {**self._runner.admission.waiting(), "held back": self._following.holds}
 
     async def get_data(
         self, comm: Any, keys: Iterable[Any], who: str | None = None, serializers: Any = None
     ) -> Any:
         """Serve a peer; what has been spilled from where it lies, without making it live."""
-        if who is not None and self._runner.turns.short:
+        if who is not None and self._runner.admission.short:
             return {"status": "busy"}
         keys = list(keys)
         held, lower = self._ladder.hold_where_live(keys)
         with ExitStack() as sending:
-            sending.enter_context(self._runner.turns.sending())
+            sending.enter_context(self._runner.admission.sending())
             sending.callback(self._ladder.release, held.values())
             sending.callback(serving.set, None)
             found: dict[Key, Any] = {}

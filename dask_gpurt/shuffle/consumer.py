@@ -11,13 +11,13 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
+from dask_gpurt.frames import Part
 from dask_gpurt.shuffle.inputs import Inputs, Offered
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import Part
 
 
 class Consumed(Exception):

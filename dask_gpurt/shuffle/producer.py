@@ -14,8 +14,8 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
+from dask_gpurt.frames import Packed, Piece, Routed, Table
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import Packed, Piece, Routed, Table
 
 
 class Producer:

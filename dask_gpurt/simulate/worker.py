@@ -37,7 +37,7 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
-from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, Holder, Needs
+from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEstimator, MemoryRequest
 from dask_gpurt.memory.policy import next_use
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.network import Network
@@ -349,13 +349,13 @@ class TieredWorker(VirtualWorker):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._needs = Needs()
+        self._estimator = MemoryEstimator()
         # Simulated tasks never wait for each other, and take as long as the workload says.
         self._admission = Admission(patience=math.inf)
         self._numbers = itertools.count()
-        self._requests: dict[Holder, Request] = {}
+        self._requests: dict[MemoryRequest, Request] = {}
         #: The fetch that is under way, by peer.
-        self._fetches: dict[str, Holder] = {}
+        self._fetches: dict[str, MemoryRequest] = {}
         #: The bytes that it will take, by peer.
         self._promised: dict[str, int] = {}
 
@@ -369,15 +369,15 @@ class TieredWorker(VirtualWorker):
 
     def _execute(self, key: str) -> None:
         work = self._environment.works[key]
-        need = min(self._needs.of(key_split(key), self._inputs(work)), self.tiers.capacity.live)
+        need = min(self._estimator.estimate(key_split(key), self._inputs(work)), self.tiers.capacity.live)
         begin = partial(super()._execute, key)
-        self._admit(Holder(TASK, key), (partial(self.tiers.fits, work.needs, need), begin))
+        self._admit(MemoryRequest(TASK, key), (partial(self.tiers.fits, work.needs, need), begin))
 
     def _finish(self, work: Work, run_id: int, start: float) -> None:
         if not self.gone:
-            self._needs.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
+            self._estimator.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
         super()._finish(work, run_id, start)
-        self._leave(Holder(TASK, work.key))
+        self._leave(MemoryRequest(TASK, work.key))
 
     def _inputs(self, work: Work) -> int:
         return sum(self.tiers[key] for key in work.needs if key in self.tiers)
@@ -385,7 +385,7 @@ class TieredWorker(VirtualWorker):
     # ---- transfers -------------------------------------------------------------------
 
     def _gather(self, asked: GatherDep) -> None:
-        self._fetches[asked.worker] = holder = Holder(FETCH, next(self._numbers))
+        self._fetches[asked.worker] = holder = MemoryRequest(FETCH, next(self._numbers))
         self._admit(holder, (partial(self.tiers.fits, (), asked.total_nbytes), partial(self._ask_now, asked)))
 
     def _ask_now(self, asked: GatherDep) -> None:
@@ -415,7 +415,7 @@ class TieredWorker(VirtualWorker):
 
     def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
         held, seconds = self.tiers.lend(keys)
-        holder = Holder(SEND, next(self._numbers))
+        holder = MemoryRequest(SEND, next(self._numbers))
         self._admission.ask(holder, True, self._clock.now)
         return (holder, held), seconds
 
@@ -426,7 +426,7 @@ class TieredWorker(VirtualWorker):
 
     # ---- admission -------------------------------------------------------------------
 
-    def _admit(self, holder: Holder, request: Request) -> None:
+    def _admit(self, holder: MemoryRequest, request: Request) -> None:
         fits, begin = request
         if self._admission.ask(holder, fits(), self._clock.now):
             self._requests.pop(holder, None)
@@ -434,7 +434,7 @@ class TieredWorker(VirtualWorker):
         else:
             self._requests[holder] = request
 
-    def _leave(self, holder: Holder) -> None:
+    def _leave(self, holder: MemoryRequest) -> None:
         """Release the memory of a holder, and admit waiting requests until one does not fit."""
         next_holder = self._admission.leave(holder, self._clock.now)
         while next_holder in self._requests and not self.gone:

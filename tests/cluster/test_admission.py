@@ -19,8 +19,8 @@ from distributed import Client, SchedulerPlugin, wait, worker_client
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
+from dask_gpurt.memory import admission
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins import turns
 from tests.helpers.clusters import Library, cluster, counters
 
 MIB = 2**20
@@ -31,7 +31,6 @@ TIGHT = {
     "memory__pinned": 8 * MIB,
     "memory__host": 0,
     "exchange__pool": 4 * MIB,
-    "memory__failures": 0,
 }
 
 
@@ -42,7 +41,7 @@ def wide(seconds: float = 0.0) -> Any:
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with cluster("pandas", workers=1, threads=2, **TIGHT) as client:
+    with cluster("pandas", workers=1, threads=2, failures=0, **TIGHT) as client:
         yield client
 
 
@@ -84,7 +83,7 @@ def _slow_sum(*parts: Any) -> int:
 def test_what_peers_send_waits_for_room_as_tasks_do() -> None:
     """Two workers that want each other's data, three times as much as fits, one by one."""
     one_by_one = dask.config.set({"distributed.worker.transfer.message-bytes-limit": MIB})
-    with one_by_one, cluster("pandas", workers=2, threads=1, **TIGHT) as client:
+    with one_by_one, cluster("pandas", workers=2, threads=1, failures=0, **TIGHT) as client:
         here, there = client.nthreads()
         made = {
             name: client.map(np.full, [3 * MIB] * 8, range(8), dtype="u1", workers=[name], pure=False)
@@ -126,7 +125,7 @@ def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
     of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in whose place the other one would have to wait, until it ends, which it does not."""
-    monkeypatch.setattr(turns, "ADMISSION_PATIENCE_S", 0.2)
+    monkeypatch.setattr(admission, "ADMISSION_PATIENCE_S", 0.2)
     monkeypatch.setattr(sys.modules[__name__], "_met", defaultdict(threading.Event))
     config = {f"gpurt.{name.replace('__', '.')}": value for name, value in TIGHT.items()}
     workers = [("127.0.0.1", 2), ("127.0.0.1", 1)]
@@ -153,7 +152,7 @@ def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
 
 
 def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> None:
-    with cluster("pandas", workers=1, memory__failures=0) as client:
+    with cluster("pandas", workers=1, failures=0) as client:
         tiny, kept = client.submit(int, 7, pure=False), client.submit(wide, pure=False)
         client.submit(lambda _: wide(), tiny, key="grow-1").result()
         client.submit(lambda array: array[:1], kept, key="grow-2").result()
@@ -193,7 +192,7 @@ def part(i: int) -> pd.DataFrame:
 
 
 def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
-    with cluster(**TIGHT) as client:
+    with cluster(failures=0, **TIGHT) as client:
         read = InMemory("part")
         client.cluster.scheduler.add_plugin(read)
         frame = dd.from_map(part, range(80))  # 80 MiB, through 16
@@ -204,8 +203,7 @@ def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
 @pytest.mark.parametrize("one_in", [5])
 def test_with_allocations_that_fail_at_random_all_comes_out_right(library: Library, one_in: int) -> None:
     frame = pd.DataFrame({"key": np.arange(200_000) * 7 % 200_003, "payload": np.arange(200_000)})
-    settings = TIGHT | {"memory__failures": one_in, "memory__retries": 30}
-    with cluster(library.name, **settings) as client:
+    with cluster(library.name, failures=one_in, memory__retries=30, **TIGHT) as client:
         ours = dd.from_pandas(frame, npartitions=12)
         if library.name == "cudf":
             ours = ours.to_backend("cudf")

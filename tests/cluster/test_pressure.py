@@ -39,10 +39,10 @@ def test_the_monitor_of_dask_has_data_spilled(spill: float | bool) -> None:
         kept = await client.scatter({"data": bytes(BYTES)})
         key = kept["data"].key
         if spill:
-            await until(lambda: a.data.lower([key]) == [key])
+            await until(lambda: a.data.not_live([key]) == [key])
         else:
             await a.memory_manager.memory_monitor(a)
-            assert a.data.lower([key]) == []
+            assert a.data.not_live([key]) == []
         assert a.data[key] == bytes(BYTES)
         await dask_gpurt.disable(client)
 

@@ -92,16 +92,18 @@ def test_data_come_from_a_peer_though_no_room_can_be_made_for_them(
         made = client.submit(np.ones, MIB, np.uint8, workers=[a.address])
         await made
         ladder = b.plugins["gpurt"].tiers.ladder
-        kept, at_once = ladder.pass_on, ladder.promise_at_once
-        monkeypatch.setattr(ladder, "try_promise", fail)
-        monkeypatch.setattr(ladder, "keep_promises", fail)
+        kept, at_once = ladder.reservations.replace, ladder.reservations.try_reserve
+        monkeypatch.setattr(ladder.reservations, "spill_and_try", fail)
+        monkeypatch.setattr(ladder.reservations, "spill_for_all", fail)
         # Only of fetches: a task fails with what goes wrong for it.
         if step == "before it comes":
             monkeypatch.setattr(
-                ladder, "promise_at_once", lambda who, *to: who[0] != FETCH and at_once(who, *to)
+                ladder.reservations, "try_reserve", lambda who, *to: who[0] != FETCH and at_once(who, *to)
             )
         else:
-            monkeypatch.setattr(ladder, "pass_on", lambda who, to: who[0] != FETCH and kept(who, to))
+            monkeypatch.setattr(
+                ladder.reservations, "replace", lambda who, to: who[0] != FETCH and kept(who, to)
+            )
         assert await asyncio.wait_for(client.submit(len, made, workers=[b.address]), SOON_S) == MIB
         assert "memory.fetch-without-room" in fallbacks(b)
 

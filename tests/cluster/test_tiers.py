@@ -55,7 +55,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
     wait(collection)
     rows = dask_gpurt.memory_usage(small)
     assert set(rows.worker) == set(small.nthreads())
-    assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["Ladder"] * 2
+    assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["TieredBuffer"] * 2
     assert set(rows.tier) == {"device", "pinned", "host", "disk"}
     total = sum(on_workers(small, lambda dask_worker: len(dask_worker.data)))
     assert total >= 24
@@ -118,9 +118,9 @@ def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None
     frame = pd.DataFrame({"key": np.arange(MIB) % 7, "text": [str(i) for i in range(MIB)]})
 
     def puts_nothing_together(dask_worker: Any) -> str:
-        from dask_gpurt.memory import entries
+        from dask_gpurt.memory import reading
 
-        entries.put_together = None
+        reading.put_together = None
         dask_worker.data.spill(1 << 40)
         return str(dask_worker.data.tier(key))
 
@@ -165,7 +165,7 @@ def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_
     def hopeless() -> None:
         raise MemoryError("std::bad_alloc: out of everything")
 
-    with cluster(library.name, workers=1, **SMALL, memory__retries=2, memory__failures=0) as client:
+    with cluster(library.name, workers=1, **SMALL, memory__retries=2, failures=0) as client:
         assert client.submit(greedy, str(tmp_path / "flag")).result() == "done"
         assert counters(client)["memory.retries"] == 1
         with pytest.raises(
@@ -189,7 +189,7 @@ def test_an_allocation_that_finds_no_memory_spills_and_goes_on(tmp_path: Path) -
 
         return cudf.DataFrame({"a": np.full(nbytes // 8, i)})
 
-    with cluster("cudf", workers=1, memory__device=1 << 30, memory__failures=0) as client:
+    with cluster("cudf", workers=1, memory__device=1 << 30, failures=0) as client:
         dask_gpurt.disable(client)
         client.run(limit, 128 * MIB)
         dask_gpurt.enable(client)
@@ -209,11 +209,11 @@ def test_switched_on_and_off_no_key_is_lost(library: Library) -> None:
         wait(before)
         with dask.config.set({f"gpurt.{name.replace('__', '.')}": value for name, value in SMALL.items()}):
             dask_gpurt.enable(client)
-        assert on_workers(client, lambda dask_worker: type(dask_worker.data).__name__) == ["Ladder"] * 2
+        assert on_workers(client, lambda dask_worker: type(dask_worker.data).__name__) == ["TieredBuffer"] * 2
         during = client.map(lambda x: x + 100, before)
         wait(during)
         dask_gpurt.disable(client)
-        assert "Ladder" not in on_workers(client, lambda dask_worker: type(dask_worker.data).__name__)
+        assert "TieredBuffer" not in on_workers(client, lambda dask_worker: type(dask_worker.data).__name__)
         assert [int(x[0]) for x in client.gather(before)] == list(range(12))
         assert [int(x[-1]) for x in client.gather(during)] == [i + 100 for i in range(12)]
 

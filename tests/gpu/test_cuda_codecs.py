@@ -59,7 +59,7 @@ def test_a_codec_of_the_gpu_is_the_soonest(device: Any) -> None:
 
 
 def test_what_is_damaged_is_an_error(device: Any) -> None:
-    from dask_gpurt.device.codecs import CodecError
+    from dask_gpurt.device.base import CodecError
 
     for codec in of_the_gpu(device):
         packed = codec.compress(codec.whole(device.from_host([np.zeros(100_000, np.uint8)])))

@@ -17,9 +17,13 @@ from distributed.utils import get_mp_context
 
 import dask_gpurt
 from dask_gpurt.observe import Fallback
+from dask_gpurt.testing import Instruments
 from tests.helpers import caps
 
+#: Whether the workers of all tests check memory that changes hands, which none of them may do too early.
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
+#: How many allocations there are to one that fails, in a run of the tests that is about that.
+FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
 #: How Dask starts the processes of workers.
 METHOD = "distributed.worker.multiprocessing-method"
 #: Modules that each worker of a test imports, which take it most of the time until it is there.
@@ -27,10 +31,6 @@ IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.plugins.worker", "dask_
 QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
-    # How many allocations there are to one that fails, in a run of the tests that is about that.
-    "gpurt.memory.failures": int(os.environ.get("GPURT_TEST_FAILURES", 0)),
-    # Whether the workers of all tests look at memory that changes hands, which none of them may do too early.
-    "gpurt.overlap.check": CHECK,
     # As in Dask's own tests: workers are forked from a process that has done its imports.
     METHOD: "forkserver",
     **caps.SETTINGS,
@@ -50,6 +50,8 @@ def cluster(
     *,
     threads: int = 1,
     memory_limit: str = "auto",
+    failures: int = FAILURES,
+    handovers: bool = CHECK,
     **settings: Any,
 ) -> Iterator[Client]:
     """A cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
@@ -61,6 +63,7 @@ def cluster(
         _local(backend, workers, threads, memory_limit) as local,
         Client(local) as client,
     ):
+        instrument(client, failures=failures, handovers=handovers)
         dask_gpurt.enable(client)
         try:
             yield client
@@ -73,6 +76,12 @@ def cluster(
                 too_early = told_too_early(client) if CHECK else []
                 dask_gpurt.disable(client)
                 assert not too_early, too_early
+
+
+def instrument(client: Client, *, failures: int = FAILURES, handovers: bool = CHECK) -> None:
+    """Have allocations fail on workers, and memory that changes hands checked, before the runtime is on."""
+    if failures or handovers:
+        client.register_plugin(Instruments(failures, handovers=handovers))
 
 
 def told_too_early(client: Client) -> list[Any]:

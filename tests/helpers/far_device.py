@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.device import MappingError
+from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.device.protocol import Fence, passed
+from dask_gpurt.topology.links import Link
 
 
 class Far:
@@ -59,6 +60,7 @@ class FarDevice(HostDevice):
     """As a GPU to the tiers: what is live lies where the host can not read."""
 
     on_host = False
+    host_links = (Link.PAGEABLE,)
 
     def __init__(self) -> None:
         super().__init__(1 << 30)
@@ -82,6 +84,7 @@ class Accelerator(HostDevice):
     shared_path = "cuda-ipc"
     reads_in_place = False
     on_host = False
+    host_links = (Link.PAGEABLE,)
 
     def map(self, ticket: Any) -> Any:
         if ticket.get("mapped"):

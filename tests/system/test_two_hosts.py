@@ -18,7 +18,8 @@ from distributed import Client, Event
 
 import dask_gpurt
 from dask_gpurt.device import codecs
-from dask_gpurt.device.codecs import Codec, CodecError, host_codecs
+from dask_gpurt.device.base import Codec, CodecError
+from dask_gpurt.device.codecs import host_codecs
 from tests.helpers.clusters import assert_same_partitions, counters, partitions
 from tests.helpers.two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
 

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from dask_gpurt.config import KEYS
+from dask_gpurt.device import base
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange import pools
 from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
 from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.metrics import METRICS, Kind, find
@@ -206,8 +206,8 @@ def test_settings_says_what_auto_is() -> None:
     page = " ".join(SETTINGS.split())
     host, cuda = HostDevice.pool_share, class_attribute("device/cuda.py", "CudaDevice", "pool_share")
     assert f"`auto` is {cuda:.0%} of the memory of a GPU and {host:.0%} of a worker's memory limit" in page
-    assert f"never more than {pools.AUTO_POOL_OF_FREE:.0%} of what is free on the GPU" in page
-    assert f"or {pools.AUTO_POOL_OF_SHM:.0%} of `/dev/shm`" in page
+    assert f"never more than {base.AUTO_POOL_OF_FREE:.0%} of what is free on the GPU" in page
+    assert f"or {base.AUTO_POOL_OF_SHM:.0%} of `/dev/shm`" in page
     assert f"fails only after {FOREIGN_PATIENCE_S:.0f} seconds" in page
 
 

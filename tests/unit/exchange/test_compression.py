@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.device import codecs
-from dask_gpurt.device.codecs import FAST, PIECE, PIECES, Codec, CodecError, HostCodec, host_codecs
+from dask_gpurt.device.base import Codec, CodecError
+from dask_gpurt.device.codecs import FAST, PIECE, PIECES, HostCodec, host_codecs
 from dask_gpurt.exchange.compression import (
     LEAST,
     RUNS,

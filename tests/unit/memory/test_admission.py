@@ -9,42 +9,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.admission import FETCH, RUNS, SEND, TASK, Admission, Holder, Needs
+from dask_gpurt.memory.admission import (
+    FETCH,
+    RUNS_REMEMBERED,
+    SEND,
+    TASK,
+    Admission,
+    MemoryEstimator,
+    MemoryRequest,
+)
 
 # ---- needs -----------------------------------------------------------------------------
 
 
 def test_a_prefix_that_has_not_run_may_leave_as_much_as_it_takes_and_work_with_as_much() -> None:
-    assert Needs().of("join", 100) == 200
-    assert Needs().of("read", 0) == 0
+    assert MemoryEstimator().estimate("join", 100) == 200
+    assert MemoryEstimator().estimate("read", 0) == 0
 
 
 def test_a_need_grows_with_the_inputs() -> None:
-    needs = Needs()
-    needs.learn("join", 100, 250)
-    assert needs.of("join", 150) == 375
-    assert needs.of("sort", 150) == 300
+    estimator = MemoryEstimator()
+    estimator.learn("join", 100, 250)
+    assert estimator.estimate("join", 150) == 375
+    assert estimator.estimate("sort", 150) == 300
 
 
 def test_a_need_far_above_all_that_was_seen_is_a_mistake() -> None:
-    needs = Needs()
-    needs.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are no inputs
-    assert needs.of("read", 100 * MIB) == 20 * MIB
+    estimator = MemoryEstimator()
+    estimator.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are no inputs
+    assert estimator.estimate("read", 100 * MIB) == 20 * MIB
 
 
 def test_a_prefix_without_inputs_needs_what_it_needed() -> None:
-    needs = Needs()
-    needs.learn("read", 0, 300)
-    assert needs.of("read", 0) == 300
-    assert needs.of("read", 10) == 20
+    estimator = MemoryEstimator()
+    estimator.learn("read", 0, 300)
+    assert estimator.estimate("read", 0) == 300
+    assert estimator.estimate("read", 10) == 20
 
 
-@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=3 * RUNS))
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=3 * RUNS_REMEMBERED))
 def test_most_of_the_last_runs_would_have_had_enough_and_none_is_overdone(peaks: list[int]) -> None:
-    needs = Needs()
+    estimator = MemoryEstimator()
     for peak in peaks:
-        needs.learn("join", 1000, peak)
-    last, need = peaks[-RUNS:], needs.of("join", 1000)
+        estimator.learn("join", 1000, peak)
+    last, need = peaks[-RUNS_REMEMBERED:], estimator.estimate("join", 1000)
     assert need <= max(last)
     assert sum(peak <= need + 1 for peak in last) >= 0.9 * len(last)
 
@@ -54,19 +62,19 @@ def test_most_of_the_last_runs_would_have_had_enough_and_none_is_overdone(peaks:
 
 MIB = 2**20
 
-Step = tuple[str, Holder]
+Step = tuple[str, MemoryRequest]
 History = tuple[Step, ...]
 
 
 class Explored:
     """All that can happen to a few holders that share some room, one thing after another."""
 
-    def __init__(self, needs: dict[Holder, int], room: int):
+    def __init__(self, needs: dict[MemoryRequest, int], room: int):
         self.needs, self.room = needs, room
 
-    def replay(self, history: History) -> tuple[Admission, set[Holder], set[Holder]]:
+    def replay(self, history: History) -> tuple[Admission, set[MemoryRequest], set[MemoryRequest]]:
         """The state after a history: who has begun, and who has finished."""
-        admission, began, done = Admission(), set[Holder](), set[Holder]()
+        admission, began, done = Admission(), set[MemoryRequest](), set[MemoryRequest]()
         for what, who in history:
             if what == "ask":
                 taken = sum(self.needs[other] for other in began - done)
@@ -93,7 +101,7 @@ class Explored:
 
 def holders(tasks: tuple[int, ...], fetches: tuple[int, ...] = (), sends: tuple[int, ...] = ()) -> Any:
     kinds = ((TASK, tasks), (FETCH, fetches), (SEND, sends))
-    return {Holder(kind, i): need for kind, needs in kinds for i, need in enumerate(needs)}
+    return {MemoryRequest(kind, i): need for kind, needs in kinds for i, need in enumerate(needs)}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +117,7 @@ def holders(tasks: tuple[int, ...], fetches: tuple[int, ...] = (), sends: tuple[
         (holders((2, 8), (9,), (5,)), 8),
     ],
 )
-def test_in_no_state_does_everybody_wait(needs: dict[Holder, int], room: int) -> None:
+def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: int) -> None:
     """Every reachable state: whoever waits there, somebody goes on, or the first to ask may."""
     explored = Explored(needs, room)
     states: set[Any] = set()
@@ -134,7 +142,7 @@ def test_in_no_state_does_everybody_wait(needs: dict[Holder, int], room: int) ->
     assert len(states) > 20
 
 
-A, B, C = (Holder(TASK, name) for name in "abc")
+A, B, C = (MemoryRequest(TASK, name) for name in "abc")
 
 
 def test_whoever_leaves_names_the_one_that_waits_longest() -> None:
@@ -151,7 +159,7 @@ def test_whoever_leaves_names_the_one_that_waits_longest() -> None:
 
 
 def test_a_task_waits_for_what_is_sent_and_nothing_more_comes_or_goes_meanwhile() -> None:
-    admission, send, fetch = Admission(), Holder(SEND, 0), Holder(FETCH, 1)
+    admission, send, fetch = Admission(), MemoryRequest(SEND, 0), MemoryRequest(FETCH, 1)
     assert admission.ask(send, True, 0)
     assert not admission.short
     assert not admission.ask(A, False, 0)
@@ -214,9 +222,9 @@ events = st.one_of(
 def test_whatever_comes_goes_or_stays_for_ever_each_request_is_admitted_in_its_time(steps: Any) -> None:
     """One step a second, in which each request asks. What runs ends only where a step says so."""
     admission, now, numbers = Admission(PATIENCE), 0, itertools.count()
-    due: dict[Holder, int] = {}
+    due: dict[MemoryRequest, int] = {}
 
-    def ask(who: Holder, fits: bool) -> None:
+    def ask(who: MemoryRequest, fits: bool) -> None:
         if admission.ask(who, fits, now):
             due.pop(who, None)
         else:
@@ -226,7 +234,7 @@ def test_whatever_comes_goes_or_stays_for_ever_each_request_is_admitted_in_its_t
         now += 1
         running, waiting = sorted(admission.running), admission.waiting
         if what == "come":
-            ask(Holder(which, next(numbers)), fits or which == SEND)
+            ask(MemoryRequest(which, next(numbers)), fits or which == SEND)
         elif what == "end" and running:
             admission.leave(running[which % len(running)], now)
         elif what == "withdraw" and waiting:

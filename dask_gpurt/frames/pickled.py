@@ -28,7 +28,7 @@ import pandas as pd
 from distributed.protocol import pickle as dask_pickle
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.table.protocol import Packed, Part, Room
+from dask_gpurt.frames.backend import Packed, Part, Room
 
 #: Bytes below which an array (labels, above all) stays inside the pickle that it belongs to.
 _INLINE = 4096

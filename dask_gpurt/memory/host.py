@@ -1,4 +1,4 @@
-"""Objects taken apart, in one piece of host memory that a device may have registered.
+"""Objects taken apart, in host memory: the pageable tier, and the one that a device may have registered.
 
 Registering memory is slow and takes it from everybody else, so it is done once, for a fixed
 piece. Objects take blocks of it wherever they are free: there is no fragmentation beyond the
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -17,14 +18,184 @@ import numpy as np
 from sortedcontainers import SortedDict
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.device.protocol import PAGE
-from dask_gpurt.memory.frames import Frames, Scattered
-from dask_gpurt.memory.pageable import MemoryTier
+from dask_gpurt.device.base import PAGE, Device, Fence, passed
+from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 #: Threads that touch memory before it is registered. On a host of H200s 8 GiB take 0.4 s in all then, 1.9 s
 #: where registering is what brings huge pages in, 3.5 s with small ones.
 TOUCHERS = 8
+
+
+def pairs(targets: Scattered, sources: Scattered) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cut two scattered buffers of one length into parts that go one into the other."""
+    rest = iter(sources)
+    source = np.empty(0, np.uint8)
+    for target in targets:
+        while target.size:
+            while not source.size:
+                source = next(rest)
+            size = min(target.size, source.size)
+            yield target[:size], source[:size]
+            target, source = target[size:], source[size:]
+
+
+def fill(targets: Iterable[Scattered], sources: Iterable[Scattered]) -> None:
+    """Copy buffers into buffers of the same sizes."""
+    for target, source in zip(targets, sources, strict=True):
+        for into, part in pairs(target, source):
+            np.copyto(into, part)
+
+
+def sizes(frames: Frames) -> list[int]:
+    """The bytes in each buffer."""
+    return [sum(piece.size for piece in buffer) for buffer in frames.buffers]
+
+
+class MemoryTier(MutableMapping[str, Frames]):
+    """Keep objects in host memory of its own, all of an object or nothing of it. Thread-safe.
+
+    What it returns refers to that memory: use it before the key goes or gets another value. It is a
+    :class:`~dask_gpurt.memory.lower_tiers.LowerTier`.
+    """
+
+    reads_block = False
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[Frames, Scattered]] = {}
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
+        """Room for an object, and what to free when it goes; raises NoRoom."""
+
+    @abstractmethod
+    def _free(self, pieces: Scattered) -> None: ...
+
+    @property
+    @abstractmethod
+    def used(self) -> int:
+        """Bytes that are taken."""
+
+    def __setitem__(self, key: str, frames: Frames) -> None:
+        copy, pieces = self._allocate(frames.header, sizes(frames))
+        try:
+            fill(copy.buffers, frames.buffers)
+        except BaseException:
+            self._free(pieces)
+            raise
+        self._keep(key, copy, pieces)
+
+    def put(self, key: str, frames: Frames, device: Device, *, ordered: bool) -> Fence:
+        """Begin to store an object, whose buffers may lie on a device; returns what waits for the copy."""
+        if not any(map(on_device, frames.buffers)):
+            self[key] = frames
+            return passed
+        sources = [buffer[0] for buffer in frames.buffers]
+        into = self.adopt(key, frames.header, [source.nbytes for source in sources])
+        try:
+            return device.scatter(sources, into.buffers, ordered=ordered)
+        except BaseException:
+            del self[key]
+            raise
+
+    def adopt(self, key: str, header: bytes, sizes: Sequence[int]) -> Frames:
+        """Make room under ``key`` for buffers that the caller fills, through a device maybe."""
+        frames, pieces = self._allocate(header, sizes)
+        self._keep(key, frames, pieces)
+        return frames
+
+    def _keep(self, key: str, frames: Frames, pieces: Scattered) -> None:
+        with self._lock:
+            before = self._entries.get(key)
+            self._entries[key] = frames, pieces
+        if before is not None:
+            self._free(before[1])
+
+    def __getitem__(self, key: str) -> Frames:
+        return self._entries[key][0]
+
+    def to_device(self, key: str) -> Frames:
+        """Return an object as it lies: the reader has a device gather it."""
+        return self[key]
+
+    def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
+        """Return one buffer of an object; it refers to the memory of this mapping too."""
+        return self._entries[key][0].buffers[which]
+
+    def part_to_device(self, key: str, which: int) -> Scattered:
+        """Return one buffer as it lies: the reader has a device gather it."""
+        return self.part(key, which)
+
+    def part_room(self, key: str, which: int) -> int:
+        """Return 0: a buffer is read as it lies."""
+        return 0
+
+    def part_size(self, key: str, which: int) -> int:
+        """Bytes of one buffer of an object."""
+        return sum(piece.size for piece in self.part(key, which))
+
+    def stored(self, key: str) -> int:
+        """Bytes that an object takes here."""
+        return self._size(self._entries[key][1])
+
+    def _size(self, pieces: Scattered) -> int:
+        return sum(piece.size for piece in pieces)
+
+    def __delitem__(self, key: str) -> None:
+        with self._lock:
+            _, pieces = self._entries.pop(key)
+        self._free(pieces)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def close(self) -> None:
+        """Delete everything."""
+        self.clear()
+
+
+class HostTier(MemoryTier):
+    """A mapping into memory of the system's allocator, one array for each buffer.
+
+    Parameters
+    ----------
+    capacity
+        Bytes of buffers that fit.
+    """
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
+        nbytes = sum(sizes)
+        with self._lock:
+            if self._used + nbytes > self.capacity:
+                raise NoRoom(Tier.HOST, nbytes)
+            self._used += nbytes
+        try:
+            pieces = [np.empty(size, np.uint8) for size in sizes]
+        except MemoryError as error:
+            with self._lock:
+                self._used -= nbytes
+            raise NoRoom(Tier.HOST, nbytes) from error
+        return Frames(header, tuple([piece] for piece in pieces)), pieces
+
+    def _free(self, pieces: Scattered) -> None:
+        with self._lock:
+            self._used -= self._size(pieces)
 
 
 class BlockPool:
@@ -215,8 +386,8 @@ class PinnedTier(MemoryTier):
         return self._pool.size(pieces)
 
     def close(self) -> None:
-        """Let go of everything, the pool included."""
-        self.clear()
+        """Delete everything, and give the pool back."""
+        super().close()
         self._pool.close()
 
 

@@ -17,10 +17,8 @@ from pandas.testing import assert_frame_equal
 
 from dask_gpurt.device import Block
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.table import Hashed, Part, Ranged, Routed
-from dask_gpurt.table.order import order_of
-from dask_gpurt.table.pandas import PandasTable
-from dask_gpurt.table.plain import Layout
+from dask_gpurt.frames import Hashed, Part, Ranged, Routed
+from dask_gpurt.frames.pandas import Layout, PandasTable, order_of
 
 OUTPUTS = 7
 

@@ -14,13 +14,13 @@ from dask.utils import typename
 from distributed.protocol import pickle as dask_pickle
 from distributed.protocol.serialize import Serialized, deserialize, serialize
 
+from dask_gpurt.device.base import is_of, lives_on_device
+
 #: One buffer, in one or several pieces: arrays of bytes, or one object on a device.
 Scattered = list[Any]
 _RAW = b"raw"
 #: Bytes that stay with the header, which is not counted.
 _SMALL = 4096
-#: Libraries whose objects lie in the memory of a GPU.
-_DEVICE_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
 #: Those that register serializers with Dask for the device and for the host.
 _SAME_ON_HOST = frozenset({"cudf", "cupy", "rmm"})
 
@@ -75,15 +75,6 @@ class Raw:
 def on_device(buffer: Scattered) -> bool:
     """Whether a buffer lies on a device."""
     return not all(isinstance(piece, np.ndarray) for piece in buffer)
-
-
-def lives_on_device(value: Any) -> bool:
-    """Whether an object is of a library whose objects lie on a GPU."""
-    return _is_of(type(value), _DEVICE_LIBRARIES)
-
-
-def _is_of(type_: type, libraries: frozenset[str]) -> bool:
-    return any(kind.__module__.partition(".")[0] in libraries for kind in type_.__mro__)
 
 
 def take_apart(value: Any) -> Frames:
@@ -188,7 +179,7 @@ def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
     if header["serializer"] != "cuda":
         return header
     type_ = pickle.loads(header["type-serialized"])
-    if not _is_of(type_, _SAME_ON_HOST):
+    if not is_of(type_, _SAME_ON_HOST):
         return None
     # Their serializers for the host make the same frames and headers as those for the device.
     return {**header, "serializer": "dask", "type": typename(type_)}

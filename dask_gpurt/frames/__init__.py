@@ -1,6 +1,6 @@
 """What a partition is: split, pack, unpack, concatenate."""
 
-from dask_gpurt.table.protocol import (
+from dask_gpurt.frames.backend import (
     Hashed,
     Packed,
     Part,
@@ -9,9 +9,8 @@ from dask_gpurt.table.protocol import (
     Room,
     Routed,
     Table,
-    backend_for,
-    library,
 )
+from dask_gpurt.frames.registry import backend_for, library
 
 __all__ = [
     "Hashed",

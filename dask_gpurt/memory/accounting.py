@@ -1,8 +1,15 @@
-"""What objects own: each allocation once, however many views of it there are."""
+"""What objects own, each allocation once however many views of it there are, and the account of live ones.
+
+The columns of cudf's objects are walked without touching the memory: to serialise an object would do as
+well, but cudf copies slices first, and then what owns the copy is told. A spillable buffer is known by its
+owner, which stays the same wherever the bytes lie; its pointer is not asked for, which would bring it back to
+the device, for ever.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
@@ -11,9 +18,10 @@ import pandas as pd
 import pyarrow as pa
 from dask.sizeof import sizeof
 
-from dask_gpurt.memory import cudf_owners
-from dask_gpurt.memory.frames import Raw
+from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
 from dask_gpurt.memory.objects import sizeof_objects
+from dask_gpurt.memory.serialize import Raw
+from dask_gpurt.memory.tiers import Limits, Tier
 
 #: Bytes by the address of each root allocation.
 Roots = dict[int, int]
@@ -80,7 +88,7 @@ def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
     elif library == "cupy" and hasattr(value, "data"):
         yield value.data.mem.ptr, value.data.mem.size
     elif library == "cudf" and hasattr(type(value), "_columns"):
-        yield from cudf_owners.owners(value)
+        yield from _cudf_owners(value)
     else:
         yield id(value), sizeof(value)
 
@@ -122,6 +130,39 @@ def _buffer_root(buffer: Any) -> tuple[int, int]:
     while buffer.parent is not None:
         buffer = buffer.parent
     return buffer.address, buffer.size
+
+
+def _cudf_owners(value: Any) -> Iterator[tuple[int, int]]:
+    """Identity and bytes of each allocation that a frame, series or index of cudf is a view of.
+
+    Parameters
+    ----------
+    value
+        A ``cudf`` object with columns. An index that is only a range has none.
+    """
+    if (index := getattr(value, "index", None)) is not None:
+        yield from _cudf_owners(index)
+    if type(value).__name__ != "RangeIndex":  # whose columns would be made by asking for them
+        for column in value._columns:
+            yield from _of_cudf_column(column)
+
+
+def _of_cudf_column(column: Any) -> Iterator[tuple[int, int]]:
+    yield from _of_plc(column.plc_column)
+    if (categories := getattr(column.dtype, "_categories", None)) is not None:
+        yield from _of_cudf_column(categories)
+
+
+def _of_plc(column: Any) -> Iterator[tuple[int, int]]:
+    for buffer in (column.data(), column.null_mask()):
+        if buffer is not None:
+            yield _cudf_root(buffer.owner)
+    for child in column.children():
+        yield from _of_plc(child)
+
+
+def _cudf_root(owner: Any) -> tuple[int, int]:
+    return id(owner) if hasattr(owner, "is_spilled") else owner.ptr, owner.size
 
 
 class Owned:
@@ -198,3 +239,127 @@ class Owned:
         self._sharers.clear()
         self._sizes.clear()
         self.total = 0
+
+
+_RESERVED = Label(RESERVATIONS)
+
+
+class LiveAccount:
+    """The account of live objects, shared memory once. Not thread-safe.
+
+    Parameters
+    ----------
+    limits
+        Bytes of each tier.
+    ledger
+        Told of each change. Shared memory counts as what the first key is that is still there.
+    """
+
+    def __init__(self, limits: Limits, ledger: Ledger):
+        self._limits = {Tier.DEVICE: limits.device, Tier.HOST: limits.host}
+        self._owned = {tier: Owned() for tier in self._limits}
+        self._ledger = ledger
+        self._of: dict[Hashable, tuple[Tier, Label]] = {}
+        self._reservations: dict[Hashable, tuple[Tier, int]] = {}
+        self._reserved: Counter[Tier] = Counter()
+        #: Bytes that have become live so far, and how many objects have ceased to be.
+        self.admitted: Counter[Tier] = Counter()
+        self.removals = 0
+
+    def add(self, key: Hashable, tier: Tier, label: Label, roots: Roots) -> None:
+        """A key is live now."""
+        self._of[key] = tier, label
+        added = self._owned[tier].add(key, roots)
+        self.admitted[tier] += added
+        self._ledger.add(tier, label, added)
+
+    def discard(self, key: Hashable) -> None:
+        """A key is live no more."""
+        self._discount(key)
+        self.removals += 1
+
+    def _discount(self, key: Hashable) -> None:
+        tier, label = self._of.pop(key)
+        for heir, nbytes in self._owned[tier].discard(key).items():
+            self._ledger.add(tier, label, -nbytes)
+            if heir is not None:
+                self._ledger.add(tier, self._of[heir][1], nbytes)
+
+    def revise(self, key: Hashable, roots: Roots) -> None:
+        """What a live key owns, which may have changed."""
+        tier, label = self._of[key]
+        if roots != self._owned[tier].roots(key):
+            self._discount(key)
+            self.add(key, tier, label, roots)
+
+    def keys(self, tier: Tier) -> list[Any]:
+        """The keys that are live in a tier, the oldest first."""
+        return [key for key, (where, _) in self._of.items() if where is tier]
+
+    def total(self, tier: Tier) -> int:
+        """Bytes of live objects in a tier."""
+        return self._owned[tier].total if tier in self._owned else 0
+
+    def lacking(self, tier: Tier, roots: Roots) -> int:
+        """Bytes that a new object would add to a tier: none for views of what is live there."""
+        return self._owned[tier].lacking(roots)
+
+    def gain(self, key: Hashable, tier: Tier) -> int:
+        """Bytes that would be free if this key went alone."""
+        return self._owned[tier].gain(key)
+
+    def is_here(self, key: Hashable, tier: Tier) -> bool:
+        """Whether a key has bytes in a tier, and not only somewhere else for now."""
+        return self._owned[tier].is_here(key)
+
+    def set_elsewhere(self, tier: Tier, roots: Iterable[int]) -> None:
+        """Which allocations of a tier lie somewhere else now, though what owns them is live."""
+        for key, nbytes in self._owned[tier].set_elsewhere(roots).items():
+            self._ledger.add(tier, self._of[key][1], nbytes)
+
+    def reserve(self, key: Hashable, tier: Tier, nbytes: int) -> None:
+        """Keep room for a key; a later promise to it replaces the one before."""
+        self.cancel(key)
+        self._reservations[key] = tier, nbytes
+        self._add_reserved(tier, nbytes)
+
+    def reserved(self, key: Hashable, tier: Tier) -> int:
+        """Bytes that a key has been promised in a tier."""
+        where, nbytes = self._reservations.get(key, (tier, 0))
+        return nbytes if where is tier else 0
+
+    def cancel(self, key: Hashable) -> bool:
+        """End a promise; whether there was one."""
+        tier, nbytes = self._reservations.pop(key, (Tier.DEVICE, 0))
+        self._add_reserved(tier, -nbytes)
+        return nbytes > 0
+
+    def _add_reserved(self, tier: Tier, nbytes: int) -> None:
+        self._reserved[tier] += nbytes
+        self._ledger.add(tier, _RESERVED, nbytes)
+
+    def excess(self, tier: Tier, nbytes: int, others: int = 0) -> int:
+        """Bytes that are too many in a tier once ``nbytes`` more are live, next to ``others``."""
+        return self.total(tier) + self._reserved[tier] + others + nbytes - self._limits[tier]
+
+    def clear(self) -> None:
+        """Nothing is live any more."""
+        for owned in self._owned.values():
+            owned.clear()
+        for counted in (self._of, self._reservations, self._reserved):
+            counted.clear()
+
+
+#: Bytes by the identity of what owns them.
+Owners = dict[int, int]
+
+
+def cudf_spill_manager() -> Any:
+    """cudf's spill manager, None where cudf does not spill or has not been imported."""
+    module = sys.modules.get("cudf.core.buffer.spill_manager")
+    return module.get_global_manager() if module is not None else None
+
+
+def spilled_by_cudf(manager: Any) -> Owners:
+    """The buffers of a manager that lie in host memory."""
+    return {id(owner): owner.size for owner in manager.buffers() if owner.is_spilled}

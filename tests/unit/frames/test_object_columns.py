@@ -26,13 +26,13 @@ from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.shard import Section, Shard
+from dask_gpurt.frames import Packed, Part, Piece
+from dask_gpurt.frames.pandas import PandasTable
+from dask_gpurt.frames.pickled import Chunks, Pickled
+from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
-from dask_gpurt.memory.sizes import owned
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.table import Packed, Part, Piece
-from dask_gpurt.table.pandas import PandasTable
-from dask_gpurt.table.pickled import Chunks, Pickled
 from tests.helpers.ladders import new_ladder
 
 OUTPUTS = 5

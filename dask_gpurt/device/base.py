@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from dask_gpurt.device.codecs import Codec
+from dask_gpurt.topology.links import Link
 
 #: What a table backend reads from and writes to: a ``numpy`` byte array on the host,
 #: an object with ``ptr`` and ``size`` on a GPU.
@@ -25,12 +24,31 @@ Ticket = dict[str, Any]
 PAGE = 4096
 
 
+#: No pool takes more than this of the free memory of a GPU by itself, since others take from it too.
+AUTO_POOL_OF_FREE = 0.4
+#: No pool promises more than this of /dev/shm by itself. It is a promise only: what is free as a worker
+#: starts says nothing of later, and where the pools of a host promise more than there is, producers wait.
+AUTO_POOL_OF_SHM = 0.4
+
+#: Libraries whose objects lie in the memory of a GPU.
+_GPU_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
+
 #: Waits, when called, until something that was begun is complete.
 Fence = Callable[[], None]
 
 
 def passed() -> None:
     """The fence of what is complete already."""
+
+
+def lives_on_device(value: Any) -> bool:
+    """Return whether an object is of a library whose objects lie on a GPU."""
+    return is_of(type(value), _GPU_LIBRARIES)
+
+
+def is_of(type_: type, libraries: frozenset[str]) -> bool:
+    """Return whether a type, or one that it inherits from, is of one of some libraries."""
+    return any(kind.__module__.partition(".")[0] in libraries for kind in type_.__mro__)
 
 
 class PoolFull(Exception):
@@ -73,6 +91,32 @@ class Block:
     offset: int
     nbytes: int
     buffer: Buffer
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """How large a pool of a device may be, in bytes.
+
+    Attributes
+    ----------
+    whole
+        What a share is a share of.
+    automatic
+        The size of a pool where the user gives none.
+    most
+        The largest pool that a user may ask for.
+    free, total
+        The memory that pools are cut from.
+    where
+        A name for that memory.
+    """
+
+    whole: int
+    automatic: float
+    most: int
+    free: int
+    total: int
+    where: str
 
 
 class Mapping(Protocol):
@@ -215,6 +259,49 @@ class DeviceFiles(Protocol):
         ...
 
 
+class CodecError(Exception):
+    """A device could not compress or restore bytes; the message says why."""
+
+
+class Codec(Protocol):
+    """Compresses what is in the memory of a device. Thread-safe; its methods block."""
+
+    #: As peers know it.
+    name: str
+    #: Whether what it gives is in host memory.
+    on_host: bool
+    #: Bytes per second of a link at which it gains nothing.
+    fast: float
+
+    def whole(self, sections: Sequence[Buffer]) -> Any:
+        """Buffers of the device as one, for :meth:`compress`.
+
+        Raises
+        ------
+        CodecError
+            When there is no room for it; so do the other methods.
+        """
+        ...
+
+    def part(self, whole: Any) -> Any:
+        """What of it stands for all when the codec is tried out."""
+        ...
+
+    def compress(self, whole: Any) -> Any:
+        """Bytes that :meth:`decompress` restores, with their size as ``nbytes``."""
+        ...
+
+    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
+        """The sections that were compressed as one, given the bytes of each.
+
+        Raises
+        ------
+        ValueError
+            When something else comes out.
+        """
+        ...
+
+
 class Device(Protocol):
     """What a worker computes on."""
 
@@ -224,8 +311,12 @@ class Device(Protocol):
     shared_path: str
     #: Whether a mapped shard is read where it lies; otherwise it is copied over first.
     reads_in_place: bool
-    #: Whether its memory is the host's.
+    #: Whether its memory is the host's. Ask for what follows from it where there is a method for that.
     on_host: bool
+    #: The links that its bytes take on their way into memory that the host reads; none where they are there.
+    host_links: tuple[Link, ...]
+    #: What to install where it has no codec.
+    codecs_missing: str
     #: Of its memory, what a pool takes when nobody says: enough for producers to run ahead.
     pool_share: float
     #: Whether its own streams come before those of user code, where they share the device. What is
@@ -264,6 +355,18 @@ class Device(Protocol):
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the memory that a pool is cut from."""
+        ...
+
+    def own_memory(self) -> int | None:
+        """Return the bytes of its memory; None where that is the host's, as limited for the worker."""
+        ...
+
+    def holds(self, value: Any) -> bool:
+        """Return whether an object that is live lies in its memory."""
+        ...
+
+    def pool_limits(self) -> PoolLimits:
+        """Return how large a pool may be."""
         ...
 
     def create_pool(self, nbytes: int) -> Pool: ...
@@ -356,6 +459,10 @@ class Device(Protocol):
 
     def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
         """As :meth:`gather`, for buffers that come and go together."""
+        ...
+
+    def pinning(self) -> Callable[[np.ndarray], Callable[[], None]] | None:
+        """Return what registers host memory, and returns the undo; None where that makes no copy faster."""
         ...
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
