@@ -46,7 +46,22 @@ def versions(packages: Iterable[str], own: str) -> dict[str, str]:
     own
         The key for this package.
     """
-    found = {"python": platform.python_version(), own: dask_gpurt.__version__}
+    return {
+        "python": platform.python_version(),
+        own: dask_gpurt.__version__,
+        **installed_versions(packages),
+    }
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each of the packages that is installed.
+
+    Parameters
+    ----------
+    packages
+        Their names, without the CUDA version that is part of some.
+    """
+    found = {}
     for package in packages:
         # RAPIDS wheels carry the CUDA version in their name.
         for name in (package, f"{package}-cu13", f"{package}-cu12"):
