@@ -1,7 +1,7 @@
 """Write the pages of the documentation that come from the code: settings, command line and API.
 
 MkDocs loads this file as a hook (``hooks`` in ``mkdocs.yml``). The functions that write a page need neither
-MkDocs nor a GPU, so that ``tests/test_docs.py`` compares them with the code."""
+MkDocs nor a GPU, so that ``tests/unit/docs/test_docs.py`` compares them with the code."""
 
 from __future__ import annotations
 

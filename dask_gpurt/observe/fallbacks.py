@@ -1,7 +1,7 @@
 """Give an id to everything that the runtime may leave to Dask, or do in a lesser way.
 
 ``dask gpurt doctor`` and :func:`dask_gpurt.report` show the ids that were counted, with their text and the
-last reason; ``docs/troubleshooting.md`` says what to do about each.
+last reason; ``docs/guides/troubleshooting.md`` says what to do about each.
 """
 
 from __future__ import annotations

@@ -120,11 +120,11 @@ class WorkerReport(_Record):
         By address of a peer, the ``path`` from its main device and from host memory, and the ``reason`` why
         it is not a better one.
     overlap, residency
-        What is confined beside shuffles, and what was learnt; see ``docs/overlap.md``.
+        What is confined beside shuffles, and what was learnt; see ``docs/guides/overlap.md``.
     problems
         What is wrong with the settings of the worker, a sentence each.
     counters
-        By name, as ``docs/metrics.md`` lists them.
+        By name, as ``docs/reference/metrics.md`` lists them.
     fallbacks
         By id.
     error
@@ -172,7 +172,7 @@ class RuntimeReport(_Record):
     takeover
         Whether it serves ``p2p`` shuffles of clients that do not know it.
     counters
-        Of the whole cluster by name, as ``docs/metrics.md`` lists them: counters are summed, of gauges the
+        Of the whole cluster by name, as ``docs/reference/metrics.md`` lists them: counters are summed, of gauges the
         largest is kept.
     fallbacks
         Of the scheduler, by id.
