@@ -1,7 +1,8 @@
 """Declare every metric of the runtime, and count them in one process.
 
 :data:`METRICS` is the one table: name, type, unit and meaning of each. A name that is not in it is refused
-when it is first counted. Reports, the Prometheus page and ``docs/reference/metrics.md`` are made from the same table.
+when it is first counted. Reports, the Prometheus page and ``docs/reference/metrics.md`` are made from the
+same table.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class RuntimeReport(_Record):
     takeover
         Whether it serves ``p2p`` shuffles of clients that do not know it.
     counters
-        Of the whole cluster by name, as ``docs/reference/metrics.md`` lists them: counters are summed, of gauges the
-        largest is kept.
+        Of the whole cluster by name, as ``docs/reference/metrics.md`` lists them: counters are summed, of
+        gauges the largest is kept.
     fallbacks
         Of the scheduler, by id.
     workers

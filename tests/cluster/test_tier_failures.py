@@ -173,7 +173,7 @@ def test_it_is_switched_off_with_a_damaged_file(directory: Path) -> None:
         dask_gpurt.disable(client)
         assert contents(client, made) == right(24)
         assert workers(client) == before
-        assert "TieredBuffer" not in client.run(lambda dask_worker: type(dask_worker.data).__name__).values()
+        assert "WorkerBuffer" not in client.run(lambda dask_worker: type(dask_worker.data).__name__).values()
 
 
 def test_a_worker_that_closes_reads_nothing_back(directory: Path) -> None:

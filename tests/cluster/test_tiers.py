@@ -55,7 +55,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
     wait(collection)
     rows = dask_gpurt.memory_usage(small)
     assert set(rows.worker) == set(small.nthreads())
-    assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["TieredBuffer"] * 2
+    assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["WorkerBuffer"] * 2
     assert set(rows.tier) == {"device", "pinned", "host", "disk"}
     total = sum(on_workers(small, lambda dask_worker: len(dask_worker.data)))
     assert total >= 24
@@ -209,11 +209,11 @@ def test_switched_on_and_off_no_key_is_lost(library: Library) -> None:
         wait(before)
         with dask.config.set({f"gpurt.{name.replace('__', '.')}": value for name, value in SMALL.items()}):
             dask_gpurt.enable(client)
-        assert on_workers(client, lambda dask_worker: type(dask_worker.data).__name__) == ["TieredBuffer"] * 2
+        assert on_workers(client, lambda dask_worker: type(dask_worker.data).__name__) == ["WorkerBuffer"] * 2
         during = client.map(lambda x: x + 100, before)
         wait(during)
         dask_gpurt.disable(client)
-        assert "TieredBuffer" not in on_workers(client, lambda dask_worker: type(dask_worker.data).__name__)
+        assert "WorkerBuffer" not in on_workers(client, lambda dask_worker: type(dask_worker.data).__name__)
         assert [int(x[0]) for x in client.gather(before)] == list(range(12))
         assert [int(x[-1]) for x in client.gather(during)] == [i + 100 for i in range(12)]
 
