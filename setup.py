@@ -1,3 +1,5 @@
+import os
+
 from setuptools import Distribution, Extension, setup
 
 
@@ -7,14 +9,20 @@ class WithData(Distribution):
         return bool(self.has_data_files())
 
 
-# No module of Python's: workers preload it. Where it can not be built, there are no residency caps, and
-# `dask gpurt doctor` says so.
+# Not an extension module: workers preload it, and it uses nothing of Python's. So one wheel serves each
+# Python from 3.11 on. Where it can not be built, there are no residency caps, and `dask gpurt doctor` says
+# so; wheels that are published require it.
 interposer = Extension(
     "dask_gpurt.overlap._interposer",
     ["dask_gpurt/overlap/_interposer.c"],
     extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden"],
     libraries=["dl", "pthread"],
-    optional=True,
+    py_limited_api=True,
+    optional=os.environ.get("GPURT_REQUIRE_INTERPOSER") != "1",
 )
 
-setup(distclass=WithData, ext_modules=[interposer])
+setup(
+    distclass=WithData,
+    ext_modules=[interposer],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

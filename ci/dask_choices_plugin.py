@@ -57,7 +57,7 @@ class _Events(SchedulerPlugin):
         self.placement = placement
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
-        self.placement.left(worker)
+        self.placement.on_worker_removed(worker)
 
 
 _start = Scheduler.start_unsafe

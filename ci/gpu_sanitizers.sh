@@ -17,7 +17,7 @@ for tool in memcheck racecheck; do
         echo "$tool does not see what processes do that are started by the one it runs"
         exit 1
     fi
-    check $tool shuffle python benchmarks/shuffle.py --backend cudf --workers 2 --methods gpurt --repeat 1 \
+    check $tool shuffle python -m benchmarks.shuffle --backend cudf --workers 2 --methods gpurt --repeat 1 \
         --size 64MiB --partitions 4 --rmm-pool-size none
     echo "$tool: $(tail -n 1 "$logs/$tool-shuffle.txt")"
 done

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What has to hold before a change goes in: the README's test command in a fresh environment with the newest Dask,
-# the linters, Dask's own shuffle tests, and the tests once more with the oldest Dask that is supported,
-# while allocations fail at random.
+# What has to hold before a change goes in, each once: the README's test command in a fresh environment with the newest
+# Dask, the slow tests, the linters, Dask's own shuffle tests, and the README's tests with the oldest Dask that is
+# supported, while allocations fail at random. Ends at the first step that fails.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,11 +39,11 @@ readme_command() {
     python -m pip install -e ".[test]" && python -m pytest
 }
 
-# Without the tests of the demo and of the benchmarks, which ask little of Dask and take a while; and with memory that
-# is short now and then: one allocation of so many fails on every cluster of the tests.
+# Without the slow tests, which run above; and with memory that is short now
+# and then: one allocation of so many fails on every cluster of the tests.
 oldest_command() {
     python -m pip install -e ".[test]" "dask==$OLDEST" "distributed==$OLDEST" &&
-        GPURT_TEST_FAILURES=40 python -m pytest -m "not slow"
+        GPURT_TEST_FAILURES=40 python -m pytest
 }
 
 # Costs the residency caps, and nothing else.
@@ -54,6 +54,11 @@ without_compiler() {
         cd "$scratch/bare" && python -m dask_gpurt doctor | tee doctor &&
         grep -q "the interposer was not built" doctor
 }
+
+# In an environment of its own, which tests nothing else.
+docs_site() (
+    environment "$scratch/docs" && ci/docs.sh "$scratch/site"
+)
 
 # Two minutes, on seeds that are always the same: the defaults and comms only, little memory, and nothing but lost workers.
 chaos() {
@@ -68,13 +73,13 @@ chaos() {
 environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }
 step "install and test" readme_command
 newest=$(dask_version)
+step "slow tests" python -m pytest -m slow
 step "install without a compiler" without_compiler
 step "ruff format" ruff format --check
 step "ruff check" ruff check
 step "mypy" mypy --strict dask_gpurt
 step "import contract" lint-imports
-# Once more, to say which sanitizers were there; -rs gives the reason where one was not.
-step "interposer under sanitizers" python -m pytest -rs tests/system/test_interposer_threads.py
+step "documentation" docs_site
 step "Dask's own shuffle tests" ci/dask_suite.sh
 step "chaos" chaos
 

@@ -11,18 +11,27 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.plugins.client import disable, enable, explain, is_enabled, memory, report
+    from dask_gpurt.api import disable, enable, explain, is_enabled, memory_usage, report
 
-__all__ = ["__version__", "dask_setup", "disable", "enable", "explain", "is_enabled", "memory", "report"]
+__all__ = [
+    "__version__",
+    "dask_setup",
+    "disable",
+    "enable",
+    "explain",
+    "is_enabled",
+    "memory_usage",
+    "report",
+]
 
-_PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory", "report"}
+_PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        from dask_gpurt.plugins import client
+    if name in __all__:
+        from dask_gpurt import api
 
-        return getattr(client, name)
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""What Dask's preload hooks run, in schedulers, workers, nannies and clients.
+"""Run from Dask's preload hooks, in schedulers, workers, nannies and clients.
 
 ``etc/dask/gpurt.yaml`` names this module in every process; it does nothing while
 ``gpurt.enabled`` is false. ``--preload dask_gpurt`` comes here through :func:`activate`.
@@ -17,7 +17,7 @@ async def dask_setup(server: Any) -> None:
     import dask
 
     named = dask.config.get("dataframe.shuffle.method", None) == "gpurt"
-    # Where nobody has asked for the runtime, this hook costs two dictionary look-ups.
+    # In a process that does not ask for the runtime, this hook costs two dictionary look-ups.
     if not named and not dask.config.get("gpurt", None):
         return
     from dask_gpurt import config
@@ -32,9 +32,9 @@ async def dask_setup(server: Any) -> None:
         logger.error("the method 'gpurt' is not known: %s", unsupported)
     elif named:
         # To Dask the method would be an unknown one, where now Dask's default serves.
-        from dask_gpurt.plugins import client
+        from dask_gpurt import api
 
-        client.teach_method()
+        api.teach_method()
 
 
 async def activate(server: Any) -> None:
@@ -61,13 +61,14 @@ async def _activate(server: Any) -> None:
     import dask
     from distributed import Client, Nanny, Scheduler, Worker
 
-    from dask_gpurt.plugins import client, residency, scheduler
+    from dask_gpurt import api
+    from dask_gpurt.plugins import residency, scheduler
 
     settings = dict(dask.config.get("gpurt", {}))
     if isinstance(server, Scheduler):
         await server.register_scheduler_plugin(scheduler.GpurtSchedulerPlugin(settings), idempotent=True)
     elif isinstance(server, Client):
-        await client.activate(server)
+        await api.activate(server)
     elif isinstance(server, (Worker, Nanny)):
         if isinstance(server, Nanny):
             residency.preload_into(server)
@@ -78,7 +79,7 @@ async def _activate(server: Any) -> None:
 
 
 async def _activate_through(worker: Any, plugin: Any) -> None:
-    """A worker or nanny that was started with the flag switches its scheduler on, and so its peers."""
+    """Switch on the scheduler of a worker or nanny that was started with the flag, and so its peers."""
     from distributed.protocol.pickle import dumps
 
     from dask_gpurt.config import ConfigError

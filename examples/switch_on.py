@@ -1,4 +1,4 @@
-"""The ways to switch the runtime on; existing Dask code follows without a change."""
+"""Switch the runtime on in each way; existing Dask code follows without a change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import dask_gpurt
 
 
 def count_by_customer() -> pd.DataFrame:
-    """Existing code: it neither knows nor imports the runtime."""
+    """Count orders as existing code does, without importing the runtime."""
     orders = pd.DataFrame({"customer": [i % 7 for i in range(1000)], "item": range(1000)})
     frame = from_pandas(orders, npartitions=4).shuffle("customer")
     counts: pd.DataFrame = frame.groupby("customer").count().compute()

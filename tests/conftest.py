@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from dask.system import CPU_COUNT
 from distributed import Client
 
 from tests.helpers import caps
-from tests.helpers.clusters import Library, cluster
-from tests.helpers.gpus import cuda_devices
+from tests.helpers.clusters import Library, cluster, fork_with_imports
+from tests.helpers.gpus import cuda_devices, unaccepted_skip
 
 
 def _without_lock(self: Any, instance: Any, owner: Any = None) -> Any:
@@ -29,17 +30,34 @@ if sys.version_info < (3, 12):
     functools.cached_property.__get__ = _without_lock  # type: ignore[method-assign]
 
 
+#: Processes that run tests beside each other at most: each may have clusters of its own.
+MOST_PROCESSES = 4
+#: Tests of GPUs that were skipped on a host with a GPU, and the reason for which none may be.
+_unaccepted: dict[str, str] = {}
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Dask says at this level that a shuffle begins and ends.
     logging.getLogger("distributed.shuffle._scheduler_plugin").setLevel(logging.ERROR)
     if os.environ.get("GPURT_REQUIRE_GPU") == "1" and not cuda_devices():
         raise pytest.UsageError("GPURT_REQUIRE_GPU=1 is set, but there is no CUDA device")
     caps.confine()
+    fork_with_imports()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one process for each core; none for tests of a single file, nor where tests share GPUs."""
+    files = {argument.split("::")[0] for argument in config.args}
+    if cuda_devices() or (all(file.endswith(".py") for file in files) and len(files) == 1):
+        return 0
+    return min(CPU_COUNT, MOST_PROCESSES)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for line in caps.summary():
         terminalreporter.write_line(line)
+    for test, reason in _unaccepted.items():
+        terminalreporter.write_line(f"FAILED {test}: skipped although there is a GPU: {reason}", red=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu and not cuda_devices():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if cuda_devices() and (reason := unaccepted_skip(report)):
+        _unaccepted[report.nodeid] = reason
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _unaccepted and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", params=["pandas", pytest.param("cudf", marks=pytest.mark.gpu)])

@@ -19,6 +19,8 @@ import psutil
 from distributed import Client, LocalCluster
 from distributed.core import Status
 
+from dask_gpurt.dask_hooks.scheduler import start_missing_workers
+
 logger = logging.getLogger(__name__)
 
 #: Seconds for a cluster to come back to its size, and to end.
@@ -121,7 +123,7 @@ def restart_given_up(cluster: Any) -> int:
         logger.warning("the nanny of worker %s has given up and is replaced", name)
         cluster.workers.pop(name, None)
     try:
-        cluster.sync(cluster._correct_state)
+        start_missing_workers(cluster)
     except Exception as error:  # whatever a worker can not start with; it is tried again
         logger.warning("a worker could not be started: %r", error)
     return len(given_up)

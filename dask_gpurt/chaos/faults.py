@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import dask
@@ -88,16 +88,14 @@ class Site:
         """Run a function on workers; those that do not answer in time are left out."""
         try:
             replies: dict[str, Any] = self.client.sync(
-                self.client._run,
-                function,
-                *args,
-                workers=workers,
-                on_error="ignore",
-                callback_timeout=ASK_S,
+                self._run, function, args, workers, callback_timeout=ASK_S
             )
         except (OSError, TimeoutError):
             return {}
         return replies
+
+    async def _run(self, function: Callable[..., Any], args: Sequence[Any], workers: list[str] | None) -> Any:
+        return await self.client.run(function, *args, workers=workers, on_error="ignore")
 
     def enable(self, setup: Setup) -> None:
         """Switch the runtime on."""

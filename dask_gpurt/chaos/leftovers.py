@@ -15,6 +15,7 @@ from typing import Any
 
 import dask_gpurt
 from dask_gpurt.chaos.faults import SHM, Site
+from dask_gpurt.dask_hooks.shuffle import active_runs
 
 #: Seconds for everything to be let go after the last operation: peers that left are looked for now and then.
 PATIENCE_S = 45.0
@@ -56,7 +57,7 @@ class Probe:
 def probe(dask_worker: Any) -> Probe:
     """Look at this worker process."""
     shuffles = dask_worker.plugins.get("shuffle")
-    active = shuffles.shuffle_runs._active_runs.values() if shuffles is not None else ()
+    active = active_runs(shuffles).values() if shuffles is not None else ()
     return Probe(
         anonymous=anonymous(),
         pool_files=frozenset(_open_pools()),
@@ -154,7 +155,7 @@ def _accounts(site: Site) -> list[str]:
         for kind, pool in reply.get("pools", {}).items():
             if pool["used"]:
                 found.append(f"{worker} has {pool['used']} bytes published in its {kind} pool")
-    tiers = dask_gpurt.memory(site.client)
+    tiers = dask_gpurt.memory_usage(site.client)
     for column in ("partitions", "shards", "reservations"):
         for row in tiers[tiers[column] > 0].to_dict("records") if len(tiers) else ():
             found.append(f"{row['worker']} has {row[column]} bytes of {column} in the tier {row['tier']}")

@@ -10,7 +10,10 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+from distributed import Client
+
 from dask_gpurt.chaos.faults import Site
+from dask_gpurt.dask_hooks.shuffle import active_runs
 
 #: Tasks and coroutines that are described of each process.
 MOST = 60
@@ -48,10 +51,15 @@ def coroutines() -> str:
 
 def _scheduler(site: Site) -> str:
     try:
-        found: str = site.client.sync(site.client._run_on_scheduler, describe_scheduler, callback_timeout=10)
+        found: str = site.client.sync(_ask_scheduler, site.client, callback_timeout=10)
     except (OSError, TimeoutError) as error:
         return f"does not answer: {error!r}"
     return found
+
+
+async def _ask_scheduler(client: Client) -> str:
+    said: str = await client.run_on_scheduler(describe_scheduler)
+    return said
 
 
 async def describe_scheduler(dask_scheduler: Any) -> str:
@@ -82,7 +90,7 @@ async def describe_worker(dask_worker: Any) -> str:
         if found := [str(task.key) for task in list(getattr(state, name, ()))[:MOST]]:
             lines.append(f"{name}: {', '.join(found)}")
     if (shuffles := dask_worker.plugins.get("shuffle")) is not None:
-        lines += [f"run: {run!r}" for run in shuffles.shuffle_runs._active_runs.values()]
+        lines += [f"run: {run!r}" for run in active_runs(shuffles).values()]
     if hasattr(runtime := dask_worker.plugins.get("gpurt"), "exchange"):  # else it is being switched on
         lines.append(f"pools: {runtime.exchange.pools.describe()}, counters: {runtime.metrics.snapshot()}")
     return "\n".join([*lines, "coroutines:", coroutines(), "threads:", threads()])

@@ -22,7 +22,7 @@ from distributed import WorkerPlugin
 from distributed.comm.core import CommClosedError
 
 from dask_gpurt.device import PoolFull
-from dask_gpurt.device.failing import ALLOCATING
+from dask_gpurt.testing import FailingAllocations, put_back
 
 NAME = "gpurt-chaos"
 #: Seconds until this process ends itself: long enough for the reply to whoever asked it to.
@@ -185,35 +185,6 @@ class FullFileSystem:
             setattr(os, name, original)
 
 
-class FailingAllocations:
-    """Has one of so many allocations of the devices of a worker raise MemoryError."""
-
-    def __init__(self, devices: list[Any], one_in: int, seed: int):
-        self._random = Random(seed)
-        self._one_in = one_in
-        self._before: list[tuple[Any, str, Any]] = []
-        self.hits = 0
-        for device in devices:
-            for name in ALLOCATING:
-                if hasattr(device, name):
-                    self._before.append((device, name, vars(device).get(name)))
-                    setattr(device, name, self._failing(getattr(device, name)))
-
-    def _failing(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            if self._random.randrange(self._one_in) == 0:
-                self.hits += 1
-                raise MemoryError("injected by chaos")
-            return allocate(*args, **kwargs)
-
-        return failing
-
-    def stop(self) -> None:
-        """Let allocations succeed again."""
-        for device, name, before in self._before:
-            _put_back(device, name, before)
-
-
 class RefusedOffers:
     """Has the exchange of a worker run out of memory as it takes one of so many offers."""
 
@@ -233,7 +204,7 @@ class RefusedOffers:
 
     def stop(self) -> None:
         """Take offers again."""
-        _put_back(self._exchange, "take", self._before)
+        put_back(self._exchange, "take", self._before)
 
 
 class FailingTransfers:
@@ -265,14 +236,7 @@ class FailingTransfers:
     def stop(self) -> None:
         """Let transfer tasks succeed again."""
         for pool, before in self._before:
-            _put_back(pool, "allocate", before)
-
-
-def _put_back(owner: Any, name: str, before: Any) -> None:
-    if before is None:
-        vars(owner).pop(name, None)
-    else:
-        setattr(owner, name, before)
+            put_back(pool, "allocate", before)
 
 
 class ChaosWorkerPlugin(WorkerPlugin):

@@ -1,28 +1,41 @@
-"""The command line: ``dask gpurt …`` and ``python -m dask_gpurt …``."""
+"""Define the command line: ``dask gpurt …`` and ``python -m dask_gpurt …``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+
 import click
+
+from dask_gpurt import __version__
+
+#: The commands, and the names that they have in the modules of the same name.
+COMMANDS: Mapping[str, str] = {
+    "calibrate": "calibrate",
+    "chaos": "chaos",
+    "demo": "demo",
+    "doctor": "doctor",
+    "overlap": "overlap",
+    "simulate": "simulation",
+    "topology": "topology",
+}
+
+
+class _Commands(click.Group):
+    """Import a command when it is asked for: so ``doctor`` runs where others find another Dask."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        found: click.Command = getattr(import_module(f"dask_gpurt.cli.{cmd_name}"), COMMANDS[cmd_name])
+        return found
 
 
 # Dask adds the group under its own name, not under that of the entry point.
-@click.group("gpurt", context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="dask-gpurt")
+@click.group("gpurt", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
 def main() -> None:
-    """A runtime for Dask on GPU clusters: see what it does, and what it could do here."""
-
-
-def _add_commands() -> None:
-    from dask_gpurt.cli.calibrate import calibrate
-    from dask_gpurt.cli.chaos import chaos
-    from dask_gpurt.cli.demo import demo
-    from dask_gpurt.cli.doctor import doctor
-    from dask_gpurt.cli.overlap import overlap
-    from dask_gpurt.cli.simulate import simulation
-    from dask_gpurt.cli.topology import topology
-
-    for command in (calibrate, chaos, demo, doctor, overlap, simulation, topology):
-        main.add_command(command)
-
-
-_add_commands()
+    """See what the runtime for Dask on GPU clusters does, and what it could do here."""

@@ -1,4 +1,4 @@
-"""``dask gpurt calibrate``: learn for two minutes what confines which compute best, on the GPUs of a host."""
+"""Run ``dask gpurt calibrate``: learn for two minutes which setting suits which compute, on a host's GPUs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import click
 import dask
 import dask.dataframe as dd
+from dask.dataframe.dispatch import make_meta
 from dask.utils import parse_bytes
 from distributed import Client, wait
 from rich.console import Console
@@ -20,22 +21,22 @@ from rich.console import Console
 import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, local_cluster, visible_gpus
 from dask_gpurt.cli.overlap import of_files, print_part
-from dask_gpurt.overlap.learned import directory
-from dask_gpurt.plugins.overlapping import FALLBACK
+from dask_gpurt.observe import Fallback
+from dask_gpurt.overlap.statistics import directory
 
 Frame = Any
 
-#: What trying may lose here, as a share of the time: all of it.
-BUDGET = 1.0
-#: Bytes of a row, a key and a value, and rows that have the same key, on average.
-ROW, ALIKE = 16, 16
+#: The share of the time that trials may lose here: all of it.
+TRIAL_BUDGET_SHARE = 1.0
+#: Bytes of a row, a key and a value, and rows with the same key, on average.
+ROW_BYTES, ROWS_PER_KEY = 16, 16
 #: Partitions on a worker.
-PARTITIONS = 16
-#: What is computed beside shuffles: the tasks have the prefixes that they have in any program.
+PARTITIONS_PER_WORKER = 16
+#: Computations beside shuffles; their tasks have the same prefixes as in any program.
 QUERIES: dict[str, Callable[[Frame, Frame], Frame]] = {
     "groupby": lambda frame, small: frame.groupby("key").agg({"value": "sum"}),
     "join": lambda frame, small: frame.merge(small, on="key"),
-    "sort": lambda frame, small: frame.map_partitions(sort_values, meta=frame._meta),
+    "sort": lambda frame, small: frame.map_partitions(sort_values, meta=make_meta(frame)),
     "text": lambda frame, small: frame.map_partitions(split_text, meta=("value", "int64")),
     "elementwise": lambda frame, small: (frame["value"] * 3 + frame["key"]) % 1000,
 }
@@ -76,14 +77,14 @@ def calibrate(seconds: float, size: str, protocol: str | None, learned: Path | N
 
 @contextmanager
 def cluster_of(backend: str, workers: int, protocol: str | None, learned: Path | None) -> Iterator[Client]:
-    """A cluster of this host that learns, and has written what it learnt when it is left."""
+    """Start a cluster on this host that learns; leaving it writes the statistics."""
     settings = {
         "gpurt.enabled": True,
         "gpurt.overlap.residency": "auto",
         "gpurt.overlap.mode": "adaptive",
         "gpurt.overlap.learned": str(learned) if learned else "auto",
         "dataframe.shuffle.method": "gpurt",
-        # Where pip has put no hooks: nannies load the interposer through them.
+        # In case pip has not installed the hooks, through which nannies load the interposer.
         "distributed.nanny.preload": ["dask_gpurt.preload"],
     }
     with (
@@ -106,9 +107,9 @@ def ensure_confined(client: Client) -> None:
     click.ClickException
         With the reason of one of them.
     """
-    for worker, reply in dask_gpurt.report(client)["workers"].items():
-        if known := reply["fallbacks"].get(FALLBACK):
-            raise click.ClickException(f"nothing can be learnt on worker {worker}: {known['reason']}")
+    for worker, reply in dask_gpurt.report(client).workers.items():
+        if known := reply.fallbacks.get(Fallback.OVERLAP_UNCONFINED.id):
+            raise click.ClickException(f"nothing can be learnt on worker {worker}: {known.reason}")
 
 
 def learn(client: Client, backend: str, size: int, seconds: float) -> int:
@@ -121,9 +122,9 @@ def learn(client: Client, backend: str, size: int, seconds: float) -> int:
     seconds
         For which it goes on; each query runs at least once.
     """
-    client.run(_allow, BUDGET)
+    client.run(_allow, TRIAL_BUDGET_SHARE)
     workers = len(client.nthreads())
-    frame, small = tables(backend, size, PARTITIONS * workers)
+    frame, small = tables(backend, size, PARTITIONS_PER_WORKER * workers)
     ends = time.monotonic() + seconds
     steps = 0
     while steps < len(QUERIES) or time.monotonic() < ends:
@@ -148,10 +149,10 @@ def step(frame: Frame, small: Frame, query: Callable[[Frame, Frame], Frame]) -> 
 
 
 def tables(backend: str, size: int, partitions: int) -> tuple[Frame, Frame]:
-    """A frame of random keys and values on the workers, and one partition that has each key once."""
-    rows = max(1, size // ROW // partitions)
+    """Make a frame of random keys and values on the workers, and one partition that has each key once."""
+    rows = max(1, size // ROW_BYTES // partitions)
     # As many keys as one partition can be joined with.
-    keys = max(1, rows // ALIKE)
+    keys = max(1, rows // ROWS_PER_KEY)
     meta = random_rows(0, 1, 2, backend).iloc[:0]
     frame = dd.from_map(random_rows, range(partitions), args=[rows, keys, backend], meta=meta)
     small = dd.from_map(each_key, [keys], args=[backend], meta=each_key(1, backend).iloc[:0])
@@ -187,7 +188,7 @@ def split_text(part: Frame) -> Frame:
 
 
 def written_since(when: float) -> list[Path]:
-    """The files that workers have written since then, where no path is set."""
+    """List the files that workers have written since then, where no path is set."""
     return [path for path in sorted(directory().glob("overlap-*.json")) if path.stat().st_mtime >= when]
 
 

@@ -1,4 +1,4 @@
-"""A cluster on this machine, for what is shown, learnt or timed there."""
+"""Start a cluster on this machine, or connect to one that runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import click
 import dask
-from distributed import LocalCluster
+from distributed import Client, LocalCluster
 from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml
 
@@ -29,7 +29,7 @@ def choose_backend(backend: str) -> str:
 
 
 def visible_gpus() -> int:
-    """How many GPUs a cluster started by this process can have: all, or those in ``CUDA_VISIBLE_DEVICES``."""
+    """Count the GPUs for a cluster started by this process: all, or those in ``CUDA_VISIBLE_DEVICES``."""
     there: int = nvml.device_get_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or not there:
@@ -39,7 +39,7 @@ def visible_gpus() -> int:
 
 
 def default_workers(backend: str) -> int:
-    """Workers where nobody says how many: two, or one per GPU."""
+    """Return the default number of workers: two, or one per GPU."""
     return visible_gpus() if backend == "cudf" else 2
 
 
@@ -65,7 +65,7 @@ def local_cluster(
     rmm_pool_size
         Size of the RMM pool of each GPU worker, in bytes, as text, or as a share of the device.
     threads
-        For tasks, of each worker.
+        Threads for tasks of each worker.
 
     Yields
     ------
@@ -89,3 +89,24 @@ def local_cluster(
             cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
         with cluster:
             yield cluster
+
+
+def connected(address: str) -> Client:
+    """Connect to a cluster, and leave it as it is.
+
+    Parameters
+    ----------
+    address
+        The scheduler's address.
+
+    Raises
+    ------
+    click.ClickException
+        When no scheduler answers.
+    """
+    # The preload hook of a client would switch the runtime on, and so change the cluster.
+    with dask.config.set({"distributed.client.preload": []}):
+        try:
+            return Client(address, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error

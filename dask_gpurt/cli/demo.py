@@ -1,4 +1,4 @@
-"""``dask gpurt demo``: the main job on real data, checked against pandas, timed beside Dask's shuffles."""
+"""Run ``dask gpurt demo``: real data, every result checked against pandas, timed beside Dask's shuffles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ from rich.table import Table
 import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.cli.flights import OPERATIONS, Frames, Operation, canonical, check, distribute, load_tables
+from dask_gpurt.cli.flights import (
+    OPERATIONS,
+    DemoOperation,
+    DemoTables,
+    canonical,
+    check,
+    distribute,
+    load_tables,
+)
 from dask_gpurt.cli.report import speedups, write_report
 from dask_gpurt.cli.tier_view import TierSampler
 
@@ -37,8 +45,8 @@ BYTES_PREFIX = "exchange.bytes."
 
 
 @dataclass
-class Outcome:
-    """What was seen of one operation, by method where methods differ."""
+class OperationTiming:
+    """Hold the timings and checks of one operation, by method."""
 
     name: str
     rows: int
@@ -91,7 +99,7 @@ def demo(
     with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
             dask_gpurt.enable(client)
-        sampler = TierSampler(partial(dask_gpurt.memory, client))
+        sampler = TierSampler(partial(dask_gpurt.memory_usage, client))
         with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
             frames = distribute(tables, backend, partitions, Path(folder))
         outcomes = run_operations(client, frames, tables, chosen, repeat, sampler, quiet=as_json)
@@ -134,13 +142,13 @@ def choose_methods(methods: str) -> list[str]:
 
 def run_operations(
     client: Client,
-    frames: Frames,
-    tables: Frames,
+    frames: DemoTables,
+    tables: DemoTables,
     methods: Sequence[str],
     repeat: int,
     sampler: TierSampler,
     quiet: bool,
-) -> list[Outcome]:
+) -> list[OperationTiming]:
     """Run every operation with every method, taking turns: a warm-up, then the timed and checked runs."""
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes = []
@@ -149,7 +157,7 @@ def run_operations(
         for operation in OPERATIONS:
             progress.update(bar, description=operation.name)
             expected = canonical(operation.run(tables))
-            outcome = Outcome(operation.name, len(expected), {method: [] for method in methods})
+            outcome = OperationTiming(operation.name, len(expected), {method: [] for method in methods})
             for turn in range(repeat + 1):
                 for method in methods:
                     _run_once(client, operation, frames, expected, method, outcome, sampler, timed=turn > 0)
@@ -160,11 +168,11 @@ def run_operations(
 
 def _run_once(
     client: Client,
-    operation: Operation,
-    frames: Frames,
+    operation: DemoOperation,
+    frames: DemoTables,
     expected: pd.DataFrame,
     method: str,
-    outcome: Outcome,
+    outcome: OperationTiming,
     sampler: TierSampler,
     timed: bool,
 ) -> None:
@@ -187,14 +195,14 @@ def _run_once(
             }
         check(result.to_backend("pandas").compute(), expected, operation.ordered_by)
         outcome.checks[method] = True
-    # A method that breaks is a result of the comparison, told at the end; the others go on.
+    # A method that fails is a result of the comparison, printed at the end; the others go on.
     except Exception as error:
         outcome.errors[method] = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         if isinstance(error, AssertionError):
             outcome.checks[method] = False
 
 
-def all_passed(outcomes: Sequence[Outcome], methods: Sequence[str]) -> bool:
+def all_passed(outcomes: Sequence[OperationTiming], methods: Sequence[str]) -> bool:
     """Tell whether no result was wrong and the runtime, if it took part, gave all of its results.
 
     A method of Dask's own that raises is shown, but does not make the demo fail.
@@ -205,7 +213,7 @@ def all_passed(outcomes: Sequence[Outcome], methods: Sequence[str]) -> bool:
 
 def exchange_bytes(client: Client) -> dict[str, int]:
     """Sum the bytes read since the start, by path of the exchange."""
-    counters = dask_gpurt.report(client)["counters"]
+    counters = dask_gpurt.report(client).counters
     return {
         name.removeprefix(BYTES_PREFIX): int(n)
         for name, n in counters.items()
@@ -215,15 +223,15 @@ def exchange_bytes(client: Client) -> dict[str, int]:
 
 def exchange_paths(client: Client) -> list[dict[str, Any]]:
     """List which path every worker reads every other one by."""
-    workers = dask_gpurt.report(client)["workers"]
+    workers = dask_gpurt.report(client).workers
     return [
         {"reader": address, "peer": peer, "path": link["path"], "reason": link.get("reason")}
         for address, worker in workers.items()
-        for peer, link in worker["paths"].items()
+        for peer, link in worker.paths.items()
     ]
 
 
-def print_results(results: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
+def print_results(results: Mapping[str, Any], outcomes: Sequence[OperationTiming]) -> None:
     """Print the closing table of the demo."""
     console = Console()
     console.print(f"{results['data']}, {results['backend']}, {results['workers']} workers")
@@ -239,7 +247,7 @@ def print_results(results: Mapping[str, Any], outcomes: Sequence[Outcome]) -> No
     console.print(f"Report: {results['report']} ({results['elapsed']:.0f} s in all)", soft_wrap=True)
 
 
-def _results_table(outcomes: Sequence[Outcome], methods: Sequence[str]) -> Table:
+def _results_table(outcomes: Sequence[OperationTiming], methods: Sequence[str]) -> Table:
     paths = sorted({path for outcome in outcomes for path, size in outcome.bytes.items() if size})
     caption = "Seconds by method, MiB read by path, results equal to those of pandas"
     table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -1,19 +1,20 @@
-"""``dask gpurt doctor``: what is on, which ways bytes take, what fell back, and which settings are wrong."""
+"""Run ``dask gpurt doctor``: print what is on, which paths bytes take, what fell back, what is set wrong."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 import dask
 from dask.utils import format_bytes
-from distributed import Client
 from rich.console import Console
 from rich.table import Table
 
+from dask_gpurt.cli.cluster import connected
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.cli.verdicts import as_yaml
 from dask_gpurt.device.host import SHM
@@ -44,31 +45,10 @@ def examine_at(address: str) -> dict[str, Any]:
     Parameters
     ----------
     address
-        Of the scheduler.
+        The scheduler's address.
     """
     with connected(address) as client:
         return examine(client)
-
-
-def connected(address: str) -> Client:
-    """A client of a cluster, which stays as it is.
-
-    Parameters
-    ----------
-    address
-        Of the scheduler.
-
-    Raises
-    ------
-    click.ClickException
-        When no scheduler answers.
-    """
-    # A client that ran our hook would switch the runtime on, and so change what it looks at.
-    with dask.config.set({"distributed.client.preload": []}):
-        try:
-            return Client(address, set_as_default=False)
-        except (OSError, ValueError) as error:
-            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
 
 
 # ---- for people ----------------------------------------------------------------------
@@ -103,6 +83,16 @@ def _residency(found: Mapping[str, Any]) -> str:
     return f"{setting} blocks of a kernel on an SM" if isinstance(setting, int) else "loaded, no caps set"
 
 
+def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    """Say of each part how many of its seams are as known, and name those that differ."""
+    for part in dict.fromkeys(seam["part"] for seam in seams):
+        states = Counter(seam["state"] for seam in seams if seam["part"] == part)
+        yield "Dask's parts", f"{part}: {', '.join(f'{count} {state}' for state, count in states.items())}"
+    for seam in seams:
+        if seam["difference"]:
+            yield "Differs", f"{seam['part']}, {seam['difference']}"
+
+
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings, machine, cluster = facts["settings"], facts["machine"], facts["cluster"]
     yield "Versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
@@ -110,6 +100,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if cluster:
         state = f"on, takeover {as_yaml(cluster['takeover'])}" if cluster["enabled"] else "off"
         yield "Cluster", f"{cluster['address']}, {cluster['workers']} workers: the runtime is {state}"
+    yield from _seam_lines(facts["seams"])
     yield "Method", f"{settings['method'] or 'not set'}: shuffles go {settings['shuffles']}"
     missing = [f"no {what}: {reason}" for what, reason in machine["missing"].items()]
     yield "Devices", "; ".join([*machine["devices"], *missing])
@@ -136,6 +127,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{kind}: {format_bytes(used)} of {format_bytes(capacity)} used, on {len(pools)} workers",
         )
     for fallback in cluster["fallbacks"]:
-        yield "Fell back", f"{fallback['count']} times, {fallback['what']}: {fallback['reason']}"
+        what = f"{fallback['what']} ({fallback['id']})"
+        yield "Fell back", f"{fallback['count']} times, {what}: {fallback['reason']}"
     if not cluster["fallbacks"]:
         yield "Fell back", "nothing"

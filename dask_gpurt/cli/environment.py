@@ -1,4 +1,4 @@
-"""What a timing depends on: the packages and the machine."""
+"""Describe what a timing depends on: the packages and the machine."""
 
 from __future__ import annotations
 
@@ -26,17 +26,30 @@ def environment() -> dict[str, Any]:
         ``versions`` by package name and ``hardware`` (CPU, cores, memory, GPUs).
     """
     return {
-        "versions": {
-            "python": platform.python_version(),
-            "dask-gpurt": dask_gpurt.__version__,
-            **installed_versions(PACKAGES),
-        },
+        "versions": versions(PACKAGES, own="dask-gpurt"),
         "hardware": {
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory": psutil.virtual_memory().total,
             "gpus": _gpu_names(),
         },
+    }
+
+
+def versions(packages: Iterable[str], own: str) -> dict[str, str]:
+    """Return the versions of Python, of this package, and of each of the packages that is installed.
+
+    Parameters
+    ----------
+    packages
+        Their names, without the CUDA version that is part of some.
+    own
+        The key for this package.
+    """
+    return {
+        "python": platform.python_version(),
+        own: dask_gpurt.__version__,
+        **installed_versions(packages),
     }
 
 

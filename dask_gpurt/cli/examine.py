@@ -1,8 +1,7 @@
-"""What there is to know of this machine, of its configuration and of a cluster."""
+"""Gather facts about this machine, its configuration and a cluster."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,10 +11,11 @@ from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
 import dask_gpurt
-from dask_gpurt import config
-from dask_gpurt.cli.environment import installed_versions
+from dask_gpurt import config, dask_hooks
+from dask_gpurt.cli.environment import versions
 from dask_gpurt.cli.verdicts import HOOK, HOOKED, ignored, notes, preloads, problems
 from dask_gpurt.device.discover import cuda_missing, discover
+from dask_gpurt.observe.report import Fallbacks, WorkerReport
 from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.interposer import library
 
@@ -23,22 +23,24 @@ PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "cudf", "rmm", "dask-cud
 
 
 def examine(client: Client | None = None) -> dict[str, Any]:
-    """Gather what there is to know of this machine, of its configuration and of a cluster.
+    """Gather facts about this machine, its configuration and a cluster.
 
     Parameters
     ----------
     client
-        Of the cluster, not asynchronous; without one the machine is examined alone.
+        The cluster's client, not asynchronous; without one only the machine is examined.
 
     Returns
     -------
     dict
         Values that JSON holds: ``ok``, ``settings``, ``versions``, ``machine``, ``cluster`` (None without a
-        client), and lists of sentences: ``problems``, settings that are wrong; ``ignored``, settings without
+        client), ``seams`` (of each private part of Dask that is used its state), and lists of sentences:
+        ``problems``, settings that are wrong; ``ignored``, settings without
         effect; ``notes``.
     """
     cluster = None if client is None else _examine_cluster(client)
-    settings, machine, versions = _examine_settings(client), _examine_machine(), _installed()
+    settings, machine = _examine_settings(client), _examine_machine()
+    installed = versions(PACKAGES, own="dask_gpurt")
     runs = cluster["enabled"] if cluster else settings["enabled"]
     takeover = cluster["takeover"] if cluster and runs else settings["takeover"]
     settings["shuffles"] = shuffles_go(settings["method"], runs, settings["enabled"], takeover)
@@ -47,9 +49,10 @@ def examine(client: Client | None = None) -> dict[str, Any]:
         "ok": not wrong,
         "problems": wrong,
         "ignored": list(ignored(settings, cluster)),
-        "notes": list(notes(versions, cluster)),
+        "notes": list(notes(installed, cluster)),
         "settings": settings,
-        "versions": versions,
+        "versions": installed,
+        "seams": [row._asdict() for row in dask_hooks.table(_unused_parts())],
         "machine": machine,
         "cluster": cluster,
     }
@@ -74,6 +77,13 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool) -
     if runs and takeover and method in (None, "gpurt", "p2p"):
         return "by p2p, which the runtime takes over"
     return f"by Dask's own {'default' if method in (None, 'gpurt') else method}"
+
+
+def _unused_parts() -> tuple[dask_hooks.Part, ...]:
+    """Return the parts of Dask that nothing needs, as settings are."""
+    if config.problems() or config.load().placement.enabled:
+        return ()
+    return dask_hooks.CHOICES
 
 
 # ---- this machine --------------------------------------------------------------------
@@ -131,64 +141,61 @@ def _examine_interposer() -> dict[str, str | None]:
         return {"path": None, "reason": str(error)}
 
 
-def _installed() -> dict[str, str]:
-    python = ".".join(map(str, sys.version_info[:3]))
-    return {"python": python, "dask_gpurt": dask_gpurt.__version__, **installed_versions(PACKAGES)}
-
-
 # ---- a cluster -----------------------------------------------------------------------
 
 
 def _examine_cluster(client: Client) -> dict[str, Any]:
     scheduler: Any = client.scheduler
     found = dask_gpurt.report(client, connect=True)
-    workers: dict[str, Any] = found["workers"]
+    workers = found.workers
     return {
         "address": scheduler.address,
-        "enabled": found["enabled"],
-        "takeover": found.get("takeover", False),
+        "enabled": found.enabled,
+        "takeover": found.takeover,
         "workers": len(client.nthreads()),
         "versions": _cluster_versions(client),
-        "devices": dict(Counter(kind for reply in workers.values() for kind in reply.get("devices", {}))),
+        "devices": dict(Counter(kind for reply in workers.values() for kind in reply.devices)),
         "paths": _count_paths(workers.values()),
         "residency": _count_residency(workers.values()),
-        "pools": {address: reply["pools"] for address, reply in workers.items() if "pools" in reply},
-        "fallbacks": _count_fallbacks([found, *workers.values()]),
-        "counters": found["counters"],
-        "problems": {
-            address: reply["problems"] for address, reply in workers.items() if reply.get("problems")
-        },
-        "errors": {address: reply["error"] for address, reply in workers.items() if "error" in reply},
+        "pools": {address: reply.pools for address, reply in workers.items() if reply.error is None},
+        "fallbacks": _count_fallbacks([found.fallbacks, *(reply.fallbacks for reply in workers.values())]),
+        "counters": dict(found.counters),
+        "problems": {address: list(reply.problems) for address, reply in workers.items() if reply.problems},
+        "errors": {address: reply.error for address, reply in workers.items() if reply.error is not None},
     }
 
 
 def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
-    """The versions of Dask and of this package: of the scheduler, of each worker."""
+    """Return the versions of Dask and of this package, of the scheduler and of each worker."""
     found: Any = client.get_versions(packages=["dask_gpurt"])
     nodes = {"scheduler": found["scheduler"], **found["workers"]}
     packages = ("dask", "dask_gpurt")
     return {node: {name: reply["packages"].get(name) for name in packages} for node, reply in nodes.items()}
 
 
-def _count_paths(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many pairs of workers take which path, and why it is not a better one."""
-    links = [link for reply in replies for link in reply.get("paths", {}).values()]
+def _count_paths(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
+    """Count the pairs of workers by path, with the reason why it is not a better one."""
+    links = [link for reply in replies for link in reply.paths.values()]
     counts = Counter((link["path"], link.get("reason")) for link in links)
     return [{"path": path, "reason": reason, "count": n} for (path, reason), n in counts.most_common()]
 
 
-def _count_residency(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many workers have which residency caps, or why they have none."""
-    counts = Counter(tuple(reply["residency"].values()) for reply in replies if "residency" in reply)
+def _count_residency(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
+    """Count the workers by residency caps, or by the reason why they have none."""
+    counts = Counter(tuple(reply.residency.values()) for reply in replies if reply.residency)
     return [
         {"setting": setting, "ready": ready, "reason": reason, "count": n}
         for (setting, ready, reason), n in counts.most_common()
     ]
 
 
-def _count_fallbacks(replies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for reply in replies:
-        for what, known in reply.get("fallbacks", {}).items():
-            counts[what, known["reason"]] += known["count"]
-    return [{"what": what, "reason": reason, "count": n} for (what, reason), n in counts.most_common()]
+def _count_fallbacks(counted: Iterable[Fallbacks]) -> list[dict[str, Any]]:
+    """Count the fallbacks of all processes, by id and reason."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for fallbacks in counted:
+        for id, known in fallbacks.items():
+            counts[id, known.text, known.reason] += known.count
+    return [
+        {"id": id, "what": text, "reason": reason, "count": n}
+        for (id, text, reason), n in counts.most_common()
+    ]

@@ -1,4 +1,4 @@
-"""The job of the demo: real flights, joined, grouped and sorted, and what of that is right."""
+"""Define the job of the demo: real flights, joined, grouped and sorted, and check its results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from distributed import wait
 
 
 @dataclass(frozen=True)
-class Frames:
-    """The tables of the demo, as Dask or as pandas frames, and what only Dask has to be told."""
+class DemoTables:
+    """Hold the tables of the demo, as Dask or as pandas frames, and options that only Dask takes."""
 
     flights: Any
     weather: Any
@@ -28,39 +28,39 @@ class Frames:
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One step of the job: the same code runs on Dask frames and, for the check, on pandas frames."""
+class DemoOperation:
+    """Define a step of the job; the same code runs on Dask frames and, for the check, on pandas frames."""
 
     name: str
-    run: Callable[[Frames], Any]
+    run: Callable[[DemoTables], Any]
     ordered_by: str | None = None
 
 
 OPERATIONS = (
-    Operation(
+    DemoOperation(
         "join weather",
         lambda f: f.flights.merge(f.weather, on=["origin", "time_hour"], how="left", **f.merge_options),
     ),
-    Operation(
+    DemoOperation(
         "join planes, airlines",
         lambda f: f.flights.merge(f.planes, on="tailnum", **f.merge_options).merge(f.airlines, on="carrier"),
     ),
-    Operation(
+    DemoOperation(
         "delays by destination",
         lambda f: f.flights.groupby(["origin", "dest"], sort=False).agg(
             {"dep_delay": "mean", "arr_delay": "max", "distance": "sum"}, **f.groupby_options
         ),
     ),
-    Operation(
+    DemoOperation(
         "air time by carrier",
         lambda f: f.flights.groupby("carrier", sort=False).agg({"air_time": "sum"}, **f.groupby_options),
     ),
-    Operation(
+    DemoOperation(
         "nunique planes",
         lambda f: f.flights.groupby("carrier", sort=False)["tailnum"].nunique(**f.groupby_options),
     ),
-    Operation("set_index(time_hour)", lambda f: f.flights.set_index("time_hour"), ordered_by="time_hour"),
-    Operation(
+    DemoOperation("set_index(time_hour)", lambda f: f.flights.set_index("time_hour"), ordered_by="time_hour"),
+    DemoOperation(
         "sort by dep_delay",
         lambda f: f.flights.sort_values("dep_delay"),
         ordered_by="dep_delay",
@@ -80,7 +80,7 @@ COLUMNS = {
 }
 
 
-def load_tables(scale: int, folder: Path | None = None) -> Frames:
+def load_tables(scale: int, folder: Path | None = None) -> DemoTables:
     """Read the tables and repeat the year of flights and weather ``scale`` times.
 
     Each copy is a year later than the one before, so that joins on time keep their selectivity.
@@ -98,7 +98,7 @@ def load_tables(scale: int, folder: Path | None = None) -> Frames:
         When a table, or a column of it, is missing.
     """
     tables = {name: _read(folder or _of_the_package(), name) for name in COLUMNS}
-    return Frames(
+    return DemoTables(
         flights=_years(tables["flights"], scale),
         weather=_years(tables["weather"], scale),
         planes=tables["planes"],
@@ -138,7 +138,7 @@ def _years(table: pd.DataFrame, count: int) -> pd.DataFrame:
     return pd.concat(copies, ignore_index=True)
 
 
-def distribute(tables: Frames, backend: str, partitions: int, folder: Path) -> Frames:
+def distribute(tables: DemoTables, backend: str, partitions: int, folder: Path) -> DemoTables:
     """Put the tables on the workers, through Parquet files in a folder that all of them can read."""
     read = importlib.import_module(backend).read_parquet
 
@@ -155,7 +155,7 @@ def distribute(tables: Frames, backend: str, partitions: int, folder: Path) -> F
         return frame
 
     few = max(2, partitions // 2)
-    return Frames(
+    return DemoTables(
         flights=persisted("flights", partitions),
         weather=persisted("weather", few),
         planes=persisted("planes", few),
@@ -167,7 +167,7 @@ def distribute(tables: Frames, backend: str, partitions: int, folder: Path) -> F
 
 
 def check(result: Any, expected: pd.DataFrame, ordered_by: str | None) -> None:
-    """Raise unless a result holds the expected rows, in order if they have to be.
+    """Raise an AssertionError unless a result holds the expected rows, in order if they have to be.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""``dask gpurt overlap``: what was learnt of kernels beside a shuffle, what confines each, and why."""
+"""Run ``dask gpurt overlap``: print the statistics of kernels beside a shuffle, and the setting of each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.doctor import connected
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.learned import LearnedError, directory, load
+from dask_gpurt.cli.cluster import connected
+from dask_gpurt.overlap.governor import rows
+from dask_gpurt.overlap.statistics import StatisticsFileError, directory, load
 
-#: The last decisions of a worker that are printed.
-LAST = 10
+#: Decisions of a worker that are printed, the latest.
+PRINTED_DECISIONS = 10
 COLUMNS = ("setting", "samples", "compute", "adds", "total", "at best … at worst", "why")
 
 
@@ -48,12 +48,12 @@ def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> No
 
 
 def of_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """What files say, by path.
+    """Return the statistics in files, by path.
 
     Parameters
     ----------
     files
-        As workers have written them.
+        The files, as workers have written them.
 
     Raises
     ------
@@ -63,29 +63,29 @@ def of_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     found = {}
     for path in files:
         try:
-            ground, known = load(path)
-        except LearnedError as error:
+            cache_key, known = load(path)
+        except StatisticsFileError as error:
             raise click.ClickException(str(error)) from error
-        found[str(path)] = {"learned on": str(ground), "kernels": rows(known)}
+        found[str(path)] = {"learned on": str(cache_key), "kernels": rows(known)}
     return found
 
 
 def of_cluster(address: str) -> dict[str, dict[str, Any]]:
-    """What the workers of a cluster say, by address."""
+    """Return the statistics of the workers of a cluster, by address."""
     with connected(address) as client:
-        workers = dask_gpurt.report(client)["workers"]
-    return {worker: reply["overlap"] for worker, reply in workers.items() if "overlap" in reply}
+        workers = dask_gpurt.report(client).workers
+    return {worker: dict(reply.overlap) for worker, reply in workers.items() if reply.overlap}
 
 
 def print_part(name: str, part: Mapping[str, Any]) -> None:
-    """Print what one file or one worker says.
+    """Print the statistics of one file or one worker.
 
     Parameters
     ----------
     name
-        Of the file or the worker.
+        The path of the file or the address of the worker.
     part
-        What :func:`of_files` or :func:`of_cluster` has found.
+        A value of :func:`of_files` or :func:`of_cluster`.
     """
     console = Console(highlight=False)
     console.print(name, style="bold", markup=False)
@@ -96,7 +96,7 @@ def print_part(name: str, part: Mapping[str, Any]) -> None:
         console.print(f"mode {part['mode']}{spent}", markup=False)
     if part["kernels"]:
         console.print(_table(part["kernels"]))
-    for entry in part.get("decisions", [])[-LAST:]:
+    for entry in part.get("decisions", [])[-PRINTED_DECISIONS:]:
         at = datetime.fromtimestamp(entry["at"]).strftime("%H:%M:%S")
         console.print(
             f"{at} {entry['subject']}: {entry['decided']}, {entry['why']}", style="dim", markup=False
@@ -104,7 +104,10 @@ def print_part(name: str, part: Mapping[str, Any]) -> None:
 
 
 def _table(kernels: Iterable[Mapping[str, Any]]) -> Table:
-    """What is used in bold. Speeds are shares of those alone, times shares of a step with priority only."""
+    """Tabulate kernels, with the setting in use in bold.
+
+    Speeds are shares of those alone, times are shares of a step with priority only.
+    """
     table = Table("kernel", *COLUMNS, box=None)
     last = None
     for row in kernels:

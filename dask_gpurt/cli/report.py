@@ -1,4 +1,4 @@
-"""The self-contained HTML report of a demo run: one file, no scripts, nothing fetched."""
+"""Render the report of a demo run as one HTML file, without scripts or external resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dask gpurt simulate``: what placement would do on a cluster that you do not have."""
+"""Run ``dask gpurt simulate``: placement on a cluster that you do not have."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from dask_gpurt.simulate import (
 )
 from dask_gpurt.simulate.clock import Stuck
 from dask_gpurt.simulate.placements import PLACEMENTS, simulate
+from dask_gpurt.simulate.report import plot
 from dask_gpurt.simulate.simulation import WorkloadFailed
 
 ALL = "all"
-#: What stands below the ratios: a byte, where ours moves none.
+#: The least bytes in a ratio, where one placement moves none.
 LEAST_BYTES = 1
 
 
@@ -117,13 +118,11 @@ def _check_picture(runs: int) -> None:
 
 
 def _draw(done: Sequence[Simulation], picture: Path) -> None:
-    from dask_gpurt.simulate.plot import plot
-
-    plot(done, picture)
+    plot([(one.result, one.trace) for one in done], picture)
 
 
 def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, float | str | int]:
-    """Hold one placement against another, over all workloads and clusters.
+    """Compare one placement with another, over all workloads and clusters.
 
     Parameters
     ----------

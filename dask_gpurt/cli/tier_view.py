@@ -1,4 +1,4 @@
-"""What the tiers held while the demo ran: sampled on a thread, drawn over time."""
+"""Sample what the tiers hold while the demo runs, and draw it over time."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _Sample(NamedTuple):
 
 
 class TierSampler:
-    """Reads on a thread what the tiers hold, while something runs; its clock stands still in between.
+    """Sample the tiers on a thread while something runs; the clock stands still in between.
 
     Parameters
     ----------
     read
-        Returns what :func:`dask_gpurt.memory` does.
+        Returns what :func:`dask_gpurt.memory_usage` does.
     period
         Seconds between two samples.
     most
@@ -80,7 +80,7 @@ class TierSampler:
             rows = self._read()
             used = _by_tier(rows, rows["partitions"] + rows["shards"])
             capacity = _by_tier(rows, rows["capacity"])
-        # The demo goes on without the sample, and says so at the end.
+        # The demo goes on without the sample, and counts it at the end.
         except Exception as error:
             self._failed += 1
             self._error = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
@@ -92,7 +92,7 @@ class TierSampler:
             self._period *= 2
 
     def seen(self) -> dict[str, Any]:
-        """All samples, as plain values.
+        """Return all samples, as plain values.
 
         Returns
         -------
@@ -162,14 +162,14 @@ def tier_chart(seen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ticks(end: float) -> list[float]:
-    """Round numbers of seconds, at most ten."""
+    """Return round numbers of seconds for an axis, at most ten."""
     scale = 10 ** math.floor(math.log10(end))
     step = next(scale * part for part in (0.1, 0.2, 0.5, 1, 2) if end / (scale * part) <= 10)
     return [i * step for i in range(math.floor(end / step) + 1)]
 
 
 def _operations(starts: Sequence[tuple[float, str]], end: float) -> list[tuple[float, float, str]]:
-    """From when to when each operation was watched; its rounds follow one another."""
+    """Return begin, end and name of each operation; its rounds follow one another."""
     first = {name: start for start, name in reversed(starts)}
     in_order = sorted((start, name) for name, start in first.items())
     return [(start, until, name) for (start, name), (until, _) in pairwise([*in_order, (end, "")])]

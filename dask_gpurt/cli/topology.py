@@ -1,4 +1,4 @@
-"""``dask gpurt topology``: the GPUs of a host, what joins every two of them, and how fast it is."""
+"""Run ``dask gpurt topology``: print the GPUs of a host, the links between them, and their speeds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-import dask
 from dask.utils import format_time
-from distributed import Client
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt.topology import SHIPPED, Link, Speed, nvml
-from dask_gpurt.topology.discover import discover, visible_devices
+from dask_gpurt.cli.cluster import connected
+from dask_gpurt.topology import SHIPPED, Link, Speed
+from dask_gpurt.topology.detect import discover, nvml_missing, visible_devices
 from dask_gpurt.topology.file import Description, TopologyError, as_values, load, parse
-from dask_gpurt.topology.hosts import Gpu, Host, Nic
+from dask_gpurt.topology.model import Gpu, Host, Nic
 
 
 @click.command()
@@ -58,13 +57,7 @@ def _description(file: Path | None, scheduler: str | None) -> Description:
 
 
 def _of_cluster(address: str) -> Description:
-    # A client that ran our hook would switch the runtime on.
-    with dask.config.set({"distributed.client.preload": []}):
-        try:
-            client = Client(address, set_as_default=False)
-        except (OSError, ValueError) as error:
-            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
-    with client:
+    with connected(address) as client:
         remote: Any = client.scheduler
         values = client.sync(remote.gpurt_topology)
     if values is None:
@@ -90,7 +83,7 @@ def print_description(description: Description, here: bool) -> None:
     Parameters
     ----------
     description
-        What there is.
+        The topology.
     here
         Whether it is this host's, so that the GPU of this process can be told.
     """
@@ -100,7 +93,7 @@ def print_description(description: Description, here: bool) -> None:
         console.print(f"[bold]{name}[/]: {', '.join(_parts(host))}")
         if host.gpus:
             console.print(_matrix(host, own))
-        elif here and (reason := nvml.missing()):
+        elif here and (reason := nvml_missing()):
             console.print(f"GPUs are found by NVML: {reason}", style="dim")
     console.print(_speeds(description))
     if description.workers:

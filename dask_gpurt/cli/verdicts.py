@@ -1,4 +1,4 @@
-"""What to make of the facts: settings that are wrong or without effect, and what else is worth knowing."""
+"""Judge the facts: name settings that are wrong or without effect, and other noteworthy things."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt.device.host import SHM
 from dask_gpurt.topology.file import TopologyError, load
 
-#: The versions of Dask that the tests run with.
+#: The oldest and the newest version of Dask that the tests run with.
 OLDEST, NEWEST = Version(dask_hooks.OLDEST), Version(dask_hooks.NEWEST)
 HOOK = "dask_gpurt.preload"
 #: The processes that may switch the runtime on when they start.
@@ -29,7 +29,7 @@ DEADLOCK = (
 def problems(
     settings: Mapping[str, Any], machine: Mapping[str, Any], cluster: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Settings that are wrong, here or on a worker, and workers that do not answer."""
+    """Yield settings that are wrong, here or on a worker, and workers that do not answer."""
     yield from _problems_here(settings, machine)
     if cluster:
         for kind in ("problems", "errors"):
@@ -76,7 +76,7 @@ def _problems_of_file(name: str) -> Iterator[str]:
 
 
 def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> Iterator[str]:
-    """Settings without effect."""
+    """Yield settings without effect."""
     enabled, method, changed = settings["enabled"], settings["method"], settings["changed"]
     if (enabled or (cluster and cluster["enabled"])) and method not in (None, "gpurt"):
         yield (
@@ -103,7 +103,7 @@ def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> I
 
 
 def notes(versions: Mapping[str, str], cluster: Mapping[str, Any] | None) -> Iterator[str]:
-    """What else is worth knowing: versions, and what is known of them."""
+    """Yield other noteworthy things: about versions, and their known faults."""
     dasks = {versions["dask"]}
     if cluster:
         dasks.update(found["dask"] for found in cluster["versions"].values() if found["dask"])
@@ -124,11 +124,11 @@ def notes(versions: Mapping[str, str], cluster: Mapping[str, Any] | None) -> Ite
 
 
 def preloads(where: str) -> list[str]:
-    """What Dask loads into a kind of process when it starts."""
+    """List the modules that Dask preloads into a kind of process."""
     names = dask.config.get(f"distributed.{where}.preload", None) or []
     return [names] if isinstance(names, str) else list(names)
 
 
 def as_yaml(value: object) -> str:
-    """A value as a yaml file has it."""
+    """Format a value as in a yaml file."""
     return str(value).lower() if isinstance(value, bool) else repr(value)

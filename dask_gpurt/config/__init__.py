@@ -1,4 +1,4 @@
-"""The settings of the runtime: their defaults, their meaning, and what is wrong with them.
+"""Read the settings of the runtime, and judge them.
 
 A key is listed in :mod:`dask_gpurt.config.settings`, with the parser that judges it; its default is in
 ``gpurt.yaml`` and its description in ``gpurt-schema.yaml``. Preload hooks import this package, so it imports

@@ -1,4 +1,4 @@
-"""The settings of this process, read from Dask's configuration, and what is wrong with them."""
+"""Read the settings of this process from Dask's configuration, and list what is wrong with them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _judge(config: Mapping[str, Any] | None) -> tuple[Settings | None, list[str]
 
 
 def _looks_like_gpurt(name: str) -> bool:
-    # Other packages' sections are none of our business, so only a slip of the finger counts.
+    # Sections of other packages are not judged, so only a misspelling counts.
     letters = name.lower().replace("-", "").replace("_", "")
     return letters == "gpurt" or (len(letters) == 5 and sorted(letters) == sorted("gpurt"))
 

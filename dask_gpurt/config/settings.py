@@ -1,7 +1,8 @@
-"""The settings: a dataclass for each section, with the parser that judges each key."""
+"""Declare the settings: a dataclass for each section, with the parser that judges each key."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +19,13 @@ def _section(settings: type) -> Any:
     return field(metadata={"section": settings})
 
 
+def _deprecated(key: str, instead: str) -> None:
+    warnings.warn(f"{key!r} is deprecated: register {instead}", DeprecationWarning, stacklevel=3)
+
+
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """How bytes get from worker to worker.
+    """Set how bytes get from worker to worker.
 
     Parameters
     ----------
@@ -43,7 +48,7 @@ class ExchangeSettings:
 
 @dataclass(frozen=True)
 class ShuffleSettings:
-    """How a shuffle runs.
+    """Set how a shuffle runs.
 
     Parameters
     ----------
@@ -56,7 +61,7 @@ class ShuffleSettings:
 
 @dataclass(frozen=True)
 class TopologySettings:
-    """What joins the workers.
+    """Set how the links between workers are known.
 
     Parameters
     ----------
@@ -69,7 +74,7 @@ class TopologySettings:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Where a worker keeps its data. None leaves a size to the worker.
+    """Set where a worker keeps its data. None leaves a size to the worker.
 
     Parameters
     ----------
@@ -86,7 +91,7 @@ class MemorySettings:
     retries
         How often a task that ran out of memory is run again.
     failures
-        One allocation of so many fails, for tests; 0 for none.
+        Deprecated: ``dask_gpurt.testing.Instruments`` takes its place. One of so many allocations fails.
     """
 
     tiers: bool = _setting(values.boolean)
@@ -97,10 +102,14 @@ class MemorySettings:
     retries: int = _setting(values.count)
     failures: int = _setting(values.count)
 
+    def __post_init__(self) -> None:
+        if self.failures:
+            _deprecated("gpurt.memory.failures", "dask_gpurt.testing.Instruments(failures=...)")
+
 
 @dataclass(frozen=True)
 class FixedSettings:
-    """What confines compute in the mode ``fixed``. None does not.
+    """Set how compute is confined in the mode ``fixed``. None leaves it free.
 
     Parameters
     ----------
@@ -116,7 +125,7 @@ class FixedSettings:
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """What else the mode ``adaptive`` may try. None is nothing.
+    """Set what else the mode ``adaptive`` may try. None adds nothing.
 
     Parameters
     ----------
@@ -129,7 +138,7 @@ class AdaptiveSettings:
 
 @dataclass(frozen=True)
 class OverlapSettings:
-    """What runs beside what on one GPU.
+    """Set what runs beside what on one GPU.
 
     Parameters
     ----------
@@ -144,7 +153,8 @@ class OverlapSettings:
     learned
         The file for what is learnt in the mode ``adaptive``; None leaves it to the worker.
     check
-        Whether memory that changes hands is looked at each time, to find faults.
+        Deprecated: ``dask_gpurt.testing.Instruments`` takes its place. Whether memory that changes hands is
+        checked.
 
     Raises
     ------
@@ -161,11 +171,13 @@ class OverlapSettings:
 
     @property
     def intercepts(self) -> bool:
-        """Whether what is asked for takes the interposer in the processes of workers."""
+        """Tell whether the settings need the interposer in the processes of workers."""
         asked = {"fixed": self.fixed.sms, "adaptive": self.adaptive.sms}
         return self.residency != "off" or asked.get(self.mode) is not None
 
     def __post_init__(self) -> None:
+        if self.check:
+            _deprecated("gpurt.overlap.check", "dask_gpurt.testing.Instruments(handovers=True)")
         if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
             keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
             raise wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")
@@ -175,7 +187,7 @@ class OverlapSettings:
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """Which worker runs which task.
+    """Set which worker runs which task.
 
     Parameters
     ----------
@@ -188,7 +200,7 @@ class PlacementSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of the runtime, judged and with their units resolved.
+    """Hold all settings of the runtime, judged and with their units resolved.
 
     Parameters
     ----------

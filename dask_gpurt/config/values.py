@@ -1,4 +1,4 @@
-"""What a setting may be: parsers that judge a value, or say what would be right."""
+"""Parse the values of settings, or refuse them and say what would be right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODES = ("off", "priority", "adaptive", "fixed")
 
 
 class ConfigError(ValueError):
-    """A setting that the runtime cannot use; the message names the key and what would be right."""
+    """Refuse a setting; the message names the key and what would be right."""
 
 
 def wrong(key: str, value: object, expected: str) -> ConfigError:
@@ -31,7 +31,7 @@ _QUANTITY = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)
 
 @dataclass(frozen=True)
 class Size:
-    """An amount of memory: so many bytes, or a share of a total that is known later.
+    """Hold an amount of memory: a number of bytes, or a share of a total that is known later.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class Size:
         Raises
         ------
         ConfigError
-            If the value is no size, or no bytes at all, or more than the whole.
+            If the value is not a size, or below one byte, or more than the whole.
         """
         try:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -111,7 +111,7 @@ def size_or_auto(key: str, value: object) -> Size | None:
 
 
 def size_or_none(key: str, value: object) -> Size | int | None:
-    """As :func:`size_or_auto`, and nothing at all is an amount too."""
+    """Parse as :func:`size_or_auto`, and take 0 too."""
     if str(value).strip() in ("0", "0%"):
         return 0
     return size_or_auto(key, value)
@@ -137,7 +137,7 @@ _WORDS = {
 
 
 def boolean(key: str, value: object) -> bool:
-    # What comes from the environment is a string or a number more often than a bool.
+    # A value from the environment is a string or a number more often than a bool.
     if isinstance(value, (bool, int, str)) and (word := str(value).strip().lower()) in _WORDS:
         return _WORDS[word]
     raise wrong(key, value, "true or false")

@@ -1,27 +1,45 @@
-"""What of Dask is private and replaced or relied on. Knows nothing of the runtime; takes callables."""
+"""The only place that touches Dask's private parts. Knows nothing of the runtime; takes callables.
 
-from dask_gpurt.dask_hooks.patches import Patches
+What is imported from here looks at Dask by name. The modules ``expr``, ``graph``, ``shuffle``, ``worker`` and
+``scheduler`` import private parts, and are imported after :func:`require`.
+"""
+
+from dask_gpurt.dask_hooks.patch import PatchOrderError, PatchSet, guarded
 from dask_gpurt.dask_hooks.seams import (
+    CHOICES,
     EXPRESSIONS,
     NEWEST,
     OLDEST,
-    SEAMS,
+    PARTS,
+    REQUIRED,
+    Part,
+    Row,
     Seam,
+    State,
     UnsupportedError,
     differences,
     require,
+    table,
     why_unsupported,
 )
 
 __all__ = [
+    "CHOICES",
     "EXPRESSIONS",
     "NEWEST",
     "OLDEST",
-    "SEAMS",
-    "Patches",
+    "PARTS",
+    "REQUIRED",
+    "Part",
+    "PatchOrderError",
+    "PatchSet",
+    "Row",
     "Seam",
+    "State",
     "UnsupportedError",
     "differences",
+    "guarded",
     "require",
+    "table",
     "why_unsupported",
 ]

@@ -1,19 +1,24 @@
-"""The private parts of Dask without which nothing works, as they are known, and a look at what is installed.
+"""List the private parts of Dask that are replaced or relied on, and compare them with what is installed.
 
 Names are strings, and are imported one by one when they are looked at: a Dask that has moved one of them is a
-difference that can be told, not an ImportError somewhere in the middle.
+difference that can be told, not an ImportError in the middle of something. This module imports nothing
+private; ``expr``, ``graph``, ``shuffle``, ``worker`` and ``scheduler`` do so, after a look at this list.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property, reduce
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 #: The versions of Dask that are known, and that the tests run with.
 OLDEST, NEWEST = "2026.7.1", "2026.8.0"
@@ -33,119 +38,386 @@ class Seam:
         ``module:attribute.attribute``.
     parameters
         Separated by blanks, as ``inspect`` has them; None where the name has only to be there.
+    bodies
+        The hashes of its body, one for each known version of it, where the runtime has a copy of the body or
+        relies on more than the parameters; see :func:`hash_of_body`. None that are given: any body will do.
     """
 
     name: str
     parameters: str | None = None
+    bodies: tuple[str, ...] = ()
 
-    def difference(self) -> str | None:
-        """Say in which way the installed Dask differs; None if it does not."""
-        short = self.name.partition(":")[2]
+    @property
+    def short(self) -> str:
+        """The name without its module."""
+        return self.name.partition(":")[2]
+
+    @property
+    def attribute(self) -> str:
+        """The last part of the name."""
+        return self.short.rpartition(".")[2]
+
+    def owner(self) -> Any:
+        """Return the class or module that has the attribute."""
+        module, _, path = self.name.partition(":")
+        return reduce(getattr, path.split(".")[:-1], importlib.import_module(module))
+
+    def difference(self, on: Any = None) -> str | None:
+        """Say in which way the installed Dask differs; None if it does not.
+
+        Parameters
+        ----------
+        on
+            An instance to look at. Where another package has put a wrapper on it, that may take any other
+            keywords besides, as wrappers do.
+        """
         try:
-            found = _resolve(self.name)
+            found = _find(self.owner(), self.attribute) if on is None else getattr(on, self.attribute)
         except (ImportError, AttributeError) as error:
-            return f"{short} is not there ({error})"
+            return f"{self.short} is not there ({error})"
         if self.parameters is None:
             return None
-        parameters = tuple(self.parameters.split())
-        known = _parameters(found)
-        if known == parameters or _passes_on(found):
+        # A method of an instance has got its first argument already.
+        known = tuple(name for name in self.parameters.split() if on is None or name != "self")
+        parameters = tuple(_signature(found).parameters)
+        wrapped = on is not None and self.attribute in getattr(on, "__dict__", ())
+        if parameters != known and not _passes_on(found, known if wrapped else None):
+            return f"it is {self.short}({', '.join(parameters)}), known is ({', '.join(known)})"
+        return self._difference_of_body()
+
+    def _difference_of_body(self) -> str | None:
+        if not self.bodies:
             return None
-        return f"it is {short}({', '.join(known)}), known is ({', '.join(parameters)})"
+        try:
+            found = hash_of_body(_find(self.owner(), self.attribute))
+        except (OSError, TypeError) as error:
+            return f"the source of {self.short} can not be read ({error})"
+        known = ", ".join(self.bodies)
+        return None if found in self.bodies else f"the body of {self.short} is {found}, known is {known}"
 
 
-_SCHEDULER = "distributed.shuffle._scheduler_plugin:ShuffleSchedulerPlugin."
+@dataclass(frozen=True)
+class Part:
+    """The seams that one part of a runtime needs.
+
+    Attributes
+    ----------
+    name
+        Of the part.
+    without
+        What happens where one of its seams differs; None where nothing works without it.
+    """
+
+    name: str
+    seams: tuple[Seam, ...]
+    without: str | None = None
+
+    def __getitem__(self, attribute: str) -> Seam:
+        """Return the seam of an attribute by its name."""
+        (found,) = (seam for seam in self.seams if seam.attribute == attribute)
+        return found
+
+    def require(self) -> None:
+        """Make sure that all its seams are as known.
+
+        Raises
+        ------
+        UnsupportedError
+            With all that differs.
+        """
+        if found := differences(self.seams):
+            raise UnsupportedError("; ".join(found))
+
+
+class State(StrEnum):
+    """How a seam compares with what is known of it."""
+
+    KNOWN = "as known"
+    DIFFERS = "differs"
+    UNUSED = "not used"
+
+
+class Row(NamedTuple):
+    """A line of the table of seams."""
+
+    part: str
+    name: str
+    state: State
+    #: In which way it differs, and what happens then; empty if it does not.
+    difference: str
+
+
+# ---- what is known -------------------------------------------------------------------------------
+
+_EXTENSION = "distributed.shuffle._scheduler_plugin:ShuffleSchedulerPlugin."
 _RUNS = "distributed.shuffle._worker_plugin:_ShuffleRunManager."
 _PLUGIN = "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin."
 _EXPR = "dask.dataframe.dask_expr."
 _CORE = "distributed.shuffle._core:"
+_TASKS = "dask._task_spec:"
+_SCHEDULER = "distributed.scheduler:Scheduler."
+_STATE = "distributed.scheduler:SchedulerState."
+_MANAGER = "distributed.active_memory_manager:ActiveMemoryManagerExtension."
 
-#: What the runtime can not do without, in each process.
-SEAMS = (
-    # Replaced on the scheduler's extension, or called there.
-    Seam(_SCHEDULER + "_retrieve_spec", "self shuffle_id"),
-    Seam(_SCHEDULER + "_create", "self shuffle_id key worker"),
-    Seam(_SCHEDULER + "_calculate_worker_for", "self spec"),
-    Seam(_SCHEDULER + "_restart_recommendations", "self id"),
-    Seam(_SCHEDULER + "_set_restriction", "self ts worker"),
-    Seam(_SCHEDULER + "_fail_on_workers", "self shuffle message"),
-    Seam(_SCHEDULER + "_clean_on_scheduler", "self id stimulus_id"),
-    Seam(_SCHEDULER + "_restart_shuffle", "self id scheduler stimulus_id"),
-    Seam("distributed.scheduler:Scheduler.broadcast", "self msg workers hosts nanny serializers on_error"),
-    # The specs and tasks that our own stand in for.
-    Seam(_CORE + "ShuffleSpec.create_run_on_worker", "self run_id span_id worker_for plugin"),
-    Seam(_CORE + "ShuffleSpec.create_new_run", "self worker_for span_id"),
-    Seam(_CORE + "ShuffleSpec.pick_worker", "self partition workers"),
-    Seam(_CORE + "ShuffleRunSpec", "spec worker_for span_id"),
-    Seam(_CORE + "P2PBarrierTask", "key func args spec kwargs"),
-    Seam(_CORE + "barrier_key", "shuffle_id"),
-    Seam(_CORE + "id_from_key", "key"),
-    Seam(
-        "distributed.shuffle._shuffle:DataFrameShuffleSpec",
-        "id disk npartitions column meta parts_out drop_column",
+#: Tasks as graphs have them, and what tasks of dataframes call.
+GRAPHS = Part(
+    "graphs",
+    (
+        Seam(_TASKS + "Alias"),
+        Seam(_TASKS + "GraphNode"),
+        Seam(_TASKS + "Task", "key func args _data_producer kwargs"),
+        Seam(_TASKS + "Task.fuse", "tasks key"),
+        Seam(_TASKS + "TaskRef"),
+        Seam("dask.dataframe.core:_concat", "args ignore_index"),
     ),
-    Seam(
-        "distributed.shuffle._shuffle:_get_worker_for_range_sharding", "npartitions output_partition workers"
+)
+#: Runs of shuffles on the scheduler: replaced on its extension, or called there.
+SCHEDULER_SHUFFLES = Part(
+    "shuffles on the scheduler",
+    (
+        Seam(_EXTENSION + "_retrieve_spec", "self shuffle_id"),
+        Seam(_EXTENSION + "_create", "self shuffle_id key worker"),
+        Seam(_EXTENSION + "_calculate_worker_for", "self spec"),
+        Seam(_EXTENSION + "_restart_recommendations", "self id"),
+        Seam(_EXTENSION + "_set_restriction", "self ts worker"),
+        Seam(_EXTENSION + "_fail_on_workers", "self shuffle message"),
+        Seam(_EXTENSION + "_clean_on_scheduler", "self id stimulus_id"),
+        Seam(_EXTENSION + "_restart_shuffle", "self id scheduler stimulus_id"),
+        Seam(_EXTENSION + "_unset_restriction", "self ts"),
+        Seam(_EXTENSION + "transition", "self key start finish args stimulus_id kwargs"),
+        Seam(_EXTENSION + "remove_worker", "self scheduler worker stimulus_id kwargs"),
+        Seam(_EXTENSION + "valid_workers_downscaling", "self scheduler workers"),
+        Seam(_EXTENSION + "_shuffles"),
+        Seam(_SCHEDULER + "broadcast", "self msg workers hosts nanny serializers on_error"),
+        Seam("distributed.shuffle._exceptions:P2PConsistencyError"),
     ),
-    Seam("distributed.shuffle._merge:merge_transfer", "input id input_partition"),
-    # What calls our runs on a worker.
-    Seam(_RUNS + "fail", "self shuffle_id run_id message"),
-    Seam(_RUNS + "get_or_create", "self shuffle_id key"),
-    Seam(_RUNS + "get_with_run_id", "self shuffle_id run_id"),
-    Seam(_PLUGIN + "add_partition", "self data partition_id id kwargs"),
-    Seam(_PLUGIN + "get_output_partition", "self shuffle_id run_id partition_id meta"),
-    Seam(_PLUGIN + "shuffle_receive", "self shuffle_id run_id data"),
-    # Replaced on a worker.
-    Seam("distributed.worker:Worker.execute", "self key stimulus_id"),
-    Seam("distributed.worker:Worker.gather_dep", "self worker to_gather total_nbytes stimulus_id"),
-    Seam("distributed.worker:Worker.get_data", "self comm keys who serializers"),
-    Seam("distributed.worker:Worker.plugin_add", "self plugin name catch_errors"),
+)
+#: The specs and tasks that others stand in for, and what calls runs on a worker.
+WORKER_SHUFFLES = Part(
+    "shuffles on workers",
+    (
+        Seam(_CORE + "ShuffleSpec.create_run_on_worker", "self run_id span_id worker_for plugin"),
+        Seam(_CORE + "ShuffleSpec.create_new_run", "self worker_for span_id"),
+        Seam(_CORE + "ShuffleSpec.pick_worker", "self partition workers"),
+        Seam(_CORE + "ShuffleRunSpec", "spec worker_for span_id"),
+        Seam(_CORE + "P2PBarrierTask", "key func args spec kwargs"),
+        Seam(_CORE + "barrier_key", "shuffle_id"),
+        Seam(_CORE + "id_from_key", "key"),
+        Seam(
+            "distributed.shuffle._shuffle:DataFrameShuffleSpec",
+            "id disk npartitions column meta parts_out drop_column",
+        ),
+        Seam(
+            "distributed.shuffle._shuffle:_get_worker_for_range_sharding",
+            "npartitions output_partition workers",
+        ),
+        Seam("distributed.shuffle._merge:merge_transfer", "input id input_partition"),
+        Seam("distributed.shuffle._exceptions:ShuffleClosedError"),
+        Seam("distributed.shuffle._limiter:ResourceLimiter", "limit metrics_label"),
+        Seam(_RUNS + "_active_runs"),
+        Seam(_RUNS + "fail", "self shuffle_id run_id message"),
+        Seam(_RUNS + "get_or_create", "self shuffle_id key"),
+        Seam(_RUNS + "get_with_run_id", "self shuffle_id run_id"),
+        Seam(_PLUGIN + "add_partition", "self data partition_id id kwargs"),
+        Seam(_PLUGIN + "get_output_partition", "self shuffle_id run_id partition_id meta"),
+        Seam(_PLUGIN + "shuffle_receive", "self shuffle_id run_id data"),
+    ),
+)
+#: What a worker does with tasks and data: replaced on the worker, or called there.
+WORKER = Part(
+    "tasks and data of workers",
+    (
+        Seam("distributed.worker:Worker.execute", "self key stimulus_id"),
+        Seam("distributed.worker:Worker.gather_dep", "self worker to_gather total_nbytes stimulus_id"),
+        Seam("distributed.worker:Worker.get_data", "self comm keys who serializers"),
+        Seam("distributed.worker:Worker.plugin_add", "self plugin name catch_errors"),
+        Seam("distributed.core:Server._is_finalizing"),
+        Seam("distributed.core:Server._ongoing_background_tasks"),
+        Seam("distributed.core:AsyncTaskGroup.call_soon", "self afunc args kwargs"),
+    ),
+)
+#: What a client needs to make graphs. Other processes need not import it.
+EXPRESSIONS = Part(
+    "expressions",
+    (
+        Seam(_EXPR + "_shuffle:Shuffle._lower", "self"),
+        Seam(_EXPR + "_reductions:ShuffleReduce._lower", "self"),
+        Seam(_EXPR + "_merge:Merge._lower", "self"),
+        Seam(_EXPR + "_merge:Merge.is_broadcast_join", "self"),
+        Seam(_EXPR + "_merge:Merge._on_condition_already_partitioned", "self expr on"),
+        Seam(_EXPR + "_shuffle:P2PShuffle._layer", "self"),
+        Seam(_EXPR + "_merge:HashJoinP2P._layer", "self"),
+        Seam(_EXPR + "_merge:create_assign_index_merge_transfer", ""),
+        Seam(
+            _EXPR + "_shuffle:AssignPartitioningIndex.operation",
+            "df index name npartitions meta index_shuffle",
+        ),
+        Seam(_EXPR + "_shuffle:_SetPartitionsPreSetIndex.operation"),
+        Seam(_EXPR + "_shuffle:get_default_shuffle_method", ""),
+        Seam(_EXPR + "_merge:get_default_shuffle_method", ""),
+        Seam(_EXPR + "_collection:get_default_shuffle_method", ""),
+        Seam(_EXPR + "_collection:_get_shuffle_preferring_order", "shuffle"),
+        Seam(_EXPR + "_util:_convert_to_list", "column"),
+    ),
+)
+#: How tasks find the run that they belong to.
+RUN_LOOKUP = Part(
+    "run lookup",
+    (
+        Seam(_PLUGIN + "get_or_create_shuffle", "self shuffle_id"),
+        Seam(_PLUGIN + "get_shuffle_run", "self shuffle_id run_id"),
+    ),
+    without="tasks ask the event loop for their run",
+)
+#: From whom a worker fetches; the runtime has a copy of the body, with another order.
+REPLICA_CHOICE = Part(
+    "replica choice",
+    (
+        Seam(
+            "distributed.worker_state_machine:WorkerState._select_workers_for_gather",
+            "self",
+            bodies=("19649549c823",),
+        ),
+    ),
+    without="dependencies are fetched from where Dask chooses",
+)
+#: Which worker runs a task. Each method that differs is left to Dask.
+PLACEMENT = Part(
+    "placement",
+    (
+        Seam(_STATE + "decide_worker_non_rootish", "self ts"),
+        Seam(_STATE + "decide_worker_rootish_queuing_enabled", "self"),
+        Seam(_STATE + "decide_worker_rootish_queuing_disabled", "self ts"),
+        Seam(_STATE + "is_rootish", "self ts"),
+        Seam(_STATE + "get_comm_cost", "self ts ws"),
+        Seam(_STATE + "check_idle_saturated", "self ws occ"),
+        Seam(_SCHEDULER + "stimulus_queue_slots_maybe_opened", "self stimulus_id", bodies=("ce50724904e1",)),
+    ),
+    without="Dask chooses workers by the methods that differ",
+)
+#: What placement reads of the scheduler.
+PLACEMENT_STATE = Part(
+    "load of workers",
+    (
+        Seam(_STATE + "_get_prefix_duration", "self prefix"),
+        Seam("distributed.scheduler:WorkerState._network_occ"),
+    ),
+    without="Dask chooses workers",
+)
+#: Which worker takes a task from another.
+STEALING = Part(
+    "work stealing",
+    (
+        Seam(
+            "distributed.stealing:WorkStealing._get_thief",
+            "self scheduler ts potential_thieves occupancies",
+        ),
+    ),
+    without="Dask chooses who takes tasks from others",
+)
+#: Which worker gets a replica, and which drops one.
+REPLICAS = Part(
+    "active memory manager",
+    (
+        Seam(_MANAGER + "_find_recipient", "self ts candidates pending_repl"),
+        Seam(_MANAGER + "_find_dropper", "self ts candidates pending_drop"),
+    ),
+    without="Dask chooses who keeps replicas",
 )
 
-#: What a client needs besides, to make graphs. Other processes need not import it.
-EXPRESSIONS = (
-    Seam(_EXPR + "_shuffle:Shuffle._lower", "self"),
-    Seam(_EXPR + "_reductions:ShuffleReduce._lower", "self"),
-    Seam(_EXPR + "_merge:Merge._lower", "self"),
-    Seam(_EXPR + "_merge:Merge.is_broadcast_join", "self"),
-    Seam(_EXPR + "_shuffle:P2PShuffle._layer", "self"),
-    Seam(_EXPR + "_merge:HashJoinP2P._layer", "self"),
-    Seam(
-        _EXPR + "_shuffle:AssignPartitioningIndex.operation",
-        "df index name npartitions meta index_shuffle",
-    ),
-    Seam(_EXPR + "_shuffle:_SetPartitionsPreSetIndex.operation"),
-    Seam(_EXPR + "_shuffle:get_default_shuffle_method", ""),
-    Seam(_EXPR + "_merge:get_default_shuffle_method", ""),
-    Seam(_EXPR + "_collection:get_default_shuffle_method", ""),
-    Seam(_EXPR + "_collection:_get_shuffle_preferring_order", "shuffle"),
-)
+#: What every process of a cluster can not do without; clients need EXPRESSIONS too.
+REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
+#: What is needed only where Dask's choices are replaced.
+CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
+PARTS = (*REQUIRED, EXPRESSIONS, RUN_LOOKUP, REPLICA_CHOICE, *CHOICES)
 
 
-def _resolve(name: str) -> Any:
-    module, _, path = name.partition(":")
-    # From the class's own dict, where a cached_property is itself.
-    return reduce(inspect.getattr_static, path.split("."), importlib.import_module(module))
+# ---- how it is looked at -------------------------------------------------------------------------
 
 
-def _parameters(found: Any) -> tuple[str, ...]:
+def _find(owner: Any, attribute: str) -> Any:
+    """Return what the owner itself stores; of an attribute that only its instances have, the annotation."""
+    try:
+        return inspect.getattr_static(owner, attribute)
+    except AttributeError:
+        for kind in getattr(owner, "__mro__", ()):
+            if attribute in (annotations := inspect.get_annotations(kind)):
+                return annotations[attribute]
+        raise
+
+
+def _function(found: Any) -> Any:
     if isinstance(found, cached_property):
-        found = found.func
-    elif isinstance(found, (staticmethod, classmethod)):
-        found = found.__func__
-    return tuple(inspect.signature(found).parameters)
+        return found.func
+    if isinstance(found, (staticmethod, classmethod)):
+        return found.__func__
+    return found
 
 
-def _passes_on(found: Any) -> bool:
-    """Whether it is a wrapper of another package, which takes anything."""
-    kinds = {parameter.kind for parameter in inspect.signature(found).parameters.values()}
-    anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    return kinds == anything if callable(found) else False
+def _signature(found: Any) -> inspect.Signature:
+    return inspect.signature(_function(found))
+
+
+def _passes_on(found: Any, known: Collection[str] | None) -> bool:
+    """Whether it is a wrapper of another package: it takes anything, or what is known and other keywords."""
+    signature = _signature(found)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        return True
+    if known is None or inspect.Parameter.VAR_KEYWORD not in kinds:
+        return False
+    try:
+        signature.bind(**dict.fromkeys(known))
+    except TypeError:
+        return False
+    return True
+
+
+def hash_of_body(found: Any) -> str:
+    """Return the hash of a function's source, whatever its comments, layout and docstring.
+
+    Parameters
+    ----------
+    found
+        A function. Of one that is wrapped, and says so, the innermost counts.
+
+    Raises
+    ------
+    OSError, TypeError
+        When there is no source.
+    """
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(_function(found))))
+    (function,) = ast.parse(source).body
+    assert isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    body = "\n".join(map(ast.unparse, function.body))
+    return hashlib.sha256(body.encode()).hexdigest()[:12]
 
 
 def differences(seams: Iterable[Seam]) -> list[str]:
     """Say in which ways the installed Dask differs from the one that is known."""
     return [found for seam in seams if (found := seam.difference()) is not None]
+
+
+def table(unused: Collection[Part] = ()) -> list[Row]:
+    """Compare all seams with the installed Dask.
+
+    Parameters
+    ----------
+    unused
+        Parts that nothing needs, as settings are; they are not looked at.
+    """
+    return [row for part in PARTS for row in _rows(part, part in unused)]
+
+
+def _rows(part: Part, unused: bool) -> Iterator[Row]:
+    for seam in part.seams:
+        found = None if unused else seam.difference()
+        if found is None:
+            yield Row(part.name, seam.short, State.UNUSED if unused else State.KNOWN, "")
+        else:
+            yield Row(part.name, seam.short, State.DIFFERS, f"{found}: {part.without or 'it stays off'}")
 
 
 def why_unsupported(*, expressions: bool = False) -> str | None:
@@ -158,7 +430,8 @@ def why_unsupported(*, expressions: bool = False) -> str | None:
     """
     if sys.platform != "linux":
         return f"the runtime works on Linux only, this is {sys.platform}: shuffles stay Dask's own"
-    found = differences(SEAMS + EXPRESSIONS if expressions else SEAMS)
+    parts = (*REQUIRED, EXPRESSIONS) if expressions else REQUIRED
+    found = differences(seam for part in parts for seam in part.seams)
     if not found:
         return None
     versions = (f"{package} {version(package)}" for package in ("dask", "distributed"))

@@ -5,21 +5,28 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from dask._task_spec import Task
-from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection
-from dask.dataframe.dask_expr._merge import HashJoinP2P
-from dask.dataframe.dask_expr._shuffle import (
+from dask_gpurt.dask_hooks.expr import (
+    Assign,
     AssignPartitioningIndex,
+    Blockwise,
+    Fused,
+    HashJoinP2P,
     P2PShuffle,
-    _SetPartitionsPreSetIndex,
+    Projection,
+    SetPartitionsPreSetIndex,
+    convert_to_list,
+    create_assign_index_merge_transfer,
+    defaults,
+    layer_of,
+    meta,
+    name_of,
+    parameters,
+    task_of,
 )
-from dask.dataframe.dask_expr._util import _convert_to_list
-from distributed.shuffle._core import P2PBarrierTask
-from distributed.shuffle._merge import merge_transfer
-from distributed.shuffle._shuffle import DataFrameShuffleSpec
-
+from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, merge_transfer
+from dask_gpurt.frames import Hashed, Ranged
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.table import Hashed, Ranged
 
 
 class GpurtShuffle(P2PShuffle):
@@ -27,8 +34,8 @@ class GpurtShuffle(P2PShuffle):
 
     @functools.cached_property
     def _meta(self) -> Any:
-        meta = self.frame._meta.drop(columns=self.partitioning_index)
-        return meta.reset_index(drop=True) if self._drops_index else meta
+        kept = meta(self.frame).drop(columns=self.partitioning_index)
+        return kept.reset_index(drop=True) if self._drops_index else kept
 
     @property
     def _drops_index(self) -> bool:
@@ -39,16 +46,17 @@ class GpurtShuffle(P2PShuffle):
         numbered by instead.
         """
         set_index = self.original_partitioning_index is None
-        return bool(self.ignore_index) and (set_index or _is_numbering(self.frame._meta.index))
+        return bool(self.ignore_index) and (set_index or _is_numbering(meta(self.frame).index))
 
     def _layer(self) -> dict[Any, Any]:
         targets = _targets(self.frame, self.partitioning_index)
         order_by = targets.by if isinstance(targets, RangeTargets) else None
-        layer = _with_our_spec(P2PShuffle._layer(self), ignore_index=self._drops_index, order_by=order_by)
+        layer: dict[Any, Any] = super()._layer()  # type: ignore[no-untyped-call]
+        layer = _with_our_spec(layer, ignore_index=self._drops_index, order_by=order_by)
         if targets is not None:
             for task in [task for task in layer.values() if task.func.__name__ == "_shuffle_transfer"]:
                 (producer,) = task.dependencies
-                layer[task.key] = Task.fuse(self.frame._task(producer, producer[1]), task, key=task.key)
+                layer[task.key] = Task.fuse(task_of(self.frame, producer, producer[1]), task, key=task.key)
         return layer
 
 
@@ -64,14 +72,14 @@ class HashTargets(AssignPartitioningIndex):
     columns that are wanted afterwards, where the keys may not be among them.
     """
 
-    _parameters = [*AssignPartitioningIndex._parameters, "kept"]
-    _defaults = {**AssignPartitioningIndex._defaults, "kept": None}
+    _parameters = [*parameters(AssignPartitioningIndex), "kept"]
+    _defaults = {**defaults(AssignPartitioningIndex), "kept": None}
 
     @functools.cached_property
     def _meta(self) -> Any:
         *operands, kept = self.operands[1:]
-        meta = AssignPartitioningIndex.operation(self.frame._meta, *operands)
-        return meta if kept is None else meta[[*kept, self.index_name]]
+        full = AssignPartitioningIndex.operation(meta(self.frame), *operands)
+        return full if kept is None else full[[*kept, self.index_name]]
 
     @staticmethod
     def operation(
@@ -102,25 +110,25 @@ class RangeTargets(Blockwise):
     def of(cls, assigned: Assign) -> Blockwise:
         """In the place of what Dask makes to sort by a column of the same frame; anything else as it is."""
         frame, *pairs = assigned.operands
-        if len(pairs) != 2 or type(pairs[1]) is not _SetPartitionsPreSetIndex:
+        if len(pairs) != 2 or type(pairs[1]) is not SetPartitionsPreSetIndex:
             return assigned
         column, divisions, ascending, na_position = (
-            getattr(pairs[1], name) for name in _SetPartitionsPreSetIndex._parameters
+            getattr(pairs[1], name) for name in parameters(SetPartitionsPreSetIndex)
         )
-        if type(column) is not Projection or column.frame._name != frame._name or not ascending:
+        if type(column) is not Projection or name_of(column.frame) != name_of(frame) or not ascending:
             return assigned
         return cls(frame, column.operand("columns"), pairs[0], divisions, na_position)
 
     @functools.cached_property
     def _meta(self) -> Any:
         by, name, divisions, na_position = self.operands[1:]
-        targets = _SetPartitionsPreSetIndex(self.frame[by], divisions, True, na_position)
-        return Assign(self.frame, name, targets)._meta
+        targets = SetPartitionsPreSetIndex(self.frame[by], divisions, True, na_position)
+        return meta(Assign(self.frame, name, targets))
 
     @staticmethod
     def operation(frame: Any, by: Any, name: str, divisions: Any, na_position: str) -> Ranged:
         def assign() -> Any:
-            targets = _SetPartitionsPreSetIndex.operation(frame[by], divisions, True, na_position)
+            targets = SetPartitionsPreSetIndex.operation(frame[by], divisions, True, na_position)
             return frame.assign(**{name: targets})
 
         return Ranged(frame, by, divisions, assign)
@@ -132,8 +140,6 @@ def _hash_join_transfer(
     """A transfer of one side of a join, with the arguments of Dask's."""
     names = [by] if isinstance(by, str) else by
     if by_index or not isinstance(names, list) or not set(names) <= set(frame.columns):
-        from dask.dataframe.dask_expr._merge import create_assign_index_merge_transfer
-
         transfer = create_assign_index_merge_transfer()
         return transfer(frame, by, name, npartitions, id, input_partition, by_index)
     assign = functools.partial(
@@ -148,11 +154,11 @@ class GpurtHashJoin(HashJoinP2P):
 
     def _layer(self) -> dict[Any, Any]:
         whole = _WholeHashJoin(*self.operands)
-        layer = _with_our_spec(whole._layer(), ignore_index=self._numbers_rows)
+        layer = _with_our_spec(layer_of(whole), ignore_index=self._numbers_rows)
         for task in [task for task in layer.values() if task.key[0].startswith("hash-join-transfer")]:
             layer[task.key] = Task(task.key, _hash_join_transfer, *task.args)
         for index, partition in enumerate(self._partitions):
-            task = layer.pop((whole._name, partition))
+            task = layer.pop((name_of(whole), partition))
             key = (self._name, index)
             layer[key] = Task(key, task.func, *task.args, **task.kwargs)
         return layer
@@ -161,7 +167,7 @@ class GpurtHashJoin(HashJoinP2P):
     def _numbers_rows(self) -> bool:
         """Whether the join is on columns alone: it gives rows new numbers, so the old stay behind."""
         sides = ((self.left, self.left_on), (self.right, self.right_on))
-        by_columns = (set(_convert_to_list(on) or ()) <= set(side.columns) for side, on in sides)
+        by_columns = (set(convert_to_list(on) or ()) <= set(side.columns) for side, on in sides)
         return not self.left_index and not self.right_index and all(by_columns)
 
 

@@ -16,24 +16,31 @@ from collections.abc import Callable
 from typing import Any
 
 import dask
-from dask.dataframe.dask_expr import _collection, _merge, _shuffle
-from dask.dataframe.dask_expr._expr import Assign, RenameFrame, ResetIndex
-from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge
-from dask.dataframe.dask_expr._reductions import ShuffleReduce
-from dask.dataframe.dask_expr._shuffle import (
+
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.expr import (
+    Assign,
     AssignPartitioningIndex,
+    HashJoinP2P,
+    Merge,
     RearrangeByColumn,
+    RenameFrame,
+    ResetIndex,
     SetIndexBlockwise,
     Shuffle,
+    default_shuffle_method,
+    is_aligned,
+    meta,
+    parameters,
+    replace_default_method,
+    replace_lowering,
 )
-
-from dask_gpurt.dask_hooks import Patches
 from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets, RangeTargets
-from dask_gpurt.table import library
+from dask_gpurt.frames import library
 
 METHOD = "gpurt"
 
-_name, _default = Patches(), Patches()
+_name, _default = PatchSet(), PatchSet()
 
 
 def teach(is_usable: Callable[[], bool]) -> None:
@@ -47,10 +54,13 @@ def teach(is_usable: Callable[[], bool]) -> None:
     """
     if _name:
         return
-    _name.put(Shuffle, "_lower", _instead(functools.partial(_lower_shuffle, is_usable)))
-    _name.put(ShuffleReduce, "_lower", _instead(_lower_reduction))
-    _name.put(Merge, "_lower", _instead(functools.partial(_lower_merge, is_usable)))
-    _name.put(Merge, "is_broadcast_join", _instead(_is_broadcast_join))
+    replace_lowering(
+        _name,
+        shuffle=functools.partial(_lower_shuffle, is_usable),
+        reduction=_lower_reduction,
+        merge=functools.partial(_lower_merge, is_usable),
+        is_broadcast_join=_is_broadcast_join,
+    )
 
 
 def choose(is_usable: Callable[[], bool]) -> None:
@@ -74,9 +84,7 @@ def choose(is_usable: Callable[[], bool]) -> None:
         # Decided when it is lowered, as all others: the runtime may be off by then.
         return method if is_ours() else original(method)
 
-    for module in (_collection, _merge, _shuffle):
-        _default.put(module, "get_default_shuffle_method", _instead(default_method))
-    _default.put(_collection, "_get_shuffle_preferring_order", _instead(preferring_order))
+    replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
 
 
 def leave() -> None:
@@ -84,21 +92,11 @@ def leave() -> None:
     _default.restore()
 
 
-def _instead(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Hand the original to a replacement as its first argument."""
-    return lambda original: functools.partial(replacement, original)
-
-
-def _default_method() -> str:
-    """Dask's answer where none of ours is in its place, else ours."""
-    return str(vars(_shuffle)["get_default_shuffle_method"]())
-
-
 def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any], expr: Any) -> Any:
     # Subclasses that do not override `_lower` are concrete methods, not for us.
-    if type(expr) is not Shuffle or (expr.method or _default_method()) != METHOD:
+    if type(expr) is not Shuffle or (expr.method or default_shuffle_method()) != METHOD:
         return original(expr)
-    if not is_usable() or library(expr.frame._meta) is None:
+    if not is_usable() or library(meta(expr.frame)) is None:
         return original(expr.substitute_parameters({"method": _dasks_default()}))
     frame = expr.frame
     if (
@@ -146,23 +144,23 @@ def _but_names(expr: Any) -> Any:
 def _lower_merge(is_usable: Callable[[], bool], original: Callable[[Any], Any], expr: Any) -> Any:
     if type(expr) is not Merge or not _uses_our_method(expr):
         return original(expr)
-    if not is_usable() or not (library(expr.left._meta) and library(expr.right._meta)):
+    if not is_usable() or not (library(meta(expr.left)) and library(meta(expr.right))):
         return original(expr.substitute_parameters({"shuffle_method": _dasks_default()}))
     for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
-        if expr._on_condition_already_partitioned(side, on):
+        if is_aligned(expr, side, on):
             return original(expr)  # only the other side is shuffled, if at all
     lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
     return GpurtHashJoin(*lowered.operands) if type(lowered) is HashJoinP2P else lowered
 
 
 def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
-    if "shuffle_method" in expr._parameters and _uses_our_method(expr):
+    if "shuffle_method" in parameters(type(expr)) and _uses_our_method(expr):
         expr = expr.substitute_parameters({"shuffle_method": "p2p"})
     return original(expr)
 
 
 def _uses_our_method(expr: Any) -> bool:
-    return (expr.shuffle_method or _default_method()) == METHOD
+    return (expr.shuffle_method or default_shuffle_method()) == METHOD
 
 
 def _dasks_default() -> str:

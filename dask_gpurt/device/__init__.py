@@ -1,6 +1,6 @@
 """What a worker computes on: memory that is shared with peers, and copies out of it."""
 
-from dask_gpurt.device.protocol import (
+from dask_gpurt.device.base import (
     Block,
     Device,
     Mapping,

@@ -7,12 +7,12 @@ its own besides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from distributed.protocol.compression import compressions
 
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer, Codec
 
 #: The codecs of Dask that are tried: one that is fast, and one that makes less of the bytes.
 CODECS = ("lz4", "zstd")
@@ -20,49 +20,6 @@ CODECS = ("lz4", "zstd")
 FAST = 2e9
 #: A sample for them is so many pieces of so many bytes, from all over the shard: its columns differ.
 PIECES, PIECE = 16, 2**16
-
-
-class CodecError(Exception):
-    """A device could not compress or restore bytes; the message says why."""
-
-
-class Codec(Protocol):
-    """Compresses what is in the memory of a device. Thread-safe; its methods block."""
-
-    #: As peers know it.
-    name: str
-    #: Whether what it gives is in host memory.
-    on_host: bool
-    #: Bytes per second of a link at which it gains nothing.
-    fast: float
-
-    def whole(self, sections: Sequence[Buffer]) -> Any:
-        """Buffers of the device as one, for :meth:`compress`.
-
-        Raises
-        ------
-        CodecError
-            When there is no room for it; so do the other methods.
-        """
-        ...
-
-    def part(self, whole: Any) -> Any:
-        """What of it stands for all when the codec is tried out."""
-        ...
-
-    def compress(self, whole: Any) -> Any:
-        """Bytes that :meth:`decompress` restores, with their size as ``nbytes``."""
-        ...
-
-    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
-        """The sections that were compressed as one, given the bytes of each.
-
-        Raises
-        ------
-        ValueError
-            When something else comes out.
-        """
-        ...
 
 
 class HostCodec:

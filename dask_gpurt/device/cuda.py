@@ -12,8 +12,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import cupy
@@ -31,48 +29,30 @@ from cupy.cuda import runtime
 from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
-from dask_gpurt.device.arena import ALIGNMENT, Arena
-from dask_gpurt.device.codecs import Codec, host_codecs
-from dask_gpurt.device.copies import Copy, fillings, runs
-from dask_gpurt.device.cuda_copies import begin
-from dask_gpurt.device.green import GreenContexts, usual_context
-from dask_gpurt.device.protocol import (
+from dask_gpurt.device.arena import Arena
+from dask_gpurt.device.base import (
+    AUTO_POOL_OF_FREE,
     Block,
     Buffer,
+    Codec,
     DeviceFiles,
     Fence,
     Mapping,
     MappingError,
     Pool,
     PoolFull,
+    PoolLimits,
     PriorityError,
     SmContexts,
     Ticket,
+    lives_on_device,
 )
-from dask_gpurt.topology.system import host_id
-
-
-@dataclass(frozen=True)
-class DeviceSpan:
-    """``size`` bytes of device memory from ``ptr``; keeps ``owner`` alive."""
-
-    ptr: int
-    size: int
-    owner: Any
-
-    @property
-    def nbytes(self) -> int:
-        return self.size
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "data": (self.ptr, False),
-            "version": 3,
-            "strides": None,
-        }
+from dask_gpurt.device.codecs import host_codecs
+from dask_gpurt.device.copies import Copy, fillings, runs
+from dask_gpurt.device.cuda_memory import DeviceSpan, behind, copy_async, cut
+from dask_gpurt.device.green import GreenContexts, usual_context
+from dask_gpurt.topology.detect import host_id
+from dask_gpurt.topology.links import Link
 
 
 class CudaMapping:
@@ -160,6 +140,8 @@ class CudaDevice:
     #: Kernels that read a peer's memory would hold SMs for as long as the link takes.
     reads_in_place = False
     on_host = False
+    host_links: tuple[Link, ...] = (Link.PAGEABLE,)
+    codecs_missing = "nvCOMP for Python is not installed: pip install dask-gpurt[cuda13], or [cuda12]"
     pool_share = 0.12
     prioritised = True
 
@@ -232,6 +214,17 @@ class CudaDevice:
             free, total = runtime.memGetInfo()
         return int(free), int(total)
 
+    def own_memory(self) -> int:
+        return self.memory()[1]
+
+    def holds(self, value: Any) -> bool:
+        return lives_on_device(value)
+
+    def pool_limits(self) -> PoolLimits:
+        free, total = self.memory()
+        automatic = min(self.pool_share * total, AUTO_POOL_OF_FREE * free)
+        return PoolLimits(total, automatic, free, free, total, "the device")
+
     def create_pool(self, nbytes: int) -> Pool:
         runtime.setDevice(self.index)
         return CudaPool(nbytes)
@@ -273,7 +266,7 @@ class CudaDevice:
         """New buffers, in one allocation, with what lies at some addresses, so many bytes of it."""
         stream, raw = self.stream()
         buffers = cut([size for _, size in sources], stream)
-        begin(
+        copy_async(
             [Copy(buffer.ptr, ptr, size) for (ptr, size), buffer in zip(sources, buffers, strict=True)],
             raw.ptr,
         )
@@ -292,7 +285,7 @@ class CudaDevice:
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
         _, raw = self.after_compute() if ordered else self.stream()
-        begin(runs(sources, into), raw.ptr)
+        copy_async(runs(sources, into), raw.ptr)
         return behind(raw)
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
@@ -306,13 +299,13 @@ class CudaDevice:
 
     def _filled(self, buffers: Sequence[Any], scattered: Sequence[list[Any]]) -> Fence:
         _, raw = self.after_compute()
-        begin(fillings(buffers, scattered), raw.ptr)
+        copy_async(fillings(buffers, scattered), raw.ptr)
         return behind(raw)
 
     def copy_in_order(self, copies: Sequence[Copy]) -> None:
         """Copies that come behind what the user's stream was given so far, and before what follows."""
         _, raw = self.after_compute()
-        begin(copies, raw.ptr)
+        copy_async(copies, raw.ptr)
         done = cupy.cuda.Event(disable_timing=True)
         done.record(raw)
         runtime.streamWaitEvent(DEFAULT_STREAM.__cuda_stream__()[1], done.ptr)
@@ -329,6 +322,9 @@ class CudaDevice:
         from dask_gpurt.device.cuda_files import CudaFiles
 
         return CudaFiles(self, refused)
+
+    def pinning(self) -> Callable[[np.ndarray], Callable[[], None]]:
+        return self.register
 
     def register(self, memory: np.ndarray) -> Callable[[], None]:
         """Pin host memory, so that copies run at the speed of the bus; returns the undo. Blocks."""
@@ -404,18 +400,3 @@ def prioritise(stream: Any, priority: int) -> None:
     (error,) = cudaStreamSetAttribute(stream.ptr, cudaStreamAttrID.cudaLaunchAttributePriority, value)
     if error != cudaError_t.cudaSuccess:
         raise PriorityError(f"the priority of a stream does not change to {priority}: {error.name}")
-
-
-def behind(stream: Any) -> Fence:
-    """Waits until what a stream has been given so far is done, sleeping meanwhile."""
-    event = cupy.cuda.Event(block=True, disable_timing=True)
-    event.record(stream)
-    wait: Fence = event.synchronize
-    return wait
-
-
-def cut(sizes: Sequence[int], stream: Stream) -> list[DeviceSpan]:
-    """New buffers in one allocation: of many small ones each would take its time."""
-    starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    whole = rmm.DeviceBuffer(size=starts[-1], stream=stream)
-    return [DeviceSpan(whole.ptr + start, size, whole) for start, size in zip(starts, sizes, strict=False)]

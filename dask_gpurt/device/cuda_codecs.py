@@ -18,11 +18,10 @@ from nvidia import nvcomp
 from nvidia.nvcomp.external_memory import ExternalMemory
 from rmm.pylibrmm.stream import Stream
 
-from dask_gpurt.device.codecs import Codec, CodecError, check
+from dask_gpurt.device.base import Buffer, Codec, CodecError
+from dask_gpurt.device.codecs import check
 from dask_gpurt.device.copies import Copy
-from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, cut
-from dask_gpurt.device.cuda_copies import begin
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, copy_async, cut
 
 # It takes the loader of its library away, which libcudf looks for when it is imported later.
 if "nvidia.libnvcomp" in sys.modules:
@@ -49,7 +48,7 @@ class CudaCodec:
     on_host = False
     fast = FAST
 
-    def __init__(self, name: str, device: CudaDevice):
+    def __init__(self, name: str, device: CudaStreams):
         self.name = name
         # A codec that is found to be garbage together with the device would go after the streams it frees on.
         self._device = weakref.proxy(device)
@@ -63,7 +62,7 @@ class CudaCodec:
         with self._working() as stream:
             buffers, whole = self._room_for([section.size for section in sections])
             copies = zip(buffers, sections, strict=True)
-            begin([Copy(into.ptr, section.ptr, section.size) for into, section in copies], stream.ptr)
+            copy_async([Copy(into.ptr, section.ptr, section.size) for into, section in copies], stream.ptr)
             return whole
 
     def part(self, whole: Buffer) -> Buffer:
@@ -119,7 +118,7 @@ class CudaCodec:
             raise CodecError(f"{self.name}: {error}") from error
 
 
-def codecs(device: CudaDevice) -> dict[str, Codec]:
+def codecs(device: CudaStreams) -> dict[str, Codec]:
     """Those of a GPU, by name. From now on nvCOMP takes its memory where the user's code does."""
     nvcomp.set_device_allocator(_allocate)
     return {name: CudaCodec(name, device) for name in ALGORITHMS}

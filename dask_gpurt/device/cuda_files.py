@@ -20,10 +20,10 @@ import numpy as np
 import rmm
 from cupy.cuda import runtime
 
+from dask_gpurt.device.base import PAGE, Buffer, Fence, passed
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
 from dask_gpurt.device.copies import address
-from dask_gpurt.device.cuda import CudaDevice, DeviceSpan, behind
-from dask_gpurt.device.protocol import PAGE, Buffer, Fence, passed
+from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, behind
 
 #: Bytes of a pinned buffer: as much as keeps a disk busy.
 BOUNCE = 4 << 20
@@ -35,7 +35,7 @@ At = tuple[Buffer, int]
 
 
 class CudaFiles:
-    """Buffers of a GPU in files. Thread-safe; see :class:`~dask_gpurt.device.protocol.DeviceFiles`.
+    """Buffers of a GPU in files. Thread-safe; see :class:`~dask_gpurt.device.base.DeviceFiles`.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class CudaFiles:
         Whether to try.
     """
 
-    def __init__(self, device: CudaDevice, refused: Callable[[str], None], *, with_kvikio: bool = True):
+    def __init__(self, device: CudaStreams, refused: Callable[[str], None], *, with_kvikio: bool = True):
         self._device = device
         self._refused = refused
         self._bounce = Bounce(device)
@@ -137,7 +137,7 @@ def _kvikio() -> Any:
 class Bounce:
     """Files through two pinned buffers for each thread, so that a copy and the disk go side by side."""
 
-    def __init__(self, device: CudaDevice):
+    def __init__(self, device: CudaStreams):
         self._device = device
         self._threads = threading.local()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 
+from dask_gpurt.device.base import Device
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.device.protocol import Device
 
 
 def discover(memory_limit: int) -> dict[str, Device]:
@@ -23,6 +24,11 @@ def discover(memory_limit: int) -> dict[str, Device]:
 
         devices["cuda"] = CudaDevice()
     return devices
+
+
+def main_kind(devices: Mapping[str, Device]) -> str:
+    """Return the kind of device that a worker is for: its GPU if it has one."""
+    return next((kind for kind, device in devices.items() if not device.on_host), "host")
 
 
 def cuda_missing() -> str | None:

@@ -19,7 +19,7 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 from rmm.pylibrmm.stream import DEFAULT_STREAM
 
-from dask_gpurt.device.protocol import SmsError
+from dask_gpurt.device.base import SmsError
 
 #: cudaStreamPerThread: what stands for each thread's own default stream, which no green context has.
 PER_THREAD = 2

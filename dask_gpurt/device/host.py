@@ -22,24 +22,28 @@ import psutil
 from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.codecs import Codec, host_codecs
-from dask_gpurt.device.protocol import (
+from dask_gpurt.device.base import (
+    AUTO_POOL_OF_SHM,
     Block,
     Buffer,
+    Codec,
     Fence,
     Mapping,
     MappingError,
     NoBacking,
     Pool,
     PoolFull,
+    PoolLimits,
     PriorityError,
     SmContexts,
     SmsError,
     Ticket,
     passed,
 )
+from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.ranges import Ranges
-from dask_gpurt.topology.system import host_id
+from dask_gpurt.topology.detect import host_id
+from dask_gpurt.topology.links import Link
 
 SHM = "/dev/shm"
 #: The first bytes of a pool hold a random token, by which a peer knows the right file.
@@ -265,6 +269,8 @@ class HostDevice:
     shared_path = "shared-memory"
     reads_in_place = True
     on_host = True
+    host_links: tuple[Link, ...] = ()
+    codecs_missing = "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
     pool_share = 0.25
     prioritised = False
 
@@ -291,6 +297,17 @@ class HostDevice:
 
     def memory(self) -> tuple[int, int]:
         return shm_memory()
+
+    def own_memory(self) -> None:
+        return None
+
+    def holds(self, value: Any) -> bool:
+        return True
+
+    def pool_limits(self) -> PoolLimits:
+        free, total = self.memory()
+        automatic = min(self.pool_share * self.memory_limit, AUTO_POOL_OF_SHM * total)
+        return PoolLimits(self.memory_limit, automatic, total, free, total, SHM)
 
     def create_pool(self, nbytes: int) -> Pool:
         return HostPool(nbytes)
@@ -363,6 +380,9 @@ class HostDevice:
 
     def files(self, refused: Callable[[str], None]) -> None:
         return None  # what writes host memory is at hand wherever there are files
+
+    def pinning(self) -> None:
+        return None  # its copies take no bus
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
         return passed  # Linux promises memory that it does not have, and malloc asks nobody

@@ -16,10 +16,9 @@ from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
 from dask_gpurt.device import Block, Device, PoolFull
-from dask_gpurt.device.codecs import Codec
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer, Codec
 from dask_gpurt.exchange.calls import Calls
-from dask_gpurt.exchange.compression import AS_THEY_ARE, Compressor
+from dask_gpurt.exchange.compression import Compressor
 from dask_gpurt.exchange.inbox import Parcel
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.outbox import COPIED
@@ -27,7 +26,7 @@ from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer, PeerLost, RunKey
 from dask_gpurt.exchange.traffic import Traffic
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 
 class Comms:
@@ -101,10 +100,10 @@ class Comms:
         """
         peer = parcel.shard.producer.address
         packing = await self._packing(peer, parcel.device, by_host)
-        if packing is not None and not self._links.shown(peer):
+        if packing is not None and not self._links.is_measured(peer):
             # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
             async with self._first.setdefault(peer, asyncio.Lock()):
-                if not self._links.shown(peer):
+                if not self._links.is_measured(peer):
                     return await self._ask(parcel, packing)
             packing = await self._packing(peer, parcel.device, by_host)
         return await self._ask(parcel, packing)
@@ -143,7 +142,7 @@ class Comms:
         if not codecs:
             if self._compress and not (self._carries(device) and not self._on_gpu):
                 self._compress = False  # so that it is counted once
-                self._metrics.fallback(AS_THEY_ARE, _what_to_install(device))
+                self._metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, device.codecs_missing)
             return None
         names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
         return {"bandwidth": bandwidth, "codecs": names}
@@ -179,7 +178,7 @@ class Comms:
             there = not self._codecs(device)[reply["codec"]].on_host
         else:
             there = self._carries(device) and not reply["staged"]
-        return list if there or device.on_host else device.from_host
+        return list if there else device.from_host
 
     # ---- serving -----------------------------------------------------------------------
 
@@ -247,7 +246,7 @@ class Comms:
         except (PoolFull, MemoryError) as error:
             for copy in copies:
                 outbox.give_back(copy)
-            self._metrics.fallback("bytes take Dask's comms", f"the pool in host memory has no room: {error}")
+            self._metrics.fallback(Fallback.EXCHANGE_COMMS, f"the pool in host memory has no room: {error}")
             return None
         return {
             "shard": outbox.publish(run, COPIED, peer, copies),
@@ -271,12 +270,6 @@ class Comms:
     def forget(self, run: RunKey) -> None:
         """A run is over."""
         self._compressor.forget(run)
-
-
-def _what_to_install(device: Device) -> str:
-    if device.on_host:
-        return "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
-    return "nvCOMP for Python is not installed: pip install dask-gpurt[cuda13], or [cuda12]"
 
 
 def received(data: Any) -> Buffer | np.ndarray:

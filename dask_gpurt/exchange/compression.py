@@ -13,10 +13,9 @@ from typing import Any
 
 from zict import LRU
 
-from dask_gpurt.device.codecs import Codec, CodecError
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer, Codec, CodecError
 from dask_gpurt.exchange.shard import RunKey
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 #: With compression it has to take at most so much of the time without: what a sample tells is rough, and
 #: compression takes processors from those who compute.
@@ -25,8 +24,6 @@ WORTH = 0.9
 LEAST, MOST = 2**16, 2**30
 #: Samples are kept of so many runs, those used last: one may be taken as its run ends, and nobody forgets it.
 RUNS = 256
-#: The fallback where shards could have been compressed.
-AS_THEY_ARE = "shards go to other hosts as they are"
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ class Compressor:
             name = best((samples[name] for name in tried), bandwidth)
             return None if name is None else self._packed(tried[name], sections, samples)
         except CodecError as error:
-            self._metrics.fallback(AS_THEY_ARE, str(error))
+            self._metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, str(error))
             return None
 
     def _packed(

@@ -14,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from distributed.shuffle._limiter import ResourceLimiter
-
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
-from dask_gpurt.device.codecs import CodecError
-from dask_gpurt.device.handovers import Handovers
+from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
+from dask_gpurt.dask_hooks.worker import call_soon
+from dask_gpurt.device.base import CodecError
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.host_room import HostRoom
@@ -32,10 +31,9 @@ from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.exchange.traffic import Traffic
-from dask_gpurt.memory.ladder import Ladder
-from dask_gpurt.observe import Metrics
-from dask_gpurt.table import Table, backend_for
-from dask_gpurt.table.watching import watch
+from dask_gpurt.frames import Table, backend_for
+from dask_gpurt.memory.store import TieredBuffer
+from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
 IDLE = 10.0
@@ -60,24 +58,20 @@ class Exchange:
         Where pulled shards go.
     settings, metrics
         Shared by all rooms of this worker.
-    handovers
-        Told of memory that changes hands, where that is looked at.
     """
 
     def __init__(
         self,
         worker: Any,
         pools: Pools,
-        ladder: Ladder,
+        ladder: TieredBuffer,
         settings: Settings,
         metrics: Metrics,
-        handovers: Handovers | None = None,
     ):
         self.worker = worker
         self.me = Peer.begin(worker.address)
         self.settings = settings
         self.metrics = metrics
-        self.handovers = handovers
         self.pools = pools
         self.pools.ask_for_room = self._ask_for_room
         self.pools.retains = self._goes_on
@@ -170,9 +164,8 @@ class Exchange:
             self.in_flight(len(self._publishing), self._pulls)
 
     def table(self, frame: Any) -> Table:
-        """The backend for a frame; see :func:`~dask_gpurt.table.backend_for`."""
-        table = backend_for(frame, self.pools.device)
-        return table if self.handovers is None else watch(table, self.handovers)
+        """The backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
+        return backend_for(frame, self.pools.device)
 
     # ---- reading ---------------------------------------------------------------------
 
@@ -215,8 +208,8 @@ class Exchange:
         self._parcels[shard.producer].add(parcel)
         self.moved += shard.nbytes
         headers = sum(len(section.header) for section in shard.sections)
-        self.metrics.add(f"exchange.bytes.{path.name}", shard.nbytes + headers)
-        self.metrics.add(f"exchange.shards.{path.name}")
+        self.metrics.add("exchange.bytes.{path}", shard.nbytes + headers, path.name)
+        self.metrics.add("exchange.shards.{path}", 1, path.name)
         pressed = self.worker.loop.time() - self._asked.get(shard.producer, -PRESSED) < PRESSED
         if pressed or not path.in_place:
             self._pull_soon(parcel)
@@ -228,7 +221,7 @@ class Exchange:
 
     def _pull_soon(self, parcel: Parcel) -> None:
         if parcel.start_moving():
-            self.worker._ongoing_background_tasks.call_soon(self._pull, parcel)
+            call_soon(self.worker, self._pull, parcel)
 
     async def _pull(self, parcel: Parcel) -> None:
         try:
@@ -245,7 +238,7 @@ class Exchange:
     async def _pull_now(self, parcel: Parcel) -> None:
         nbytes = parcel.shard.nbytes
         self._limiter.increase(nbytes)
-        self.metrics.peak("exchange.inflight.peak", self._limiter._acquired)
+        self.metrics.peak("exchange.inflight.peak", acquired(self._limiter))
         try:
             with self._pulling():
                 if parcel.path.mapping is None:
@@ -260,7 +253,7 @@ class Exchange:
         try:
             await self.offload(self._land_fetched, parcel, await self.comms.fetch(parcel))
         except CodecError as error:
-            self.metrics.fallback("shards are compressed in host memory", str(error))
+            self.metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
             reply = await self.comms.fetch(parcel, by_host=True)
             await self.offload(self._land_fetched, parcel, reply)
 
@@ -294,9 +287,6 @@ class Exchange:
 
     def _release_soon(self, path: Path, shard: Shard) -> None:
         """Tell the producer, with others, that a block is free. From any thread."""
-        if self.handovers is not None and path.mapping is not None:
-            blocks = [path.mapping.view(each.offset, each.nbytes) for each in shard.sections]
-            self.handovers.changes_hands("a shard is let go", blocks)
         self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id, shard.share)
 
     async def _note_release(self, producer: Peer, kind: str, shard: int, share: int) -> None:
@@ -428,7 +418,7 @@ class Exchange:
         await self._let_go(there)
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
-        """Let go of what was offered for shares that have been given to others; return when it is not read."""
+        """Let go of what was offered for shares that others have now; return when it is not read."""
         mine = [(peer, parcel) for peer, parcels in self._parcels.items() for parcel in parcels]
         await self._let_go(
             parcel

@@ -29,9 +29,9 @@ from typing import Any
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 
+from dask_gpurt.device.base import PoolFull
 from dask_gpurt.device.host import SHM, no_room
-from dask_gpurt.device.protocol import PoolFull
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds for which a producer waits for memory of /dev/shm that no worker of this cluster holds.
 FOREIGN_PATIENCE_S = 20.0
@@ -97,7 +97,7 @@ class HostRoom:
         if self._asking:
             return
         self._asking = True
-        self._metrics.fallback("producers wait for memory of the host", f"{SHM} is full")
+        self._metrics.fallback(Fallback.EXCHANGE_SHM_FULL, f"{SHM} is full")
         try:
             # A scheduler that is out of reach is asked by the next round, or this worker ends.
             with contextlib.suppress(OSError):

@@ -17,12 +17,12 @@ from dask.typing import Key
 from dask_gpurt.device import Device
 from dask_gpurt.exchange.shard import Shard
 from dask_gpurt.memory.admission import reservation
-from dask_gpurt.memory.frames import Raw, raw_frames
-from dask_gpurt.memory.ladder import Ladder
 from dask_gpurt.memory.ledger import SHARDS
-from dask_gpurt.memory.readings import Part
+from dask_gpurt.memory.reading import Part
+from dask_gpurt.memory.serialize import Raw, raw_frames
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import NoRoom, Tier
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 
 class Landing:
@@ -36,7 +36,7 @@ class Landing:
         Kind of the device that is their upper end.
     """
 
-    def __init__(self, ladder: Ladder, main: str, metrics: Metrics):
+    def __init__(self, ladder: TieredBuffer, main: str, metrics: Metrics):
         self._ladder = ladder
         self._main = main
         self._metrics = metrics
@@ -64,26 +64,26 @@ class Landing:
             When no tier has room.
         """
         home = self._home(device.kind)
-        needed = (math.inf, min(shard.places(), default=0))
-        if self._ladder.promise_at_once(key, shard.nbytes, home):
+        priority = (math.inf, min(shard.places(), default=0))
+        if self._ladder.reservations.try_reserve(key, shard.nbytes, home):
             try:
-                self._ladder.store(key, Raw(bring(sources)), SHARDS, home=home, needed=needed)
+                self._ladder.store(key, Raw(bring(sources)), SHARDS, home=home, priority=priority)
                 return
             except MemoryError:
-                self._metrics.fallback("shards do not stay on the device", "it has no room for them")
-                self._ladder.forget_promise(key)
+                self._metrics.fallback(Fallback.EXCHANGE_SPILLED_ON_ARRIVAL, "it has no room for them")
+                self._ladder.reservations.cancel(key)
         try:
-            tier = self._ladder.store_below(key, raw_frames(sources), SHARDS, home=home, needed=needed)
+            tier = self._ladder.store_below(key, raw_frames(sources), SHARDS, home=home, priority=priority)
         except NoRoom as error:
             raise OSError(f"no tier has room for the shards that this worker has pulled: {error}") from error
-        self._metrics.add(f"memory.spill.bytes.exchange.{tier}", shard.nbytes)
+        self._metrics.add("memory.spill.bytes.{from}.{to}", shard.nbytes, "exchange", str(tier))
 
     def _home(self, kind: str) -> Tier:
         return Tier.DEVICE if kind == self._main else Tier.HOST
 
     def keeps(self, nbytes: int, kind: str) -> bool:
         """Whether so many bytes of shards stay live beside other things."""
-        return self._ladder.keeps_live(nbytes, self._home(kind))
+        return self._ladder.reservations.leaves_half(nbytes, self._home(kind))
 
     @contextmanager
     def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, Part]]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from dask_gpurt.device import Mapping
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer
 
 
 class HeldMapping:

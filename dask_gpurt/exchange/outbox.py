@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from dask_gpurt.device import Block, Pool, PoolFull
-from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
@@ -47,8 +46,6 @@ class Outbox:
     ask_for_room
         Called from waiting producers with the owners whose shards fill the pool; must not
         block.
-    handovers
-        Told of what is published, where that is looked at.
     """
 
     def __init__(
@@ -56,10 +53,8 @@ class Outbox:
         pool: Pool,
         ask_for_room: Callable[[set[str]], None],
         metrics: Metrics,
-        handovers: Handovers | None = None,
     ):
         self.pool = pool
-        self._handovers = handovers
         self._ask_for_room = ask_for_room
         self._metrics = metrics
         self._entries: dict[int, _Entry] = {}
@@ -102,9 +97,6 @@ class Outbox:
     def publish(self, run: RunKey, share: int, owner: str, blocks: Iterable[Block]) -> int:
         """Hand the blocks of a shard over to the owner of a share; return the id of the shard."""
         entry = _Entry(run, tuple(blocks), {share: owner})
-        if self._handovers is not None:
-            shown = [block.buffer for block in entry.blocks]
-            self._handovers.changes_hands("a shard is published", shown, readable=True)
         with self._changed:
             shard = next(self._ids)
             self._entries[shard] = entry

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_gpurt.device import Device, Mapping, MappingError
-from dask_gpurt.device.protocol import Ticket
+from dask_gpurt.device.base import Ticket
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS
@@ -124,9 +124,9 @@ def possible(
     if device is None or ticket is None:
         return (Path(COMMS, None, False, "one of the two workers has no such device"),)
     mapped, reason = _mapped(device, ticket, allowed, between.link)
-    copies = () if device.on_host else (Link.PAGEABLE,)
+    copies = device.host_links
     found = [mapped] if mapped is not None else []
-    if between.staging is not None and not device.on_host:
+    if between.staging is not None and copies:
         found.append(
             Path(THROUGH_HOST, None, False, reason, 2 * copies, message=MESSAGE, staging=between.staging)
         )

@@ -15,7 +15,7 @@ from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.paths import Between, Path
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 #: Bytes of a shard as they are on GPUs, for which a path is described.
 USUAL = 2**24
@@ -128,7 +128,7 @@ class Peers:
 
     async def _between(self, peer: Peer, kind: str) -> Between:
         device = self._pools.devices.get(kind)
-        if device is None or device.on_host:
+        if device is None or not device.host_links:
             return Between()  # the one path without a copy, or else comms
         known = await self._links.learn(peer.address)
         by_host = await self._possible(peer, "host")
@@ -141,8 +141,11 @@ class Peers:
     def _note(self, path: Path) -> None:
         """Count that a path is not the best that there could be."""
         if path.reason is not None:
-            ways = {paths.COMMS: "Dask's comms", paths.THROUGH_HOST: "the way through host memory"}
-            self._metrics.fallback(f"bytes take {ways[path.name]}", path.reason)
+            ways = {
+                paths.COMMS: Fallback.EXCHANGE_COMMS,
+                paths.THROUGH_HOST: Fallback.EXCHANGE_THROUGH_HOST,
+            }
+            self._metrics.fallback(ways[path.name], path.reason)
 
     async def connect_all(self) -> None:
         """Find out the paths to all workers of the cluster."""

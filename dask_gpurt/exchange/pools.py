@@ -11,17 +11,11 @@ from dask.utils import format_bytes
 
 from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import Device, Pool
-from dask_gpurt.device.discover import discover
-from dask_gpurt.device.handovers import Handovers
+from dask_gpurt.device.discover import discover, main_kind
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
-#: No pool takes more than this of the free memory of a GPU by itself, since others take from it too.
-AUTO_POOL_OF_FREE = 0.4
-#: No pool promises more than this of /dev/shm by itself. It is a promise only: what is free as a worker
-#: starts says nothing of later, and where the pools of a host promise more than there is, producers wait.
-AUTO_POOL_OF_SHM = 0.4
 #: Below this a pool is not worth having: what is wrong then shows as it is made.
 SMALLEST_POOL = 2**16
 
@@ -39,8 +33,6 @@ class Pools:
         The setting ``gpurt.exchange.pool``; None leaves it to us.
     memory_limit
         Bytes of host memory that the worker may use.
-    handovers
-        Told of memory that changes hands, where that is looked at.
     """
 
     #: Called from waiting producers with the owners whose shards fill a pool; must not block.
@@ -50,19 +42,12 @@ class Pools:
     #: Whether blocks of a run may be read once more; from any thread.
     retains: Callable[[RunKey], bool]
 
-    def __init__(
-        self, size: Size | None, memory_limit: int, metrics: Metrics, handovers: Handovers | None = None
-    ):
+    def __init__(self, size: Size | None, memory_limit: int, metrics: Metrics):
         self.devices: dict[str, Device] = discover(memory_limit)
-        if handovers is not None:
-            for device in self.devices.values():
-                handovers.watch(device)
         #: The kind of device that this worker is for.
-        self.main = next((kind for kind, device in self.devices.items() if not device.on_host), "host")
+        self.main = main_kind(self.devices)
         self._size = size
-        self._memory_limit = memory_limit
         self._metrics = metrics
-        self._handovers = handovers
         self._outboxes: dict[str, Outbox] = {}
         #: Blocks cut so far as of the last look, by kind.
         self._cuts: dict[str, int] = {}
@@ -84,7 +69,7 @@ class Pools:
                 device = self.device(kind)
                 pool = device.create_pool(self._size_for(device))
                 ask = partial(self._ask, pool)
-                outbox = self._outboxes[kind] = Outbox(pool, ask, self._metrics, self._handovers)
+                outbox = self._outboxes[kind] = Outbox(pool, ask, self._metrics)
                 outbox.retains = lambda run: self.retains(run)
             return self._outboxes[kind]
 
@@ -99,18 +84,16 @@ class Pools:
 
     def _size_for(self, device: Device) -> int:
         """Bytes of the pool of a device; ConfigError when the setting asks for more than there is."""
-        free, total = device.memory()
-        share_of = self._memory_limit if device.on_host else total
+        limits = device.pool_limits()
         # On a worker with a GPU the setting is about the GPU.
         if self._size is None or device.kind != self.main:
-            most = AUTO_POOL_OF_SHM * total if device.on_host else AUTO_POOL_OF_FREE * free
-            return int(max(min(device.pool_share * share_of, most), SMALLEST_POOL))
-        asked = self._size.of(share_of)
-        if asked > (total if device.on_host else free):
-            where = "/dev/shm" if device.on_host else "the device"
+            return int(max(limits.automatic, SMALLEST_POOL))
+        asked = self._size.of(limits.whole)
+        if asked > limits.most:
+            free, total = format_bytes(limits.free), format_bytes(limits.total)
             raise ConfigError(
-                f"'gpurt.exchange.pool' is {self._size} ({format_bytes(asked)}), but {where} has "
-                f"{format_bytes(free)} free of {format_bytes(total)}: set it to less, or to 'auto'"
+                f"'gpurt.exchange.pool' is {self._size} ({format_bytes(asked)}), but {limits.where} has "
+                f"{free} free of {total}: set it to less, or to 'auto'"
             )
         return asked
 
@@ -162,7 +145,7 @@ class Pools:
 
     def drain_host(self) -> None:
         """Ask all who may read blocks in host memory to copy them. Does not block."""
-        for outbox in self._on_host():
+        if (outbox := self._outboxes.get("host")) is not None:
             self.ask_for_room(outbox.readers())
 
     def trim(self) -> None:
@@ -186,10 +169,8 @@ class Pools:
     def trim_host(self) -> int:
         """As :meth:`trim`; returns the bytes of host memory that blocks still use. Blocks."""
         self.trim()
-        return sum(outbox.pool.backed for outbox in self._on_host())
-
-    def _on_host(self) -> list[Outbox]:
-        return [outbox for kind, outbox in list(self._outboxes.items()) if self.devices[kind].on_host]
+        outbox = self._outboxes.get("host")
+        return 0 if outbox is None else outbox.pool.backed
 
     def drop_pages(self) -> None:
         """Have nothing of the pools of peers count as memory of this process. Blocks."""

@@ -1,4 +1,4 @@
-"""What transfers have shown of the links to peers, until somebody asks."""
+"""Sum transfers by peer and path, until the sums are reported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-#: Peers and paths that are remembered at once; others are noted another time.
+#: Peers and paths between two reports; transfers of more are left out.
 MOST_PEERS = 64
 
 
-class Seen(NamedTuple):
-    """Transfers from one peer over one path, summed."""
+class TransferTotals(NamedTuple):
+    """Hold the sums of transfers from one peer over one path."""
 
     peer: str
     path: str
@@ -22,26 +22,26 @@ class Seen(NamedTuple):
 
 
 class Traffic:
-    """Sums of transfers by peer and path. Thread-safe."""
+    """Sum transfers by peer and path. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, str], Seen] = {}
+        self._totals: dict[tuple[str, str], TransferTotals] = {}
 
     def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
-        """Count a transfer that is over."""
+        """Add a transfer that has ended."""
         with self._lock:
-            if (peer, path) not in self._seen and len(self._seen) >= MOST_PEERS:
+            if (peer, path) not in self._totals and len(self._totals) >= MOST_PEERS:
                 return
-            known = self._seen.get((peer, path), Seen(peer, path, 0, 0.0, 0))
-            self._seen[peer, path] = Seen(
+            known = self._totals.get((peer, path), TransferTotals(peer, path, 0, 0.0, 0))
+            self._totals[peer, path] = TransferTotals(
                 peer, path, known.nbytes + nbytes, known.seconds + seconds, known.transfers + 1
             )
 
     def timed(
         self, peer: str, path: str, copy: Callable[[Sequence[Any]], list[Any]], nbytes: int
     ) -> Callable[[Sequence[Any]], list[Any]]:
-        """``copy``, whose calls that succeed are noted."""
+        """Return ``copy`` as a function that adds each call that succeeds."""
 
         def timed(sources: Sequence[Any]) -> list[Any]:
             start = perf_counter()
@@ -51,8 +51,8 @@ class Traffic:
 
         return timed
 
-    def take(self) -> list[Seen]:
-        """All that was counted since the last call."""
+    def take(self) -> list[TransferTotals]:
+        """Return the sums since the last call, and begin new ones."""
         with self._lock:
-            seen, self._seen = self._seen, {}
-        return list(seen.values())
+            totals, self._totals = self._totals, {}
+        return list(totals.values())

@@ -1,4 +1,7 @@
-"""Decide what may run when memory is short, and estimate what a task will need. Pure: time is passed in.
+"""Decide what may run when memory is short, estimate what a task will need, and let requests wait.
+
+:class:`Admission` holds the rules, :class:`MemoryEstimator` the estimates; both are pure: time is passed
+in. :class:`AdmissionQueue` has requests wait on the event loop of a worker.
 
 A request for room comes from a task that is about to run or from data that are about to be fetched from
 a peer. What is sent to a peer holds room too, but never waits. A request is admitted
@@ -9,7 +12,7 @@ a peer. What is sent to a peer holds room too, but never waits. A request is adm
 
 Why nothing waits here for ever. Requests wait in the order of their arrival. While the oldest one waits,
 either nothing runs, and rule 2 admits it as soon as it asks again, or its time runs out, and rule 3 does. It
-asks again when something leaves, and anyhow every ``LOOK_AGAIN`` seconds (``plugins/turns.py``). Then the
+asks again when something leaves, and anyhow every ``RETRY_INTERVAL_S`` seconds. Then the
 next request is the oldest one. So the k-th request in the queue is admitted after k times the patience at
 most, whatever runs does: tasks may wait for each other (an Event, a Queue, a Lock, the ranks of NCCL), and a
 peer that data are sent to may have stopped. Without rule 3 there are deadlocks: of two tasks that wait for
@@ -25,33 +28,43 @@ where tasks take longer than that while memory is short, so the patience is long
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import time
 from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 from dask.typing import Key
 
-#: The kinds of holders of memory.
+from dask_gpurt.memory.reservations import Reservations
+from dask_gpurt.observe import Fallback, Metrics
+
+#: The kinds of requests.
 TASK, FETCH, SEND = "task", "fetch", "send"
 #: Seconds for which the oldest request waits for room before it is admitted without.
 ADMISSION_PATIENCE_S = 30.0
+#: Seconds after which a request asks again: room may have come from elsewhere, or its time has run out.
+RETRY_INTERVAL_S = 0.5
 #: Runs of a prefix that are remembered, and the share of them that would have had enough.
-RUNS, ENOUGH = 20, 0.9
-#: How many times as much as any run so far a task may be thought to need: a few bytes in and many out,
-#: as of a task that reads shards, would otherwise promise everything to one that has inputs.
-GROWTH = 2
+RUNS_REMEMBERED, SUFFICIENT_SHARE = 20, 0.9
+#: How many times as much as any run so far a task is estimated to need at most: a few bytes in and many out,
+#: as of a task that reads shards, would otherwise reserve everything for one that has inputs.
+MAX_GROWTH = 2
 
 
-class Needs:
-    """What tasks of each prefix needed besides their inputs."""
+class MemoryEstimator:
+    """Estimate what tasks take besides their inputs, from what others of their prefix have taken."""
 
     def __init__(self) -> None:
         #: Bytes of inputs and the most that was needed, by prefix and whether there were inputs.
         self._runs: defaultdict[tuple[str, bool], deque[tuple[int, int]]] = defaultdict(
-            lambda: deque(maxlen=RUNS)
+            lambda: deque(maxlen=RUNS_REMEMBERED)
         )
 
     def learn(self, prefix: str, inputs: int, peak: int) -> None:
-        """A task has run.
+        """Remember a task that has run.
 
         Parameters
         ----------
@@ -60,35 +73,35 @@ class Needs:
         """
         self._runs[prefix, inputs > 0].append((inputs, peak))
 
-    def of(self, prefix: str, inputs: int) -> int:
-        """Bytes that a task will probably take besides its inputs.
+    def estimate(self, prefix: str, inputs: int) -> int:
+        """Return the bytes that a task will probably take besides its inputs.
 
         As long as nothing is known that is a result as large as these, and as much to work with.
         """
         runs = self._runs.get((prefix, inputs > 0))
         if not runs:
-            return GROWTH * inputs
+            return MAX_GROWTH * inputs
         if not inputs:
-            return int(_enough([peak for _, peak in runs]))
-        most = GROWTH * max(peak for _, peak in runs)
-        return int(min(_enough([peak / nbytes for nbytes, peak in runs]) * inputs, most))
+            return int(_sufficient([peak for _, peak in runs]))
+        most = MAX_GROWTH * max(peak for _, peak in runs)
+        return int(min(_sufficient([peak / nbytes for nbytes, peak in runs]) * inputs, most))
 
 
-def _enough(runs: list[float] | list[int]) -> float:
-    """What was enough for most of some runs."""
-    return sorted(runs)[min(len(runs) - 1, int(ENOUGH * len(runs)))]
+def _sufficient(runs: list[float] | list[int]) -> float:
+    """Return what was enough for most of some runs."""
+    return sorted(runs)[min(len(runs) - 1, int(SUFFICIENT_SHARE * len(runs)))]
 
 
-class Holder(NamedTuple):
-    """Who holds memory or wants some: a task, or what comes from a peer or goes to one."""
+class MemoryRequest(NamedTuple):
+    """A request for memory: of a task, or of data that come from a peer or go to one."""
 
     kind: str
     key: Key
 
 
-def reservation(task: Key) -> Holder:
-    """What the room that is promised to a running task is promised to."""
-    return Holder(TASK, task)
+def reservation(task: Key) -> MemoryRequest:
+    """Return the key under which room is reserved for a running task."""
+    return MemoryRequest(TASK, task)
 
 
 class Admission:
@@ -104,14 +117,14 @@ class Admission:
 
     def __init__(self, patience: float = ADMISSION_PATIENCE_S) -> None:
         self._patience = patience
-        self._running: set[Holder] = set()
-        self._waiting: deque[Holder] = deque()
+        self._running: set[MemoryRequest] = set()
+        self._waiting: deque[MemoryRequest] = deque()
         #: Since when the oldest request has been the oldest one.
         self._oldest_since = 0.0
         #: How many requests were admitted because their time had run out.
         self.overdue = 0
 
-    def ask(self, who: Holder, fits: bool, now: float) -> bool:
+    def ask(self, request: MemoryRequest, fits: bool, now: float) -> bool:
         """Admit a request if that is possible; otherwise queue it, to ask again later.
 
         Parameters
@@ -119,57 +132,161 @@ class Admission:
         fits
             Whether there is room for what it needs.
         """
-        if self._running and not (fits and self._may_pass(who)):
-            if not self._is_overdue(who, now):
-                self._queue(who, now)
+        if self._running and not (fits and self._may_pass(request)):
+            if not self._is_overdue(request, now):
+                self._queue(request, now)
                 return False
             self.overdue += 1
-        self._withdraw(who, now)
-        self._running.add(who)
+        self._withdraw(request, now)
+        self._running.add(request)
         return True
 
-    def _may_pass(self, who: Holder) -> bool:
+    def _may_pass(self, request: MemoryRequest) -> bool:
         """Keep fetches from taking room from older requests: there may always be another fetch."""
-        return who.kind != FETCH or self.first in (None, who)
+        return request.kind != FETCH or self.first in (None, request)
 
-    def _is_overdue(self, who: Holder, now: float) -> bool:
-        return who == self.first and now - self._oldest_since >= self._patience
+    def _is_overdue(self, request: MemoryRequest, now: float) -> bool:
+        return request == self.first and now - self._oldest_since >= self._patience
 
     @property
     def short(self) -> bool:
-        """Whether a task waits for nothing but what comes and goes: no more should be sent then."""
-        tasks_run = any(who.kind == TASK for who in self._running)
-        return not tasks_run and any(who.kind == TASK for who in self._waiting)
+        """Whether tasks wait, and for transfers only: nothing more should be sent then."""
+        tasks_run = any(request.kind == TASK for request in self._running)
+        return not tasks_run and any(request.kind == TASK for request in self._waiting)
 
-    def leave(self, who: Holder, now: float) -> Holder | None:
+    def leave(self, request: MemoryRequest, now: float) -> MemoryRequest | None:
         """Note that something has ended, seceded or given up; return the request that is to ask again."""
-        self._running.discard(who)
-        self._withdraw(who, now)
+        self._running.discard(request)
+        self._withdraw(request, now)
         return self.first
 
     @property
-    def first(self) -> Holder | None:
+    def first(self) -> MemoryRequest | None:
         """The oldest request."""
         return self._waiting[0] if self._waiting else None
 
-    def _queue(self, who: Holder, now: float) -> None:
+    def _queue(self, request: MemoryRequest, now: float) -> None:
         if not self._waiting:
             self._oldest_since = now
-        if who not in self._waiting:
-            self._waiting.append(who)
+        if request not in self._waiting:
+            self._waiting.append(request)
 
-    def _withdraw(self, who: Holder, now: float) -> None:
-        if who == self.first:
+    def _withdraw(self, request: MemoryRequest, now: float) -> None:
+        if request == self.first:
             self._oldest_since = now
-        if who in self._waiting:
-            self._waiting.remove(who)
+        if request in self._waiting:
+            self._waiting.remove(request)
 
     @property
-    def running(self) -> frozenset[Holder]:
+    def running(self) -> frozenset[MemoryRequest]:
         """What goes on, apart from tasks that have seceded."""
         return frozenset(self._running)
 
     @property
-    def waiting(self) -> tuple[Holder, ...]:
+    def waiting(self) -> tuple[MemoryRequest, ...]:
         """The requests that wait, oldest first."""
         return tuple(self._waiting)
+
+
+class AdmissionQueue:
+    """The :class:`Admission` of a worker, with the requests that wait for it. On the event loop.
+
+    Parameters
+    ----------
+    has_seceded
+        Tells whether a task has given its slot to another one, or is not known any more.
+    reservations
+        Where room is reserved under each request.
+    """
+
+    def __init__(
+        self, has_seceded: Callable[[Key], bool], reservations: Reservations, metrics: Metrics
+    ) -> None:
+        self._has_seceded = has_seceded
+        self._reservations = reservations
+        self._metrics = metrics
+        self._admission = Admission(ADMISSION_PATIENCE_S)
+        self._numbers = itertools.count()
+        self._wake: dict[MemoryRequest, asyncio.Event] = {}
+
+    @property
+    def short(self) -> bool:
+        """Whether peers are to ask later."""
+        return self._admission.short
+
+    async def wait(self, request: MemoryRequest, reserve: Callable[[MemoryRequest], Awaitable[bool]]) -> None:
+        """Wait until a request is admitted.
+
+        Parameters
+        ----------
+        reserve
+            Reserves room under it if there is some, and returns whether there is.
+        """
+        while True:
+            fits = await reserve(request)
+            self._remove_seceded()
+            if self._is_admitted(request, fits):
+                self._notify(self._admission.first)  # there may be room for more
+                return
+            self._reservations.cancel(request)
+            self._metrics.add("memory.waits")
+            wake = self._wake.setdefault(request, asyncio.Event())
+            wake.clear()
+            with contextlib.suppress(TimeoutError):  # room may have come from elsewhere
+                await asyncio.wait_for(wake.wait(), RETRY_INTERVAL_S)
+
+    def _is_admitted(self, request: MemoryRequest, fits: bool) -> bool:
+        before = self._admission.overdue
+        admitted = self._admission.ask(request, fits, time.monotonic())
+        if self._admission.overdue != before:
+            self._metrics.add("memory.waits.overdue")
+            self._metrics.fallback(
+                Fallback.MEMORY_ADMITTED_OVERDUE,
+                f"{request.kind} {request.key!r} had been the first to wait for {ADMISSION_PATIENCE_S} s: "
+                "tasks wait for each other, or take longer than that while memory is short",
+            )
+        return admitted
+
+    def waiting(self) -> dict[str, list[str]]:
+        """Return what goes on and what waits, as plain values: to look into a cluster that stands still."""
+        return {
+            "running": sorted(map(str, self._admission.running)),
+            "waiting": list(map(str, self._admission.waiting)),
+        }
+
+    def leave(self, request: MemoryRequest) -> None:
+        """Give back the room of something that is done, or of a request that is withdrawn."""
+        self._reservations.cancel(request)
+        self._wake.pop(request, None)
+        self._notify(self._admission.leave(request, time.monotonic()))
+
+    @contextlib.asynccontextmanager
+    async def receiving(
+        self, reserve: Callable[[MemoryRequest], Awaitable[bool]]
+    ) -> AsyncIterator[MemoryRequest]:
+        """Wait for room for data from a peer, and keep it meanwhile; the request that has the room."""
+        request = MemoryRequest(FETCH, next(self._numbers))
+        try:
+            await self.wait(request, reserve)
+            yield request
+        finally:
+            self.leave(request)
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """Count data that go to a peer meanwhile: they can not be spilled."""
+        request = MemoryRequest(SEND, next(self._numbers))
+        self._admission.ask(request, True, time.monotonic())
+        try:
+            yield
+        finally:
+            self.leave(request)
+
+    def _notify(self, request: MemoryRequest | None) -> None:
+        if request in self._wake:
+            self._wake[request].set()
+
+    def _remove_seceded(self) -> None:
+        for request in self._admission.running:
+            if request.kind == TASK and self._has_seceded(request.key):
+                self.leave(request)

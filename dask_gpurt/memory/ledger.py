@@ -29,19 +29,19 @@ class Label(NamedTuple):
     prefix: str = ""
 
 
-class Room(NamedTuple):
-    """The room on a worker.
+class FreeMemory(NamedTuple):
+    """The free memory of a worker.
 
     Parameters
     ----------
     free
-        Bytes that its live tier takes as it is.
+        Bytes that its live tier takes as it is. May be below 0.
     below
         Bytes that its lower tiers take.
     tier
-        The first of those with room; None when there is none.
+        The first lower tier with room; None if there is none.
     live
-        Bytes that its live tier holds when nothing else is in it.
+        Capacity of its live tier in bytes.
     """
 
     free: float
@@ -162,7 +162,7 @@ class Picture:
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
         #: Worked out when somebody asks, until the worker reports again.
-        self._rooms: dict[str, Room] = {}
+        self._rooms: dict[str, FreeMemory] = {}
         self._fullest: dict[str, dict[str, Tier | None]] = {}
         self._spilled: dict[str, bool] = {}
 
@@ -196,14 +196,14 @@ class Picture:
         for known in (*everything, self._rooms, self._fullest, self._spilled):
             known.pop(worker, None)
 
-    def room(self, worker: str) -> Room | None:
+    def room(self, worker: str) -> FreeMemory | None:
         """The room on a worker; None when it has not reported."""
         room = self._rooms.get(worker)
         if room is None and (capacity := self._capacity.get(worker)):
             live, *lower = [(tier, self._row(worker, str(tier), capacity[tier])["headroom"]) for tier in Tier]
             below = {tier: left for tier, left in lower if left > 0}
             holds = capacity[str(live[0])]
-            room = Room(live[1], sum(below.values()), next(iter(below), None), holds)
+            room = FreeMemory(live[1], sum(below.values()), next(iter(below), None), holds)
             self._rooms[worker] = room
         return room
 

@@ -30,6 +30,30 @@ class Candidate:
     used: int
 
 
+#: States of a task of which the inputs are no longer read.
+_DONE = frozenset({"memory", "released", "forgotten", "error", "cancelled"})
+
+
+def next_use(task: Any) -> tuple[Any, ...] | None:
+    """Return the soonest priority among the tasks of this worker that still need a result of Dask's.
+
+    Parameters
+    ----------
+    task
+        The ``TaskState`` of the worker's state machine that has the result, None without any.
+
+    Returns
+    -------
+    tuple or None
+        A priority of Dask's, None if no task needs the result.
+    """
+    if task is None:
+        return None
+    # The event loop may change the set while another thread reads it here; to copy it is one step.
+    waiting = [each.priority for each in tuple(task.dependents) if each.state not in _DONE and each.priority]
+    return min(waiting, default=None)
+
+
 def order(candidates: Iterable[Candidate]) -> list[Candidate]:
     """From what goes first: needed by nobody, needed last, large, old."""
     ranked = sorted(candidates, key=lambda c: (-c.nbytes, c.used, repr(c.key)))

@@ -14,8 +14,9 @@ DEVICE_SHARE = 0.8
 #: Pinned memory is taken from everybody on the host, and a few GiB keep the bus busy.
 PINNED_SHARE, PINNED_MOST = 0.1, 8 * 2**30
 
-#: What nothing is spilled for: a block of the pinned tier, and no more than this share of a tier.
-TRIFLE, TRIFLING = 2**20, 1 / 64
+#: Bytes by which a live tier may exceed its limit before anything is spilled: a block of the pinned tier, but
+#: no more than this share of the tier.
+SPILL_SLACK_BYTES, SLACK_SHARE = 2**20, 1 / 64
 
 
 class Tier(StrEnum):
@@ -59,13 +60,16 @@ class Limits:
     host: int
     disk: int | None
 
+    def live(self, tier: Tier) -> int:
+        """Return the limit of a tier in which objects are live."""
+        return self.device if tier is Tier.DEVICE else self.host
+
 
 def limits(
     settings: MemorySettings,
     *,
-    on_host: bool,
     memory_limit: int,
-    device_memory: int,
+    device_memory: int | None,
     given_device: int | None,
     target: float | bool,
     disk_free: int,
@@ -74,12 +78,10 @@ def limits(
 
     Parameters
     ----------
-    on_host
-        Whether the worker computes in host memory: that is its device tier then.
     memory_limit
         Bytes of host memory that the worker may use.
     device_memory
-        Bytes of the GPU; ignored on a host worker.
+        Bytes of the GPU; None where the worker computes in host memory, which is its device tier then.
     given_device
         The limit given to dask-cuda, if any.
     target
@@ -92,7 +94,8 @@ def limits(
     ConfigError
         When a tier is larger than what it is cut from.
     """
-    whole = memory_limit if on_host else device_memory
+    on_host = device_memory is None
+    whole = memory_limit if device_memory is None else device_memory
     kept = int(memory_limit * (target or 1))
     device = _of(settings.device, whole)
     if device is None:

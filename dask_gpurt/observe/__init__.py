@@ -1,6 +1,7 @@
-"""Counters and events that every room may write to."""
+"""Count and note what every room does; nothing here reads it back."""
 
 from dask_gpurt.observe.decisions import Decisions
+from dask_gpurt.observe.fallbacks import Fallback
 from dask_gpurt.observe.metrics import Metrics
 
-__all__ = ["Decisions", "Metrics"]
+__all__ = ["Decisions", "Fallback", "Metrics"]

@@ -1,4 +1,4 @@
-"""The ledger of decisions: what was decided for whom, when and why."""
+"""Record decisions: about which subject, when and why."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-#: The decisions that are kept; older ones go.
-KEPT = 1000
+#: Decisions that are kept; the oldest go first.
+MOST_DECISIONS = 1000
 
 
 class Decisions:
-    """The last decisions of one process. Thread-safe.
+    """Keep the last decisions of one process. Thread-safe.
 
     Parameters
     ----------
     clock
-        Seconds since the epoch.
+        Returns seconds since the epoch.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._entries: deque[dict[str, Any]] = deque(maxlen=MOST_DECISIONS)
         self._last: dict[str, tuple[str, str]] = {}
 
     def note(self, subject: str, decided: str, why: str) -> bool:
-        """Enter a decision; whether it is another one than the last for this subject."""
+        """Record a decision; tell whether it differs from the last one about this subject."""
         with self._lock:
             if self._last.get(subject) == (decided, why):
                 return False
-            if len(self._last) >= KEPT:
+            if len(self._last) >= MOST_DECISIONS:
                 self._last.clear()
             self._last[subject] = decided, why
             self._entries.append({"at": self._clock(), "subject": subject, "decided": decided, "why": why})
             return True
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """The entries, oldest first, as plain values."""
+        """Return the records, oldest first, as plain values."""
         with self._lock:
             return [dict(entry) for entry in self._entries]

@@ -1,21 +1,21 @@
-"""Counters as Prometheus metrics, on the worker's own ``/metrics`` page."""
+"""Show the metrics of a worker on its own ``/metrics`` page, for Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from dask_gpurt.observe.metrics import Metrics
+from dask_gpurt.observe.metrics import Kind, Metric, Metrics
 
 #: Tier, kind and bytes of each thing that a worker's tiers hold.
 Amounts = Iterable[tuple[str, str, int]]
-
-_SPILL_BYTES, _SPILL_SECONDS = "memory.spill.bytes.", "memory.spill.seconds"
 
 _collectors: dict[str, Any] = {}
 
 
 class _Collector:
+    """Collect the families of one worker, each time that its page is read."""
+
     def __init__(self, worker: str, metrics: Metrics, memory: Callable[[], Amounts]):
         self._worker = worker
         self._metrics = metrics
@@ -26,8 +26,8 @@ class _Collector:
         return ()
 
     def collect(self) -> Iterator[Any]:
-        counters = self._metrics.snapshot()["counters"]
-        families = (self._tiers(), *self._spilled(counters), *self._others(counters))
+        samples = self._metrics.samples()
+        families = (self._tiers(), *self._declared(samples), *self._former(samples))
         return (family for family in families if family.samples)
 
     def _tiers(self) -> Any:
@@ -39,38 +39,41 @@ class _Collector:
             held.add_metric([self._worker, tier, kind], nbytes)
         return held
 
-    def _spilled(self, counters: Mapping[str, float]) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily
+    def _declared(self, samples: Iterable[tuple[Metric, tuple[str, ...], float]]) -> Iterable[Any]:
+        """Return a family for each metric, typed and labelled as the table declares it."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        labels = ["worker", "from", "to"]
-        moved = CounterMetricFamily("gpurt_spill_bytes", "Bytes moved from tier to tier", labels=labels)
-        took = CounterMetricFamily("gpurt_spill_seconds", "Time that these moves took", labels=["worker"])
-        for name, value in counters.items():
-            if name.startswith(_SPILL_BYTES):
-                moved.add_metric([self._worker, *name.removeprefix(_SPILL_BYTES).split(".")], value)
-            elif name == _SPILL_SECONDS:
-                took.add_metric([self._worker], value)
-        yield from (moved, took)
+        types = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
+        families: dict[str, Any] = {}
+        for metric, labels, value in samples:
+            if metric.name not in families:
+                names = ["worker", *metric.labels]
+                families[metric.name] = types[metric.kind](metric.prometheus, metric.help, labels=names)
+            families[metric.name].add_metric([self._worker, *labels], value)
+        return families.values()
 
-    def _others(self, counters: Mapping[str, float]) -> Iterator[Any]:
+    def _former(self, samples: Iterable[tuple[Metric, tuple[str, ...], float]]) -> Iterator[Any]:
+        """Return the untyped names that metrics had before version 0.1; they go with 0.2."""
         from prometheus_client.core import GaugeMetricFamily
 
-        for name, value in counters.items():
-            if name.startswith(_SPILL_BYTES) or name == _SPILL_SECONDS:
+        for metric, labels, value in samples:
+            if metric.exported:  # had its name before
                 continue
-            family = "gpurt_" + name.replace(".", "_").replace("-", "_")
-            metric = GaugeMetricFamily(family, f"{name} of the dask-gpurt runtime", labels=["worker"])
-            metric.add_metric([self._worker], value)
-            yield metric
+            filled = metric.filled(labels)
+            former = "gpurt_" + filled.replace(".", "_").replace("-", "_")
+            help = f"Deprecated, use {metric.prometheus}: {metric.help}"
+            family = GaugeMetricFamily(former, help, labels=["worker"])
+            family.add_metric([self._worker], value)
+            yield family
 
 
 def register(worker: str, metrics: Metrics, memory: Callable[[], Amounts]) -> None:
-    """Show ``metrics`` and tiers where Dask shows a worker's own; nothing without prometheus-client.
+    """Show metrics and tiers where Dask shows a worker's own; do nothing without prometheus-client.
 
     Parameters
     ----------
     memory
-        What the worker's tiers hold, asked each time that the page is read.
+        Returns what the worker's tiers hold; called each time that the page is read.
     """
     try:
         from prometheus_client import REGISTRY
@@ -81,7 +84,7 @@ def register(worker: str, metrics: Metrics, memory: Callable[[], Amounts]) -> No
 
 
 def unregister(worker: str) -> None:
-    """Stop showing the counters of a worker."""
+    """Stop showing the metrics of a worker."""
     if collector := _collectors.pop(worker, None):
         from prometheus_client import REGISTRY
 

@@ -1,8 +1,8 @@
 """Tell what waits for what: stacks of threads and coroutines, and the waiting lists of Dask and the runtime.
 
-Three ways lead to a process, since the one that hangs may be any of them. A coroutine on its event loop
-describes it best (:func:`describe_worker`, :func:`describe_scheduler`). A loop that is blocked answers
-nothing: then :func:`arm` has made a signal write the stacks of all threads, which needs neither the loop nor
+There are three ways to ask a process, since any process may be the one that hangs. A coroutine on its event
+loop describes it best (:func:`describe_worker`, :func:`describe_scheduler`). A blocked loop does not
+answer: then :func:`arm` has made a signal write the stacks of all threads, which needs neither the loop nor
 the GIL. And :class:`Watchdog` looks on a thread of its own whether anything happens at all.
 """
 
@@ -140,8 +140,11 @@ def queued(executor: Any) -> dict[str, int] | None:
 
 
 def _shuffles(worker: Any) -> list[str]:
+    # Here, since this module is also for processes without Dask's shuffles, or with other ones.
+    from dask_gpurt.dask_hooks.shuffle import active_runs
+
     plugin = worker.plugins.get("shuffle")
-    return [repr(run) for run in plugin.shuffle_runs._active_runs.values()] if plugin is not None else []
+    return [repr(run) for run in active_runs(plugin).values()] if plugin is not None else []
 
 
 def _runtime(plugin: Any) -> dict[str, Any] | None:

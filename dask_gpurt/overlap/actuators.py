@@ -1,4 +1,4 @@
-"""The hands of the governor: what confines the compute of this process, and what comes first."""
+"""Confine the compute of this process, and set the priority of its communication, as a setting says."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import Any, Protocol, TypeVar
 
 from dask_gpurt.device import Device, SmContexts, SmsError
 from dask_gpurt.overlap.occupancy import Caps, Residency
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 
-#: The caps that are worth trying, in blocks on an SM: those that were measured, and one that is mild.
-CAPS = (8, 6, 4)
-#: The blocks of a kernel that an SM mostly holds at most: 2048 threads in blocks of 128.
-USUAL = 16
-#: At worst nothing of a step is hidden any more, and one after the other takes no longer than twice as long.
-ONE_BY_ONE = 0.5
+#: Residency caps worth trying, in blocks on an SM: those that were measured, and a mild one.
+CAPS_BLOCKS = (8, 6, 4)
+#: Blocks of a kernel that fit on an SM in most cases: 2048 threads in blocks of 128.
+USUAL_BLOCKS = 16
+#: The share of its speed that a step keeps at worst without priority: compute and communication then run one
+#: after the other, which takes at most twice as long as both together.
+SERIAL_SPEED_SHARE = 0.5
 
 Result = TypeVar("Result")
 
 
 class UnfitSetting(ValueError):
-    """A setting that this process can not be confined to; the message says why."""
+    """Refuse a setting that this process can not be confined to; the message says why."""
 
 
 class Actuator(Protocol):
-    """Sets how compute and communication of this process share the device."""
+    """Set how compute and communication of this process share the device."""
 
     def settings(self) -> Mapping[Setting, float]:
-        """What is worth trying, and the share of its speed that a step keeps under it at worst."""
+        """Return the settings worth trying, each with the share of its speed that a step keeps at worst."""
         ...
 
     def apply(self, setting: Setting) -> None:
-        """Set it for what is launched from now on.
+        """Apply a setting to everything that is launched from now on.
 
         Raises
         ------
@@ -48,17 +49,17 @@ class Actuator(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """What was done to launches."""
+        """Count what was done to launches."""
         ...
 
 
 class ResidencyCaps:
-    """Caps the residency of all kernels.
+    """Cap the residency of all kernels.
 
     Parameters
     ----------
     residency
-        Of this process.
+        The caps of this process.
     """
 
     def __init__(self, residency: Residency):
@@ -66,7 +67,7 @@ class ResidencyCaps:
 
     def settings(self) -> Mapping[Setting, float]:
         # The throughput of a kernel is concave in its residency, so a cap costs no more than its share.
-        return {Setting(residency=cap): cap / USUAL for cap in CAPS}
+        return {Setting(residency=cap): cap / USUAL_BLOCKS for cap in CAPS_BLOCKS}
 
     def apply(self, setting: Setting) -> None:
         if setting.sms is not None:
@@ -81,16 +82,16 @@ class ResidencyCaps:
 
 
 class SmShare:
-    """Confines compute to some of the SMs, on the threads that it is launched from.
+    """Confine compute to some of the SMs, on the threads that it is launched from.
 
     Parameters
     ----------
     contexts
-        Those of the device.
+        The contexts of the device.
     failed
         Called with the reason when a thread could not be confined and went on as it was.
     offered
-        Numbers of SMs that may be tried. None unasked: code that makes the usual context current in a
+        Numbers of SMs that may be tried. Empty by default: code that makes the usual context current in a
         confined task, such as UDFs that numba compiles, fails there or is not ordered.
     """
 
@@ -129,7 +130,7 @@ class SmShare:
         return {"confined to SMs": self._entered}
 
     def run(self, function: Callable[..., Result], *args: Any, **arguments: Any) -> Result:
-        """Call a function on this thread, confined to what is applied as it begins."""
+        """Call a function on this thread, confined to the setting that is applied when it begins."""
         with ExitStack() as stack:
             if (sms := self._sms) is not None:
                 try:
@@ -141,13 +142,13 @@ class SmShare:
             return function(*args, **arguments)
 
 
-class Precedence:
-    """Says whether communication comes first.
+class StreamPriority:
+    """Set whether communication has the higher priority on its streams.
 
     Parameters
     ----------
     device
-        Whose streams it is about; the priority of one can be changed.
+        The device of the streams; it has to be able to change the priority of one.
     """
 
     def __init__(self, device: Device):
@@ -155,7 +156,7 @@ class Precedence:
         self._yielded = 0
 
     def settings(self) -> Mapping[Setting, float]:
-        return {OFF: ONE_BY_ONE}
+        return {OFF: SERIAL_SPEED_SHARE}
 
     def apply(self, setting: Setting) -> None:
         self._device.prioritised = setting.first
@@ -168,20 +169,19 @@ class Precedence:
         return {"without priority": self._yielded}
 
 
-class Together:
-    """Several actuators as one, each for its part of a setting.
+class CompositeActuator:
+    """Combine several actuators, each for its part of a setting.
 
     Parameters
     ----------
-    caps, share, precedence
-        What confines by residency and by SMs, and what says which comes first; None where that is not
-        possible.
+    caps, share, priority
+        The actuators of residency, of SMs and of priority; None where one is not possible.
     """
 
     def __init__(
-        self, caps: Actuator | None = None, share: Actuator | None = None, precedence: Actuator | None = None
+        self, caps: Actuator | None = None, share: Actuator | None = None, priority: Actuator | None = None
     ):
-        self._parts = {"residency": caps, "sms": share, "first": precedence}
+        self._parts = {"residency": caps, "sms": share, "first": priority}
 
     def settings(self) -> Mapping[Setting, float]:
         return {setting: keeps for one in self._all() for setting, keeps in one.settings().items()}

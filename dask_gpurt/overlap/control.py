@@ -1,6 +1,7 @@
-"""Confines tasks while runs are in flight, and measures what comes of it.
+"""Confine tasks while runs are in flight, and measure the effect.
 
-Nothing here knows of Dask or CUDA: tasks and runs are reported, time and progress are asked for.
+This module is independent of Dask and CUDA: the caller reports tasks and runs, and passes functions that
+return the time and the bytes moved.
 """
 
 from __future__ import annotations
@@ -9,71 +10,71 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_gpurt.observe import Decisions, Metrics
+from dask_gpurt.observe import Decisions, Fallback, Metrics
 from dask_gpurt.overlap.actuators import Actuator
-from dask_gpurt.overlap.governor import Decision, Governing
-from dask_gpurt.overlap.steps import PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.governor import Decision, Policy
+from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 
-#: Seconds below which a task says nothing of how fast its kernel is.
-SHORT = 0.002
-#: The share of a task that may be beside runs when it counts as alone.
-BRIEFLY = 0.02
+#: Shorter tasks, in seconds, are not taken as samples of the speed of their kernel.
+SHORT_TASK_S = 0.002
+#: A task counts as alone if at most this share of its time was beside runs.
+SOLO_OVERLAP_SHARE = 0.02
 
 
 @dataclass
 class _Task:
-    """A task that runs, and what there was to read when it began."""
+    """Hold a running task, with the readings when it began."""
 
     kernel: str
     work: float
     began: float
     flown: float
     setting: Setting = PRIORITY
-    #: Whether nothing has happened so far that makes it no measurement.
+    #: False once something has made its time useless as a measurement.
     steady: bool = True
 
 
 @dataclass
 class _Step:
-    """The step that goes on: what there was to read when it began, and what ran since."""
+    """Hold the current step: the readings when it began, and the tasks that ran since."""
 
     idle: float
     moved: float
-    ran: dict[str, Ran] = field(default_factory=dict)
+    ran: dict[str, OverlapSample] = field(default_factory=dict)
     steady: bool = True
 
     def add(self, task: _Task, seconds: float) -> None:
-        """A task has ended that communication was beside."""
-        before = self.ran.get(task.kernel, Ran(0.0, 0.0, task.setting))
-        self.ran[task.kernel] = Ran(before.work + task.work, before.seconds + seconds, task.setting)
+        """Add a task that has ended, and that communication was beside."""
+        before = self.ran.get(task.kernel, OverlapSample(0.0, 0.0, task.setting))
+        self.ran[task.kernel] = OverlapSample(before.work + task.work, before.seconds + seconds, task.setting)
         self.steady &= task.steady and before.setting == task.setting
 
 
 class Control:
-    """One worker's tasks beside its runs. Not thread-safe: on the event loop.
+    """Control the tasks of one worker beside its runs. Not thread-safe: it is used on the event loop.
 
     Parameters
     ----------
-    governing
-        What decides.
+    policy
+        Chooses the setting of each kernel, and learns from samples.
     actuator
-        What confines; without one everything is only measured.
+        Applies settings; without one everything is only measured.
     progress
-        Bytes that communication has moved so far.
+        Returns the bytes that communication has moved so far.
     clock
-        Seconds.
+        Returns seconds.
     """
 
     def __init__(
         self,
-        governing: Governing,
+        policy: Policy,
         actuator: Actuator | None,
         progress: Callable[[], float],
         clock: Callable[[], float],
         decisions: Decisions,
         metrics: Metrics,
     ):
-        self._governing = governing
+        self._policy = policy
         self._actuator = actuator
         self._progress = progress
         self._clock = clock
@@ -82,21 +83,21 @@ class Control:
         self._tasks: dict[Hashable, _Task] = {}
         self._runs = self._pulls = 0
         self._applied = PRIORITY
-        #: Seconds for which something was in flight, and those of them in which no task ran, up to the
-        #: moment that it was last looked at.
+        #: Seconds in which something was in flight, and those of them in which no task ran, until the clock
+        #: was last read.
         self._flown = self._idle = 0.0
         self._looked = clock()
         self._step = _Step(0.0, progress())
         #: Whether the step is over as soon as no task runs.
         self._over = False
 
-    # ---- what happens ------------------------------------------------------------------
+    # ---- events -------------------------------------------------------------------------
 
     def in_flight(self, runs: int, pulls: int) -> None:
-        """So many runs publish shards, and so many shards are being pulled."""
+        """Take the numbers of runs that publish shards and of shards that are being pulled."""
         self._look()
         before = self._flying
-        # A run that begins while another one goes on ends a step too: there may always be one.
+        # A run that begins during another one ends a step too: there may be one at any time.
         self._over |= runs > self._runs
         self._runs, self._pulls = runs, pulls
         self._end_step()
@@ -106,18 +107,18 @@ class Control:
         self._settle()
 
     def begins(self, key: Hashable, kernel: str, work: float) -> None:
-        """A task begins.
+        """Take the begin of a task.
 
         Parameters
         ----------
         kernel
-            What it runs, or the prefix that stands for it.
+            The kernel that it runs, or the task prefix that stands for it.
         work
-            How much it has to do, above 0, in any unit that is the same for all tasks of the kernel.
+            Its amount of work, above 0, in any unit that is the same for all tasks of the kernel.
         """
         self._look()
         task = _Task(kernel, work, self._looked, self._flown)
-        if self._tasks:  # who shares the device with another task measures both
+        if self._tasks:  # the time of a task beside another one is that of both
             for other in (task, *self._tasks.values()):
                 other.steady = False
         self._tasks[key] = task
@@ -126,7 +127,7 @@ class Control:
         self._settle()
 
     def ends(self, key: Hashable, *, done: bool = True) -> None:
-        """A task ends; ``done`` is whether it did its work."""
+        """Take the end of a task; ``done`` tells whether it succeeded."""
         self._look()
         if (task := self._tasks.pop(key, None)) is not None:
             self._measure(task, done)
@@ -134,7 +135,7 @@ class Control:
         self._settle()
 
     def close(self) -> None:
-        """Confine nothing any more."""
+        """End all tasks and runs, and confine nothing from now on."""
         self._look()
         self._tasks.clear()
         self._runs = self._pulls = 0
@@ -143,10 +144,10 @@ class Control:
         self._settle()
 
     def counters(self) -> dict[str, Any]:
-        """What the actuator did."""
+        """Return the counters of the actuator."""
         return dict(self._actuator.counters()) if self._actuator else {}
 
-    # ---- what follows ------------------------------------------------------------------
+    # ---- reactions ----------------------------------------------------------------------
 
     @property
     def _flying(self) -> bool:
@@ -160,7 +161,7 @@ class Control:
         self._looked = now
 
     def _decide(self, task: _Task) -> None:
-        decision = self._governing.choose(task.kernel)
+        decision = self._policy.choose(task.kernel)
         task.setting = decision.setting
         self._note(task.kernel, decision)
 
@@ -169,7 +170,7 @@ class Control:
             self._metrics.add("overlap.decisions")
 
     def _settle(self) -> None:
-        """Let what is confined be what the running tasks agree on."""
+        """Apply the setting that all running tasks agree on, or priority only."""
         wanted = {task.setting for task in self._tasks.values()} if self._flying else set()
         self._apply(wanted.pop() if len(wanted) == 1 else PRIORITY)
         for task in self._tasks.values():
@@ -185,7 +186,7 @@ class Control:
                 self._actuator.apply(setting)
                 self._metrics.add("overlap.confined")
         except (OSError, ValueError) as error:
-            self._metrics.fallback("compute is not confined", str(error))
+            self._metrics.fallback(Fallback.OVERLAP_UNCONFINED, str(error))
             self._actuator.clear()
             self._actuator, setting = None, PRIORITY
         self._applied = setting
@@ -194,13 +195,13 @@ class Control:
         seconds, flown = self._looked - task.began, self._flown - task.flown
         if not done or seconds <= 0:
             self._step.steady &= not flown
-        elif flown > BRIEFLY * seconds:
+        elif flown > SOLO_OVERLAP_SHARE * seconds:
             self._step.add(task, seconds)
-        elif task.steady and seconds >= SHORT:
-            self._tell(self._governing.learn(Alone(task.kernel, task.work, seconds)))
+        elif task.steady and seconds >= SHORT_TASK_S:
+            self._tell(self._policy.learn(SoloSample(task.kernel, task.work, seconds)))
 
     def _end_step(self) -> None:
-        """End the step that is over, unless tasks of it still run."""
+        """Finish the step if it is over, unless tasks of it still run."""
         if not self._over or (self._tasks and self._step.steady):
             return
         began, self._over = self._step, False
@@ -209,10 +210,10 @@ class Control:
             self._step.steady = False
         idle, moved = self._step.idle - began.idle, self._step.moved - began.moved
         if idle or moved or began.ran:
-            self._tell(self._governing.learn_step(Step(idle, moved, began.ran, began.steady)))
+            self._tell(self._policy.learn_step(StepSample(idle, moved, began.ran, began.steady)))
 
     def _tell(self, forgotten: str | None) -> None:
-        """Enter what was forgotten."""
+        """Note the kernels whose statistics were dropped."""
         if forgotten is not None:
             self._decisions.note(forgotten, "forgotten", "it is not what it was before")
             self._metrics.add("overlap.forgotten")

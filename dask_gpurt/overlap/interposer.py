@@ -1,7 +1,8 @@
-"""The library that is preloaded into workers: where it is, whether it is loaded, and what it shares.
+"""Find, load and talk to the library that is preloaded into workers.
 
-``_interposer.c`` changes launches by a policy that is written here, in its memory, and keeps threads in
-contexts. It has to be in the process before CUDA is, so a nanny names it in ``LD_PRELOAD``.
+``_interposer.c`` changes launches by a policy that this module writes into its memory, and redirects
+threads to other contexts. It has to be in the process before CUDA is, so a nanny names it in
+``LD_PRELOAD``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from dask_gpurt.overlap.occupancy import MOST_KERNELS, Kernel, Limits
+from dask_gpurt.overlap.occupancy import MOST_KERNELS, DeviceLimits, LaunchedKernel
 
-__all__ = ["Interposer", "NotLoadedError", "library", "put_instead", "with_preload"]
+__all__ = ["Interposer", "NotLoadedError", "library", "redirect_context", "with_preload"]
 
-#: The layout of what is shared, as the library of this version of the package has it.
-LAYOUT = 2
-#: What becomes of a launch, as counted there.
+#: The version of the shared memory's layout; the library of another one is refused.
+LAYOUT_VERSION = 2
+#: Outcomes of a launch, in the order of their counters in the library.
 OUTCOMES = (
     "capped",
     "left.no-cap",
@@ -37,11 +38,11 @@ OUTCOMES = (
 
 
 class NotLoadedError(RuntimeError):
-    """This process has no interposer; the message says why."""
+    """Refuse to go on without the interposer; the message says why this process has none."""
 
 
 class _Limits(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in Limits.__dataclass_fields__]
+    _fields_ = [(name, ctypes.c_uint32) for name in DeviceLimits.__dataclass_fields__]
 
 
 class _Entry(ctypes.Structure):
@@ -110,14 +111,14 @@ def with_preload(preloads: str, path: Path) -> str:
     preloads
         The value so far, of paths with spaces or colons between them.
     path
-        Of the interposer. It is not named twice.
+        The interposer's. It is not named twice.
     """
     others = [name for name in re.split(r"[\s:]+", preloads) if name and name != str(path)]
     return ":".join([*others, str(path)])
 
 
 def name_id(name: str) -> int:
-    """Return what stands for the name of a kernel in the policy: its FNV-1a hash of 64 bits."""
+    """Return the id of a kernel in the policy: the FNV-1a hash of its name, of 64 bits."""
     value = 0xCBF29CE484222325
     for byte in name.encode():
         value = (value ^ byte) * 0x100000001B3 % 2**64
@@ -125,12 +126,12 @@ def name_id(name: str) -> int:
 
 
 class Interposer:
-    """The interposer in this process.
+    """Access the interposer in this process.
 
     Raises
     ------
     NotLoadedError
-        When there is none, or one of another version.
+        When the process has none, or one of another version.
     """
 
     def __init__(self) -> None:
@@ -139,17 +140,17 @@ class Interposer:
             self._shared = _Shared.in_dll(self._process, "gpurt_residency")
         except ValueError:
             raise NotLoadedError(_why_not()) from None
-        if (self._shared.layout, self._shared.size) != (LAYOUT, ctypes.sizeof(_Shared)):
+        if (self._shared.layout, self._shared.size) != (LAYOUT_VERSION, ctypes.sizeof(_Shared)):
             raise NotLoadedError(
                 "the interposer that is loaded is of another version: install dask-gpurt again"
             )
 
     def switch(self, on: bool) -> None:
-        """Let the caps count, or not."""
+        """Switch all caps on or off."""
         self._shared.on = on
 
     def write(self, default: int, kernels: Mapping[str, int]) -> None:
-        """Set all caps; 0 is none. Launches that come meanwhile are left alone."""
+        """Set all caps; 0 is none. Launches of other threads meanwhile are not changed."""
         self._process.gpurt_residency_changed()
         try:
             for entry, (name, cap) in zip(self._shared.table, kernels.items(), strict=False):
@@ -158,7 +159,7 @@ class Interposer:
         finally:
             self._process.gpurt_residency_changed()
 
-    def put_instead(self, usual: int, other: int) -> None:
+    def redirect_context(self, usual: int, other: int) -> None:
         """Give this thread the context ``other`` where code of any library makes ``usual`` current.
 
         Parameters
@@ -168,23 +169,23 @@ class Interposer:
         """
         self._process.gpurt_instead(ctypes.c_void_p(usual), ctypes.c_void_p(other))
 
-    def limits(self, device: int) -> Limits | None:
-        """What a device has; None while the driver does not say."""
+    def limits(self, device: int) -> DeviceLimits | None:
+        """Return the limits of a device; None while the driver does not tell them."""
         found = _Limits()
         if self._process.gpurt_residency_limits(device, ctypes.byref(found)):
             return None
-        return Limits(*(getattr(found, name) for name in Limits.__dataclass_fields__))
+        return DeviceLimits(*(getattr(found, name) for name in DeviceLimits.__dataclass_fields__))
 
     def counters(self) -> dict[str, int]:
-        """How many launches were ``seen``, ``capped``, ``repeated`` and left alone."""
+        """Count launches: ``seen``, ``capped``, ``repeated``, and those left alone by reason."""
         counts = [sum(shards) for shards in zip(*self._shared.counts, strict=True)]
         named = dict(zip(OUTCOMES, counts, strict=False))
         return {"seen": sum(counts), "repeated": self._shared.repeated, **named}
 
-    def kernels(self) -> list[Kernel]:
-        """The kernels that were seen, one for each context, in the order of their first launch."""
+    def kernels(self) -> list[LaunchedKernel]:
+        """List the kernels that were seen, one for each context, in the order of their first launch."""
         return [
-            Kernel(
+            LaunchedKernel(
                 one.name.decode(errors="replace"),
                 one.registers,
                 one.shared,
@@ -199,15 +200,15 @@ class Interposer:
 _loaded = functools.cache(Interposer)
 
 
-def put_instead(usual: int, other: int) -> None:
-    """Have the interposer of this process do it, see :meth:`Interposer.put_instead`.
+def redirect_context(usual: int, other: int) -> None:
+    """Redirect this thread by the interposer of this process, see :meth:`Interposer.redirect_context`.
 
     Raises
     ------
     NotLoadedError
-        When there is none.
+        When the process has none.
     """
-    _loaded().put_instead(usual, other)
+    _loaded().redirect_context(usual, other)
 
 
 def _why_not() -> str:

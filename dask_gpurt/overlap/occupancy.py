@@ -1,6 +1,6 @@
-"""Residency caps: how many blocks an SM holds, and how shared memory makes them fewer.
+"""Compute how many blocks of a kernel an SM holds, and cap that through shared memory.
 
-The arithmetic is that of ``_interposer.c``, which does it at each launch.
+``_interposer.c`` does the same arithmetic at each launch.
 """
 
 from __future__ import annotations
@@ -10,25 +10,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["CapError", "Caps", "Kernel", "Launches", "Limits", "Residency", "residency", "shared_for"]
+__all__ = [
+    "CapError",
+    "Caps",
+    "DeviceLimits",
+    "LaunchedKernel",
+    "Launches",
+    "Residency",
+    "residency",
+    "shared_for",
+]
 
 #: Threads of a warp.
-WARP = 32
-#: Parts of an SM, each with its share of the registers.
-PARTS = 4
-#: What registers are handed out to warps in, and shared memory to blocks, in bytes.
-REGISTER_UNIT, SHARED_UNIT = 256, 128
-#: Names of kernels for which there can be a cap, and the highest one that can be written down.
-MOST_KERNELS, HIGHEST = 1024, 255
+WARP_THREADS = 32
+#: Partitions of an SM, each with its share of the registers.
+SM_PARTITIONS = 4
+#: Allocation units: registers of a warp, and bytes of shared memory of a block.
+REGISTER_UNIT, SHARED_UNIT_BYTES = 256, 128
+#: The most kernels with a cap of their own, and the highest cap that the policy holds.
+MOST_KERNELS, HIGHEST_CAP = 1024, 255
 
 
 class CapError(ValueError):
-    """A residency cap that there can not be; the message says what would be right."""
+    """Refuse a residency cap; the message says what would be right."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a device has, and what of it an SM.
+class DeviceLimits:
+    """Hold the limits of a device and of each of its SMs.
 
     Parameters
     ----------
@@ -53,30 +62,32 @@ class Limits:
     opt_in: int
 
 
-def residency(limits: Limits, threads: int, registers: int, shared: int) -> int:
+def residency(limits: DeviceLimits, threads: int, registers: int, shared: int) -> int:
     """Count the blocks of a kernel that an SM holds at a time.
 
     Parameters
     ----------
     limits
-        Of the device. The units in which it hands out registers are those since compute capability 7.0,
-        and that of shared memory the one since 8.0.
+        The device's. The allocation unit of registers is that since compute capability 7.0, the one of shared
+        memory that since 8.0.
     threads
-        Of a block.
+        Threads of a block.
     registers
-        Of a thread.
+        Registers of a thread.
     shared
         Bytes of shared memory of a block, static and dynamic.
     """
-    warps = -(-threads // WARP)
-    by_warps = limits.threads // WARP // warps
-    if each := _round_up(registers * WARP, REGISTER_UNIT):
-        by_warps = min(by_warps, PARTS * (limits.registers // PARTS // each) // warps)
-    return min(limits.blocks, by_warps, limits.shared // _round_up(shared + limits.reserved, SHARED_UNIT))
+    warps = -(-threads // WARP_THREADS)
+    by_warps = limits.threads // WARP_THREADS // warps
+    if each := _round_up(registers * WARP_THREADS, REGISTER_UNIT):
+        by_warps = min(by_warps, SM_PARTITIONS * (limits.registers // SM_PARTITIONS // each) // warps)
+    return min(
+        limits.blocks, by_warps, limits.shared // _round_up(shared + limits.reserved, SHARED_UNIT_BYTES)
+    )
 
 
-def shared_for(limits: Limits, cap: int) -> int:
-    """Bytes of shared memory of a block, static and dynamic, with which no more than ``cap`` fit on an SM.
+def shared_for(limits: DeviceLimits, cap: int) -> int:
+    """Return the bytes of shared memory of a block, static and dynamic, with which ``cap`` fit on an SM.
 
     Raises
     ------
@@ -84,18 +95,18 @@ def shared_for(limits: Limits, cap: int) -> int:
         When the cap is 0, or more than an SM holds.
     """
     check(cap, limits)
-    return (limits.shared // (cap + 1) // SHARED_UNIT + 1) * SHARED_UNIT - limits.reserved
+    return (limits.shared // (cap + 1) // SHARED_UNIT_BYTES + 1) * SHARED_UNIT_BYTES - limits.reserved
 
 
-def check(cap: int, limits: Limits | None = None) -> None:
-    """Refuse a cap that there can not be on a device; without limits, on any.
+def check(cap: int, limits: DeviceLimits | None = None) -> None:
+    """Refuse a cap that is not possible on a device; without limits, on any device.
 
     Raises
     ------
     CapError
         When the cap is 0, or more than an SM holds.
     """
-    most = limits.blocks if limits else HIGHEST
+    most = limits.blocks if limits else HIGHEST_CAP
     if not 1 <= cap <= most:
         holder = "an SM of this device holds" if limits else "can be asked for"
         raise CapError(
@@ -109,14 +120,14 @@ def _round_up(n: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Caps:
-    """The most blocks of a kernel that an SM may hold; None leaves a kernel alone.
+    """Hold the most blocks of a kernel that an SM may have; None leaves a kernel alone.
 
     Parameters
     ----------
     default
-        For kernels that are not named.
+        The cap of kernels that are not named.
     kernels
-        By mangled name.
+        Caps by mangled name.
     """
 
     default: int | None = None
@@ -124,21 +135,21 @@ class Caps:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel that was launched while there were caps.
+class LaunchedKernel:
+    """Describe a kernel that was launched while caps were set.
 
     Parameters
     ----------
     name
-        Mangled, and cut where it is long; empty with a driver before CUDA 12.3.
+        The mangled name, cut where it is long; empty with a driver before CUDA 12.3.
     registers
-        Of a thread.
+        Registers of a thread.
     shared
         Bytes of static shared memory of a block.
     launches, capped
-        How often it was launched, and of those with how many it was changed.
+        The number of its launches, and of those that were changed.
     refused
-        Whether the driver refused it once with more shared memory; it is left alone since.
+        Whether the driver refused it once with more shared memory; it is left alone from then on.
     """
 
     name: str
@@ -150,31 +161,31 @@ class Kernel:
 
 
 class Launches(Protocol):
-    """The launches of this process, and the hand that is on them; see :class:`.interposer.Interposer`."""
+    """Control the launches of this process; see :class:`.interposer.Interposer`."""
 
     def switch(self, on: bool) -> None:
-        """Let the caps count, or not."""
+        """Switch all caps on or off."""
 
     def write(self, default: int, kernels: Mapping[str, int]) -> None:
         """Set all caps; 0 is none."""
 
-    def limits(self, device: int) -> Limits | None:
-        """What a device has; None while the driver does not say."""
+    def limits(self, device: int) -> DeviceLimits | None:
+        """Return the limits of a device; None while the driver does not tell them."""
 
     def counters(self) -> dict[str, int]:
-        """How many launches were seen, capped, repeated and left alone."""
+        """Count launches by outcome."""
 
-    def kernels(self) -> list[Kernel]:
-        """The kernels that were seen."""
+    def kernels(self) -> list[LaunchedKernel]:
+        """List the kernels that were seen."""
 
 
 class Residency:
-    """Caps residency for the launches of this process: ``apply``, ``clear``, ``counters``.
+    """Cap the residency of the kernels that this process launches.
 
     Parameters
     ----------
     launches
-        Those of this process.
+        The launches of this process.
     device
         The ordinal of the device whose limits a cap is held against.
     """
@@ -186,7 +197,7 @@ class Residency:
         self._written = Caps()
 
     def apply(self, caps: Caps) -> None:
-        """Let these caps count from the next launch on. Setting the same again costs next to nothing.
+        """Set caps from the next launch on. Setting the same again costs next to nothing.
 
         Raises
         ------
@@ -210,14 +221,14 @@ class Residency:
                 check(cap, limits)
 
     def clear(self) -> None:
-        """Let no cap count."""
+        """Switch all caps off."""
         with self._lock:
             self._launches.switch(False)
 
     def counters(self) -> dict[str, int]:
-        """Launches while caps counted: ``seen``, ``capped``, ``repeated``, and ``left.*`` by why."""
+        """Count launches while caps were on: ``seen``, ``capped``, ``repeated``, and ``left.*`` by reason."""
         return self._launches.counters()
 
-    def kernels(self) -> list[Kernel]:
-        """The kernels that were launched while caps counted, in the order of their first launch."""
+    def kernels(self) -> list[LaunchedKernel]:
+        """List the kernels that were launched while caps were on, in the order of their first launch."""
         return self._launches.kernels()

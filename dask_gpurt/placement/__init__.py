@@ -1,8 +1,8 @@
-"""Which worker runs which task."""
+"""Choose the worker of each task, the owners of shuffle outputs, and the workers of replicas."""
 
-from dask_gpurt.memory.ledger import Room
-from dask_gpurt.placement.binding import Placement
+from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.placement.cost import Terms
-from dask_gpurt.placement.headroom import Headroom, LedgerHeadroom
+from dask_gpurt.placement.free_memory import Headroom, LedgerHeadroom
+from dask_gpurt.placement.strategy import Placement
 
-__all__ = ["Headroom", "LedgerHeadroom", "Placement", "Room", "Terms"]
+__all__ = ["FreeMemory", "Headroom", "LedgerHeadroom", "Placement", "Terms"]

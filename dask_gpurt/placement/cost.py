@@ -1,10 +1,12 @@
-"""What it costs to run a task on a worker: seconds until it could have run there. Pure."""
+"""The cost of a task on a worker: seconds until it could have run there. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
+
+from dask_gpurt.memory.ledger import FreeMemory
 
 
 class Step(Protocol):
@@ -20,49 +22,31 @@ class Step(Protocol):
 
 
 class Route(NamedTuple):
-    """What the bytes of a replica cross one after the other: out of its tier, the link, to where they land.
+    """The links that bytes of a replica cross: out of its tier, to another worker, to its device.
 
     Parameters
     ----------
     latency
         Seconds before the first byte.
-    pace
+    seconds_per_byte
         Seconds for each byte.
     """
 
     latency: float = 0.0
-    pace: float = 0.0
+    seconds_per_byte: float = 0.0
 
     @classmethod
     def over(cls, *steps: Step) -> Route:
-        """A route over some links."""
+        """Return the route over some links."""
         return cls(sum(step.latency for step in steps), sum(1 / step.bandwidth for step in steps))
 
     def then(self, other: Route) -> Route:
-        """This route, and another behind it."""
-        return Route(self.latency + other.latency, self.pace + other.pace)
+        """Return this route followed by another."""
+        return Route(self.latency + other.latency, self.seconds_per_byte + other.seconds_per_byte)
 
 
-#: To where the bytes are.
-NO_WAY = Route()
-
-
-class Space(NamedTuple):
-    """The room on a worker, in bytes.
-
-    Parameters
-    ----------
-    free
-        What its live tier takes as it is. May be below 0.
-    below
-        What its lower tiers take, so that the live tier can spill.
-    spill
-        The way of what it spills.
-    """
-
-    free: float
-    below: float = 0
-    spill: Route = NO_WAY
+#: The route to where the bytes are already.
+LOCAL_ROUTE = Route()
 
 
 class Terms(NamedTuple):
@@ -73,13 +57,13 @@ class Terms(NamedTuple):
     waiting
         Until the work that is there before it leaves a thread.
     running
-        Its own work, at the pace of that worker.
+        Its own work, with the slowdown of that worker.
     moving
-        Until its inputs have come.
+        Until its inputs are there.
     room
         To spill what is in its way.
     fits
-        Whether there is room for its inputs and its output, at whatever cost.
+        Whether there is room for its inputs and its result, at whatever cost.
     """
 
     waiting: float
@@ -90,7 +74,7 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All terms together."""
+        """The sum of all terms."""
         return self.waiting + self.running + self.moving + self.room
 
 
@@ -104,9 +88,9 @@ class Candidate(NamedTuple):
     terms
         The cost there.
     load
-        Tasks per thread that it has, where the cost is equal.
+        Tasks per thread that it has; breaks ties of the cost.
     held
-        Bytes that it holds, where that is equal too.
+        Bytes that it holds; breaks ties of both.
     missing
         Bytes of inputs that it lacks.
     """
@@ -119,13 +103,16 @@ class Candidate(NamedTuple):
 
 
 def rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:
-    """Smaller is better: room before time; the address decides at last, so that equal states agree."""
+    """Return a key by which better candidates are smaller.
+
+    Whether a task fits comes before time. The address comes last, so that equal states give equal decisions.
+    """
     worker, (waiting, running, moving, room, fits), load, held, _ = candidate
     return not fits, waiting + running + moving + room, load, held, worker
 
 
 def best(candidates: Iterable[Candidate]) -> Candidate:
-    """The candidate to take.
+    """Return the candidate to take.
 
     Raises
     ------
@@ -135,25 +122,25 @@ def best(candidates: Iterable[Candidate]) -> Candidate:
     return min(candidates, key=rank)
 
 
-def waiting(work: float, tasks: int, threads: int, pace: float = 1) -> float:
-    """Seconds until a thread is free.
+def waiting(work: float, tasks: int, threads: int, slowdown: float = 1) -> float:
+    """Return seconds until a thread is free.
 
     Parameters
     ----------
     work
-        Seconds of work of all tasks that are there, on a worker of pace 1.
+        Seconds of work of all tasks that are there, on a worker with a slowdown of 1.
     tasks, threads
         How many there are.
-    pace
-        How many times longer than others the worker takes.
+    slowdown
+        How many times as long as others the worker takes.
     """
     if tasks < threads:
         return 0.0
-    return work * pace * (tasks - threads + 1) / (tasks * threads)
+    return work * slowdown * (tasks - threads + 1) / (tasks * threads)
 
 
 def moving(nbytes: float, routes: Iterable[Route]) -> float:
-    """Seconds until an input has come, from the replica with the best route.
+    """Return seconds until an input is there, from the replica with the best route.
 
     Raises
     ------
@@ -161,8 +148,8 @@ def moving(nbytes: float, routes: Iterable[Route]) -> float:
         Without a route.
     """
     least = math.inf
-    for latency, pace in routes:
-        seconds = latency + nbytes * pace
+    for latency, seconds_per_byte in routes:
+        seconds = latency + nbytes * seconds_per_byte
         if seconds < least:
             least = seconds
     if least == math.inf:
@@ -170,12 +157,21 @@ def moving(nbytes: float, routes: Iterable[Route]) -> float:
     return least
 
 
-def room(need: float, space: Space) -> tuple[float, bool]:
-    """Seconds to make room for so many bytes, and whether there is any.
+def room(need: float, memory: FreeMemory, spill: Route) -> tuple[float, bool]:
+    """Return seconds to make room for ``need`` bytes, and whether there is room at all.
 
-    What others are short of is not for this task to pay.
+    A task does not pay for what others lack: it spills at most its own bytes.
+
+    Parameters
+    ----------
+    need
+        Bytes that are to be live.
+    memory
+        Free memory of the worker.
+    spill
+        The route of what it spills.
     """
-    free, below, (latency, pace) = space
+    free, below, _, _ = memory
     if need <= free:
         return 0.0, True
-    return latency + min(need, need - free) * pace, need <= free + below
+    return spill.latency + min(need, need - free) * spill.seconds_per_byte, need <= free + below

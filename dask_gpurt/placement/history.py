@@ -1,4 +1,4 @@
-"""Why a task went where it went: a bounded history of decisions. Pure."""
+"""A bounded history of decisions: why a task went to its worker. Pure."""
 
 from __future__ import annotations
 
@@ -10,43 +10,51 @@ from dask.typing import Key
 
 from dask_gpurt.placement.cost import Candidate, Terms, rank
 
-#: Keys whose last decision is remembered: some tens of MB at most.
-MOST_KEYS = 20_000
-#: The figures of a candidate in a record.
-FIGURES = len(Candidate._fields) - 1 + len(Terms._fields)
+#: Keys whose last decision is kept: some tens of MB at most.
+MAX_KEYS = 20_000
+#: Figures of a candidate in a record.
+_FIGURES = len(Candidate._fields) - 1 + len(Terms._fields)
 
 
 class History:
-    """The last decision about each key; of too many keys, who was decided about longest ago goes.
+    """Keep the last decision about each key, and drop the oldest decision beyond a number of keys.
 
     Parameters
     ----------
-    most
-        The most keys that are remembered.
+    max_keys
+        The most keys that are kept.
     """
 
-    def __init__(self, most: int = MOST_KEYS):
-        self._most = most
-        # A flat tuple of numbers and strings each: the garbage collector does not go through those.
+    def __init__(self, max_keys: int = MAX_KEYS):
+        self._max_keys = max_keys
+        # Each record is one flat tuple of numbers and strings, which the garbage collector does not traverse.
         self._decisions: OrderedDict[Key, tuple[Any, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._decisions)
 
     def add(self, key: Key, worker: str, candidates: Sequence[Candidate]) -> None:
-        """Remember a decision."""
+        """Keep a decision.
+
+        Parameters
+        ----------
+        worker
+            The worker that was chosen.
+        candidates
+            All that were compared.
+        """
         record: list[Any] = [worker]
         for name, terms, load, held, missing in candidates:
             record += name, load, held, missing, *terms
         self._decisions.pop(key, None)
         self._decisions[key] = tuple(record)
-        if len(self._decisions) > self._most:
+        if len(self._decisions) > self._max_keys:
             self._decisions.popitem(last=False)
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
-        """A row for each candidate of the last decision about a key, the best first.
+        """Return a row for each candidate of the last decision about a key, the best first.
 
-        None if it is not known, or no more.
+        No rows if the key is not known, or no longer.
         """
         worker, *figures = self._decisions.get(key, ("",))
         return [
@@ -62,7 +70,7 @@ class History:
 
 
 def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:
-    """The candidates of a record."""
-    for start in range(0, len(figures), FIGURES):
-        name, load, held, missing, *terms = figures[start : start + FIGURES]
+    """Yield the candidates of a record."""
+    for start in range(0, len(figures), _FIGURES):
+        name, load, held, missing, *terms = figures[start : start + _FIGURES]
         yield Candidate(name, Terms(*terms), load, held, missing)

@@ -1,24 +1,116 @@
-"""What the owners of a shuffle's outputs are chosen by, as the state of Dask's scheduler has it."""
+"""The owner of each output of a shuffle, by free memory and by how fast bytes of the inputs get there."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import nlargest
+from itertools import accumulate
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+from dask_gpurt.dask_hooks.scheduler import network_occupancy
+from dask_gpurt.dask_hooks.types import SchedulerTask, WorkerState
+from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.estimates import Estimates
-from dask_gpurt.placement.owners import Site
 
-#: Seconds that a thread is about to work on a byte of an output: pandas joins and groups some 1 GB/s.
-WORK = 1e-9
-#: The most holders of inputs whose links are looked at, those with the most bytes; others count as anywhere.
-MOST_HOLDERS = 16
+#: Seconds that a thread works on a byte of an output: pandas joins and groups some 1 GB/s.
+WORK_SECONDS_PER_BYTE = 1e-9
+#: Holders of inputs whose links are looked up, those with the most bytes; the links of others count as the
+#: mean of these.
+MAX_HOLDERS = 16
 
 
-class Inputs:
+class Owner(NamedTuple):
+    """A worker that may own outputs.
+
+    Parameters
+    ----------
+    worker
+        Its address.
+    seconds_per_byte
+        Seconds until a byte of an output has arrived and is worked on, above 0.
+    memory
+        Its free memory.
+    """
+
+    worker: str
+    seconds_per_byte: float
+    memory: FreeMemory
+
+
+# ---- shares --------------------------------------------------------------------------------------------
+
+
+def assign(outputs: Collection[int], owners: Sequence[Owner], nbytes: float) -> dict[int, str]:
+    """Return the owner of each output. Neighbouring outputs share one.
+
+    Parameters
+    ----------
+    outputs
+        Output partitions; they count as equally large.
+    owners
+        At least one.
+    nbytes
+        Of all outputs together; 0 if unknown.
+    """
+    takers = [
+        (owner.worker, share)
+        for owner, share in zip(owners, shares(owners, nbytes), strict=True)
+        if share > 0
+    ]
+    ends = list(accumulate(share for _, share in takers))
+    ends[-1] = math.inf
+    number = len(outputs)
+    return {
+        output: takers[bisect_right(ends, (position + 0.5) / number)][0]
+        for position, output in enumerate(sorted(outputs))
+    }
+
+
+def shares(owners: Sequence[Owner], nbytes: float) -> list[float]:
+    """Return the share of the bytes for each owner: all are done at the same time, and none is overfull.
+
+    An owner that would get more than it has room for gets what it has room for; the others share the rest.
+    """
+    nbytes = max(nbytes, 1.0)
+    rooms = _rooms(owners, nbytes)
+    found, rest, open_to = [0.0] * len(owners), nbytes, set(range(len(owners)))
+    while open_to:
+        seconds = rest / sum([1 / owners[i].seconds_per_byte for i in sorted(open_to)])
+        full = {i for i in open_to if rooms[i] < seconds / owners[i].seconds_per_byte}
+        for i in sorted(full):
+            found[i] = rooms[i] / nbytes
+            rest = max(0.0, rest - rooms[i])
+        if not full:
+            for i in open_to:
+                found[i] = seconds / owners[i].seconds_per_byte / nbytes
+            break
+        open_to -= full
+    return found
+
+
+def _rooms(owners: Sequence[Owner], nbytes: float) -> list[float]:
+    """Return the most bytes for each owner: live if that is enough in all, else with what can be spilled.
+
+    If even that is too little, all are overfull by the same factor.
+    """
+    live = [max(0.0, owner.memory.free) for owner in owners]
+    if sum(live) >= nbytes:
+        return live
+    rooms = [max(0.0, owner.memory.free + owner.memory.below) for owner in owners]
+    if not (total := sum(rooms)):
+        return [math.inf] * len(owners)
+    return [room * max(1.0, nbytes / total) for room in rooms]
+
+
+# ---- the state of Dask's scheduler ---------------------------------------------------------------------
+
+
+class ShuffleInputs:
     """The inputs of a shuffle.
 
     Parameters
@@ -30,51 +122,57 @@ class Inputs:
     ----------
     held
         Bytes by the worker that will send them.
-    going
-        Bytes by worker that are let go once they are sent: nobody else needs them.
+    released
+        Bytes by worker that are released once they are sent, since no other task needs them.
     nbytes
-        Of all inputs; those that are not there yet count as large as the others on average.
+        Of all inputs; inputs that are not there yet count as large as the others on average.
     """
 
-    def __init__(self, barrier: Any):
+    def __init__(self, barrier: SchedulerTask):
         self.held: defaultdict[str, float] = defaultdict(float)
-        self.going: defaultdict[str, float] = defaultdict(float)
-        seen = sum([self._see(transfer) for transfer in barrier.dependencies])
+        self.released: defaultdict[str, float] = defaultdict(float)
+        seen = sum([self._count(transfer) for transfer in barrier.dependencies])
         self.nbytes = sum(self.held.values()) * len(barrier.dependencies) / max(seen, 1)
 
-    def _see(self, transfer: Any) -> bool:
-        """Count what a transfer sends; tell whether that is there."""
-        found = [dts for dts in transfer.dependencies if dts.who_has]
-        for dts in found:
-            holder = transfer.processing_on
-            if holder not in dts.who_has:
+    def _count(self, transfer: SchedulerTask) -> bool:
+        """Count the input of a transfer; return whether it is there."""
+        found = False
+        for dts in transfer.dependencies:
+            if not dts.who_has:
+                continue
+            found, holder = True, transfer.processing_on
+            if holder is None or holder not in dts.who_has:
                 holder = min(dts.who_has, key=lambda ws: ws.address)
             self.held[holder.address] += dts.get_nbytes()
             if not dts.who_wants and len(dts.dependents) == 1:
-                self.going[holder.address] += dts.get_nbytes()
-        return bool(found)
+                self.released[holder.address] += dts.get_nbytes()
+        return found
 
 
-def sites(inputs: Inputs, workers: Sequence[Any], estimates: Estimates) -> list[Site]:
-    """The workers that may own outputs, in the order in which they are given."""
-    moving = _moving(inputs, [ws.address for ws in workers], estimates)
-    return [_site(ws, moving[ws.address], inputs, estimates) for ws in workers]
+def possible_owners(inputs: ShuffleInputs, workers: Sequence[Any], estimates: Estimates) -> list[Owner]:
+    """Return workers as owners of outputs, in the order in which they are given."""
+    moving = _seconds_per_byte_to([ws.address for ws in workers], inputs, estimates)
+    return [_owner(ws, moving[ws.address], inputs, estimates) for ws in workers]
 
 
-def _site(ws: Any, moving: float, inputs: Inputs, estimates: Estimates) -> Site:
-    free, below, _, _ = estimates.room(ws)
-    pace = moving + WORK * estimates.paces.of(ws.address) / ws.nthreads
-    return Site(ws.address, pace, free + inputs.going[ws.address] - ws._network_occ, below)
+def _owner(ws: WorkerState, moving: float, inputs: ShuffleInputs, estimates: Estimates) -> Owner:
+    working = WORK_SECONDS_PER_BYTE * estimates.slowdown.of(ws.address) / ws.nthreads
+    memory = estimates.free_memory(ws)
+    free = memory.free + inputs.released[ws.address] - network_occupancy(ws)
+    return Owner(ws.address, moving + working, memory._replace(free=free))
 
 
-def _moving(inputs: Inputs, workers: Sequence[str], estimates: Estimates) -> Mapping[str, float]:
-    """Seconds that a byte of the inputs takes to each worker, from wherever it may be."""
-    most = nlargest(MOST_HOLDERS, inputs.held.items(), key=lambda item: (item[1], item[0]))
-    between, nbytes = estimates.routes_of_shards.between, max(inputs.nbytes, 1.0)
+def _seconds_per_byte_to(
+    workers: Sequence[str], inputs: ShuffleInputs, estimates: Estimates
+) -> Mapping[str, float]:
+    """Return the seconds that a byte of the inputs takes to each worker, on average over its holders."""
+    most = nlargest(MAX_HOLDERS, inputs.held.items(), key=lambda item: (item[1], item[0]))
+    between, nbytes = estimates.shard_routes.between, max(inputs.nbytes, 1.0)
     known = {
-        worker: sum(held * between(holder, Tier.DEVICE, worker).pace for holder, held in most) / nbytes
+        worker: sum(held * between(holder, Tier.DEVICE, worker).seconds_per_byte for holder, held in most)
+        / nbytes
         for worker in workers
     }
-    looked_at = sum(held for _, held in most) / nbytes
-    elsewhere = fmean(known.values()) * (1 - looked_at) / looked_at if looked_at else 0.0
-    return {worker: pace + elsewhere for worker, pace in known.items()}
+    looked_up = sum(held for _, held in most) / nbytes
+    elsewhere = fmean(known.values()) * (1 - looked_up) / looked_up if looked_up else 0.0
+    return {worker: seconds + elsewhere for worker, seconds in known.items()}

@@ -1,17 +1,39 @@
-"""Which worker takes a replica of data, and which lets one go: by room first, then by links. Pure."""
+"""The workers that get and drop replicas, chosen for Dask's active memory manager."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from heapq import nsmallest
+from itertools import chain, islice
+from statistics import fmean
+from typing import Any, NamedTuple
 
+from dask.typing import Key
+from distributed.core import Status
+
+from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, network_occupancy
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
+from dask_gpurt.memory.ledger import FreeMemory
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.cost import Space
+from dask_gpurt.placement.cost import LOCAL_ROUTE, Route
+from dask_gpurt.placement.estimates import MAX_REPLICAS
+from dask_gpurt.placement.free_memory import FreeMemoryIndex, Headroom
+from dask_gpurt.placement.routes import Routes
+from dask_gpurt.topology import Topology
 
-#: Times that are no further apart than this factor are alike: room decides. Speeds that are learned differ by
-#: less within a class of link; what is read from a tier and what has yet to be spilled there differ by 2.
-ALIKE = 1.5
+#: Times within this factor of each other count as alike, and free memory decides. Learned speeds differ by
+#: less within a class of link; reading from a tier, and spilling there before, differ by 2.
+ALIKE_FACTOR = 1.5
+#: Workers of which all are compared. Of more recipients those with most free memory are, so many of each
+#: order, and those on hosts of holders.
+MAX_ALL_COMPARED, MAX_MOST_FREE = 64, 16
+
+
+# ---- rules ---------------------------------------------------------------------------------------------
 
 
 class Recipient(NamedTuple):
@@ -22,91 +44,252 @@ class Recipient(NamedTuple):
     worker
         Its address.
     moving
-        Seconds until the replica has come, from the holder with the best route.
-    space
-        Its room, less what is on its way there.
+        Seconds until the replica is there, from the holder with the best route.
+    memory
+        Its free memory, less what is on its way there.
     held
-        Bytes that it holds, where the room is the same.
+        Bytes that it holds; breaks ties of free memory.
     asked
-        Whether it was asked for this replica already, which has not come yet.
+        Whether it was asked for this replica already, which is not there yet.
     """
 
     worker: str
     moving: float
-    space: Space
+    memory: FreeMemory
     held: float = 0
     asked: bool = False
 
 
 class Replica(NamedTuple):
-    """A replica of data that lies on a worker.
+    """A replica of data on a worker.
 
     Parameters
     ----------
     worker
         The address of the worker.
     reach
-        Seconds to get the data from where they lie to where they are needed.
-    space
-        The room beside it.
+        Seconds to get the data from where they are to where they are needed.
+    memory
+        The free memory beside it.
+    spill
+        The route of what the worker spills.
     live
-        Whether it lies in the live tier.
+        Whether it is in the live tier.
     leaving
-        Whether the worker is to go, or takes no work.
+        Whether the worker is to leave, or takes no work.
     kept
-        Whether it must stay: a task there reads it, or nobody has asked for it to be dropped.
+        Whether it must stay: a task there reads it, or its drop was not asked for.
     held
-        Bytes that the worker holds, where the room is the same.
+        Bytes that the worker holds; breaks ties of free memory.
     """
 
     worker: str
     reach: float
-    space: Space
+    memory: FreeMemory
+    spill: Route = LOCAL_ROUTE
     live: bool = True
     leaving: bool = False
     kept: bool = False
     held: float = 0
 
 
-def recipient(candidates: Iterable[Recipient], nbytes: float) -> Recipient | None:
-    """The worker that takes a replica of so many bytes; None when nobody has room for it.
+def choose_recipient(candidates: Iterable[Recipient], nbytes: float) -> Recipient | None:
+    """Return the worker that takes a replica of ``nbytes``; None if none has room for it.
 
-    Who was asked already is asked again: what is on its way is not sent to another too. Else live room comes
-    before room that has to be made by spilling, for nobody waits for such a replica. Then the links decide,
-    and where they are alike, room.
+    A worker that was asked already is asked again, so that what is on its way is not sent to another, too.
+    Otherwise free live memory comes before memory that has to be spilled, since no task waits for such a
+    replica. Then the links decide, and where they are alike free memory.
     """
-    able = [each for each in candidates if cost.room(nbytes, each.space)[1]]
+    able = [each for each in candidates if cost.room(nbytes, each.memory, LOCAL_ROUTE)[1]]
     chosen = [each for each in able if each.asked]
-    chosen = chosen or [each for each in able if nbytes <= each.space.free] or able
+    chosen = chosen or [each for each in able if nbytes <= each.memory.free] or able
     least = min((each.moving for each in chosen), default=0.0)
-    near = (each for each in chosen if each.moving <= ALIKE * least)
-    return min(near, key=lambda each: (-each.space.free, each.held, each.worker), default=None)
+    near = (each for each in chosen if each.moving <= ALIKE_FACTOR * least)
+    return min(near, key=lambda each: (-each.memory.free, each.held, each.worker), default=None)
 
 
-def dropped(replicas: Collection[Replica], nbytes: float) -> Replica | None:
-    """The replica of so many bytes to drop, of all that there are; None when none may go.
+def choose_dropped(replicas: Collection[Replica], nbytes: float) -> Replica | None:
+    """Return the replica of ``nbytes`` to drop, of all that there are; None if none may go.
 
-    Those of workers that are to leave go first. Of the others the one that is left should be the one that is
-    cheapest to reach: one that lies live where room is short counts as one that is about to be spilled, so it
-    goes before one that is spilled already. Where they are alike, room decides.
+    Replicas of workers that are to leave go first. Otherwise the replica that remains should be the cheapest
+    to reach: a live one on a worker that is short of memory counts as about to be spilled, so it goes before
+    one that is spilled already. Where they are alike, free memory decides.
     """
     candidates = [each for each in replicas if not each.kept]
     if len(replicas) < 2 or not candidates:
         return None
     candidates = [each for each in candidates if each.leaving] or candidates
     most = max(burden(each, nbytes) for each in candidates)
-    dear = (each for each in candidates if ALIKE * burden(each, nbytes) >= most)
-    return max(dear, key=lambda each: (-each.space.free, each.held, each.worker))
+    dear = (each for each in candidates if ALIKE_FACTOR * burden(each, nbytes) >= most)
+    return max(dear, key=lambda each: (-each.memory.free, each.held, each.worker))
 
 
 def burden(replica: Replica, nbytes: float) -> float:
-    """Seconds that it costs to have this replica: to reach it, and where room is short to spill it before.
+    """Return the seconds to reach a replica; where memory is short also to spill it and to read it again.
 
-    Room is short where the replica would find none if it were not there already.
+    Memory is short where the replica would not fit if it were not there already.
     """
-    free, below, (latency, pace) = replica.space
-    if not replica.live or nbytes <= free:
+    memory, spill = replica.memory, replica.spill
+    if not replica.live or nbytes <= memory.free:
         return replica.reach
-    if nbytes > free + below:
+    if nbytes > memory.free + memory.below:
         return math.inf
-    return replica.reach + 2 * (latency + nbytes * pace)
+    return replica.reach + 2 * (spill.latency + nbytes * spill.seconds_per_byte)
+
+
+# ---- the active memory manager -------------------------------------------------------------------------
+
+
+class ReplicaPlacement:
+    """Choose workers for Dask's active memory manager; its policies say which data get or lose a replica.
+
+    Dask is asked about the worker that was chosen, so its own conditions hold, too.
+
+    Parameters
+    ----------
+    manager
+        Dask's ``ActiveMemoryManagerExtension``.
+    state
+        Dask's ``SchedulerState``.
+    topology
+        Where the workers are.
+    headroom
+        Free memory of the workers, and tiers of data.
+    metrics
+        Counts replicas.
+    """
+
+    def __init__(
+        self, manager: Any, state: SchedulerState, topology: Topology, headroom: Headroom, metrics: Metrics
+    ):
+        self._manager = manager
+        self._state = state
+        self._topology = topology
+        self._headroom = headroom
+        self._metrics = metrics
+        self._routes = Routes(topology)
+        self._originals: Mapping[str, Callable[..., Any]] = {}
+        #: Bytes that workers hold by Dask's count, and their free memory: looked up once in a run of the
+        #: manager.
+        self._held: Any = None
+        self._memory = FreeMemoryIndex(self._free_memory)
+        #: Keys and the workers that were asked for them, in this run and in the one before.
+        self._asked: set[tuple[Key, str]] = set()
+        self._asked_before: set[tuple[Key, str]] = set()
+
+    def bind(self, overrides: Overrides) -> None:
+        """Choose from now on."""
+        self._originals = overrides.originals
+        overrides.replicas(self._manager, lambda name: getattr(self, name))
+
+    def _on_choice(self) -> None:
+        """Look up the cluster anew if a run of the manager has begun: each makes a new dictionary."""
+        if self._held is self._manager.workers_memory:
+            return
+        self._held = self._manager.workers_memory
+        self._memory = FreeMemoryIndex(self._free_memory)
+        self._routes.clear()
+        self._asked, self._asked_before = set(), self._asked
+
+    def _free_memory(self, worker: str) -> FreeMemory:
+        """Return the free memory of a worker, less what its tasks will fetch."""
+        memory = self._headroom.free_memory(worker)
+        # A worker that has not reported spills as Dask does, and how much it may is unknown.
+        below = memory.below if self._headroom.has_reported(worker) else math.inf
+        promised = network_occupancy(self._state.workers[worker])
+        return memory._replace(free=memory.free - promised, below=below)
+
+    # ---- who gets a replica --------------------------------------------------------------
+
+    def _find_recipient(self, ts: SchedulerTask, candidates: set[Any] | None, pending_repl: set[Any]) -> Any:
+        original = self._originals["_find_recipient"]
+        if ts.state != "memory" or ts.actor:
+            return original(ts, candidates, pending_repl)
+        self._on_choice()
+        allowed = self._state.running if candidates is None else candidates & self._state.running
+        allowed = allowed - (ts.who_has or set()) - pending_repl
+        found = [self._recipient(ts, ws) for ws in self._compared(ts, allowed)]
+        chosen = choose_recipient(found, ts.get_nbytes())
+        if chosen is None:
+            if allowed:
+                self._metrics.add("placement.replicas.refused")
+            return original(ts, set(), pending_repl)
+        ws = original(ts, {self._state.workers[chosen.worker]}, pending_repl)
+        if ws is not None:
+            self._memory.take(chosen.worker, ts.get_nbytes())
+            self._asked.add((ts.key, chosen.worker))
+            self._metrics.add("placement.replicas.made")
+        return ws
+
+    def _compared(self, ts: SchedulerTask, allowed: Collection[WorkerState]) -> Collection[WorkerState]:
+        """Return the workers that are compared, of those that may get a replica."""
+        if len(allowed) <= MAX_ALL_COMPARED:
+            return allowed
+        workers = self._state.workers
+        places = (self._topology.place(ws.address) for ws in islice(ts.who_has or (), MAX_REPLICAS))
+        near = [address for place in places if place for address in self._topology.on_host(place.host)]
+        most_free = (
+            islice((address for address in order if workers[address] in allowed), MAX_MOST_FREE)
+            for order in self._memory.most_free(workers)
+        )
+        found = dict.fromkeys(chain(near, *most_free))
+        return [workers[address] for address in found if workers.get(address) in allowed]
+
+    def _recipient(self, ts: SchedulerTask, ws: WorkerState) -> Recipient:
+        holders = [holder.address for holder in islice(ts.who_has or (), MAX_REPLICAS)]
+        return Recipient(
+            ws.address,
+            min(self._seconds(ts, holder, ws.address) for holder in holders),
+            self._memory[ws.address],
+            self._held[ws],
+            (ts.key, ws.address) in self._asked_before,
+        )
+
+    def _seconds(self, ts: SchedulerTask, holder: str, target: str) -> float:
+        """Return seconds until data have arrived from a worker that holds them."""
+        route = self._routes.between(holder, self._headroom.tier(holder, ts.key), target)
+        return cost.moving(ts.get_nbytes(), [route])
+
+    # ---- who drops one -------------------------------------------------------------------
+
+    def _find_dropper(self, ts: SchedulerTask, candidates: set[Any] | None, pending_drop: set[Any]) -> Any:
+        ws = self._originals["_find_dropper"](ts, candidates, pending_drop)
+        if ws is None:
+            return None
+        self._on_choice()
+        holders = (ts.who_has or set()) - pending_drop
+        if len(holders) <= MAX_ALL_COMPARED:
+            ws = self._dropper(ts, holders, holders if candidates is None else candidates & holders)
+        if self._is_live(ts, ws):
+            self._memory.take(ws.address, -ts.get_nbytes())
+        self._metrics.add("placement.replicas.dropped")
+        return ws
+
+    def _dropper(
+        self, ts: SchedulerTask, holders: AbstractSet[WorkerState], candidates: AbstractSet[WorkerState]
+    ) -> Any:
+        """Return the candidate that drops its replica; Dask has found that one of them may."""
+        readers = {ws for waiter in ts.waiters or () if (ws := waiter.processing_on) is not None}
+        wanted = [ws.address for ws in nsmallest(MAX_REPLICAS, readers, key=lambda ws: ws.address)]
+        droppable = candidates - readers
+        found = [self._replica(ts, ws, wanted, ws not in droppable) for ws in holders]
+        chosen = choose_dropped(found, ts.get_nbytes())
+        if chosen is None:
+            raise Unsuitable(f"no worker may drop {ts.key!r}, but Dask knows one")
+        return self._state.workers[chosen.worker]
+
+    def _replica(self, ts: SchedulerTask, ws: WorkerState, wanted: Collection[str], kept: bool) -> Replica:
+        memory = self._memory[ws.address]
+        return Replica(
+            ws.address,
+            fmean(self._seconds(ts, ws.address, target) for target in wanted or [ws.address]),
+            memory,
+            LOCAL_ROUTE if memory.tier is None else self._routes.out_of(memory.tier, ws.address),
+            self._is_live(ts, ws),
+            ws.status is not Status.running,
+            kept,
+            self._held[ws],
+        )
+
+    def _is_live(self, ts: SchedulerTask, ws: WorkerState) -> bool:
+        return self._headroom.tier(ws.address, ts.key) is Tier.DEVICE

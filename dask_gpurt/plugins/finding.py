@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dask_gpurt.dask_hooks import Patches, Seam, differences
-from dask_gpurt.observe import Metrics
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks.shuffle import active_runs, replace_run_lookup
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
-
-_PLUGIN = "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin."
-SEAMS = (
-    Seam(_PLUGIN + "get_or_create_shuffle", "self shuffle_id"),
-    Seam(_PLUGIN + "get_shuffle_run", "self shuffle_id run_id"),
-)
-#: What falls back, for counting.
-WHAT = "tasks ask the event loop for their run"
 
 
 class RunFinder:
@@ -28,21 +22,21 @@ class RunFinder:
         originals.
     """
 
-    def __init__(self, worker: Any, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
-        self._patches = Patches()
+        self._patches = PatchSet()
 
     def install(self) -> None:
         """From now on."""
         if (plugin := self._worker.plugins.get("shuffle")) is None:
-            self._metrics.fallback(WHAT, "Dask has no plugin 'shuffle'")
-        elif unknown := differences(SEAMS):
-            self._metrics.fallback(WHAT, "; ".join(unknown))
-        else:
-            self._runs = plugin.shuffle_runs
-            self._patches.put(plugin, "get_or_create_shuffle", self._or)
-            self._patches.put(plugin, "get_shuffle_run", self._or)
+            self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "Dask has no plugin 'shuffle'")
+            return
+        self._runs = active_runs(plugin)
+        try:
+            replace_run_lookup(self._patches, plugin, self._or)
+        except UnsupportedError as error:
+            self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, str(error))
 
     def uninstall(self) -> None:
         """Have Dask find them again."""
@@ -50,7 +44,7 @@ class RunFinder:
 
     def _or(self, dasks: Callable[..., Any]) -> Callable[..., Any]:
         def find(shuffle_id: Any, run_id: int | None = None) -> Any:
-            run = self._runs._active_runs.get(shuffle_id)
+            run = self._runs.get(shuffle_id)
             if isinstance(run, ShuffleRun) and run.is_open and run_id in (None, run.run_id):
                 return run
             return dasks(shuffle_id) if run_id is None else dasks(shuffle_id, run_id)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 from dask.typing import Key
 from dask.utils import key_split
@@ -23,17 +22,16 @@ from distributed.core import Status
 from distributed.metrics import time
 from distributed.worker_state_machine import PauseEvent, UnpauseEvent
 
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 
 #: Bytes a second at which objects go down and come up again: nobody waits for longer than that takes.
 RATE = 1e9
 #: Seconds between looks, the most that anybody waits, and how often in a row it may be in vain after
 #: tasks of one prefix.
 LOOK, MOST, PATIENCE = 0.001, 0.1, 3
-#: What falls back, for counting.
-WHAT = "a worker does not wait for the tasks that read a result"
 #: How much of a priority is the same for all tasks of a graph: what the user says, and which graph.
 _GRAPH = 2
 
@@ -41,7 +39,7 @@ _GRAPH = 2
 class Following:
     """Holds the next task of a worker back for a moment. On the event loop."""
 
-    def __init__(self, worker: Any, ladder: Ladder, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, ladder: TieredBuffer, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
         self._ladder = ladder
@@ -68,7 +66,7 @@ class Following:
         try:
             self._hold_back(key, result, inputs)
         except Exception as error:
-            self._metrics.fallback(WHAT, repr(error))
+            self._metrics.fallback(Fallback.MEMORY_DEPENDENTS_FIRST, repr(error))
 
     def _hold_back(self, key: Key, result: int, inputs: int) -> None:
         seconds = min((result + inputs) / RATE, MOST)
@@ -87,7 +85,7 @@ class Following:
         try:
             followed = not self._outlived(key) and (self._brought_forward(key) or self._roomy(result))
         except Exception as error:  # a worker that stays paused does nothing any more
-            self._metrics.fallback(WHAT, repr(error))
+            self._metrics.fallback(Fallback.MEMORY_DEPENDENTS_FIRST, repr(error))
             followed, end = False, loop.time()
         if not followed and loop.time() < end:
             loop.call_later(LOOK, self._look, key, result, end)
@@ -99,7 +97,7 @@ class Following:
 
     def _roomy(self, nbytes: int) -> bool:
         # Shards that a task reads are as large as what it makes of them, and no inputs of Dask's.
-        return self._ladder.has_room(2 * nbytes, Tier.DEVICE)
+        return self._ladder.reservations.has_room(2 * nbytes, Tier.DEVICE)
 
     def _brought_forward(self, key: Key) -> bool:
         """Whether tasks that read the result are here; they come first now.
@@ -113,6 +111,7 @@ class Following:
         readers = [reader for reader in task.dependents if reader.state == "ready"]
         for reader in readers:
             first = ready.peek().priority
+            assert reader.priority is not None  # it is ready
             if reader.priority[:_GRAPH] == first[:_GRAPH]:  # the order between graphs is the user's
                 ready.remove(reader)
                 reader.priority = (*first[:-1], first[-1] - 1)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import heapq
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distributed.comm.addressing import get_address_host
 
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks.patch import Method
+from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
+from dask_gpurt.dask_hooks.worker import wrap_replica_choice
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology import SHIPPED, Link
-
-#: What falls back, for counting.
-WHAT = "dependencies are fetched from where Dask chooses"
 
 
 def farness(seconds: Mapping[str, float]) -> dict[str, int]:
@@ -43,43 +43,37 @@ class Gathering:
         From its peers.
     """
 
-    def __init__(self, worker: Any, links: Links, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, links: Links, metrics: Metrics):
         self._state = worker.state
         self._links = links
         self._metrics = metrics
-        self._dasks: type | None = None
+        self._patches = PatchSet()
 
     def install(self) -> None:
         """Put our order in the place of Dask's, unless that is not as it is known."""
-        kind = type(self._state)
-        known = getattr(kind, "_select_workers_for_gather", None)
-        if known is None or list(inspect.signature(known).parameters) != ["self"]:
-            self._metrics.fallback(WHAT, "WorkerState._select_workers_for_gather is another one")
-            return
-        # The state has slots, and no room for a method of its own: this one object gets a class of its own.
-        ours = {"__slots__": (), "_select_workers_for_gather": self._override(known)}
-        self._state.__class__ = type(kind.__name__, (kind,), ours)
-        self._dasks = kind
+        try:
+            wrap_replica_choice(self._patches, self._state, self._override)
+        except UnsupportedError as error:
+            self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, str(error))
 
     def uninstall(self) -> None:
         """Give Dask's order back."""
-        if self._dasks is not None:
-            self._state.__class__ = self._dasks
-            self._dasks = None
+        self._patches.restore()
 
-    def _override(self, dasks: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-        def select(state: Any) -> Iterator[Any]:
+    def _override(self, dasks: Method) -> Method:
+        def select(state: WorkerStateMachine) -> Iterator[Any]:
             try:
                 queue = self._queue(state)
             # Whatever goes wrong here: the worker has to fetch what it needs.
             except Exception as error:
-                self._metrics.fallback(WHAT, repr(error))
-                return dasks(state)
+                self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, repr(error))
+                found: Iterator[Any] = dasks(state)
+                return found
             return _served(state, queue)
 
         return select
 
-    def _queue(self, state: Any) -> list[tuple[Any, ...]]:
+    def _queue(self, state: WorkerStateMachine) -> list[tuple[Any, ...]]:
         """As Dask's own: by priority, by distance, by the number of tasks, at random."""
         for worker in [worker for worker, tasks in state.data_needed.items() if not tasks]:
             del state.data_needed[worker]
@@ -107,7 +101,7 @@ class Gathering:
         return seconds
 
 
-def _served(state: Any, queue: list[tuple[Any, ...]]) -> Iterator[tuple[str, Any]]:
+def _served(state: WorkerStateMachine, queue: list[tuple[Any, ...]]) -> Iterator[tuple[str, Any]]:
     """The queue in order. Between two of them Dask takes tasks, which may have been in several."""
     heapq.heapify(queue)
     while queue:

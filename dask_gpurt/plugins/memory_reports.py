@@ -8,6 +8,7 @@ from typing import Any
 
 from distributed.comm.core import CommClosedError
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.memory.ledger import KINDS, Ledger
 
 #: The name of the stream operation and of the heartbeat metric.
@@ -28,13 +29,14 @@ class Reporter:
         The Dask worker whose ledger it is.
     """
 
-    def __init__(self, worker: Any, ledger: Ledger):
+    def __init__(self, worker: WorkerServer, ledger: Ledger):
         self._worker = worker
         self._ledger = ledger
         self._scheduled = threading.Event()
         self._closed = False
         self._told = 0.0
         # In a new dictionary: a heartbeat that is being put together goes over the old one.
+        self._before = {METRIC: worker.metrics[METRIC]} if METRIC in worker.metrics else {}
         worker.metrics = {**worker.metrics, METRIC: self._whole}
 
     @property
@@ -70,7 +72,9 @@ class Reporter:
     def close(self) -> None:
         """Tell nothing any more."""
         self._closed = True
-        self._worker.metrics = {name: m for name, m in self._worker.metrics.items() if name != METRIC}
+        metrics = self._worker.metrics
+        if metrics.get(METRIC) == self._whole:  # else another has put its own there
+            self._worker.metrics = {name: m for name, m in metrics.items() if name != METRIC} | self._before
 
 
 def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:

@@ -1,4 +1,4 @@
-"""What confines the tasks of a worker beside its runs: made as the settings say, and told what runs."""
+"""Confine the tasks of a worker beside its runs, as the settings say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from dask._task_spec import GraphNode
 from dask.typing import Key
 from dask.utils import key_split
 from distributed.worker_state_machine import ExecuteSuccessEvent
@@ -18,49 +17,63 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import OverlapSettings
-from dask_gpurt.dask_hooks import Patches
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.graph import GraphNode
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.dask_hooks.worker import wrap_execute, wrap_submit
 from dask_gpurt.device import Device, PriorityError, SmsError
 from dask_gpurt.exchange import Exchange
-from dask_gpurt.observe import Decisions, Metrics
-from dask_gpurt.overlap.actuators import Actuator, Precedence, ResidencyCaps, SmShare, Together, UnfitSetting
+from dask_gpurt.observe import Decisions, Fallback, Metrics
+from dask_gpurt.overlap.actuators import (
+    Actuator,
+    CompositeActuator,
+    ResidencyCaps,
+    SmShare,
+    StreamPriority,
+    UnfitSetting,
+)
 from dask_gpurt.overlap.control import Control
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.governor import Fixed, Governing, Governor
-from dask_gpurt.overlap.interposer import NotLoadedError, put_instead
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, read, write
-from dask_gpurt.overlap.steps import Setting
+from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
+from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
+from dask_gpurt.overlap.samples import Setting
+from dask_gpurt.overlap.statistics import (
+    CacheKey,
+    OverlapStatistics,
+    StatisticsFileError,
+    default_path,
+    read,
+    write,
+)
 from dask_gpurt.plugins.residency import WorkerResidency
-from dask_gpurt.plugins.sharing import Sharing
+from dask_gpurt.plugins.sharing import StatsSync
+from dask_gpurt.plugins.switching import Layer
 
-#: Prefixes of tasks that are communication themselves; "operation" is what chooses output partitions.
-COMMUNICATION = frozenset(
+#: Prefixes of tasks that are communication themselves; "operation" chooses output partitions.
+COMMUNICATION_PREFIXES = frozenset(
     {"operation", "shuffle-transfer", "shuffle-barrier", "hash-join-transfer", "gpurtshuffle", "p2pshuffle"}
 )
-#: The libraries that launch kernels, where they are in use.
-LIBRARIES = ("cudf", "cupy", "pandas")
-#: Seconds between writes of what was learnt.
-SAVE = 60.0
-#: What is counted where compute is not confined although the settings ask for it.
-FALLBACK = "compute is not confined"
+#: Libraries that launch kernels; their versions are part of the cache key.
+KERNEL_LIBRARIES = ("cudf", "cupy", "pandas")
+#: Seconds between writes of the statistics.
+SAVE_INTERVAL_S = 60.0
 
 
 class WorkerOverlap:
-    """Confines the tasks of a worker, in the modes in which there is something to do for each of them.
+    """Confine the tasks of a worker, in the modes that do so task by task.
 
     Parameters
     ----------
     worker
         The Dask worker; its ``execute`` gets a wrapper on the instance.
     exchange
-        Whose runs they are beside.
+        The exchange of the runs.
     residency
-        What confines them, if it can.
+        The residency caps, if they are possible.
     """
 
     def __init__(
         self,
-        worker: Any,
+        worker: WorkerServer,
         exchange: Exchange,
         settings: OverlapSettings,
         residency: WorkerResidency,
@@ -75,28 +88,28 @@ class WorkerOverlap:
         self._share: SmShare | None = None
         self._governor: Governor | None = None
         self._control: Control | None = None
-        self._sharing: Sharing | None = None
-        self._saving = PeriodicCallback(self.save, SAVE * 1000)
-        self._patches = Patches()
+        self._sharing: StatsSync | None = None
+        self._saving = PeriodicCallback(self.save, SAVE_INTERVAL_S * 1000)
+        self._patches = PatchSet(Layer.OVERLAP)
 
     def prepare(self) -> None:
-        """Find out what can be confined, and read what was learnt. Blocks."""
+        """Find out which settings are possible, and read statistics. Blocks."""
         if self._settings.mode not in ("adaptive", "fixed") or self._is_nothing_asked():
             return
-        # A cap that counts always is not for us to change.
+        # A fixed cap on all kernels is not changed.
         free = self._residency.actuator if self._residency.setting == "auto" else None
         caps = ResidencyCaps(free) if free else None
         try:
-            self._share, precedence = self._sm_share(), self._precedence()
-            if caps is None and self._share is None and precedence is None:
+            self._share, priority = self._sm_share(), self._stream_priority()
+            if caps is None and self._share is None and priority is None:
                 raise UnfitSetting(self._residency.reason or "'gpurt.overlap.residency' is 'off'")
-            actuator = Together(caps, self._share, precedence)
-            governing = self._governing(actuator)
+            actuator = CompositeActuator(caps, self._share, priority)
+            policy = self._policy(actuator)
         except (SmsError, NotLoadedError, ValueError) as error:
-            self._metrics.fallback(FALLBACK, f"{error}. The shuffle has its priority")
+            self._metrics.fallback(Fallback.OVERLAP_UNCONFINED, f"{error}. The shuffle has its priority")
             return
         self._control = Control(
-            governing,
+            policy,
             actuator,
             lambda: self._exchange.moved,
             perf_counter,
@@ -105,7 +118,7 @@ class WorkerOverlap:
         )
 
     def _is_nothing_asked(self) -> bool:
-        """Whether there is no GPU, and nobody has asked for anything that confines: as by default."""
+        """Tell whether there is no GPU, and the settings do not ask to confine anything, as by default."""
         settings = self._settings
         asked = (
             settings.mode == "fixed" or self._residency.setting != "off" or settings.adaptive.sms is not None
@@ -113,59 +126,59 @@ class WorkerOverlap:
         return self._device.on_host and not asked
 
     def _sm_share(self) -> SmShare | None:
-        """What confines to SMs, tried out; None if the settings do not ask for it."""
+        """Return the actuator of SMs, tried out; None if the settings do not ask for it."""
         settings, adaptive = self._settings, self._settings.mode == "adaptive"
         sms = settings.adaptive.sms if adaptive else settings.fixed.sms
         if sms is None:
             return None
-        contexts = self._device.sm_contexts(put_instead)
-        failed = partial(self._metrics.fallback, "a task is not confined to SMs")
+        contexts = self._device.sm_contexts(redirect_context)
+        failed = partial(self._metrics.fallback, Fallback.OVERLAP_TASK_UNCONFINED)
         share = SmShare(contexts, failed, [sms] if adaptive else [])
         share.apply(Setting(sms=sms))
         share.clear()
         contexts.try_out(sms)
         return share
 
-    def _precedence(self) -> Precedence | None:
-        """What says whether communication comes first, where that has been tried out."""
+    def _stream_priority(self) -> StreamPriority | None:
+        """Return the actuator of the priority, tried out; None where it can not be changed."""
         if self._settings.mode != "adaptive":
             return None
         try:
             self._device.try_priorities()
         except PriorityError as error:
-            self._metrics.fallback("communication always has its priority", str(error))
+            self._metrics.fallback(Fallback.OVERLAP_PRIORITY_FIXED, str(error))
             return None
-        return Precedence(self._device)
+        return StreamPriority(self._device)
 
     @property
     def _device(self) -> Device:
         return self._exchange.pools.device(self._exchange.pools.main)
 
-    def _governing(self, actuator: Actuator) -> Governing:
+    def _policy(self, actuator: Actuator) -> Policy:
         if self._settings.mode == "fixed":
             setting = Setting(self._settings.fixed.residency, self._settings.fixed.sms)
-            actuator.apply(setting)  # so that what is impossible is said at once
+            actuator.apply(setting)  # an impossible setting fails here, not in a task
             actuator.clear()
             return Fixed(setting)
-        self._ground = ground(self._device.describe())
-        self._path = Path(self._settings.learned) if self._settings.learned else default_path(self._ground)
-        self._governor = Governor(actuator.settings(), read(self._path, self._ground))
+        self._cache_key = cache_key(self._device.describe())
+        self._path = Path(self._settings.learned) if self._settings.learned else default_path(self._cache_key)
+        self._governor = Governor(actuator.settings(), read(self._path, self._cache_key))
         return self._governor
 
     def install(self) -> None:
-        """Be told of tasks and runs. On the event loop, before the tiers take ``execute`` over."""
+        """Listen to tasks and runs. On the event loop."""
         if self._control is not None:
             self._execute = self._worker.execute
-            self._patches.put(self._worker, "execute", lambda original: self.execute)
+            wrap_execute(self._patches, self._worker, lambda original: self.execute)
             self._exchange.in_flight = self._control.in_flight
             self._hand_over_threads()
             self._saving.start()
         if self._governor is not None:
-            self._sharing = Sharing(self._worker, self._ground, self._governor, self._metrics)
+            self._sharing = StatsSync(self._worker, self._cache_key, self._governor, self._metrics)
             self._sharing.start()
 
     def uninstall(self) -> None:
-        """Be told of nothing any more, after the tiers have given ``execute`` back."""
+        """Stop listening."""
         if self._sharing is not None:
             self._sharing.stop()
         if self._control is not None:
@@ -175,25 +188,25 @@ class WorkerOverlap:
             self._control.close()
 
     def _hand_over_threads(self) -> None:
-        """Let tasks enter contexts on the threads that they run on."""
+        """Run tasks in green contexts, on the threads that they have anyway."""
         if self._share is not None:
-            share, executor = self._share, self._worker.executors["default"]
-            self._patches.put(executor, "submit", lambda submit: partial(submit, share.run))
+            share = self._share
+            wrap_submit(self._patches, self._worker, lambda submit: partial(submit, share.run))
 
     def allow(self, share: float) -> None:
-        """Let trying lose up to this share of the time, for a calibration."""
+        """Let trials lose up to this share of the time, for a calibration."""
         if self._governor is not None:
             self._governor.budget = share
 
     async def save(self) -> None:
-        """Write what was learnt."""
+        """Write the statistics to their file."""
         if self._governor is None:
             return
-        now = Knowledge.of(self._governor.known.plain())  # it is learnt on while that is written
+        now = OverlapStatistics.of(self._governor.known.plain())  # a copy: learning goes on during the write
         try:
-            await asyncio.to_thread(write, self._path, self._ground, now)
-        except (LearnedError, OSError) as error:
-            self._metrics.fallback("what was learnt of kernels is not kept", str(error))
+            await asyncio.to_thread(write, self._path, self._cache_key, now)
+        except (StatisticsFileError, OSError) as error:
+            self._metrics.fallback(Fallback.OVERLAP_NOT_SAVED, str(error))
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
         """Run a task, confined while runs are in flight."""
@@ -210,7 +223,7 @@ class WorkerOverlap:
         return event
 
     def report(self) -> dict[str, Any]:
-        """What is confined, what was learnt, and what was decided, as plain values."""
+        """Return the mode, the statistics and the decisions, as plain values."""
         governor = self._governor
         return {
             "mode": self._settings.mode,
@@ -223,25 +236,25 @@ class WorkerOverlap:
 
 
 def kernel_of(key: Key, spec: Any) -> str | None:
-    """What stands for the kernels of a task; None if it is communication and nothing else.
+    """Return the name for the kernels of a task; None if the task is communication only.
 
-    Dask fuses tasks: what is computed may be a part of what splits its result for a shuffle.
+    Dask fuses tasks: one task may compute a partition and split it for a shuffle.
     """
     match getattr(spec, "args", ()):
         case ({**fused}, *_) if fused and all(isinstance(task, GraphNode) for task in fused.values()):
             prefixes = dict.fromkeys(key_split(inner) for inner in fused)
         case _:
             prefixes = {key_split(key): None}
-    return None if prefixes.keys() <= COMMUNICATION else "+".join(prefixes)
+    return None if prefixes.keys() <= COMMUNICATION_PREFIXES else "+".join(prefixes)
 
 
-def ground(device: Mapping[str, Any]) -> Ground:
-    """What the things that are learnt in this process are true of.
+def cache_key(device: Mapping[str, Any]) -> CacheKey:
+    """Return the key that the statistics of this process are stored under.
 
     Parameters
     ----------
     device
-        As it describes itself.
+        The device's description of itself.
     """
-    versions = {name: sys.modules[name].__version__ for name in LIBRARIES if name in sys.modules}
-    return Ground(str(device.get("name", device["kind"])), {"dask-gpurt": __version__, **versions})
+    versions = {name: sys.modules[name].__version__ for name in KERNEL_LIBRARIES if name in sys.modules}
+    return CacheKey(str(device.get("name", device["kind"])), {"dask-gpurt": __version__, **versions})

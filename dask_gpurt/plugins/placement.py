@@ -1,12 +1,14 @@
-"""Placement on a cluster: told of what the workers report, and asked for its reasons."""
+"""Placement on a cluster: fed with what the workers report, and asked for its reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
 from dask_gpurt.memory.ledger import Picture
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import LedgerHeadroom, Placement
@@ -15,62 +17,64 @@ from dask_gpurt.topology import Topology
 
 
 class SchedulerPlacement:
-    """Keeps a :class:`Placement` on a scheduler, after the topology listens to the workers.
+    """Keep a :class:`Placement` on a scheduler, after the topology has begun to listen to the workers.
 
     Parameters
     ----------
     scheduler
         Dask's.
-    topology, picture
+    topology, ledgers
         Where the workers are, and what their tiers hold.
     """
 
-    def __init__(self, scheduler: Any, topology: Topology, picture: Picture, metrics: Metrics):
+    def __init__(self, scheduler: SchedulerServer, topology: Topology, ledgers: Picture, metrics: Metrics):
         self._scheduler = scheduler
-        headroom = LedgerHeadroom(picture, scheduler.workers)
+        headroom = LedgerHeadroom(ledgers, scheduler.workers)
         self._placement = Placement(scheduler, topology, headroom, metrics)
+        self._patches = PatchSet()
 
     def install(self) -> None:
         """Choose from now on."""
-        told = self._told = self._scheduler.stream_handlers[PLACE]
-
-        def placed(worker: str, **message: Any) -> None:
-            told(worker, **message)
-            self._placement.changed(worker)
-
-        self._scheduler.stream_handlers[PLACE] = placed
+        self._patches.put_item(self._scheduler.stream_handlers, PLACE, self._after_place)
         self._placement.bind()
+
+    def _after_place(self, original: Callable[..., None]) -> Callable[..., None]:
+        def on_place(worker: str, **message: Any) -> None:
+            original(worker, **message)
+            self._placement.on_place_changed(worker)
+
+        return on_place
 
     def uninstall(self) -> None:
         """Have Dask choose again."""
         self._placement.unbind()
-        self._scheduler.stream_handlers[PLACE] = self._told
+        self._patches.restore()
 
     def memory_changed(self, worker: str) -> None:
-        """A worker has reported what its tiers hold."""
-        self._placement.told(worker)
+        """Take notice that a worker has reported what its tiers hold."""
+        self._placement.on_memory_reported(worker)
 
     def submitted(self, keys: Iterable[Key]) -> None:
-        """A graph of these has come."""
-        self._placement.submitted(keys)
+        """Take notice of a new graph."""
+        self._placement.on_graph(keys)
 
     def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
-        """A worker has computed a task, at these times."""
+        """Take notice that a worker has computed a task, at these times."""
         seconds = sum(each["stop"] - each["start"] for each in startstops if each["action"] == "compute")
-        self._placement.ended(key, worker, seconds)
+        self._placement.on_task_ended(key, worker, seconds)
 
     def stopped(self, key: Key) -> None:
-        """A task is no longer on its worker, which has not computed it."""
-        self._placement.ended(key)
+        """Take notice that a task is no longer on its worker, which has not computed it."""
+        self._placement.on_task_ended(key)
 
     def remove(self, worker: str) -> None:
-        """A worker has left."""
-        self._placement.left(worker)
+        """Take notice that Dask has removed a worker."""
+        self._placement.on_worker_removed(worker)
 
-    def owners(self, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
-        """The owner of each output of a shuffle, where Dask has chosen these."""
+    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
+        """Return the owner of each output of a shuffle, for which Dask has chosen these."""
         return self._placement.owners(barrier, chosen)
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
-        """The last decision about a key."""
+        """Return the last decision about a key."""
         return self._placement.explain(key)

@@ -21,8 +21,8 @@ from typing import Any
 from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
-from distributed.shuffle._core import barrier_key
 
+from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import RunsInARow
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 IDLE = ("released", "forgotten", "erred")
 
 
-#: For how long outputs that are being put together are waited for, and how often they are looked at, in seconds.
+#: For how long outputs that are being put together are waited for, and the pause between looks, in seconds.
 PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
 
 
@@ -90,8 +90,8 @@ class Recovery:
         self._metrics = metrics
         self._begin_again = begin_again
         self._in_a_row = RunsInARow()
-        #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if that
-        #: can be told.
+        #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if
+        #: that can be told.
         self._kept: dict[Any, dict[Key, int | None]] = {}
         #: Outputs that have been in memory since they were received.
         self._read: dict[Any, set[int]] = {}
@@ -327,8 +327,8 @@ class Recovery:
     def _look(self, loss: _Loss) -> None:
         """Mend a loss, unless outputs are being put together that are not concerned.
 
-        Dask takes these back when it has the barrier run again. Some would be there by then, and have let go of
-        their shards: they would be lost too, and to mend that would take others back.
+        Dask takes these back when it has the barrier run again. Some would be there by then, and have let go
+        of their shards: they would be lost too, and to mend that would take others back.
         """
         shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
         if any(self._has_others(shuffle, loss) for shuffle in shuffles) and time() - loss.since < PATIENCE_S:
@@ -424,9 +424,7 @@ class Recovery:
         for task in self._barrier(shuffle).dependents:
             partition = output_partition(task.run_spec)
             if partition is None or partition in moved:
-                self._extension._unset_restriction(task)
-            if partition in moved:
-                self._extension._set_restriction(task, moved[partition])
+                restrict_again(self._extension, task, None if partition is None else moved[partition])
         message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": ToPickle(owners.snapshot())}
         here = run.participating_workers & self._scheduler.stream_comms.keys()
         self._scheduler.send_all({}, {worker: [message] for worker in here})

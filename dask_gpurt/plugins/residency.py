@@ -1,4 +1,4 @@
-"""The interposer in a worker: its nanny preloads it where the settings ask for that; and residency caps."""
+"""Preload the interposer into workers through their nannies, and set residency caps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from dask_gpurt import config
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.overlap import CapError, Caps, Interposer, NotLoadedError, Residency
 from dask_gpurt.overlap.interposer import library, with_preload
 
@@ -16,7 +16,7 @@ PRELOAD = "LD_PRELOAD"
 def preload_into(nanny: Any) -> None:
     """Have a nanny start its worker with the interposer, if the settings ask for it.
 
-    Where there is none, nothing is changed, and the worker says why.
+    Where it was not built nothing is changed, and the worker reports why.
     """
     if not config.load().overlap.intercepts:
         return
@@ -24,7 +24,7 @@ def preload_into(nanny: Any) -> None:
         path = library()
     except NotLoadedError:
         return
-    # What Dask's configuration has there would take the place of what this process was started with.
+    # A value of Dask's configuration would replace the one that this process was started with.
     given = nanny.pre_spawn_env.get(PRELOAD, os.environ.get(PRELOAD, ""))
     nanny.pre_spawn_env[PRELOAD] = with_preload(given, path)
     if PRELOAD in nanny.env:  # a copy, which a worker puts into its environment once it runs
@@ -32,14 +32,14 @@ def preload_into(nanny: Any) -> None:
 
 
 class WorkerResidency:
-    """The residency caps of a worker.
+    """Hold the residency caps of a worker.
 
     Parameters
     ----------
     setting
-        ``"off"``, ``"auto"`` for none until somebody applies some to ``actuator``, or a cap for all kernels.
+        ``"off"``, ``"auto"`` for none until some are applied through ``actuator``, or a cap for all kernels.
     metrics
-        Where it is counted that there are none, and why.
+        Counts the fallback where caps are not possible.
     """
 
     def __init__(self, setting: int | str, metrics: Metrics):
@@ -55,18 +55,18 @@ class WorkerResidency:
             self.actuator = actuator
         except (NotLoadedError, CapError) as error:
             self.reason = str(error)
-            metrics.fallback("overlap.residency", self.reason)
+            metrics.fallback(Fallback.OVERLAP_RESIDENCY, self.reason)
 
     def close(self) -> None:
-        """Let no cap count."""
+        """Switch all caps off."""
         if self.actuator is not None:
             self.actuator.clear()
 
     def counters(self) -> dict[str, int]:
-        """The launches that were seen while caps counted, as ``residency.*``."""
+        """Count the launches while caps were on, as ``residency.*``."""
         counts = self.actuator.counters() if self.actuator is not None else {}
         return {f"residency.{name}": count for name, count in counts.items() if count}
 
     def describe(self) -> dict[str, Any]:
-        """The setting, whether there can be caps, and if not, why."""
+        """Return the setting, whether caps are possible, and if not, why."""
         return {"setting": self.setting, "ready": self.actuator is not None, "reason": self.reason}

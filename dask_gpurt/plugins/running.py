@@ -16,12 +16,11 @@ from distributed.core import clean_exception
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
 from dask_gpurt.config import MemorySettings
-from dask_gpurt.device.failing import Failures
-from dask_gpurt.memory.admission import Holder, Needs, reservation
+from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
+from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
-from dask_gpurt.plugins.turns import Turns
 
 
 class TaskRunner:
@@ -35,7 +34,7 @@ class TaskRunner:
 
     def __init__(
         self,
-        worker: Any,
+        worker: WorkerServer,
         tiers: WorkerTiers,
         settings: MemorySettings,
         metrics: Metrics,
@@ -47,9 +46,8 @@ class TaskRunner:
         self._settings = settings
         self._metrics = metrics
         self.execute = execute
-        self._failures = Failures(settings.failures)
-        self._needs = Needs()
-        self.turns = Turns(worker, tiers.ladder, metrics)
+        self._estimator = MemoryEstimator()
+        self.admission = AdmissionQueue(self._has_seceded, tiers.ladder.reservations, metrics)
 
     async def run(self, key: Key, stimulus_id: str) -> Any:
         """Run a task; the event that tells Dask how it went."""
@@ -57,9 +55,9 @@ class TaskRunner:
         inputs = {dependency.key: dependency.nbytes or 0 for dependency in task.dependencies}
         nbytes = sum(inputs.values())
         try:
-            await self._admitted(key, self._needs.of(key_split(key), nbytes), inputs)
+            await self._admitted(key, self._estimator.estimate(key_split(key), nbytes), inputs)
             held = await self.hold(list(inputs))
-            before = self._ladder.came(Tier.DEVICE)
+            before = self._ladder.bytes_admitted(Tier.DEVICE)
             try:
                 self._prefetch()
                 event = await self._until_it_fits(key, task, stimulus_id)
@@ -67,16 +65,16 @@ class TaskRunner:
                 self._ladder.release(held)
             if isinstance(event, ExecuteSuccessEvent):
                 # What came from elsewhere meanwhile took memory too, even if it has gone again.
-                came = self._ladder.came(Tier.DEVICE) - before
+                came = self._ladder.bytes_admitted(Tier.DEVICE) - before
                 await self._keep(key, event.value, nbytes, self._tiers.device.peak() - came)
             return event
         finally:
-            self.turns.leave(reservation(key))
+            self.admission.leave(reservation(key))
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
-        added = self._ladder.added_by(result, self._tiers.home(result))
-        self._needs.learn(key_split(key), inputs, max(added, peak))
+        added = self._ladder.reservations.bytes_added_by(result, self._tiers.home(result))
+        self._estimator.learn(key_split(key), inputs, max(added, peak))
         try:
             await self.make_room({key: result}, reservation(key))
         except Exception:
@@ -100,49 +98,58 @@ class TaskRunner:
                     raise self._tiers.out_of_memory(error) from error
                 await self._spill_all()
 
-    async def make_room(self, values: dict[Key, Any], reserved: Holder) -> None:
+    async def make_room(self, values: dict[Key, Any], reserved: MemoryRequest) -> None:
         """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
         homes = {key: self._tiers.home(value) for key, value in values.items()}
-        promises = {key: (self._ladder.added_by(values[key], home), home) for key, home in homes.items()}
-        if not self._ladder.pass_on(reserved, promises):
+        promises = {
+            key: (self._ladder.reservations.bytes_added_by(values[key], home), home)
+            for key, home in homes.items()
+        }
+        if not self._ladder.reservations.replace(reserved, promises):
             for home in set(homes.values()):
-                await self._tiers.offload(self._ladder.keep_promises, home)
+                await self._tiers.offload(self._ladder.reservations.spill_for_all, home)
         # A task that was cancelled meanwhile stores nothing.
         for key in values:
-            asyncio.get_running_loop().call_later(1, self._ladder.forget_promise, key)
+            asyncio.get_running_loop().call_later(1, self._ladder.reservations.cancel, key)
 
     # ---- admission -------------------------------------------------------------------
 
+    def _has_seceded(self, key: Key) -> bool:
+        task = self._worker.state.tasks.get(key)
+        return task is None or task.state == "long-running"
+
     async def _admitted(self, key: Key, need: int, inputs: dict[Key, int]) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
-        task, lower = reservation(key), sum(inputs[each] for each in self._ladder.lower(inputs))
-        await self.turns.wait(task, partial(self._reserve, nbytes=need + lower, inputs=inputs))
+        task, lower = reservation(key), sum(inputs[each] for each in self._ladder.not_live(inputs))
+        await self.admission.wait(task, partial(self._reserve, nbytes=need + lower, inputs=inputs))
         if lower:  # these bring their own promises, as they come up
-            self._ladder.forget_promise(task)
-            self._ladder.promise_at_once(task, min(need, self._ladder.limits.device), Tier.DEVICE)
+            self._ladder.reservations.cancel(task)
+            self._ladder.reservations.try_reserve(task, min(need, self._ladder.limits.device), Tier.DEVICE)
 
-    def receiving(self, nbytes: int) -> AbstractAsyncContextManager[Holder]:
+    def receiving(self, nbytes: int) -> AbstractAsyncContextManager[MemoryRequest]:
         """While so many bytes come from a peer; waits for others first if there is no room."""
-        return self.turns.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
+        return self.admission.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
 
-    async def _reserve(self, who: Holder, nbytes: int, inputs: Iterable[Key]) -> bool:
+    async def _reserve(self, request: MemoryRequest, nbytes: int, inputs: Iterable[Key]) -> bool:
         nbytes = min(nbytes, self._ladder.limits.device)
-        if not nbytes or self._ladder.promise_at_once(who, nbytes, Tier.DEVICE):
+        if not nbytes or self._ladder.reservations.try_reserve(request, nbytes, Tier.DEVICE):
             return True
         # The inputs would only come up again at once: they make no room.
         held, _ = self._ladder.hold_where_live(inputs)
         try:
-            fits: bool = await self._tiers.offload(self._ladder.try_promise, who, nbytes, Tier.DEVICE)
+            fits: bool = await self._tiers.offload(
+                self._ladder.reservations.spill_and_try, request, nbytes, Tier.DEVICE
+            )
         finally:
             self._ladder.release(held.values())
         return fits
 
     # ---- when memory is short all the same -------------------------------------------
 
-    async def _until_it_fits(self, key: Key, task: Any, stimulus_id: str) -> Any:
+    async def _until_it_fits(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
         for attempt in range(self._settings.retries + 1):
             self._tiers.device.peak()  # from here on
-            event = await self._execute_or_fail(key, task, stimulus_id)
+            event = await self.execute(key, stimulus_id=stimulus_id)
             error = _out_of_memory(event)
             if error is None or task.state != "executing":
                 return event
@@ -156,18 +163,9 @@ class TaskRunner:
             stimulus_id=f"gpurt-memory-{stimulus_id}",
         )
 
-    async def _execute_or_fail(self, key: Key, task: Any, stimulus_id: str) -> Any:
-        try:
-            self._failures()
-        except MemoryError as error:
-            return ExecuteFailureEvent.from_exception(
-                error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-failure-{stimulus_id}"
-            )
-        return await self.execute(key, stimulus_id=stimulus_id)
-
     def _reserve_all(self, key: Key) -> None:
         # What peers send in the meantime goes to lower tiers.
-        self._ladder.promise(reservation(key), self._ladder.limits.device, Tier.DEVICE)
+        self._ladder.reservations.reserve(reservation(key), self._ladder.limits.device, Tier.DEVICE)
 
     async def _spill_all(self) -> None:
         self._metrics.add("memory.retries")
@@ -178,9 +176,9 @@ class TaskRunner:
     def _prefetch(self) -> None:
         """Make the inputs of the next task live while this one computes, if there is room."""
         for task in self._worker.state.ready.peekn(1):
-            keys = self._ladder.lower(dependency.key for dependency in task.dependencies)
+            keys = self._ladder.not_live(dependency.key for dependency in task.dependencies)
             if keys:
-                self._tiers.in_background(self._ladder.bring, keys)
+                self._tiers.in_background(self._ladder.prefetch, keys)
 
 
 def _out_of_memory(event: Any) -> BaseException | None:

@@ -15,11 +15,14 @@ from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks.scheduler import require_load
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import Picture
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.sharing import HANDLER, CommonKnowledge
+from dask_gpurt.plugins.sharing import HANDLER, SharedStatistics
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
 from dask_gpurt.plugins.topology import SchedulerTopology
@@ -54,7 +57,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def __init__(self, settings: Mapping[str, Any]):
         self.given = settings
 
-    async def start(self, scheduler: Any) -> None:
+    async def start(self, scheduler: SchedulerServer) -> None:
         # Several clients or nannies may come at once, or while another switches off.
         while (other := scheduler.extensions.get(NAME)) is not None:
             if await other.switch.settled():
@@ -106,7 +109,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.metrics = Metrics()
         self.picture = Picture()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
-        self.learned = CommonKnowledge()
+        self.learned = SharedStatistics()
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
@@ -133,19 +136,17 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             READY: self.is_ready,
             LEFT: self.workers.has_left,
         }
-        self.scheduler.handlers.update(handlers)
-        self.scheduler.stream_handlers.update(operations)
-        self._undo.callback(self._ignore, handlers, operations)
-
-    def _ignore(self, handlers: Iterable[str], operations: Iterable[str]) -> None:
-        for name in handlers:
-            self.scheduler.handlers.pop(name, None)
-        for name in operations:
-            self.scheduler.stream_handlers.pop(name, None)
+        patches = dask_hooks.PatchSet()
+        self._undo.callback(patches.restore)
+        for name, handler in handlers.items():
+            patches.add_item(self.scheduler.handlers, name, handler)
+        for name, handler in operations.items():
+            patches.add_item(self.scheduler.stream_handlers, name, handler)
 
     def _end(self) -> None:
-        self.scheduler.plugins.pop(NAME, None)
-        self.scheduler.extensions.pop(NAME, None)
+        self._unregister(NAME)
+        if self.scheduler.extensions.get(NAME) is self:
+            del self.scheduler.extensions[NAME]
 
     def _bear_with_unreachable(self) -> None:
         # Dask closes workers that send what it does not know, and these have not heard of it yet.
@@ -157,7 +158,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.scheduler.add_plugin(self, name=name)
 
     def _unregister(self, name: str) -> None:
-        self.scheduler.plugins.pop(name, None)
+        if self.scheduler.plugins.get(name) is self:
+            del self.scheduler.plugins[name]
 
     def _rename(self, before: str, after: str) -> None:
         self._unregister(before)
@@ -192,7 +194,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                     recommendations[task.key] = "released" if task.run_spec else "forgotten"
         self.scheduler.transitions(recommendations, stimulus_id=f"gpurt-lost-{time()}")
 
-    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+    def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         self.picture.forget(worker)
         self.workers.remove(worker)
         self.places.remove(worker)
@@ -204,7 +206,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def place(self, on: bool) -> None:
         """Choose the workers of tasks from now on, or have Dask choose."""
-        if on and self.placement is None:
+        if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
             self.placement = SchedulerPlacement(self.scheduler, topology, self.picture, self.metrics)
             self.placement.install()
@@ -212,7 +214,15 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.uninstall()
             self.placement = None
 
-    def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **_: Any) -> None:
+    def _knows_loads(self) -> bool:
+        try:
+            require_load()
+        except dask_hooks.UnsupportedError as error:
+            self.metrics.fallback(Fallback.PLACEMENT_UNSUPPORTED, str(error))
+            return False
+        return True
+
+    def update_graph(self, scheduler: SchedulerServer, *, tasks: Iterable[Key], **_: Any) -> None:
         if self.placement is not None:
             self.placement.submitted(tasks)
 
@@ -258,11 +268,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             for worker, reply in replies.items()
         }
         own = self.metrics.snapshot()
-        counters: dict[str, float] = dict(own["counters"])
-        for reply in workers.values():
-            for name, value in reply.get("counters", {}).items():
-                known = counters.get(name, 0)
-                counters[name] = max(known, value) if name.endswith(".peak") else known + value
+        counters = combine([own["counters"], *(reply.get("counters", {}) for reply in workers.values())])
         return {
             "enabled": True,
             "version": __version__,

@@ -1,4 +1,4 @@
-"""What workers learn of kernels beside communication, put together on the scheduler."""
+"""Synchronise the statistics of kernels between workers, through the scheduler."""
 
 from __future__ import annotations
 
@@ -9,106 +9,106 @@ from typing import Any
 
 from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt.observe import Metrics
-from dask_gpurt.overlap.common import common, current
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.learned import Ground
+from dask_gpurt.overlap.statistics import CacheKey, OverlapStatistics, average, significant
 
-#: The name of what workers call.
+#: The name of the scheduler's handler.
 HANDLER = "gpurt_learned"
-#: Heartbeats between what a worker tells. Dask lets hearts beat more slowly the more workers there are.
-HEARTBEATS = 2
-#: Seconds for which what has been put together is handed out.
-FRESH = 0.5
+#: Heartbeats between two reports of a worker. Dask's heartbeat interval grows with the number of workers.
+SYNC_HEARTBEATS = 2
+#: Seconds for which an average is handed out before it is computed again.
+AVERAGE_MAX_AGE_S = 0.5
 
 
-class CommonKnowledge:
-    """The scheduler's end: what all workers with the same kind of device and libraries have learnt.
+class SharedStatistics:
+    """Average the statistics of all workers with the same device and libraries, on the scheduler.
 
     Parameters
     ----------
     clock
-        Seconds.
+        Returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._of: defaultdict[str, dict[str, Knowledge]] = defaultdict(dict)
+        self._of: defaultdict[str, dict[str, OverlapStatistics]] = defaultdict(dict)
         self._together: dict[str, tuple[float, dict[str, Any]]] = {}
 
-    def learned(self, worker: str, ground: str, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Handler: take what a worker knows, and answer with what all know.
+    def learned(self, worker: str, cache_key: str, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the statistics of a worker, and return the average of all. A handler.
 
         Parameters
         ----------
-        ground
-            What it is true of; only workers that have the same share it.
+        cache_key
+            The device and the libraries; only workers with the same key share an average.
         known
-            Plain values of :class:`Knowledge`.
+            Plain values of :class:`OverlapStatistics`.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            When the values are none.
+            When the values are of another form.
         """
-        self._of[ground][worker] = Knowledge.of(known)
+        self._of[cache_key][worker] = OverlapStatistics.of(known)
         now = self._clock()
-        at, together = self._together.get(ground, (-FRESH, {}))
-        if now - at >= FRESH:
-            together = common(list(self._of[ground].values())).plain()
-            self._together[ground] = now, together
+        at, together = self._together.get(cache_key, (-AVERAGE_MAX_AGE_S, {}))
+        if now - at >= AVERAGE_MAX_AGE_S:
+            together = average(list(self._of[cache_key].values())).plain()
+            self._together[cache_key] = now, together
         return together
 
     def remove(self, worker: str) -> None:
-        """A worker has left; what it has learnt is forgotten with it."""
+        """Forget the statistics of a worker that has left."""
         for known in self._of.values():
             known.pop(worker, None)
 
 
-class Sharing:
-    """A worker's end: tells now and then what its governor has learnt, and gives it what all have.
+class StatsSync:
+    """Send the statistics of a worker's governor to the scheduler, and give it the average of all.
 
     Parameters
     ----------
     worker
         The Dask worker.
-    ground
-        What is learnt is true of that.
+    cache_key
+        The device and the libraries that the statistics hold for.
     """
 
-    def __init__(self, worker: Any, ground: Ground, governor: Governor, metrics: Metrics):
+    def __init__(self, worker: Any, cache_key: CacheKey, governor: Governor, metrics: Metrics):
         self._worker = worker
-        self._ground = str(ground)
+        self._cache_key = str(cache_key)
         self.governor = governor
         self._metrics = metrics
-        self._told = governor.steps
+        self._steps_shared = governor.steps
         heartbeat = worker.periodic_callbacks["heartbeat"].callback_time
-        self._telling = PeriodicCallback(self.share, HEARTBEATS * heartbeat)
+        self._telling = PeriodicCallback(self.share, SYNC_HEARTBEATS * heartbeat)
 
     def start(self) -> None:
-        """On the event loop."""
+        """Start the periodic exchange. On the event loop."""
         self._telling.start()
 
     def stop(self) -> None:
-        """Tell nothing any more."""
+        """Stop the periodic exchange."""
         self._telling.stop()
 
     async def share(self) -> None:
-        """Tell and be told, if there is anything new."""
+        """Exchange statistics with the scheduler, if there are new ones."""
         governor = self.governor
-        if governor.steps == self._told:
+        if governor.steps == self._steps_shared:
             return
-        self._told = governor.steps
+        self._steps_shared = governor.steps
         try:
-            # None is the answer of a scheduler on which the runtime has been switched off.
+            # The answer is None from a scheduler on which the runtime is off.
             together = await self._worker.scheduler.gpurt_learned(
-                worker=self._worker.address, ground=self._ground, known=current(governor.known).plain()
+                worker=self._worker.address,
+                cache_key=self._cache_key,
+                known=significant(governor.known).plain(),
             )
         except OSError as error:
-            self._metrics.fallback("what other workers learn of kernels is not known here", str(error))
-            governor.agree(None)  # what was agreed upon would be out of date soon
+            self._metrics.fallback(Fallback.OVERLAP_NOT_SHARED, str(error))
+            governor.agree(None)  # the last average would soon be out of date
             return
         if together is not None:
-            governor.agree(Knowledge.of(together))
+            governor.agree(OverlapStatistics.of(together))
             self._metrics.add("overlap.agreed")

@@ -12,19 +12,28 @@ from typing import Any
 
 from dask.typing import Key
 from distributed.metrics import time
-from distributed.shuffle._core import barrier_key, id_from_key
-from distributed.shuffle._exceptions import P2PConsistencyError
-from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
 from dask_gpurt.config import Settings
-from dask_gpurt.dask_hooks import Patches
-from dask_gpurt.observe import Metrics
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.shuffle import (
+    DataFrameShuffleSpec,
+    P2PConsistencyError,
+    barrier_key,
+    end_run,
+    id_from_key,
+    replace_on_extension,
+    restart,
+    restart_without,
+    runs_of,
+    set_restriction,
+)
+from dask_gpurt.frames import library
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
-from dask_gpurt.table import library
 
 logger = logging.getLogger(__name__)
 
@@ -56,27 +65,28 @@ class SchedulerShuffles:
         self._metrics = metrics
         self._placement = placement
         self._ready = ready
-        self._patches = Patches()
+        self._patches = PatchSet()
         self._runs = RunsInARow()
         self.recovery = Recovery(scheduler, ready, settings.shuffle.retries, metrics, self._begin_again)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s begins again: %s", shuffle_id, reason)
-        self._extension._restart_shuffle(
-            shuffle_id, self._scheduler, stimulus_id=f"gpurt-begin-again-{time()}"
-        )
+        restart(self._extension, self._scheduler, shuffle_id, f"gpurt-begin-again-{time()}")
 
     def install(self) -> None:
         """Take part from now on; runs that have begun go on as they are."""
-        extension = self._extension
-        self._patches.put(extension, "_retrieve_spec", self._retrieve_spec)
-        self._patches.put(extension, "_create", self._create)
-        self._patches.put(extension, "_calculate_worker_for", self._calculate_worker_for)
-        self._patches.put(extension, "_restart_recommendations", self._restart_recommendations)
-        self._patches.put(extension, "_restart_shuffle", self._restart_shuffle)
-        self._patches.put(extension, "transition", self._transition)
-        self._patches.put(extension, "remove_worker", self._remove_worker)
-        self._patches.put(extension, "valid_workers_downscaling", self._valid_workers_downscaling)
+        replace_on_extension(
+            self._patches,
+            self._extension,
+            retrieve_spec=self._retrieve_spec,
+            create=self._create,
+            calculate_worker_for=self._calculate_worker_for,
+            restart_recommendations=self._restart_recommendations,
+            restart_shuffle=self._restart_shuffle,
+            transition=self._transition,
+            remove_worker=self._remove_worker,
+            valid_workers_downscaling=self._valid_workers_downscaling,
+        )
 
     def uninstall(self) -> None:
         """Leave everything to Dask; runs that were taken over begin again as its own."""
@@ -85,9 +95,8 @@ class SchedulerShuffles:
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
         for shuffle_id, run in list(extension.active_shuffles.items()):
             if isinstance(run.run_spec.spec, ShuffleSpec) and self._is_dasks(shuffle_id):
-                extension._fail_on_workers(run, f"the runtime was switched off during {run}")
-                extension._clean_on_scheduler(shuffle_id, stimulus_id)
-                extension._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus_id)
+                message = f"the runtime was switched off during {run}"
+                restart_without(extension, self._scheduler, run, message, stimulus_id)
 
     def _is_dasks(self, shuffle_id: Any) -> bool:
         spec = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec.spec
@@ -111,7 +120,7 @@ class SchedulerShuffles:
                 return spec
             if library(spec.meta) is None:
                 reason = f"{type(spec.meta)} is no frame of pandas or cudf"
-                self._metrics.fallback("shuffles stay with Dask", reason)
+                self._metrics.fallback(Fallback.SHUFFLE_UNSUPPORTED_FRAMES, reason)
                 return spec
             self._metrics.add("shuffle.taken-over")
             return ShuffleSpec.of(spec)
@@ -171,15 +180,14 @@ class SchedulerShuffles:
         return run is not None and isinstance(run.run_spec.spec, ShuffleSpec)
 
     def _restart_shuffle(self, original: Callable[..., None]) -> Callable[..., None]:
-        def restart(id: Any, scheduler: Any, *, stimulus_id: str) -> None:
+        def begin_again(id: Any, scheduler: Any, *, stimulus_id: str) -> None:
             if self._is_ours(id):  # else Dask would end it as its barrier is released
                 run = self._extension.active_shuffles[id]
                 self._metrics.add("shuffle.runs.restarted")
-                self._extension._fail_on_workers(run, f"{run} begins again")
-                self._extension._clean_on_scheduler(id, stimulus_id)
+                end_run(self._extension, run, f"{run} begins again", stimulus_id)
             original(id, scheduler, stimulus_id=stimulus_id)
 
-        return restart
+        return begin_again
 
     def _remove_worker(self, original: Callable[..., None]) -> Callable[..., None]:
         def remove(scheduler: Any, worker: str, **options: Any) -> None:
@@ -203,7 +211,7 @@ class SchedulerShuffles:
 
     def _restart_recommendations(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def recommend(shuffle_id: Any) -> dict[Key, str]:
-            runs = self._extension._shuffles.get(shuffle_id, ())
+            runs = runs_of(self._extension, shuffle_id)
             if any(isinstance(run.run_spec.spec, ShuffleSpec) for run in runs):
                 # Dask recommends nothing where an output has failed. Other outputs, asked of a run that has
                 # to begin again, would be rescheduled for ever.
@@ -245,7 +253,7 @@ class SchedulerShuffles:
         for task in self._scheduler.tasks[barrier_key(shuffle_id)].dependents:
             partition = output_partition(task.run_spec)
             if partition in worker_for and task.state in ("released", "waiting"):
-                self._extension._set_restriction(task, worker_for[partition])
+                set_restriction(self._extension, task, worker_for[partition])
 
 
 def _has_partner(barrier: Any, active: Collection[Any]) -> bool:

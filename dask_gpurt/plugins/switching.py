@@ -16,10 +16,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from enum import IntEnum
 from typing import Any
 
 from distributed.core import Status, clean_exception
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
+
+from dask_gpurt.dask_hooks.types import SchedulerServer
 
 #: What the runtime is called among the plugins of schedulers and workers, and the extensions of schedulers.
 NAME = "gpurt"
@@ -30,6 +33,17 @@ JOIN, READY, LEFT = "gpurt_join", "gpurt-ready", "gpurt-left"
 ATTEMPTS, PAUSE_S = 5, 0.2
 
 Step = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Layer(IntEnum):
+    """The order in which parts of a worker that wrap one method are called: the highest layer first.
+
+    ``execute`` is called through ``DATA``, which waits until a task has room and its inputs are live; then
+    through ``OVERLAP``, which confines what computes, and must not count that waiting; then it is Dask's.
+    """
+
+    OVERLAP = 1
+    DATA = 2
 
 
 class Switch:
@@ -92,7 +106,7 @@ class Workers:
         Those that did not answer when it was switched off.
     """
 
-    def __init__(self, scheduler: Any, plugin: bytes, token: str):
+    def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str):
         self._scheduler = scheduler
         self._plugin = plugin
         self._token = token
@@ -164,7 +178,8 @@ class Workers:
             Says on which workers something is left, after all others have been switched off.
         """
         self._wanted = False
-        self._scheduler.worker_plugins.pop(NAME, None)
+        if self._scheduler.worker_plugins.get(NAME) == self._plugin:
+            del self._scheduler.worker_plugins[NAME]
         replies = await self._tell({"op": "plugin-remove", "name": NAME})
         self.ready.clear()
         left = {}

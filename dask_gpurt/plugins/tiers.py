@@ -17,17 +17,17 @@ from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
-from dask_gpurt.device.protocol import DeviceFiles, passed
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.device.base import DeviceFiles, passed
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.memory import cudf_spill
+from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import lives_on_device
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.policy import next_use
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier, limits
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
 
 logger = logging.getLogger("dask_gpurt")
@@ -37,6 +37,32 @@ LOOK = 0.2
 #: The share of its memory limit from which on, at each look, a process has the pages of peers' pools that it
 #: reads at the moment not count as its own.
 DROP_PAGES_FROM = 0.5
+
+
+class WorkerBuffer(TieredBuffer):
+    """A buffer that Dask's memory monitor can have spill: a ``distributed.spill.ManualEvictProto``.
+
+    The monitor looks at the process, compares it with the setting ``distributed.worker.memory.spill``, and
+    calls :meth:`evict` on the event loop until the process is below the target.
+
+    Attributes
+    ----------
+    relieve
+        Begins to move data away, on other threads.
+    """
+
+    #: There may always be something: pages of the pools' count as the process's too.
+    fast = True
+    relieve: Callable[[], None] = staticmethod(passed)
+
+    def evict(self) -> int:
+        """Begin to spill what the process has too much of; return -1, so that the monitor does not go on now.
+
+        A buffer of Dask's spills one value within this call. Here the event loop does not wait for a spill:
+        the monitor calls again at its next look, if the process is still too large then.
+        """
+        self.relieve()
+        return -1
 
 
 class WorkerTiers:
@@ -50,7 +76,7 @@ class WorkerTiers:
         The devices of the worker, and the pools that count next to the tiers.
     """
 
-    def __init__(self, worker: Any, settings: Settings, pools: Pools, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, settings: Settings, pools: Pools, metrics: Metrics):
         self.worker = worker
         self.settings = settings
         self._metrics = metrics
@@ -58,20 +84,21 @@ class WorkerTiers:
         self.device = pools.device(pools.main)
         self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
         self.limits = self._limits(worker.data)
-        self.pinned = BlockPool(self.limits.pinned, register=getattr(self.device, "register", None))
+        self.pinned = BlockPool(self.limits.pinned, register=self.device.pinning())
         self.ledger = Ledger(_capacities(self.limits))
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
-        self.ladder = Ladder(
+        self.ladder = WorkerBuffer(
             self.limits,
             self._lower_tiers(),
             home=self.home,
             device=self.device,
             ledger=self.ledger,
             metrics=metrics,
-            needed=self._needed,
+            priority_of=self._priority_of,
             changed=self.reporter.changed,
         )
+        self.ladder.relieve = self._relieve_soon
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._relieving = False
@@ -97,7 +124,7 @@ class WorkerTiers:
             self.ladder.spill(nbytes)
         finally:
             self._seen.spilling = False
-        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.left
+        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.removals
         return bool(self._seen.left != before)
 
     async def close(self) -> None:
@@ -110,13 +137,11 @@ class WorkerTiers:
         self.executor.shutdown(wait=False)
 
     def _limits(self, given: Any) -> Limits:
-        _, device_memory = self.device.memory()
         directory = os.statvfs(self.worker.local_directory)
         return limits(
             self.settings.memory,
-            on_host=self.device.on_host,
             memory_limit=self.memory_limit,
-            device_memory=device_memory,
+            device_memory=self.device.own_memory(),
             given_device=getattr(getattr(given, "device_buffer", None), "n", None),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
@@ -130,19 +155,14 @@ class WorkerTiers:
         }
 
     def _device_files(self) -> DeviceFiles | None:
-        return self.device.files(partial(self._metrics.fallback, "files are moved without kvikio"))
+        return self.device.files(partial(self._metrics.fallback, Fallback.MEMORY_FILES_WITHOUT_KVIKIO))
 
     def home(self, value: Any) -> Tier:
         """Where an object is live."""
-        return Tier.DEVICE if self.device.on_host or lives_on_device(value) else Tier.HOST
+        return Tier.DEVICE if self.device.holds(value) else Tier.HOST
 
-    def _needed(self, key: Key) -> tuple[Any, ...] | None:
-        task = self.worker.state.tasks.get(key)
-        if task is None:
-            return None
-        # The loop may change the set meanwhile; copying it is one step.
-        waiting = [t.priority for t in tuple(task.dependents) if t.state not in _DONE and t.priority]
-        return min(waiting, default=None)
+    def _priority_of(self, key: Key) -> tuple[Any, ...] | None:
+        return next_use(self.worker.state.tasks.get(key))
 
     # ---- threads -----------------------------------------------------------------------
 
@@ -161,26 +181,32 @@ class WorkerTiers:
     def _look(self) -> None:
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
-        if (manager := cudf_spill.manager()) is not None:
+        if (manager := cudf_spill_manager()) is not None:
             self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
-        if not self.device.on_host:
-            beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
-            self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
+        beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
+        self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
-        too_much = max(self.ladder.over(), self._pressure(process))
-        if (too_much or process > DROP_PAGES_FROM * self.memory_limit) and not self._relieving:
+        too_much = self.ladder.reservations.overshoot()
+        if not self.settings.memory.tiers:
+            # Dask's monitor has Dask's own data spilled, but the shards lie here all the same.
+            too_much = max(too_much, self._pressure(process))
+        if too_much or process > DROP_PAGES_FROM * self.memory_limit:
+            self._relieve_soon()
+
+    def _relieve_soon(self) -> None:
+        if not self._relieving:
             self._relieving = True
             self.in_background(self._relieve)
 
     def _look_at_cudf(self, manager: Any) -> None:
-        spilled = cudf_spill.spilled(manager)
+        spilled = spilled_by_cudf(manager)
         self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
         self.ladder.set_elsewhere(spilled)
 
     def _managed_on_host(self) -> int:
-        device = self.ledger.used(Tier.DEVICE) if self.device.on_host else 0
+        device = self.ledger.used(Tier.DEVICE) if self.ladder.host_tier is Tier.DEVICE else 0
         cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, "cudf"))
         return device + cells + self.ledger.used(Tier.PINNED)
 
@@ -201,8 +227,8 @@ class WorkerTiers:
             if self._pressure(self.worker.monitor.get_process_memory()):
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()
-            if too_much := max(self.ladder.over(), self._pressure(process)):
-                self.ladder.spill(too_much, Tier.DEVICE if self.device.on_host else Tier.HOST)
+            if too_much := max(self.ladder.reservations.overshoot(), self._pressure(process)):
+                self.ladder.spill(too_much, self.ladder.host_tier)
                 self.ladder.make_room(0, Tier.DEVICE)
         finally:
             self._relieving = False
@@ -224,9 +250,6 @@ class WorkerTiers:
             {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
             for tier, capacity in _capacities(self.limits).items()
         ]
-
-
-_DONE = frozenset({"memory", "released", "forgotten", "error", "cancelled"})
 
 
 def _capacities(of: Limits) -> dict[Tier, int]:

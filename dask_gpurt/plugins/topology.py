@@ -1,4 +1,4 @@
-"""The scheduler's picture of what joins the workers, put together from what they say."""
+"""Keep the scheduler's topology of the workers, from their reports or a file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
-from dask_gpurt.topology.contacts import FIRST
+from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
-from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Host
 
-#: Which links the paths of the exchange cross: bytes that took another way tell nothing of a pair's link.
-CROSSED = {
+#: Links that the paths of the exchange cross. Bytes that crossed another one are no sample of a pair's link.
+LINKS_OF_PATH = {
     "shared-memory": {Link.SHARED_MEMORY},
     "cuda-ipc": {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
     COMMS: {Link.LOOPBACK, Link.RDMA, Link.TCP},
@@ -24,7 +27,7 @@ CROSSED = {
 
 
 class SchedulerTopology:
-    """Keeps a :class:`Topology` in step with the workers of a scheduler.
+    """Keep a :class:`Topology` in step with the workers of a scheduler.
 
     Parameters
     ----------
@@ -39,69 +42,67 @@ class SchedulerTopology:
         When the file makes no sense.
     """
 
-    def __init__(self, scheduler: Any, file: str | None, metrics: Metrics):
+    def __init__(self, scheduler: SchedulerServer, file: str | None, metrics: Metrics):
         self._scheduler = scheduler
         self._metrics = metrics
         self._file = load(file) if file is not None else Description()
-        self.topology = Topology(self._file.speeds, FIRST)
+        self.topology = Topology(self._file.speeds, FIRST_TRANSFER_S)
         self._hosts: dict[str, Host] = {}
         self._asked: set[str] = set()
+        self._patches = PatchSet()
 
     def install(self) -> None:
-        """Listen to the workers."""
-        self._scheduler.stream_handlers[PLACE] = self.placed
-        self._scheduler.stream_handlers[TRAFFIC] = self.traffic
-        self._scheduler.handlers["gpurt_topology"] = self.describe
-        self._scheduler.handlers["gpurt_links"] = self.links
+        """Register the handlers that workers and clients call."""
+        self._patches.add_item(self._scheduler.stream_handlers, PLACE, self.placed)
+        self._patches.add_item(self._scheduler.stream_handlers, TRAFFIC, self.traffic)
+        self._patches.add_item(self._scheduler.handlers, "gpurt_topology", self.describe)
+        self._patches.add_item(self._scheduler.handlers, "gpurt_links", self.links)
 
     def uninstall(self) -> None:
-        """Listen to nobody any more."""
-        self._scheduler.stream_handlers.pop(PLACE, None)
-        self._scheduler.stream_handlers.pop(TRAFFIC, None)
-        self._scheduler.handlers.pop("gpurt_topology", None)
-        self._scheduler.handlers.pop("gpurt_links", None)
+        """Remove the handlers."""
+        self._patches.restore()
 
     # ---- where workers are -------------------------------------------------------------
 
     def placed(self, worker: str, place: dict[str, Any], name: str, visible: str | None) -> None:
-        """Handler: a worker says where it is, and which devices it sees."""
+        """Place a worker that reports where it is and which devices it sees. A stream handler."""
         if worker not in self._scheduler.workers:
             return
-        told = Place(**place)
+        reported = Place(**place)
         host, gpu = self._listed(worker, name)
         if host is None:
-            self.topology.add(worker, told)
-            self._ask_soon(told.host, name)
+            self.topology.add(worker, reported)
+            self._ask_soon(reported.host, name)
         else:
-            self.topology.add(worker, self._place_in(host, gpu, worker, told, visible))
+            self.topology.add(worker, self._place_in(host, gpu, worker, reported, visible))
             if not self.topology.described(host.name):
                 self._keep(host.name, host)
 
     def _listed(self, worker: str, name: str) -> tuple[Host | None, str | None]:
-        """The host of a worker and its GPU, as far as the file has them."""
+        """Return the host of a worker and its GPU, as far as the file has them."""
         workers, alias = self._file.workers, str(self._scheduler.workers[worker].name)
         name, gpu = workers.get(worker) or workers.get(alias) or (name, None)
         return self._file.hosts.get(name), gpu
 
     def _place_in(
-        self, host: Host, listed: str | None, worker: str, told: Place, visible: str | None
+        self, host: Host, listed: str | None, worker: str, reported: Place, visible: str | None
     ) -> Place:
-        """Where a worker of a host in the file is: on the GPU listed for it, else on what it tells of."""
+        """Place a worker of a host in the file: on the GPU that it has there, else on the one it reports."""
         by_id = {gpu.id: gpu for gpu in host.gpus}
-        gpu = by_id.get(listed or told.device or "") or host.find(visible)
-        if gpu is None and told.device is not None:
-            self._metrics.fallback("a worker's own word counts for its GPU", f"the file has none at {worker}")
-            return replace(told, host=host.name)
+        gpu = by_id.get(listed or reported.device or "") or host.find(visible)
+        if gpu is None and reported.device is not None:
+            self._metrics.fallback(Fallback.TOPOLOGY_GPU_NOT_IN_FILE, f"the file has none at {worker}")
+            return replace(reported, host=host.name)
         rdma = worker.startswith("ucx")
-        return host.place(host.name, gpu, numa=told.numa, rdma=rdma, by_tcp=told.by_tcp)
+        return host.place(host.name, gpu, numa=reported.numa, rdma=rdma, by_tcp=reported.by_tcp)
 
     def _ask_soon(self, host: str, name: str) -> None:
         if not self.topology.described(host) and host not in self._asked:
             self._asked.add(host)
-            self._scheduler._ongoing_background_tasks.call_soon(self._ask, host, name)
+            call_soon(self._scheduler, self._ask, host, name)
 
     async def _ask(self, host: str, name: str) -> None:
-        """Have one worker of a host describe it; the next one if that worker goes meanwhile."""
+        """Ask one worker of a host to describe it; the next one if that worker leaves meanwhile."""
         try:
             for worker in list(self.topology.on_host(host)):
                 try:
@@ -116,13 +117,13 @@ class SchedulerTopology:
 
     def _keep(self, host: str, described: Host) -> None:
         known = described.known()
-        # What somebody has measured counts before what the generation of a link promises.
+        # Measured speeds of the file take precedence over those that follow from the generation of a link.
         speeds = {link: speed for link, speed in known.speeds.items() if link not in self._file.speeds}
         self._hosts[host] = described
         self.topology.describe(host, HostLinks(known.links, speeds))
 
     def remove(self, worker: str) -> None:
-        """A worker has left."""
+        """Forget a worker that has left."""
         place = self.topology.place(worker)
         self.topology.remove(worker)
         if place is not None and not self.topology.on_host(place.host):
@@ -130,22 +131,22 @@ class SchedulerTopology:
 
     # ---- how fast bytes come -----------------------------------------------------------
 
-    def traffic(self, worker: str, seen: Sequence[tuple[str, str, int, float, int]]) -> None:
-        """Handler: what a worker has seen of the links to its peers."""
-        for peer, path, nbytes, seconds, transfers in seen:
+    def traffic(self, worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
+        """Learn from the transfers that a worker reports. A stream handler."""
+        for peer, path, nbytes, seconds, transfers in totals:
             if not self.topology.place(peer) or not self.topology.place(worker):
                 continue  # one of them has left, or not yet said where it is
-            if self.topology.link(peer, worker, path == COMMS) in CROSSED.get(path, ()):
+            if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
 
     def links(self, worker: str, peers: Sequence[str]) -> dict[str, Any]:
-        """Handler: the links from some peers to a worker, and how fast classes of link are on its host.
+        """Return the links from some peers to a worker, and the speeds of all classes on its host. A handler.
 
         Returns
         -------
         dict
-            Under "links" by peer its class, bandwidth and latency, where both have said where they are; under
-            "classes" by class the two figures.
+            Under "links" the class, bandwidth and latency by peer, where the places of both are known; under
+            "classes" bandwidth and latency by class.
         """
         placed = [peer for peer in peers if self.topology.place(peer) and self.topology.place(worker)]
         return {
@@ -157,7 +158,7 @@ class SchedulerTopology:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Handler: the whole picture, as a topology file has it."""
+        """Return the topology in the form of a topology file. A handler."""
         names = self._names()
         workers = {}
         for worker in self._scheduler.workers:
@@ -169,7 +170,7 @@ class SchedulerTopology:
         return as_values(Description(self.topology.learned(), hosts, workers))
 
     def _names(self) -> dict[str, str]:
-        """What hosts are called, by their ids; where two have one name, by these."""
+        """Return the names of hosts by their ids; hosts that share a name keep their ids."""
         count = Counter(host.name for host in self._hosts.values())
         return {id: host.name if count[host.name] == 1 else id for id, host in self._hosts.items()}
 

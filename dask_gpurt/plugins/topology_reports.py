@@ -1,4 +1,4 @@
-"""A worker tells the scheduler where it is, if asked what its host has, and how fast bytes came."""
+"""Report the place of a worker, its host, and its transfers to the scheduler."""
 
 from __future__ import annotations
 
@@ -8,47 +8,50 @@ from typing import Any
 
 from distributed.comm.core import CommClosedError
 
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.traffic import Traffic
-from dask_gpurt.observe import Metrics
-from dask_gpurt.topology import nvml, system
-from dask_gpurt.topology.discover import discover, own_place, visible_devices
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.file import host_values
-from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Host
 
-#: The names of the stream operations, and of what the scheduler calls.
+#: The names of the stream operations, and of the handler that the scheduler calls.
 PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
-#: How the addresses of workers begin whose comms are TCP.
-TCP = ("tcp://", "tls://", "ws://", "wss://")
-#: Bytes below which Dask's own transfers tell nothing of a link, and the least seconds that it writes down.
+#: The beginnings of addresses of workers whose comms are TCP.
+TCP_SCHEMES = ("tcp://", "tls://", "ws://", "wss://")
+#: Smaller or shorter transfers of Dask's own are not taken as samples of a link; shorter ones Dask does not
+#: log.
 DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
 
 
 class TopologyReporter:
-    """Reports of one worker.
+    """Report for one worker.
 
     Parameters
     ----------
     worker
         The Dask worker.
     traffic
-        What its exchange has seen.
+        The sums of its transfers.
     on_gpu
         Whether it keeps its data on a GPU.
     """
 
-    def __init__(self, worker: Any, traffic: Traffic, on_gpu: bool, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, traffic: Traffic, on_gpu: bool, metrics: Metrics):
         self._worker = worker
         self._traffic = traffic
         self._on_gpu = on_gpu
         self._metrics = metrics
-        self._host = Host(system.host_name())
+        self._host = Host(host_name())
         self._looked = 0.0
         self._timer: Any = None
+        self._patches = PatchSet()
 
     async def start(self) -> None:
-        """Say where this worker is, and go on with reports."""
-        self._worker.handlers[HOST] = self.host
+        """Report the place of this worker, and go on with periodic reports."""
+        self._patches.add_item(self._worker.handlers, HOST, self.host)
         place = await asyncio.to_thread(self._look_around)
         self._send(
             {
@@ -62,40 +65,40 @@ class TopologyReporter:
 
     def _look_around(self) -> Any:
         visible, address = visible_devices(), str(self._worker.address)
-        rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP)
+        rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP_SCHEMES)
         try:
             self._host = discover()
-        # Whatever NVML fails with: without a topology there is still a cluster.
+        # NVML may fail in any way, and the cluster works without a topology.
         except Exception as error:
-            self._metrics.fallback("links within this host count as unknown", repr(error))
+            self._metrics.fallback(Fallback.TOPOLOGY_LINKS_UNKNOWN, repr(error))
         place = own_place(self._host, visible, on_gpu=self._on_gpu, rdma=rdma, by_tcp=by_tcp)
         if self._on_gpu and place.device is None:
             self._metrics.fallback(
-                "this worker's GPU has no place in the topology",
-                f"{nvml.missing() or f'NVML knows none for CUDA_VISIBLE_DEVICES={visible}'}: "
+                Fallback.TOPOLOGY_GPU_UNKNOWN,
+                f"{nvml_missing() or f'NVML knows none for CUDA_VISIBLE_DEVICES={visible}'}: "
                 "set 'gpurt.topology.file'",
             )
         return place
 
     async def host(self) -> dict[str, Any]:
-        """Handler: what this host has."""
+        """Return the devices of this host. A handler."""
         return host_values(self._host)
 
-    # ---- what transfers have shown -----------------------------------------------------
+    # ---- transfers ---------------------------------------------------------------------
 
     def _later(self) -> None:
-        # As often as the heart beats, which is more slowly the more workers there are.
+        # As often as Dask's heartbeat, whose interval grows with the number of workers.
         pause = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
         self._timer = self._worker.loop.call_later(pause, self._report)
 
     def _report(self) -> None:
         self._note_dasks_own()
-        if seen := self._traffic.take():
-            self._send({"op": TRAFFIC, "seen": [tuple(sums) for sums in seen]})
+        if totals := self._traffic.take():
+            self._send({"op": TRAFFIC, "totals": [tuple(one) for one in totals]})
         self._later()
 
     def _note_dasks_own(self) -> None:
-        """Take the dependencies that Dask has fetched since, from the log that it keeps of them."""
+        """Add the dependencies that Dask has fetched since the last call, from its log."""
         since = self._looked
         for entry in reversed(self._worker.transfer_incoming_log):
             if entry["stop"] <= since:
@@ -109,8 +112,8 @@ class TopologyReporter:
             self._worker.batched_stream.send(message)
 
     def close(self) -> None:
-        """Tell nothing any more."""
-        self._worker.handlers.pop(HOST, None)
+        """Stop reporting."""
+        self._patches.restore()
         if self._timer is not None:
             self._worker.loop.remove_timeout(self._timer)
             self._timer = None

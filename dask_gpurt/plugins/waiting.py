@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from dask_gpurt.dask_hooks.shuffle import acquired
 from dask_gpurt.observe.waiting import queued
 
 
@@ -20,9 +21,9 @@ def waiting(plugin: Any) -> dict[str, Any]:
     parts: dict[str, Callable[[], Any]] = {
         "admission": lambda: plugin.data.waiting() if plugin.data is not None else "tiers are off",
         "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
-        "moving": lambda: [str(key) for key, e in list(plugin.tiers.ladder._entries.items()) if e.moving],
+        "moving": lambda: list(map(str, plugin.tiers.ladder.moving())),
         "exchange": lambda: queued(plugin.exchange.executor),
-        "pulls": lambda: {"under way": plugin.exchange._pulls, "bytes": plugin.exchange._limiter._acquired},
+        "pulls": lambda: {"under way": plugin.exchange._pulls, "bytes": acquired(plugin.exchange._limiter)},
         "shards": lambda: _shards(plugin.exchange),
         "published": lambda: _published(plugin.exchange.pools),
         "counters": lambda: plugin.metrics.snapshot(),

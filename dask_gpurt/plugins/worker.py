@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 from distributed import WorkerPlugin
@@ -17,14 +16,16 @@ from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt import config, dask_hooks
+from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks.shuffle import active_runs
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.device import Device
-from dask_gpurt.device.failing import Failures
-from dask_gpurt.device.handovers import Handovers
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Metrics, prometheus
 from dask_gpurt.plugins.finding import RunFinder
 from dask_gpurt.plugins.gathering import Gathering
@@ -38,14 +39,11 @@ from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import RENEW, ShuffleRun
-from dask_gpurt.table.protocol import import_backends, warm_up
 
 logger = logging.getLogger("dask_gpurt")
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
-#: What is told where memory changes hands while something that was begun still has it.
-TOO_EARLY = "memory changes hands too early"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -62,6 +60,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         comes first.
     token
         Of the scheduler's plugin that this one belongs to.
+
+    Attributes
+    ----------
+    is_on
+        Whether all of the runtime is there.
     """
 
     name = NAME
@@ -70,8 +73,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def __init__(self, settings: Mapping[str, Any], token: str):
         self.given = settings
         self.token = token
+        self.is_on = False
 
-    async def setup(self, worker: Any) -> None:
+    async def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
         self._undo = AsyncExitStack()
         self._switching = asyncio.Lock()
@@ -102,16 +106,19 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.worker.plugins.get(NAME) is self:
             del self.worker.plugins[NAME]
 
-    async def _switch_on(self, worker: Any, settings: config.Settings) -> None:
+    async def _switch_on(self, worker: WorkerServer, settings: config.Settings) -> None:
         undo = self._undo
         self.metrics = Metrics()
         self.data: WorkerData | None = None
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
-        worker.handlers["gpurt_report"] = self.report
-        undo.callback(worker.handlers.pop, "gpurt_report", None)
-        worker.executors[COMM] = self.exchange.executor
-        undo.callback(worker.executors.pop, COMM, None)
+        patches = dask_hooks.PatchSet()
+        undo.callback(patches.restore)
+        patches.add_item(worker.handlers, "gpurt_report", self.report)
+        patches.add_item(worker.executors, COMM, self.exchange.executor)
+        # Hear from the scheduler which workers leave, as Dask's worker does.
+        patches.put_item(worker.stream_handlers, "remove-worker", self._hear_of_peers_that_leave)
+        patches.add_item(worker.stream_handlers, RENEW, self.renew)
         housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
@@ -123,54 +130,42 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await self.topology.start()
         await self.exchange.offload(self.overlap.prepare)
         undo.push_async_callback(self.overlap.save)
-        undo.callback(self.overlap.uninstall)
-        self.overlap.install()
-        undo.callback(self.finder.uninstall)
-        self.finder.install()
-        self._listen(worker)
-        undo.callback(self.gathering.uninstall)
-        self.gathering.install()
+        # The last one comes first: see Layer. What wraps the same as one of these has to come in this order.
+        for part in (self.overlap, self.finder, self.gathering):
+            undo.callback(part.uninstall)
+            part.install()
         if settings.memory.tiers:
             await self.exchange.offload(self.tiers.guard)
             self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
             self.data.install()
             undo.push_async_callback(self._give_data_back)
-        worker._ongoing_background_tasks.call_soon(
-            self.exchange.offload, _warm_up, self.exchange.pools.devices
-        )
+        testing.instrument(self, settings)
+        self.is_on = True
+        call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
 
-    def _listen(self, worker: Any) -> None:
-        """Hear from the scheduler which workers leave, as Dask's worker does."""
-        remove_worker = worker.stream_handlers["remove-worker"]
-
+    def _hear_of_peers_that_leave(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
         def peer_left(worker: str, **told: Any) -> Any:
             self.exchange.peer_left(worker)
             return remove_worker(worker=worker, **told)
 
-        worker.stream_handlers["remove-worker"] = peer_left
-        self._undo.callback(worker.stream_handlers.__setitem__, "remove-worker", remove_worker)
-        worker.stream_handlers[RENEW] = self.renew
-        self._undo.callback(worker.stream_handlers.pop, RENEW, None)
+        return peer_left
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
         """Handler: the outputs of a run have other owners."""
-        if shuffles := self.worker.plugins.get("shuffle"):
-            run = shuffles.shuffle_runs._active_runs.get(id)
-            if isinstance(run, ShuffleRun) and run.run_id == run_id:
-                run.renew(owners)
+        if (shuffles := self.worker.plugins.get("shuffle")) is None:
+            return
+        run = active_runs(shuffles).get(id)
+        if isinstance(run, ShuffleRun) and run.run_id == run_id:
+            run.renew(owners)
 
-    def _build(self, worker: Any, settings: config.Settings) -> None:
+    def _build(self, worker: WorkerServer, settings: config.Settings) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
-        handovers = self._handovers() if settings.overlap.check else None
-        pools = Pools(settings.exchange.pool, memory_limit, self.metrics, handovers)
+        pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
         for device in pools.devices.values():
-            Failures(settings.memory.failures).inject(device)
             device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self._undo.push_async_callback(self.tiers.close)
-        if handovers is not None:
-            handovers.watch_giving_back(self.tiers.pinned, list)
-        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics, handovers)
+        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
         self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
@@ -180,14 +175,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
         self.finder = RunFinder(worker, self.metrics)
 
-    def _handovers(self) -> Handovers:
-        """What looks at memory that changes hands, and tells of what is too early."""
-        return Handovers(
-            partial(self.metrics.fallback, TOO_EARLY), partial(self.metrics.add, "overlap.handovers")
-        )
-
-    async def teardown(self, worker: Any) -> None:
+    async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:
+            self.is_on = False
             await self._undo.aclose()  # it is empty afterwards
 
     async def _give_data_back(self) -> None:
@@ -201,7 +191,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
-            for run in shuffles.shuffle_runs._active_runs.values():
+            for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):
                     run.task_done(key)
 

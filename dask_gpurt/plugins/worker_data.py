@@ -1,7 +1,8 @@
 """The ladder in the place of a worker's ``data``, so that no move is made on the event loop.
 
 Three of the worker's coroutines get a wrapper on the instance: inputs are made live, and
-room for results is made, on threads of the tiers, before Dask's own code goes on.
+room for results is made, on threads of the tiers, before Dask's own code goes on. Of ``execute`` this is the
+outer wrapper (:class:`~dask_gpurt.plugins.switching.Layer`): a task that waits for room does not run yet.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from distributed.worker_state_machine import (
 )
 
 from dask_gpurt.config import MemorySettings
-from dask_gpurt.dask_hooks import Patches
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
+from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
 from dask_gpurt.memory.disk import CorruptFile
-from dask_gpurt.memory.ladder import serving
-from dask_gpurt.observe import Metrics
+from dask_gpurt.memory.store import serving
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.following import Following
 from dask_gpurt.plugins.running import TaskRunner
+from dask_gpurt.plugins.switching import Layer
 from dask_gpurt.plugins.tiers import WorkerTiers
 
 #: Dask's families of serializers, where nobody says which.
@@ -49,18 +53,26 @@ class WorkerData:
         Whose ladder it is.
     """
 
-    def __init__(self, worker: Any, tiers: WorkerTiers, settings: MemorySettings, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, tiers: WorkerTiers, settings: MemorySettings, metrics: Metrics):
         self.worker = worker
         self.tiers = tiers
         self.metrics = metrics
         self._ladder = tiers.ladder
         self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute)
         self._following = Following(worker, self._ladder, metrics)
-        self._patches = Patches()
+        self._patches = PatchSet(Layer.DATA)
 
     def install(self) -> None:
         """Take the worker's data over. On the event loop, since it is one step to everybody."""
         worker = self.worker
+        self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
+        wrap_data_access(
+            self._patches,
+            worker,
+            execute=lambda original: self.execute,
+            gather_dep=lambda original: self.gather_dep,
+            get_data=lambda original: self.get_data,
+        )
         self._before = worker.data
         live = _live_part(self._before)
         for key in list(self._before):
@@ -72,27 +84,18 @@ class WorkerData:
                 nbytes = (task and task.nbytes) or 0
                 let_go = partial(_forget, self._before, key)
                 self._ladder.adopt(key, nbytes, partial(self._before.pop, key), let_go)
-        self._set_data(self._ladder)
-        self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
-        self._patches.put(worker, "execute", lambda original: self.execute)
-        self._patches.put(worker, "gather_dep", lambda original: self.gather_dep)
-        worker.handlers["get_data"] = self.get_data
-
-    def _set_data(self, data: Any) -> None:
-        self.worker.memory_manager.data = self.worker.state.data = data
+        replace_data(worker, self._ladder)
 
     async def uninstall(self) -> None:
         """Give the worker its own mapping back, with every key that can be read."""
         self._patches.restore()
-        if self.worker.handlers["get_data"] == self.get_data:  # else of another, who has wrapped it
-            self.worker.handlers["get_data"] = self._get_data
         # Again for what came while the others were read.
         while missing := [key for key in self._ladder if key not in self._before]:
             for key in missing:
                 await self._give_back(key)
         for key in [key for key in self._before if key not in self._ladder]:
             del self._before[key]  # released while the others were read
-        self._set_data(self._before)
+        replace_data(self.worker, self._before)
 
     async def _give_back(self, key: Key) -> None:
         """Put a key into the worker's own mapping; only what can not be read is lost."""
@@ -118,7 +121,7 @@ class WorkerData:
 
     def _lose(self, keys: list[Key], error: Exception) -> None:
         """Give up keys that can not be read, say of a damaged file: the scheduler has them computed again."""
-        self.metrics.fallback("spilled data is computed again", str(error))
+        self.metrics.fallback(Fallback.MEMORY_SPILL_UNREADABLE, str(error))
         for key in keys:
             self._ladder.discard(key)
         # First, since Dask's own message has no idea of keys that nobody can compute.
@@ -147,7 +150,7 @@ class WorkerData:
             self._following.finished(key, event.nbytes, nbytes)
         return event
 
-    async def _run(self, key: Key, task: Any, stimulus_id: str) -> Any:
+    async def _run(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
         try:
             return await self._runner.run(key, stimulus_id)
         except CorruptFile as error:
@@ -166,23 +169,23 @@ class WorkerData:
                 if isinstance(event, GatherDepSuccessEvent):
                     await self._runner.make_room(event.data, reserved)
         except Exception as error:
-            self.metrics.fallback("no room is made for data that are fetched", repr(error))
+            self.metrics.fallback(Fallback.MEMORY_FETCH_WITHOUT_ROOM, repr(error))
         return await gather() if event is None else event
 
     def waiting(self) -> dict[str, Any]:
         """Tell what waits for room, and whether the worker is held back, as plain values."""
-        return {**self._runner.turns.waiting(), "held back": self._following.holds}
+        return {**self._runner.admission.waiting(), "held back": self._following.holds}
 
     async def get_data(
         self, comm: Any, keys: Iterable[Any], who: str | None = None, serializers: Any = None
     ) -> Any:
         """Serve a peer; what has been spilled from where it lies, without making it live."""
-        if who is not None and self._runner.turns.short:
+        if who is not None and self._runner.admission.short:
             return {"status": "busy"}
         keys = list(keys)
         held, lower = self._ladder.hold_where_live(keys)
         with ExitStack() as sending:
-            sending.enter_context(self._runner.turns.sending())
+            sending.enter_context(self._runner.admission.sending())
             sending.callback(self._ladder.release, held.values())
             sending.callback(serving.set, None)
             found: dict[Key, Any] = {}

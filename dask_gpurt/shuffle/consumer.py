@@ -12,14 +12,14 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.device.protocol import Buffer
+from dask_gpurt.device.base import Buffer
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.inbox import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
+from dask_gpurt.frames import Part
 from dask_gpurt.shuffle.inputs import Inputs, Offered
 from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import Part
 
 
 class NotReceived(Exception):
@@ -138,7 +138,7 @@ class Consumer:
             else:
                 outdated = self._commit(offer)
             if outdated:
-                self.exchange.metrics.add("shuffle.shards.outdated", len(outdated))
+                self.exchange.metrics.add("shuffle.shards.{answer}", len(outdated), "outdated")
                 await self.exchange.offload(self.exchange.discard, outdated)
 
     def _commit(self, commit: Commit) -> list[Parcel]:
@@ -163,7 +163,7 @@ class Consumer:
             if received is not None:
                 offered = received.inputs.classify(shard.source, shard.attempt, shard.part)
             if received is None or offered is not Offered.NEW:
-                self.exchange.metrics.add(f"shuffle.shards.{offered.name.lower()}")
+                self.exchange.metrics.add("shuffle.shards.{answer}", 1, offered.name.lower())
                 if offered is Offered.STALE:  # its block would fill the producer's pool until the run is over
                     self.exchange.refuse(shard)
                 return []

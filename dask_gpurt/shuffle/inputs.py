@@ -10,8 +10,8 @@ not at all, and an attempt may end in the middle, its task to be run again elsew
 - the barrier seals the run with the attempts that have succeeded. From then on nothing changes, and what
   is missing is told.
 
-What is missing is transferred again: no row is lost without a word. docs/exactly-once.md has
-the whole protocol.
+What is missing is transferred again: no row is lost without a word. docs/design/exactly-once.md
+has the whole protocol.
 """
 
 from __future__ import annotations

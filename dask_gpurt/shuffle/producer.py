@@ -15,9 +15,9 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outbox import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
+from dask_gpurt.frames import Packed, Piece, Routed, Table
 from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from dask_gpurt.table import Packed, Piece, Routed, Table
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Producer:
             return
         shards = [shard for shard in published.shards if not shard.places().keys().isdisjoint(share.outputs)]
         if published.outbox.publish_again([shard.id for shard in shards], share.id, share.owner):
-            self.exchange.metrics.add("shuffle.shards.offered-again", len(shards))
+            self.exchange.metrics.add("shuffle.recovered.shards", len(shards))
             for part, shard in enumerate(shards):
                 self.offer(share.owner, replace(shard, share=share.id, part=part))
             self.offer(share.owner, Commit(share.id, published.source, published.attempt, len(shards)))

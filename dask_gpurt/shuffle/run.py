@@ -4,7 +4,7 @@ Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messa
 them; the methods here are the ones that it calls. ``add_partition`` and
 ``get_output_partition`` run on the threads of tasks, everything else on the event loop.
 
-What goes from worker to worker, and why each row counts once, is in docs/exactly-once.md.
+What goes from worker to worker, and why each row counts once, is in docs/design/exactly-once.md.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from dask.context import thread_state
 from dask.typing import Key
 from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
 from distributed.exceptions import Reschedule
-from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.utils import sync
 
+from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
+from dask_gpurt.dask_hooks.worker import call_soon, is_finalizing
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
 from dask_gpurt.shuffle.consumer import Consumer, NotReceived
@@ -145,7 +146,7 @@ class ShuffleRun:
 
     def raise_if_closed(self) -> None:
         """Raise what ended the run, once it has ended."""
-        if self._exchange.closed and not self._worker._is_finalizing():
+        if self._exchange.closed and not is_finalizing(self._worker):
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
                 "was running: compute it again, or switch off when nothing runs"
@@ -170,7 +171,7 @@ class ShuffleRun:
         # An exchange that is closed, while ours is not, is that of a peer.
         if isinstance(exception, PeerLost | ExchangeClosed):
             self._exception = RunInterrupted(f"{self} begins again: {exception}")
-            self._worker._ongoing_background_tasks.call_soon(self._begin_again, str(exception))
+            call_soon(self._worker, self._begin_again, str(exception))
         else:
             self._exception = exception
         self._exchange.pools.wake()
@@ -216,7 +217,7 @@ class ShuffleRun:
                 retired[owner].add(share)
         for owner, shares in retired.items():
             self._retiring |= shares
-            self._worker._ongoing_background_tasks.call_soon(self._retire, owner, frozenset(shares))
+            call_soon(self._worker, self._retire, owner, frozenset(shares))
 
     async def _retire(self, owner: str, shares: frozenset[int]) -> None:
         """Have an owner let go of shares that are not its own any more, also of what it never heard of."""
@@ -261,13 +262,13 @@ class ShuffleRun:
     def _shard_failed(self, shard: Shard, error: Exception) -> None:
         """A shard that was accepted can not be had. On the event loop; does not wait."""
         if isinstance(error, PeerLost):
-            self._worker._ongoing_background_tasks.call_soon(self._lose, shard, str(error))
+            call_soon(self._worker, self._lose, shard, str(error))
         else:
             self.fail(error)
 
     async def _lose(self, shard: Shard, reason: str) -> None:
         useless, outputs = self._consumer.lose(shard)
-        self._exchange.metrics.add("shuffle.shards.lost")
+        self._exchange.metrics.add("shuffle.lost.shards")
         self._exchange.discard_soon(useless)
         if outputs:  # else the barrier finds what is missing
             await self._recover(f"a shard is lost: {reason}", outputs=outputs)

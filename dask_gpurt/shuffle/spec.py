@@ -11,15 +11,16 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distributed.shuffle._core import ShuffleSpec as DaskShuffleSpec
-from distributed.shuffle._shuffle import DataFrameShuffleSpec, _get_worker_for_range_sharding
-
+from dask_gpurt.dask_hooks.shuffle import (
+    DataFrameShuffleSpec,
+    SchedulerShuffleState,
+    ShuffleWorkerPlugin,
+    worker_for_range_sharding,
+)
+from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 from dask_gpurt.shuffle.owners import Owners
 
 if TYPE_CHECKING:
-    from distributed.shuffle._core import SchedulerShuffleState
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
-
     from dask_gpurt.shuffle.run import ShuffleRun
 
 
@@ -83,7 +84,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
 
         With placement on, the scheduler has other owners; then too neighbours share them.
         """
-        return str(_get_worker_for_range_sharding(self.npartitions, partition, workers))
+        return str(worker_for_range_sharding(self.npartitions, partition, workers))
 
     def create_new_run(self, worker_for: dict[int, str], span_id: str | None) -> SchedulerShuffleState[int]:
         """Begin a run on the scheduler, whose owners can change."""

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and names whose order is the same in every process."""
+"""Virtual time, as a queue of events; and names whose order is the same in every process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-#: Virtual seconds with nothing but periodic work ahead, after which nothing else will come any more.
-QUIET = 120.0
+#: Virtual seconds with nothing but periodic events ahead after which the simulation counts as stuck.
+QUIET_PERIOD_S = 120.0
 
 
 class Stuck(RuntimeError):
-    """Nothing is under way, and yet the workload is not done."""
+    """The workload is not done, and no event is left that could go on with it."""
 
 
 class Name(str):
     """A key or an address that hashes alike in every process.
 
-    Dask breaks ties by the order of sets of tasks and workers, which for ordinary strings is another one in
-    each process.
+    Dask breaks ties by the order of sets of tasks and workers. For ordinary strings that differs from process
+    to process.
     """
 
     __slots__ = ("_hash",)
@@ -44,36 +44,36 @@ class _Event(NamedTuple):
 
 
 class Clock:
-    """Runs what was put off, each at its time; what is for the same time, in the order of asking."""
+    """Run actions, each at its time; those of the same time run in the order in which they were put off."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[_Event] = []
         self._order = itertools.count()
-        self._ahead = 0
-        self._last = 0.0
+        self._pending = 0
+        self._last_event = 0.0
 
     def at(self, when: float, action: Callable[..., object], *arguments: Any) -> None:
-        """Do something at a time, or now if that is past."""
+        """Run an action at a time, or now if that is past."""
         self._push(max(when, self.now), False, action, arguments)
 
     def after(self, delay: float, action: Callable[..., object], *arguments: Any) -> None:
-        """Do something in so many seconds."""
+        """Run an action in ``delay`` seconds."""
         self._push(self.now + delay, False, action, arguments)
 
     def every(
         self, interval: Callable[[], float], action: Callable[[], object], *, first: float = 0.0
     ) -> None:
-        """Do something again and again, until it returns False.
+        """Run an action periodically, until it returns False.
 
         Parameters
         ----------
         interval
-            Tells each time in how many seconds the next time is.
+            Returns, each time, the seconds until the next time.
         action
-            What to do.
+            Called without arguments.
         first
-            Seconds by which it begins later than after the first interval.
+            Seconds that are added to the first interval.
         """
 
         def again() -> None:
@@ -85,16 +85,16 @@ class Clock:
     def _push(
         self, when: float, periodic: bool, action: Callable[..., object], arguments: tuple[Any, ...]
     ) -> None:
-        self._ahead += not periodic
+        self._pending += not periodic
         heapq.heappush(self._events, _Event(when, next(self._order), periodic, action, arguments))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Let time pass until a condition holds.
+        """Run actions until a condition holds.
 
         Raises
         ------
         Stuck
-            When nothing is left that could make it hold.
+            When no event is left that could make it hold.
         """
         while not until():
             if not self._events:
@@ -102,8 +102,8 @@ class Clock:
             event = heapq.heappop(self._events)
             self.now = event.when
             if not event.periodic:
-                self._ahead -= 1
-                self._last = event.when
-            elif not self._ahead and event.when - self._last > QUIET:
-                raise Stuck(f"nothing happens any more since {self._last:.3f} s")
+                self._pending -= 1
+                self._last_event = event.when
+            elif not self._pending and event.when - self._last_event > QUIET_PERIOD_S:
+                raise Stuck(f"nothing happens any more since {self._last_event:.3f} s")
             event.action(*event.arguments)

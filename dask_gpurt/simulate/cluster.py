@@ -1,4 +1,4 @@
-"""The clusters that are simulated: how fast workers are, what they hold, what joins them."""
+"""The clusters that are simulated: speeds and capacities of workers, and the links between them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dask_gpurt.simulate.tiers import Capacity
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
-#: Of an H100 or A100 of 80 GB, what dask-cuda takes before it spills, and a host's memory for each of eight.
-LARGE = Capacity(device=64 * GB, pinned=8 * GB, host=200 * GB)
-#: Of a card of 24 GB.
-SMALL = Capacity(device=19 * GB, pinned=4 * GB, host=60 * GB)
+#: A GPU of 80 GB (H100, A100): its memory up to where dask-cuda spills, and an eighth of its host's memory.
+LARGE_GPU = Capacity(device=64 * GB, pinned=8 * GB, host=200 * GB)
+#: The same of a card of 24 GB.
+SMALL_GPU = Capacity(device=19 * GB, pinned=4 * GB, host=60 * GB)
 #: GPUs of a host.
-PER_HOST = 8
-#: Hosts of a rack, and how much less than all of their NICs its uplink carries.
-PER_RACK, OVERSUBSCRIBED = 8, 2
+GPUS_PER_HOST = 8
+#: Hosts of a rack, and the bandwidth of their NICs together over that of the rack's uplink.
+HOSTS_PER_RACK, OVERSUBSCRIPTION = 8, 2
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Machine:
     capacity
         Bytes by tier.
     threads
-        Tasks at a time.
+        Tasks that run at a time.
     speed
-        How many times as fast as a worker of speed 1 it computes.
+        Relative to a worker of speed 1; tasks take their seconds divided by it.
     """
 
     place: Place
@@ -51,11 +51,11 @@ class Cluster:
     machines
         The workers.
     speeds
-        By class of link; what is shipped where left out.
+        By class of link; the shipped ones where left out.
     racks
-        By host, its rack, if there are racks.
+        The rack of each host, if there are racks.
     uplink
-        Bytes per second, in each direction, between a rack and the others.
+        Bytes per second, in each direction, between a rack and all others.
     """
 
     name: str
@@ -66,28 +66,28 @@ class Cluster:
 
     @property
     def memory(self) -> int:
-        """Bytes in the live tiers of all workers."""
+        """Bytes of the live tiers of all workers."""
         return sum(machine.capacity.live for machine in self.machines)
 
     def topology(self) -> Topology:
-        """A picture of the links, without any worker."""
+        """Return the links, without any worker."""
         return Topology({**SHIPPED, **self.speeds})
 
 
 def address(index: int, machine: Machine) -> Name:
-    """The address of a worker."""
+    """Return the address of the worker with a number."""
     return Name(f"tcp://{machine.place.host}:{1024 + index}")
 
 
 def _hosts(workers: int, *, nvlink: bool, rdma: bool, first: int = 0, machine: Machine) -> list[Machine]:
-    """Workers on as few hosts as will do, all like one machine."""
+    """Return workers that are like one machine, on as few hosts as possible."""
     made = []
     for index in range(workers):
-        host = f"host{first + index // PER_HOST}"
+        host = f"host{first + index // GPUS_PER_HOST}"
         place = Place(
             host=host,
-            device=f"{host}-gpu{index % PER_HOST}",
-            numa=index % PER_HOST // (PER_HOST // 2),
+            device=f"{host}-gpu{index % GPUS_PER_HOST}",
+            numa=index % GPUS_PER_HOST // (GPUS_PER_HOST // 2),
             nvlink=host if nvlink else None,
             rdma=rdma,
         )
@@ -96,37 +96,37 @@ def _hosts(workers: int, *, nvlink: bool, rdma: bool, first: int = 0, machine: M
 
 
 def _dgx(workers: int) -> Cluster:
-    return Cluster("dgx", _hosts(workers, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE)))
+    return Cluster("dgx", _hosts(workers, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU)))
 
 
 def _rdma(workers: int) -> Cluster:
-    return Cluster("rdma", _hosts(workers, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE)))
+    return Cluster("rdma", _hosts(workers, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU)))
 
 
 def _tcp(workers: int) -> Cluster:
-    machines = _hosts(workers, nvlink=True, rdma=False, machine=Machine(Place(""), LARGE))
+    machines = _hosts(workers, nvlink=True, rdma=False, machine=Machine(Place(""), LARGE_GPU))
     hosts = dict.fromkeys(machine.place.host for machine in machines)
-    racks = {host: f"rack{index // PER_RACK}" for index, host in enumerate(hosts)}
-    uplink = SHIPPED[Link.TCP].bandwidth * PER_RACK / OVERSUBSCRIBED
+    racks = {host: f"rack{index // HOSTS_PER_RACK}" for index, host in enumerate(hosts)}
+    uplink = SHIPPED[Link.TCP].bandwidth * HOSTS_PER_RACK / OVERSUBSCRIPTION
     return Cluster("tcp", machines, racks=racks, uplink=uplink)
 
 
 def _mixed(workers: int) -> Cluster:
-    fast = PER_HOST * max(1, workers // PER_HOST // 2) if workers > PER_HOST else workers // 2
-    new = _hosts(fast, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE))
+    fast = GPUS_PER_HOST * max(1, workers // GPUS_PER_HOST // 2) if workers > GPUS_PER_HOST else workers // 2
+    new = _hosts(fast, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU))
     old = _hosts(
         workers - fast,
         nvlink=False,
         rdma=False,
-        first=-(-fast // PER_HOST),
-        machine=Machine(Place(""), SMALL, speed=0.4),
+        first=-(-fast // GPUS_PER_HOST),
+        machine=Machine(Place(""), SMALL_GPU, speed=0.4),
     )
     return Cluster("mixed", [*new, *old])
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of cluster, of any size."""
+    """A kind of cluster, which can have any size."""
 
     build: Callable[[int], Cluster]
     workers: int
@@ -142,14 +142,14 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def build_cluster(shape: str, workers: int | None = None) -> Cluster:
-    """Make a cluster.
+    """Return a cluster.
 
     Parameters
     ----------
     shape
         One of :data:`SHAPES`.
     workers
-        How many; the number that belongs to the shape when not given.
+        How many; the default of the shape when not given.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Transfers in virtual time, which share the ports that they pass."""
+"""Transfers in virtual time, which share the bandwidth of the ports that they pass."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.topology import Link, Topology
 
-#: A port shares itself out anew when so large a part of its transfers has come or gone: exactly up to
-#: 16 transfers, and beyond that without a new account of all of them for each.
-STEP = 1 / 16
-#: Seconds of a transfer that are no more than an error of rounding.
-NOTHING = 1e-9
+#: A port divides its bandwidth anew when this share of its transfers has begun or ended: at each up to 16
+#: transfers; beyond that less often, since all of them are updated.
+RESHARE_FRACTION = 1 / 16
+#: Seconds of a transfer that count as a rounding error.
+ROUNDING_ERROR_S = 1e-9
 
 
 class Port:
-    """One direction of a link at one end: its transfers have equal parts of it."""
+    """One direction of a link at one end. Its transfers have equal shares of its bandwidth."""
 
     __slots__ = ("bandwidth", "shared", "transfers")
 
@@ -32,29 +32,29 @@ class Port:
 
 
 class Transfer:
-    """Bytes on their way from a worker to another."""
+    """Bytes on their way from one worker to another."""
 
     __slots__ = (
-        "bandwidth", "done", "due", "left", "link", "lost", "nbytes", "over", "ports", "rate", "since",
+        "bandwidth", "done", "due", "ended", "link", "lost", "nbytes", "ports", "rate", "remaining", "since",
         "source", "target",
     )  # fmt: skip
 
     def __init__(self, source: str, target: str, link: Link, nbytes: int):
         self.source, self.target, self.link, self.nbytes = source, target, link, nbytes
         self.bandwidth = self.rate = self.since = 0.0
-        self.left, self.due = float(nbytes), float("inf")
+        self.remaining, self.due = float(nbytes), float("inf")
         self.ports: tuple[Port, ...] = ()
         self.done: Callable[[], None] = _nothing
         self.lost: Callable[[], None] = _nothing
-        self.over = False
+        self.ended = False
 
 
 def _nothing() -> None:
-    """What nobody waits for."""
+    """Ignore the end of a transfer."""
 
 
 class Network:
-    """The links between workers, each transfer at the pace of its narrowest port.
+    """Move bytes between workers, each transfer at the rate of its narrowest port.
 
     NVLink, PCIe, shared memory and RDMA have a port in and one out at each worker, since hosts of many
     devices have a NIC for RDMA by each; TCP has one pair at each host; between racks there are uplinks.
@@ -62,15 +62,15 @@ class Network:
     Parameters
     ----------
     clock
-        Tells and makes the time.
+        Virtual time.
     topology
-        Which link joins two workers, and its speed when nobody else is there.
+        Which link joins two workers, and its speed when no other transfer uses it.
     racks
-        By host, the rack that it is in, if there are racks.
+        The rack of each host, if there are racks.
     uplink
         Bytes per second, in each direction, between a rack and all others.
     moved
-        Called with each transfer that has arrived.
+        Called with each transfer that is complete.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Network:
         done: Callable[[], None] = _nothing,
         lost: Callable[[], None] = _nothing,
     ) -> None:
-        """Begin a transfer; ``done`` is called when it has arrived, ``lost`` if an end is gone first."""
+        """Begin a transfer; call ``done`` when it is complete, or ``lost`` if an end leaves before."""
         speed = self._topology.speed(source, target)
         transfer = Transfer(source, target, self._topology.link(source, target), nbytes)
         transfer.done, transfer.lost = done, lost
@@ -109,7 +109,7 @@ class Network:
         self._clock.after(speed.latency, self._start, transfer)
 
     def cut(self, worker: str) -> None:
-        """End all transfers of a worker that is gone."""
+        """End all transfers of a worker that has left."""
         gone = list(self._of_worker.pop(worker, ()))
         for transfer in gone:
             self._end(transfer)
@@ -119,7 +119,7 @@ class Network:
     # ---- ports -----------------------------------------------------------------------
 
     def _passed(self, transfer: Transfer) -> Iterator[Port]:
-        """The ports of a transfer."""
+        """Yield the ports of a transfer."""
         if transfer.link is Link.SAME_DEVICE:
             return
         ends: tuple[str, str] = (transfer.source, transfer.target)
@@ -140,52 +140,52 @@ class Network:
     # ---- a transfer ------------------------------------------------------------------
 
     def _start(self, transfer: Transfer) -> None:
-        if transfer.over:
+        if transfer.ended:
             return
         transfer.since = self._clock.now
         for port in transfer.ports:
             port.transfers[transfer] = None
         self._account(transfer)
-        self._expect(transfer)
+        self._schedule(transfer)
         self._share(transfer.ports)
 
     def _share(self, ports: tuple[Port, ...]) -> None:
-        """Tell the transfers of ports where enough has come or gone what they have now."""
+        """Set the rates of transfers anew at ports where enough of them have begun or ended."""
         for port in ports:
             count = len(port.transfers)
-            if abs(count - port.shared) > port.shared * STEP:
+            if abs(count - port.shared) > port.shared * RESHARE_FRACTION:
                 port.shared = count
                 for transfer in port.transfers:
                     self._account(transfer)
-                    self._expect(transfer)
+                    self._schedule(transfer)
 
     def _account(self, transfer: Transfer) -> None:
-        """Take off what has been moved, and go on at the pace of now."""
+        """Subtract the bytes that have been moved, and go on at the present rate."""
         now = self._clock.now
-        transfer.left -= transfer.rate * (now - transfer.since)
+        transfer.remaining -= transfer.rate * (now - transfer.since)
         transfer.since = now
         transfer.rate = min([transfer.bandwidth, *[port.share for port in transfer.ports]])
 
-    def _expect(self, transfer: Transfer) -> None:
-        due = self._clock.now + max(0.0, transfer.left) / transfer.rate
-        if due < transfer.due:  # when it is later, that is found out at the time that was expected before
+    def _schedule(self, transfer: Transfer) -> None:
+        due = self._clock.now + max(0.0, transfer.remaining) / transfer.rate
+        if due < transfer.due:  # a later time is found out at the time that was due before
             transfer.due = due
-            self._clock.at(due, self._expected, transfer, due)
+            self._clock.at(due, self._on_due, transfer, due)
 
-    def _expected(self, transfer: Transfer, due: float) -> None:
-        if transfer.over or due != transfer.due:
+    def _on_due(self, transfer: Transfer, due: float) -> None:
+        if transfer.ended or due != transfer.due:
             return
         self._account(transfer)
-        if transfer.left > transfer.rate * NOTHING:
+        if transfer.remaining > transfer.rate * ROUNDING_ERROR_S:
             transfer.due = float("inf")
-            self._expect(transfer)
+            self._schedule(transfer)
             return
         self._end(transfer)
         self._moved(transfer)
         transfer.done()
 
     def _end(self, transfer: Transfer) -> None:
-        transfer.over = True
+        transfer.ended = True
         for worker in (transfer.source, transfer.target):
             if worker in self._of_worker:
                 self._of_worker[worker].pop(transfer, None)

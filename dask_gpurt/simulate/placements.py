@@ -1,4 +1,4 @@
-"""The ways to decide that can be compared: Dask's own, and ours on top of it."""
+"""The placements that can be compared: Dask's own, and ours on top of it."""
 
 from __future__ import annotations
 
@@ -9,69 +9,68 @@ from dask.typing import Key
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement import Placement, Room
+from dask_gpurt.placement import FreeMemory, Placement
 from dask_gpurt.simulate.cluster import Cluster
 from dask_gpurt.simulate.simulation import Simulation
-from dask_gpurt.simulate.tiered_worker import TieredWorker
 from dask_gpurt.simulate.work import Workload
-from dask_gpurt.simulate.worker import VirtualWorker
+from dask_gpurt.simulate.worker import TieredWorker, VirtualWorker
 from dask_gpurt.topology import Topology
 
 #: Virtual seconds between two reports of a worker's memory to the scheduler.
-REPORT = 0.2
+REPORT_INTERVAL_S = 0.2
 
 
 class VirtualHeadroom:
-    """What room workers had when they last told, as the ledger knows it.
+    """Keep the free memory of workers as of their last reports, as ledgers do.
 
     Parameters
     ----------
     simulation
-        Whose workers.
+        The simulation with the workers.
     """
 
     def __init__(self, simulation: Simulation):
         self._simulation = simulation
-        self._rooms: dict[str, Room] = {}
+        self._reported: dict[str, FreeMemory] = {}
 
-    def room(self, worker: str) -> Room:
-        """The room on a worker; none on one that is gone."""
-        if worker not in self._rooms:
-            self._rooms[worker] = self._now(worker)
-        return self._rooms[worker]
+    def free_memory(self, worker: str) -> FreeMemory:
+        """Return the free memory of a worker; none on one that has left."""
+        if worker not in self._reported:
+            self._reported[worker] = self._now(worker)
+        return self._reported[worker]
 
-    def told(self, worker: str) -> bool:
-        """Whether a worker has told of its room: all do."""
+    def has_reported(self, worker: str) -> bool:
+        """Tell whether a worker has reported its memory: all have."""
         return True
 
     def tier(self, worker: str, key: Key) -> Tier:
-        """Where the data of a key is on a worker."""
+        """Return the tier of a key on a worker."""
         known = self._simulation.peer(worker)
         found = known.tiers.tier(key) if known else None
         return found or Tier.DEVICE
 
     def report(self) -> list[str]:
-        """Have all workers tell; those with other room than before are returned."""
+        """Have all workers report; return those whose free memory has changed."""
         changed = []
         for worker in self._simulation.workers:
             now = self._now(worker)
-            if self._rooms.get(worker) != now:
-                self._rooms[worker] = now
+            if self._reported.get(worker) != now:
+                self._reported[worker] = now
                 changed.append(worker)
         return changed
 
-    def _now(self, worker: str) -> Room:
+    def _now(self, worker: str) -> FreeMemory:
         known = self._simulation.peer(worker)
         if known is None:
-            return Room(0)
+            return FreeMemory(0)
         below = known.tiers.free_below()
         first = next((tier for tier, free in below.items() if free > 0), None)
         left = sum(max(0.0, free) for free in below.values())
-        return Room(known.tiers.free, left, first, known.tiers.capacity.live)
+        return FreeMemory(known.tiers.free, left, first, known.tiers.capacity.live)
 
 
-class _Watch(SchedulerPlugin):
-    """Tells placement what Dask has no seam for, as our scheduler plugin does in a real cluster."""
+class _Events(SchedulerPlugin):
+    """Pass events on to placement, as our scheduler plugin does in a real cluster."""
 
     def __init__(self, simulation: Simulation, placement: Placement, topology: Topology):
         self._simulation = simulation
@@ -80,27 +79,27 @@ class _Watch(SchedulerPlugin):
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self._topology.add(worker, self._simulation.machine(worker).place)
-        self._placement.changed(worker)
+        self._placement.on_place_changed(worker)
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
         self._topology.remove(worker)
-        self._placement.left(worker)
+        self._placement.on_worker_removed(worker)
 
     def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **kwargs: Any) -> None:
-        self._placement.submitted(tasks)
+        self._placement.on_graph(tasks)
 
     def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         if start != "processing":
             return
         if finish != "memory":
-            self._placement.ended(key)
+            self._placement.on_task_ended(key)
             return
         seconds = [one["stop"] - one["start"] for one in kwargs["startstops"] if one["action"] == "compute"]
-        self._placement.ended(key, kwargs["worker"], sum(seconds))
+        self._placement.on_task_ended(key, kwargs["worker"], sum(seconds))
 
 
 def bind_placement(simulation: Simulation) -> None:
-    """Let our placement decide in a simulation."""
+    """Have our placement decide in a simulation."""
     topology = simulation.cluster.topology()
     for worker in simulation.workers:
         topology.add(worker, simulation.machine(worker).place)
@@ -109,33 +108,33 @@ def bind_placement(simulation: Simulation) -> None:
 
     def report() -> None:
         for worker in headroom.report():
-            placement.told(worker)
+            placement.on_memory_reported(worker)
 
-    simulation.scheduler.add_plugin(_Watch(simulation, placement, topology), name="gpurt-placement")
-    simulation.clock.every(lambda: REPORT, report)
+    simulation.scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
+    simulation.clock.every(lambda: REPORT_INTERVAL_S, report)
     placement.bind()
 
 
-class Way(NamedTuple):
-    """A way to decide, and the workers that it is used with.
+class Mode(NamedTuple):
+    """A placement, and the workers that it is used with.
 
     Parameters
     ----------
     bind
         See :class:`Simulation`; None where Dask decides.
     worker
-        What every worker is.
+        The class of all workers.
     """
 
     bind: Callable[[Simulation], None] | None
     worker: type[VirtualWorker]
 
 
-#: By name. ``stock`` is Dask as it is, ``placement`` ours on Dask's workers, ``gpurt`` the whole runtime.
-PLACEMENTS: Mapping[str, Way] = {
-    "stock": Way(None, VirtualWorker),
-    "placement": Way(bind_placement, VirtualWorker),
-    "gpurt": Way(bind_placement, TieredWorker),
+#: By name. ``stock`` is Dask as shipped, ``placement`` ours on Dask's workers, ``gpurt`` the whole runtime.
+PLACEMENTS: Mapping[str, Mode] = {
+    "stock": Mode(None, VirtualWorker),
+    "placement": Mode(bind_placement, VirtualWorker),
+    "gpurt": Mode(bind_placement, TieredWorker),
 }
 
 
@@ -154,7 +153,7 @@ def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **o
     Returns
     -------
     Simulation
-        With what it has traced; the figures are in its ``result``.
+        With its trace; the figures are in its ``result``.
 
     Raises
     ------

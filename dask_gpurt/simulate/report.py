@@ -1,54 +1,75 @@
-"""What a simulation has shown."""
+"""Figures, traces and pictures of simulations that are over."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from dask.utils import format_bytes
+from numpy.typing import NDArray
+
 from dask_gpurt.simulate.tiers import Tiers
-from dask_gpurt.simulate.work import Work
 from dask_gpurt.topology import Link
 
 if TYPE_CHECKING:
-    from dask_gpurt.simulate.simulation import Simulation
+    from PIL.ImageDraw import ImageDraw
+
+Values = NDArray[Any]
+
+#: The width of the picture, the height of a panel and the edges of panels, in pixels.
+WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 1200, 220, 110, 1180, 40, 50
+#: Columns into which time is divided.
+COLUMNS = 300
+INK, FAINT = "#222222", "#dddddd"
+WORK = "#3b6fd4"
+COLOURS = {
+    Link.SAME_DEVICE: "#9aa0a6",
+    Link.NVLINK: "#22a06b",
+    Link.PCIE: "#8a63d2",
+    Link.SHARED_MEMORY: "#2aa7c9",
+    Link.LOOPBACK: "#b5a642",
+    Link.RDMA: "#e2803a",
+    Link.TCP: "#c9475f",
+}
 
 
 @dataclass
 class Trace:
-    """What happened when.
+    """A record of tasks and transfers.
 
     Attributes
     ----------
     tasks
-        From when to when each task ran.
+        The start and the end of each task, in virtual seconds.
     transfers
-        When transfers had arrived, over which link, and how many bytes.
+        The end of each transfer, its link, and its bytes.
     between_hosts
-        Bytes that went from a host to another.
-    gone
-        The tiers of workers that left.
+        Bytes that went from one host to another.
+    removed_tiers
+        The tiers of workers that have left.
     """
 
     tasks: list[tuple[float, float]] = field(default_factory=list)
     transfers: list[tuple[float, Link, int]] = field(default_factory=list)
     between_hosts: int = 0
-    gone: list[Tiers] = field(default_factory=list)
+    removed_tiers: list[Tiers] = field(default_factory=list)
 
-    def ran(self, start: float, stop: float) -> None:
-        """A task has run."""
+    def add_task(self, start: float, stop: float) -> None:
+        """Record a task that has run."""
         self.tasks.append((start, stop))
 
-    def moved(self, when: float, link: Link, nbytes: int, between_hosts: bool) -> None:
-        """A transfer has arrived."""
+    def add_transfer(self, when: float, link: Link, nbytes: int, between_hosts: bool) -> None:
+        """Record a transfer that is complete."""
         self.transfers.append((when, link, nbytes))
         if between_hosts:
             self.between_hosts += nbytes
 
-    def left(self, tiers: Tiers) -> None:
-        """A worker is gone."""
-        self.gone.append(tiers)
+    def add_removed(self, tiers: Tiers) -> None:
+        """Record the tiers of a worker that has left."""
+        self.removed_tiers.append(tiers)
 
 
 @dataclass(frozen=True)
@@ -58,30 +79,30 @@ class Result:
     Attributes
     ----------
     makespan
-        Virtual seconds from the first submission until all that was wanted was there.
+        Virtual seconds from the first submission until all results were there.
     bytes
-        By class of link, what was moved between workers.
+        Bytes that were moved between workers, by class of link.
     between_hosts
-        Bytes that went from a host to another.
+        Bytes that went from one host to another.
     spilled
         Bytes that went down a tier.
     worst_memory
-        The most that a worker had in its live tier, as a part of what the tier holds.
+        The largest peak of a worker's live tier, as a share of its capacity.
     over_memory
-        How many workers were ever over what their live tier holds.
+        How many workers were ever over the capacity of their live tier.
     too_large
-        Tasks whose inputs, result and workspace together no live tier of the cluster holds: whoever runs one
-        is over.
+        Tasks whose inputs, result and workspace together fit no live tier of the cluster: they drive any
+        worker over.
     runs
-        Tasks that were run to their end; more than ``tasks`` where data was lost.
+        Tasks that have ended; more than ``tasks`` where data were lost.
     steals
         Requests of work stealing.
     decisions, decision_us
-        How many choices of a worker there were, and the mean of microseconds of CPU time for one.
+        The number of choices of a worker, and the mean microseconds of CPU time of one.
     scheduler_us
         Microseconds of CPU time that the scheduler spent on messages and on stealing, for each task.
     fallbacks
-        How often a decision of ours was left to Dask, because it raised.
+        Decisions of ours that were left to Dask because they raised.
     """
 
     workload: str
@@ -103,45 +124,94 @@ class Result:
     scheduler_us: float
     fallbacks: int
 
-    @classmethod
-    def of(cls, simulation: Simulation, makespan: float) -> Result:
-        """Sum up a simulation that is over."""
-        trace, scheduler = simulation.trace, simulation.scheduler
-        moved: Counter[str] = Counter()
-        for _, link, nbytes in trace.transfers:
-            moved[link.value] += nbytes
-        tiers = [*trace.gone, *(worker.tiers for worker in simulation.workers.values())]
-        stealing = scheduler.stealing
-        return cls(
-            workload=simulation.workload.name,
-            cluster=simulation.cluster.name,
-            placement=simulation.name,
-            workers=len(tiers),
-            tasks=len(simulation.works),
-            makespan=makespan,
-            bytes=dict(sorted(moved.items())),
-            between_hosts=trace.between_hosts,
-            spilled=sum(one.spilled for one in tiers),
-            worst_memory=max(one.peak / one.capacity.live for one in tiers),
-            over_memory=sum(one.over for one in tiers),
-            too_large=_too_large(simulation.works, max(one.capacity.live for one in tiers)),
-            runs=sum(simulation.runs.values()),
-            steals=stealing._request_counter if stealing else 0,
-            decisions=scheduler.deciding.count,
-            decision_us=scheduler.deciding.microseconds,
-            scheduler_us=1e6 * scheduler.busy.seconds / max(1, len(simulation.works)),
-            fallbacks=sum(known["count"] for known in simulation.metrics.snapshot()["fallbacks"].values()),
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
-def _too_large(works: Mapping[str, Work], largest: int) -> int:
-    """How many tasks need more at once than the largest live tier holds."""
-    needed = (
-        sum(works[need].nbytes for need in work.needs) + work.nbytes + work.workspace
-        for work in works.values()
-    )
-    return sum(nbytes > largest for nbytes in needed)
+def busy(tasks: Sequence[tuple[float, float]], makespan: float) -> Values:
+    """Return the mean number of running tasks in each of ``COLUMNS`` columns of time."""
+    width = makespan / COLUMNS
+    starts, stops = (np.array([task[end] for task in tasks]) for end in (0, 1))
+    edges = np.arange(COLUMNS + 1) * width
+    # Seconds that tasks have run until each edge, without a loop over tasks and columns.
+    until: Values = _integral(starts, edges) - _integral(stops, edges)
+    means: Values = np.diff(until) / width
+    return means
+
+
+def _integral(begins: Values, edges: Values) -> Values:
+    """Return, for each edge, the sum of the times since those of ``begins`` that are earlier."""
+    ordered = np.sort(begins)
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    count = np.searchsorted(ordered, edges)
+    integral: Values = edges * count - sums[count]
+    return integral
+
+
+def arrivals(transfers: Sequence[tuple[float, Link, int]], makespan: float) -> dict[Link, Values]:
+    """Return the bytes that had arrived by the end of each column of time, by class of link."""
+    found = {}
+    for link in Link:
+        mine = [(when, nbytes) for when, other, nbytes in transfers if other is link]
+        if mine:
+            times, sizes = zip(*mine, strict=True)
+            counted, _ = np.histogram(times, bins=COLUMNS, range=(0, makespan), weights=sizes)
+            found[link] = np.cumsum(counted)
+    return found
+
+
+def plot(runs: Sequence[tuple[Result, Trace]], path: Path) -> None:
+    """Draw simulations of one workload above each other, with time and amounts to the same scale.
+
+    Parameters
+    ----------
+    runs
+        The figures and the trace of each simulation.
+    path
+        A PNG file, which is overwritten.
+
+    Raises
+    ------
+    ImportError
+        Without the package pillow, which comes with bokeh.
+    """
+    from PIL import Image, ImageDraw
+
+    makespan = max(result.makespan for result, _ in runs)
+    work = [busy(trace.tasks, makespan) for _, trace in runs]
+    moved = [arrivals(trace.transfers, makespan) for _, trace in runs]
+    most_work = max(1.0, *(float(values.max()) for values in work))
+    most_bytes = max([1.0, *(float(values[-1]) for links in moved for values in links.values())])
+    height = TOP + 2 * len(runs) * (PANEL + GAP)
+    image = Image.new("RGB", (WIDTH, height), "white")
+    draw = ImageDraw.Draw(image)
+    for row, (result, _) in enumerate(runs):
+        top = TOP + 2 * row * (PANEL + GAP)
+        title = f"{result.workload} on {result.cluster}, {result.placement}: {result.makespan:.2f} s"
+        _frame(draw, top, f"{title}, tasks that run", f"{most_work:.0f}", makespan)
+        _line(draw, top, work[row] / most_work, WORK)
+        top += PANEL + GAP
+        _frame(draw, top, "bytes that have arrived", format_bytes(int(most_bytes)), makespan)
+        for number, (link, values) in enumerate(moved[row].items()):
+            _line(draw, top, values / most_bytes, COLOURS[link])
+            said = f"{link} {format_bytes(int(values[-1]))}"
+            draw.text((LEFT + 10, top + 8 + 14 * number), said, fill=COLOURS[link])
+    image.save(path, format="PNG")
+
+
+def _frame(draw: ImageDraw, top: int, title: str, most: str, makespan: float) -> None:
+    draw.rectangle((LEFT, top, RIGHT, top + PANEL), outline=FAINT)
+    draw.text((LEFT, top - 16), title, fill=INK)
+    draw.text((LEFT - 8, top), most, fill=INK, anchor="ra")
+    draw.text((LEFT - 8, top + PANEL - 12), "0", fill=INK, anchor="ra")
+    for part in range(5):
+        x = LEFT + (RIGHT - LEFT) * part // 4
+        draw.text((x, top + PANEL + 4), f"{makespan * part / 4:.4g} s", fill=INK, anchor="ma")
+
+
+def _line(draw: ImageDraw, top: int, heights: Values, colour: str) -> None:
+    """A line through values between 0 and 1."""
+    across = LEFT + (RIGHT - LEFT) * (np.arange(COLUMNS) + 0.5) / COLUMNS
+    points = [(float(x), top + PANEL * (1 - float(y))) for x, y in zip(across, heights, strict=True)]
+    draw.line(points, fill=colour, width=2)

@@ -1,4 +1,4 @@
-"""Dask's scheduler in virtual time: all of its decisions, and none of its server."""
+"""Dask's scheduler in virtual time: all of its decisions, without its server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import dask
-from dask._task_spec import Task
 from dask.order import order
 from dask.typing import Key
 from distributed.collections import HeapSet
@@ -19,10 +18,13 @@ from distributed.scheduler import Scheduler, SchedulerState, WorkerState, heartb
 from distributed.stealing import WorkStealing
 from sortedcontainers import SortedDict
 
+from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.scheduler import steal_interval_s
 from dask_gpurt.simulate.clock import Clock, Name
 
-#: What the stand-in of a client calls itself.
+#: The name of the only client.
 CLIENT = Name("client")
+#: The methods that choose a worker.
 DECISIONS = (
     "decide_worker_non_rootish",
     "decide_worker_rootish_queuing_disabled",
@@ -30,19 +32,19 @@ DECISIONS = (
 )
 
 Message = dict[str, Any]
-#: How messages get to a worker or a client.
+#: Sends messages to a worker or a client.
 Send = Callable[..., None]
 
 
 class Stopwatch:
-    """CPU time that is spent on something, and how often."""
+    """Measure the CPU time of functions, and count their calls."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.count = 0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """Return a function, measured."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             start = thread_time()
@@ -56,28 +58,28 @@ class Stopwatch:
 
     @property
     def microseconds(self) -> float:
-        """The mean of one time."""
+        """The mean CPU time of a call, in microseconds."""
         return 1e6 * self.seconds / self.count if self.count else 0.0
 
 
 def _stand_in(**attributes: Any) -> Any:
-    """What is looked for on an object of the server, which is not there."""
+    """Return the attributes that are used of an object of the server."""
     return SimpleNamespace(**attributes)
 
 
 class VirtualScheduler(Scheduler):
-    """A ``Scheduler`` of which only the state is made: messages come and go in virtual time.
+    """A ``Scheduler`` without server: only its state is made, and messages arrive in virtual time.
 
-    It is serial: a message is handled when all before it have been.
+    Messages are handled one after the other.
 
     Parameters
     ----------
     clock
-        Tells and makes the time.
+        Virtual time.
     cost
-        Virtual seconds that it takes to handle a message. A constant, so that results are the same anywhere.
+        Virtual seconds to handle a message. A constant, so that results are the same on any machine.
     report
-        Called with what a client would hear.
+        Called with the messages that a client would get.
     """
 
     def __init__(self, clock: Clock, cost: float, report: Send):
@@ -103,7 +105,7 @@ class VirtualScheduler(Scheduler):
         self._handle = self.busy.around(self._handle)  # type: ignore[method-assign]
 
     def _stand_ins(self, report: Send) -> None:
-        """What the methods that are used look for, and the server would have made."""
+        """Make the attributes that the used methods need, and that the server would have made."""
         self._status = Status.running
         self._last_time = self.generation = 0
         self._workers_removed_total = 0
@@ -131,25 +133,25 @@ class VirtualScheduler(Scheduler):
         stealing = WorkStealing(self)
         self.extensions["stealing"] = stealing
         balance = self.busy.around(stealing.balance)
-        self._clock.every(lambda: stealing._callback_time, balance)
+        self._clock.every(lambda: steal_interval_s(stealing), balance)
         return stealing
 
     def time_decisions(self) -> None:
-        """Measure what each choice of a worker takes, also of whoever has overridden it by now."""
+        """Measure each choice of a worker, through overrides that are bound by now."""
         for name in DECISIONS:
             setattr(self, name, self.deciding.around(getattr(self, name)))
 
     # ---- what the server would do ----------------------------------------------------
 
     def log_event(self, topic: Any, msg: Any) -> None:
-        """Nobody reads the log."""
+        """Drop the entry: the log is not read."""
 
     def coerce_address(self, addr: Any, resolve: bool = True) -> str:
-        """Addresses are names already."""
+        """Return an address with a stable hash."""
         return addr if isinstance(addr, Name) else Name(addr)
 
     def receive(self, worker: str, message: Message) -> None:
-        """Take a message from a worker, and handle it when those before are done."""
+        """Take a message from a worker, and handle it after those before it."""
         self._free_at = max(self._clock.now, self._free_at) + self._cost
         self._clock.at(self._free_at, self._handle, worker, message)
 
@@ -162,7 +164,7 @@ class VirtualScheduler(Scheduler):
     # ---- workers ---------------------------------------------------------------------
 
     def join(self, worker: str, threads: int, memory: int, send: Send) -> None:
-        """A worker registers; the lines of ``Scheduler.add_worker`` that are about state."""
+        """Register a worker: the lines of ``Scheduler.add_worker`` that are about state."""
         self.workers[worker] = ws = WorkerState(
             address=worker,
             status=Status.running,
@@ -190,11 +192,11 @@ class VirtualScheduler(Scheduler):
         self.stimulus_queue_slots_maybe_opened(stimulus_id="join")
 
     def leave(self, worker: str) -> None:
-        """A worker is gone for good; this is ``Scheduler.remove_worker`` itself."""
+        """Remove a worker, by ``Scheduler.remove_worker`` itself."""
         asyncio.run(self.remove_worker(worker, stimulus_id="leave", close=False))
 
     def heartbeat(self, worker: str, bandwidth: float, executing: Mapping[str, float], spilled: int) -> None:
-        """The lines of ``Scheduler.heartbeat_worker`` that decisions depend on."""
+        """Take a heartbeat: the lines of ``Scheduler.heartbeat_worker`` that decisions depend on."""
         ws = self.workers.get(worker)
         if ws is None:
             return
@@ -213,7 +215,7 @@ class VirtualScheduler(Scheduler):
     # ---- the client ------------------------------------------------------------------
 
     def submit(self, graph: Mapping[Key, Task], wanted: Iterable[Key]) -> None:
-        """A client submits a graph and wants some of its keys."""
+        """Submit a graph of a client that wants some of its keys."""
         self._create_taskstate_from_graph(
             start=0.0,
             dsk=dict(graph),
@@ -229,5 +231,5 @@ class VirtualScheduler(Scheduler):
         self.stimulus_queue_slots_maybe_opened(stimulus_id="submit")
 
     def release(self, keys: Iterable[Key]) -> None:
-        """A client lets go of keys."""
+        """Release keys that the client wanted."""
         self.client_releases_keys(list(keys), client=CLIENT, stimulus_id="release")

@@ -1,4 +1,4 @@
-"""A workload on a cluster, in virtual time."""
+"""A simulation of a workload on a cluster, in virtual time."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dask._task_spec import Task
 from dask.typing import Key
 
+from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.scheduler import steal_requests
 from dask_gpurt.observe import Metrics
 from dask_gpurt.simulate.clock import Clock, Name, Stuck
 from dask_gpurt.simulate.cluster import Cluster, Machine, address
 from dask_gpurt.simulate.network import Network, Transfer
 from dask_gpurt.simulate.report import Result, Trace
 from dask_gpurt.simulate.scheduler import VirtualScheduler
-from dask_gpurt.simulate.tiers import Tiers
 from dask_gpurt.simulate.work import Submission, Work, Workload
 from dask_gpurt.simulate.worker import Overheads, VirtualWorker
 
-#: Seconds after which the scheduler has noticed that a worker is gone.
-NOTICED = 0.1
+#: Seconds until the scheduler notices that a worker has left.
+DETECTION_DELAY_S = 0.1
 
 
 class WorkloadFailed(RuntimeError):
-    """Dask has given up a task: its inputs are too large for a worker, or it took too many with it."""
+    """Dask has given up a task: its inputs are too large for a worker, or too many workers died with it."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """At a time, a worker is gone with all that it had.
+    """A worker leaves at a time, and takes its data along.
 
     Parameters
     ----------
     when
         Virtual seconds.
     worker
-        Its number in the cluster; those that join later follow.
+        Its number in the cluster; workers that join later follow.
     """
 
     when: float
@@ -49,40 +49,40 @@ class Leave:
 
 @dataclass(frozen=True)
 class Join:
-    """At a time, another worker comes."""
+    """A worker joins at a time, in virtual seconds."""
 
     when: float
     machine: Machine
 
 
 class Simulation:
-    """The real scheduler with as many workers as you like, none of which is a process.
+    """Run the real scheduler with any number of workers, none of which is a process.
 
     Parameters
     ----------
     cluster
         The workers at the beginning.
     workload
-        What they have to do.
+        The graphs that they compute.
     changes
-        Workers that leave or join while they do it.
+        Workers that leave or join meanwhile.
     overheads
-        What Dask itself takes.
+        Seconds that Dask itself takes.
     bind
-        Called with the simulation when all workers are there: it may change how decisions are made.
+        Called with the simulation when all workers have joined; it may replace decisions.
     worker
-        What every worker is: Dask's own, or one with the tiers of the runtime.
+        The class of all workers: Dask's, or one with the tiers of the runtime.
     name
-        What the result calls this way to decide.
+        The name of the placement in the result.
 
     Attributes
     ----------
     result
-        The figures, when it is over.
+        The figures, once :meth:`run` has returned.
     runs
-        How often each task has been run to its end.
+        How often each task has ended.
     metrics
-        What placement counts.
+        Counters of placement.
     """
 
     result: Result
@@ -105,14 +105,14 @@ class Simulation:
         self.overheads = overheads or Overheads()
         self._worker = worker
         self.clock = Clock()
-        #: The links as they are. Whoever decides gets a picture of his own, since he may learn.
+        #: The links as they are. Placement gets a topology of its own, since it may learn.
         self.topology = cluster.topology()
         self.trace = Trace()
         self.network = Network(
-            self.clock, self.topology, racks=cluster.racks, uplink=cluster.uplink, moved=self._moved
+            self.clock, self.topology, racks=cluster.racks, uplink=cluster.uplink, moved=self._on_transfer
         )
         with _quiet():
-            self.scheduler = VirtualScheduler(self.clock, self.overheads.scheduler, self._reported)
+            self.scheduler = VirtualScheduler(self.clock, self.overheads.scheduler, self._on_client_messages)
         self.workers: dict[str, VirtualWorker] = {}
         self.runs: Counter[str] = Counter()
         self._arrived: list[Name] = []
@@ -134,14 +134,14 @@ class Simulation:
                 self.clock.at(change.when, self._leave, change.worker)
 
     def run(self) -> Result:
-        """Let the workload come to its end.
+        """Run the workload to its end.
 
         Raises
         ------
         Stuck
-            When it does not, because no worker is left for instance.
+            When it never ends, because no worker is left for instance.
         WorkloadFailed
-            When Dask gives a task up.
+            When Dask gives up a task.
         """
         self._submit()
         with _quiet():
@@ -151,14 +151,41 @@ class Simulation:
                 raise Stuck(
                     f"{len(self._waiting)} keys of {self.workload.name} never came: {stuck}"
                 ) from None
-        self.result = Result.of(self, self._makespan)
+        self.result = self._sum_up()
         return self.result
 
     def machine(self, worker: str) -> Machine:
-        """What a worker is."""
+        """Return the machine of a worker."""
         return self._machines[worker]
 
-    # ---- what the client does --------------------------------------------------------
+    def _sum_up(self) -> Result:
+        moved: Counter[str] = Counter()
+        for _, link, nbytes in self.trace.transfers:
+            moved[link.value] += nbytes
+        tiers = [*self.trace.removed_tiers, *(worker.tiers for worker in self.workers.values())]
+        stealing = self.scheduler.stealing
+        return Result(
+            workload=self.workload.name,
+            cluster=self.cluster.name,
+            placement=self.name,
+            workers=len(tiers),
+            tasks=len(self.works),
+            makespan=self._makespan,
+            bytes=dict(sorted(moved.items())),
+            between_hosts=self.trace.between_hosts,
+            spilled=sum(one.spilled for one in tiers),
+            worst_memory=max(one.peak / one.capacity.live for one in tiers),
+            over_memory=sum(one.over for one in tiers),
+            too_large=_too_large(self.works, max(one.capacity.live for one in tiers)),
+            runs=sum(self.runs.values()),
+            steals=steal_requests(stealing) if stealing else 0,
+            decisions=self.scheduler.deciding.count,
+            decision_us=self.scheduler.deciding.microseconds,
+            scheduler_us=1e6 * self.scheduler.busy.seconds / max(1, len(self.works)),
+            fallbacks=sum(known["count"] for known in self.metrics.snapshot()["fallbacks"].values()),
+        )
+
+    # ---- the client --------------------------------------------------------
 
     def _submit(self) -> None:
         submission = self._submissions.pop(0)
@@ -167,7 +194,7 @@ class Simulation:
         graph: dict[Key, Task] = {work.key: work.task() for work in submission.works}
         self.scheduler.submit(graph, submission.wanted)
 
-    def _reported(self, *messages: Mapping[str, Any]) -> None:
+    def _on_client_messages(self, *messages: Mapping[str, Any]) -> None:
         for message in messages:
             key = message["key"]
             if message["op"] == "key-in-memory":
@@ -181,7 +208,7 @@ class Simulation:
             self.clock.after(0.0, self._next, self._submission)
 
     def _next(self, submission: Submission) -> None:
-        """Go on after a submission, if all that was wanted of it is there still."""
+        """Go on after a submission, if all of its results are still there."""
         if self._waiting or submission is not self._submission or self._done:
             return
         self._makespan = self.clock.now
@@ -192,34 +219,40 @@ class Simulation:
         if not submission.keep:
             self.scheduler.release(submission.wanted)
 
-    # ---- what workers see of the others ----------------------------------------------
+    # ---- the environment of workers ----------------------------------------------
 
     def peer(self, address: str) -> VirtualWorker | None:
-        """A worker that is there."""
+        """Return a worker; None if it has left."""
         return self.workers.get(address)
 
-    def tell_scheduler(self, worker: str, message: dict[str, Any]) -> None:
+    def send_to_scheduler(self, worker: str, message: dict[str, Any]) -> None:
         """Send a message to the scheduler."""
         self.clock.after(self.overheads.message, self.scheduler.receive, worker, message)
 
-    def ran(self, worker: VirtualWorker, work: Work, start: float) -> None:
-        """A task has been run to its end."""
+    def on_task_finished(self, work: Work, start: float) -> None:
+        """Record a task that has ended."""
         self.runs[work.key] += 1
-        self.trace.ran(start, self.clock.now)
+        self.trace.add_task(start, self.clock.now)
 
-    def _moved(self, transfer: Transfer) -> None:
+    def _on_transfer(self, transfer: Transfer) -> None:
         here, there = self.machine(transfer.source).place, self.machine(transfer.target).place
-        self.trace.moved(self.clock.now, transfer.link, transfer.nbytes, here.host != there.host)
+        self.trace.add_transfer(self.clock.now, transfer.link, transfer.nbytes, here.host != there.host)
 
-    # ---- who is there ----------------------------------------------------------------
+    # ---- workers that join and leave ----------------------------------------------------------------
 
     def _join(self, machine: Machine) -> None:
         name = address(len(self._arrived), machine)
         self._arrived.append(name)
         self._machines[name] = machine
         self.topology.add(name, machine.place)
-        tiers = Tiers(machine.capacity, lambda link: self.topology.tier_speed(link, name))
-        worker = self._worker(name, machine.threads, machine.speed, tiers, self)
+        worker = self._worker(
+            name,
+            machine.threads,
+            machine.speed,
+            machine.capacity,
+            lambda link: self.topology.tier_speed(link, name),
+            self,
+        )
         self.workers[name] = worker
 
         def send(*messages: dict[str, Any]) -> None:
@@ -229,7 +262,7 @@ class Simulation:
         self._beat(worker)
 
     def _beat(self, worker: VirtualWorker) -> None:
-        """Have a worker tell the scheduler of itself, again and again, each at its own time."""
+        """Have a worker send heartbeats, each worker at a phase of its own."""
 
         def beat() -> bool:
             if not worker.gone:
@@ -246,14 +279,23 @@ class Simulation:
             raise ValueError(f"worker {index} can not leave at {self.clock.now} s: it is not there")
         worker = self.workers.pop(self._arrived[index])
         worker.gone = True
-        self.trace.left(worker.tiers)
+        self.trace.add_removed(worker.tiers)
         self.network.cut(worker.address)
-        self.clock.after(NOTICED, self.scheduler.leave, worker.address)
+        self.clock.after(DETECTION_DELAY_S, self.scheduler.leave, worker.address)
+
+
+def _too_large(works: Mapping[str, Work], largest: int) -> int:
+    """Return how many tasks need more at once than the largest live tier holds."""
+    needed = (
+        sum(works[need].nbytes for need in work.needs) + work.nbytes + work.workspace
+        for work in works.values()
+    )
+    return sum(nbytes > largest for nbytes in needed)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Dask's log from telling of workers that left as it was asked for."""
+    """Silence Dask's log, which warns of workers that leave as planned."""
     logger = logging.getLogger("distributed.scheduler")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

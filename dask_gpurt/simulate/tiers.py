@@ -1,4 +1,4 @@
-"""A worker's memory in virtual time: what lies in which tier, and how long it takes to get it up."""
+"""The memory of a worker in virtual time: the tier of each key, and the seconds of moves between tiers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.memory.policy import Candidate, choose
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.topology import Link, Speed
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes that each tier of a worker holds; the disk holds any number.
+    """The capacity of each tier of a worker in bytes; the disk is unlimited.
 
     Parameters
     ----------
@@ -29,12 +30,12 @@ class Capacity:
 
     @property
     def live(self) -> int:
-        """Bytes of the tier that tasks compute in."""
+        """The capacity of the tier that tasks compute in."""
         return self.device or self.host
 
     @property
     def total(self) -> int:
-        """Bytes of all tiers but the disk."""
+        """The capacity of all tiers but the disk."""
         return self.device + self.pinned + self.host
 
     def __getitem__(self, tier: Tier) -> float:
@@ -44,17 +45,18 @@ class Capacity:
 
 
 class Tiers(MutableMapping[Key, Any]):
-    """The data of a worker: the size of each key, which lies in one tier.
+    """The data of a worker: a mapping of keys to their bytes, each in one tier.
 
-    New keys go to the live tier. When that is over its capacity, the least recently used go a tier down, as
-    long as no running task holds them; what neither goes down nor fits is counted as over memory.
+    New keys go to the live tier. When a tier is over its capacity, the least recently used keys go one tier
+    down, as zict's buffers do on Dask's workers. Keys that a running task holds stay; bytes that neither go
+    down nor fit count as over memory.
 
     Parameters
     ----------
     capacity
-        Bytes by tier.
+        The capacity of each tier.
     speed
-        How fast bytes go over a link between tiers.
+        Returns how fast bytes go over a link between tiers.
     """
 
     def __init__(self, capacity: Capacity, speed: Callable[[Link], Speed]):
@@ -94,38 +96,38 @@ class Tiers(MutableMapping[Key, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._tier
 
-    # ---- what tasks and transfers do -------------------------------------------------
+    # ---- tasks and transfers -------------------------------------------------
 
     def tier(self, key: Key) -> Tier | None:
-        """Where a key lies, None if it is not here."""
+        """Return the tier of a key, None if it is not here."""
         return self._tier.get(key)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes in the live tier, with those that are reserved."""
+        """Bytes in the live tier, reserved ones included."""
         return self._used[self.live] + self._reserved
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes that lie below the live tier."""
+        """Bytes below the live tier."""
         return sum(self._used.values()) - self._used[self.live]
 
     @property
     def free(self) -> int:
-        """Bytes of the live tier that nobody uses or has reserved; below 0 when it is over."""
+        """Bytes of the live tier that are neither used nor reserved; below 0 when it is over its capacity."""
         return self.capacity.live - self.live_bytes
 
     def free_below(self) -> dict[Tier, float]:
-        """Bytes that each tier below the live one still takes, from fast to slow."""
+        """Return the free bytes of each tier below the live one, from fast to slow."""
         return {tier: self.capacity[tier] - self._used[tier] for tier in self._order[1:]}
 
     @property
     def over(self) -> bool:
-        """Whether it has ever been driven over the capacity of its live tier."""
+        """True if the live tier was ever over its capacity."""
         return self.peak > self.capacity.live
 
     def hold(self, keys: Collection[Key], reserve: int) -> float:
-        """Get keys into the live tier and keep them there, and reserve room beside them.
+        """Bring keys up into the live tier and keep them there, and reserve bytes beside them.
 
         Returns
         -------
@@ -134,33 +136,33 @@ class Tiers(MutableMapping[Key, Any]):
         """
         self._holders.update(list(keys))  # of a mapping a counter would add the values
         self._reserved += reserve
-        seconds = sum([self._raise(key) for key in keys if key in self._tier])
+        seconds = sum([self._bring_up(key) for key in keys if key in self._tier])
         return seconds + self._make_room()
 
     def fits(self, keys: Collection[Key], reserve: int) -> bool:
-        """Whether :meth:`hold` would leave the live tier within its capacity, whatever else goes down."""
-        room = self.capacity.live - self._reserved - reserve
+        """Tell whether :meth:`hold` would keep the live tier within its capacity, if all else may go down."""
+        available = self.capacity.live - self._reserved - reserve
         coming = sum(self[key] for key in keys if self._tier.get(key) not in (self.live, None))
-        if self._used[self.live] + coming <= room:
+        if self._used[self.live] + coming <= available:
             return True
         staying = {key for key in (*self._holders, *keys) if self._tier.get(key) is self.live}
-        return sum(self[key] for key in staying) + coming <= room
+        return sum(self[key] for key in staying) + coming <= available
 
     def lend(self, keys: Collection[Key]) -> tuple[list[Key], float]:
-        """Read keys from where they lie: those in the live tier are kept there until they are let go.
+        """Read keys from the tiers that they are in; those in the live tier stay there until released.
 
         Returns
         -------
         list, float
-            The keys that are held, and the seconds that it takes to read the others.
+            The keys that are held, and the seconds to read the others.
         """
         held = [key for key in keys if self.tier(key) is self.live]
         self.hold(held, 0)
         below = [key for key in keys if self.tier(key) not in (self.live, None)]
         return held, sum(self._seconds(self._tier[key], self.live, self[key]) for key in below)
 
-    def let_go(self, keys: Collection[Key], reserve: int) -> None:
-        """What :meth:`hold` held is free to go down, and the room is free."""
+    def release(self, keys: Collection[Key], reserve: int) -> None:
+        """Release keys and reserved bytes of :meth:`hold`."""
         self._reserved -= reserve
         for key in keys:
             self._holders[key] -= 1
@@ -174,7 +176,7 @@ class Tiers(MutableMapping[Key, Any]):
         self._keys[tier][key] = nbytes
         self._used[tier] += nbytes
 
-    def _raise(self, key: Key) -> float:
+    def _bring_up(self, key: Key) -> float:
         tier = self._tier[key]
         if tier is self.live:
             self._keys[tier].move_to_end(key)
@@ -191,7 +193,7 @@ class Tiers(MutableMapping[Key, Any]):
         return self._speed(_between(source, target)).seconds(nbytes)
 
     def _make_room(self) -> float:
-        """Move down what is over, tier by tier."""
+        """Spill what is over the capacity of each tier; return the seconds."""
         seconds = 0.0
         for tier, below in zip(self._order, self._order[1:], strict=False):
             excess = self._used[tier] - self.capacity[tier]
@@ -200,13 +202,16 @@ class Tiers(MutableMapping[Key, Any]):
             if excess <= 0:
                 continue
             for key in self._victims(tier, excess):
-                self.spilled += self[key]
-                seconds += self._move(key, below)
+                seconds += self._spill(key, below)
         self.peak = max(self.peak, self.live_bytes)
         return seconds
 
+    def _spill(self, key: Key, target: Tier) -> float:
+        self.spilled += self[key]
+        return self._move(key, target)
+
     def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
-        """The least recently used keys of a tier with so many bytes, of those that nobody holds."""
+        """Return the least recently used keys of a tier that free so many bytes; held keys stay."""
         found: list[Key] = []
         for key, size in self._keys[tier].items():
             if nbytes <= 0:
@@ -217,8 +222,51 @@ class Tiers(MutableMapping[Key, Any]):
         return found
 
 
+class RuntimeTiers(Tiers):
+    """Spill as the runtime does: keys that are needed last leave the live tier first.
+
+    A key goes to the first lower tier with room for it, and stays there until it is read, see
+    :mod:`dask_gpurt.memory.policy`.
+
+    Parameters
+    ----------
+    capacity, speed
+        See :class:`Tiers`.
+    next_use
+        Returns the soonest scheduler priority among the tasks that need a key, None without any.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        speed: Callable[[Link], Speed],
+        next_use: Callable[[Key], tuple[Any, ...] | None],
+    ):
+        super().__init__(capacity, speed)
+        self._next_use = next_use
+
+    def _make_room(self) -> float:
+        seconds = 0.0
+        for key in self._victims(self.live, -self.free):
+            nbytes = self[key]
+            target = next(tier for tier, free in self.free_below().items() if nbytes <= free)
+            seconds += self._spill(key, target)
+        self.peak = max(self.peak, self.live_bytes)
+        return seconds
+
+    def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
+        if nbytes <= 0:
+            return []
+        free = [
+            Candidate(key, size, self._next_use(key), used)
+            for used, (key, size) in enumerate(self._keys[tier].items())
+            if key not in self._holders
+        ]
+        return [candidate.key for candidate in choose(free, int(nbytes))]
+
+
 def _between(one: Tier, other: Tier) -> Link:
-    """The link between two tiers of a worker."""
+    """Return the link between two tiers of a worker."""
     tiers = {one, other}
     if Tier.DISK in tiers:
         return Link.DISK

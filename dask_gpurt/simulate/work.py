@@ -1,12 +1,11 @@
-"""What there is to do: tasks of known length and size, without the code that would do it."""
+"""Tasks of known duration and size, without code."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dask._task_spec import Task, TaskRef
-
+from dask_gpurt.dask_hooks.graph import Task, TaskRef
 from dask_gpurt.simulate.clock import Name
 
 
@@ -17,15 +16,15 @@ class Work:
     Parameters
     ----------
     key
-        Of the form that a stringified tuple has: ``('prefix-token', 0)``.
+        Of the form of a stringified tuple: ``('prefix-token', 0)``.
     needs
         Keys of its inputs.
     seconds
-        For how long it runs on a worker of speed 1.
+        Its duration on a worker of speed 1.
     nbytes
-        Size of its result.
+        Bytes of its result.
     workspace
-        Bytes that it takes beside its inputs and its result while it runs.
+        Bytes that it needs beside its inputs and its result while it runs.
     """
 
     key: Name
@@ -35,28 +34,28 @@ class Work:
     workspace: int = 0
 
     def task(self) -> Task:
-        """What Dask's scheduler takes for it; what has no inputs makes data, as reading does."""
+        """Return the task for Dask's scheduler; one without inputs is a data producer, as reading is."""
         return Task(
             self.key, _do_nothing, *[TaskRef(need) for need in self.needs], _data_producer=not self.needs
         )
 
 
 def _do_nothing(*inputs: object) -> None:
-    """The function of every task: it is never called."""
+    """Stand for the function of every task: it is never called."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A graph that a client submits when the one before is done.
+    """A graph that a client submits when the one before has ended.
 
     Parameters
     ----------
     works
-        Its tasks; they may need those of earlier submissions that were kept.
+        Its tasks; they may need tasks of earlier submissions that are kept.
     wanted
         Keys that the client waits for.
     keep
-        Whether the client goes on wanting them, as after ``persist``.
+        Whether the client keeps the results, as after ``persist``.
     """
 
     works: Sequence[Work]
@@ -66,7 +65,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Workload:
-    """Graphs, one after the other."""
+    """Graphs that a client submits one after the other."""
 
     name: str
     submissions: Sequence[Submission]

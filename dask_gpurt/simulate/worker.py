@@ -1,15 +1,17 @@
-"""Dask's worker in virtual time: its own state machine, and a model of what takes time."""
+"""Dask's worker in virtual time: its own state machine, and the time that tasks and transfers take."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import dask
 from dask.typing import Key
-from dask.utils import parse_bytes
+from dask.utils import key_split, parse_bytes
 from distributed.comm.addressing import get_address_host
 from distributed.worker_state_machine import (
     AcquireReplicasEvent,
@@ -20,6 +22,7 @@ from distributed.worker_state_machine import (
     FreeKeysEvent,
     GatherDep,
     GatherDepBusyEvent,
+    GatherDepDoneEvent,
     GatherDepNetworkFailureEvent,
     GatherDepSuccessEvent,
     RefreshWhoHasEvent,
@@ -34,12 +37,15 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
+from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEstimator, MemoryRequest
+from dask_gpurt.memory.policy import next_use
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.network import Network
-from dask_gpurt.simulate.tiers import Tiers
+from dask_gpurt.simulate.tiers import Capacity, RuntimeTiers, Tiers
 from dask_gpurt.simulate.work import Work
+from dask_gpurt.topology import Link, Speed
 
-#: What the scheduler sends, and what a worker makes of it.
+#: The event that a worker makes of each message of the scheduler.
 EVENTS: Mapping[str, type[StateMachineEvent]] = {
     "acquire-replicas": AcquireReplicasEvent,
     "compute-task": ComputeTaskEvent,
@@ -49,13 +55,14 @@ EVENTS: Mapping[str, type[StateMachineEvent]] = {
     "remove-worker": RemoveWorkerEvent,
     "steal-request": StealRequestEvent,
 }
-#: Seconds after which Dask's worker asks again, where it had been told that a peer is busy, and for keys
-#: that nobody seems to have.
-BUSY_RETRY, FIND_MISSING = 0.15, 1.0
-#: Transfers of fewer bytes tell a worker nothing of its bandwidth.
-TELLING = 1_000_000
-#: The shortest time, in seconds, that a clock tells of a task: of nothing Dask takes it to have seceded.
-RESOLUTION = 1e-6
+#: Seconds after which Dask's worker asks a busy peer again, and asks for keys without a known holder.
+BUSY_RETRY_S, FIND_MISSING_S = 0.15, 1.0
+#: Transfers of fewer bytes do not count as measurements of the bandwidth.
+MIN_MEASURED_BYTES = 1_000_000
+#: The shortest duration of a task that is reported: Dask takes 0 for a task that has seceded.
+CLOCK_RESOLUTION_S = 1e-6
+#: Tells whether there is room, and begins what needs it.
+Request = tuple[Callable[[], bool], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -63,16 +70,16 @@ class Overheads:
     """Seconds that Dask itself takes.
 
     The defaults are of the order that Dask's documentation names: about a millisecond for a task.
-    ``benchmarks/simulator.py`` measures them.
+    ``benchmarks.placement.simulator`` measures them.
 
     Parameters
     ----------
     message
-        Until a message between a worker and the scheduler has arrived.
+        For a message between a worker and the scheduler.
     scheduler
         For the scheduler to handle a message.
     task
-        For a worker to start a task and to send its result on its way.
+        For a worker to start a task and to report its result.
     transfer
         For two workers to agree on a transfer.
     """
@@ -83,8 +90,8 @@ class Overheads:
     transfer: float = 2e-3
 
 
-class Peers(Protocol):
-    """What a worker knows of all others, and they of it."""
+class Environment(Protocol):
+    """The cluster as a worker sees it."""
 
     clock: Clock
     network: Network
@@ -93,13 +100,13 @@ class Peers(Protocol):
 
     def peer(self, address: str) -> VirtualWorker | None: ...
 
-    def tell_scheduler(self, worker: str, message: dict[str, Any]) -> None: ...
+    def send_to_scheduler(self, worker: str, message: dict[str, Any]) -> None: ...
 
-    def ran(self, worker: VirtualWorker, work: Work, start: float) -> None: ...
+    def on_task_finished(self, work: Work, start: float) -> None: ...
 
 
 class _Task(TaskState):
-    """A task whose place in a set does not depend on its address in memory."""
+    """A task with a stable hash, so that the order of sets does not depend on addresses in memory."""
 
     __slots__ = ("_order",)
 
@@ -112,63 +119,81 @@ class _Task(TaskState):
 
 
 class VirtualWorker:
-    """A worker: Dask's state machine decides; what it asks for takes virtual time.
+    """A worker of Dask's: its state machine decides, and what it asks for takes virtual time.
 
     Parameters
     ----------
     address
         The worker's name on the network.
     threads
-        Tasks at a time.
+        Tasks that run at a time.
     speed
-        How many times as fast as :attr:`Work.seconds` says.
+        Tasks take :attr:`Work.seconds` divided by it.
+    capacity
+        Bytes of each of its tiers.
+    link_speed
+        Returns how fast bytes go over a link between two of its tiers.
+    environment
+        The cluster around it.
+
+    Attributes
+    ----------
     tiers
-        Where its data lie.
-    peers
-        All that is around it.
+        Its data.
     """
 
-    def __init__(self, address: str, threads: int, speed: float, tiers: Tiers, peers: Peers):
+    def __init__(
+        self,
+        address: str,
+        threads: int,
+        speed: float,
+        capacity: Capacity,
+        link_speed: Callable[[Link], Speed],
+        environment: Environment,
+    ):
         self.address = address
         self.speed = speed
-        self.tiers = tiers
+        self.tiers = self._make_tiers(capacity, link_speed)
         self.gone = False
         self.bandwidth: float = parse_bytes(dask.config.get("distributed.scheduler.bandwidth"))
         self.state = WorkerState(
             address=address,
             nthreads=threads,
-            data=tiers,
+            data=self.tiers,
             validate=False,
             transfer_incoming_count_limit=dask.config.get("distributed.worker.connections.incoming"),
-            transfer_incoming_bytes_limit=_incoming_limit(tiers.capacity.total),
+            transfer_incoming_bytes_limit=_incoming_limit(capacity.total),
             transfer_message_bytes_limit=parse_bytes(
                 dask.config.get("distributed.worker.transfer.message-bytes-limit")
             ),
         )
-        self._peers = peers
-        self._clock = peers.clock
+        self._environment = environment
+        self._clock = environment.clock
         self._host = get_address_host(address)
         self._order = itertools.count()
         self._outgoing = 0
         self._outgoing_limit: int = dask.config.get("distributed.worker.connections.outgoing")
         self._started: dict[str, float] = {}
-        self._looking = False
+        self._finding_missing = False
         self._moving_until = 0.0
+
+    def _make_tiers(self, capacity: Capacity, link_speed: Callable[[Link], Speed]) -> Tiers:
+        return Tiers(capacity, link_speed)
 
     # ---- messages --------------------------------------------------------------------
 
     def receive(self, *messages: dict[str, Any]) -> None:
-        """Messages from the scheduler have arrived."""
+        """Take messages from the scheduler."""
         for message in messages:
             named = dict(message)
             event = EVENTS[named.pop("op")]
-            self._know(named.get("who_has", ()))
+            self._make_tasks(named.get("who_has", ()))
             if event is ComputeTaskEvent:
-                self._know([named["key"]])
-            self._hear(event(**named))
+                self._make_tasks([named["key"]])
+            self._deliver(event(**named))
 
-    def _know(self, keys: Iterable[str]) -> None:
-        """Make the tasks that the state machine is about to hear of, as it would itself."""
+    def _make_tasks(self, keys: Iterable[str]) -> None:
+        """Make the tasks that a message names, before the state machine would."""
         for key in keys:
             if key not in self.state.tasks:
                 self.state.tasks[key] = task = _Task(key, next(self._order))
@@ -181,34 +206,34 @@ class VirtualWorker:
             elif isinstance(instruction, GatherDep):
                 self._gather(instruction)
             elif isinstance(instruction, SendMessageToScheduler):
-                self._peers.tell_scheduler(self.address, instruction.to_dict())
+                self._environment.send_to_scheduler(self.address, instruction.to_dict())
             elif isinstance(instruction, RetryBusyWorkerLater):
                 retry = RetryBusyWorkerEvent(worker=instruction.worker, stimulus_id="retry")
-                self._clock.after(BUSY_RETRY, self._hear, retry)
-        if self.state.missing_dep_flight and not self._looking:
-            self._looking = True
-            self._clock.after(FIND_MISSING, self._find_missing)
+                self._clock.after(BUSY_RETRY_S, self._deliver, retry)
+        if self.state.missing_dep_flight and not self._finding_missing:
+            self._finding_missing = True
+            self._clock.after(FIND_MISSING_S, self._find_missing)
 
-    def _hear(self, event: StateMachineEvent) -> None:
-        """Something happens that was put off, unless the worker is gone by now."""
+    def _deliver(self, event: StateMachineEvent) -> None:
+        """Handle an event that was put off, unless the worker has left."""
         if not self.gone:
             self._stimulate(event)
 
     def _find_missing(self) -> None:
-        self._looking = False
-        self._hear(FindMissingEvent(stimulus_id="find-missing"))
+        self._finding_missing = False
+        self._deliver(FindMissingEvent(stimulus_id="find-missing"))
 
     # ---- tasks -----------------------------------------------------------------------
 
     @property
     def executing(self) -> dict[str, float]:
-        """For how long each running task has been running."""
+        """Seconds for which each running task has been running."""
         return {key: self._clock.now - start for key, start in self._started.items()}
 
     def _execute(self, key: str) -> None:
-        work = self._peers.works[key]
+        work = self._environment.works[key]
         ready = self._after_moves(self.tiers.hold(work.needs, work.nbytes + work.workspace))
-        start = ready + self._peers.overheads.task
+        start = ready + self._environment.overheads.task
         self._started[key] = start
         run_id = self.state.tasks[key].run_id
         self._clock.at(start + work.seconds / self.speed, self._finish, work, run_id, start)
@@ -217,15 +242,15 @@ class VirtualWorker:
         if self.gone:
             return
         del self._started[work.key]
-        self.tiers.let_go(work.needs, work.nbytes + work.workspace)
-        self._peers.ran(self, work, start)
+        self.tiers.release(work.needs, work.nbytes + work.workspace)
+        self._environment.on_task_finished(work, start)
         self._stimulate(
             ExecuteSuccessEvent(
                 key=work.key,
                 run_id=run_id,
                 value=work.nbytes,
                 start=start,
-                stop=max(self._clock.now, start + RESOLUTION),
+                stop=max(self._clock.now, start + CLOCK_RESOLUTION_S),
                 nbytes=work.nbytes,
                 type=bytes,
                 stimulus_id="finished",
@@ -233,7 +258,7 @@ class VirtualWorker:
         )
 
     def _after_moves(self, seconds: float) -> float:
-        """When moves between tiers are over that take so long; a worker makes them one by one."""
+        """Return the end of moves between tiers that take ``seconds``; a worker makes them one by one."""
         if not seconds:
             return self._clock.now
         self._moving_until = max(self._moving_until, self._clock.now) + seconds
@@ -242,26 +267,26 @@ class VirtualWorker:
     # ---- transfers -------------------------------------------------------------------
 
     def _gather(self, asked: GatherDep) -> None:
-        self._clock.after(self._peers.overheads.transfer, self._ask, asked)
+        self._clock.after(self._environment.overheads.transfer, self._ask, asked)
 
     def _ask(self, asked: GatherDep) -> None:
         if self.gone:
             return
-        source = self._peers.peer(asked.worker)
+        source = self._environment.peer(asked.worker)
         about: dict[str, Any] = {"worker": asked.worker, "total_nbytes": asked.total_nbytes}
         if source is None:
             self._stimulate(GatherDepNetworkFailureEvent(**about, stimulus_id="gone"))
         elif source.busy_for(self._host):
             self._stimulate(GatherDepBusyEvent(**about, stimulus_id="busy"))
         else:
-            source.give(self, asked, about)
+            source.send(self, asked, about)
 
     def busy_for(self, host: str) -> bool:
-        """Whether a peer is told to ask later; those of the same host are so half as soon."""
+        """Tell whether a peer on a host has to ask later; a peer on the same host has twice the limit."""
         return self._outgoing >= self._outgoing_limit * (2 if host == self._host else 1)
 
-    def give(self, target: VirtualWorker, asked: GatherDep, about: Mapping[str, Any]) -> None:
-        """Send what is here of the keys that a peer has asked for."""
+    def send(self, target: VirtualWorker, asked: GatherDep, about: Mapping[str, Any]) -> None:
+        """Send a peer the keys that it has asked for, as far as they are here."""
         found: dict[Key, Any] = {
             key: self.tiers[key] for key in sorted(asked.to_gather, key=str) if key in self.tiers
         }
@@ -269,12 +294,12 @@ class VirtualWorker:
         began = self._clock.now
         self._outgoing += 1
         held, seconds = self._lend(found)
-        ready = max(self._after_moves(seconds), target._after_moves(target._expect(nbytes)))
+        ready = max(self._after_moves(seconds), target._after_moves(target._reserve(nbytes)))
 
         def over() -> None:
             self._outgoing -= 1
-            self._get_back(held)
-            target._expect_no_more(nbytes)
+            self._release(held)
+            target._unreserve(nbytes)
 
         def arrived() -> None:
             over()
@@ -290,33 +315,134 @@ class VirtualWorker:
             if self.gone or target.gone:
                 lost()
             else:
-                self._peers.network.send(self.address, target.address, nbytes, arrived, lost)
+                self._environment.network.send(self.address, target.address, nbytes, arrived, lost)
 
         self._clock.at(ready, begin)
 
-    def _expect(self, nbytes: int) -> float:
-        """Reserve room for what a peer begins to send; tell the seconds until it is there."""
+    def _reserve(self, nbytes: int) -> float:
+        """Reserve bytes for what a peer begins to send; return the seconds until they are free."""
         return self.tiers.hold((), nbytes)
 
-    def _expect_no_more(self, nbytes: int) -> None:
-        """It has come, or will not."""
-        self.tiers.let_go((), nbytes)
+    def _unreserve(self, nbytes: int) -> None:
+        """Release the bytes of a transfer that has ended."""
+        self.tiers.release((), nbytes)
 
     def _lend(self, keys: Collection[Key]) -> tuple[Collection[Key], float]:
-        """Hold keys while they are sent; Dask reads what it sends into the live tier."""
+        """Hold keys while they are sent, in the live tier, as Dask does; return them and the seconds."""
         return keys, self.tiers.hold(keys, 0)
 
-    def _get_back(self, keys: Collection[Key]) -> None:
-        """What was lent has been sent."""
-        self.tiers.let_go(keys, 0)
+    def _release(self, keys: Collection[Key]) -> None:
+        """Release keys that have been sent."""
+        self.tiers.release(keys, 0)
 
     def _learn_bandwidth(self, nbytes: int, seconds: float) -> None:
-        """As Dask's worker does; the next heartbeat tells the scheduler."""
-        if nbytes > TELLING:
+        """Update the bandwidth as Dask's worker does; the next heartbeat reports it."""
+        if nbytes > MIN_MEASURED_BYTES:
             self.bandwidth = 0.95 * self.bandwidth + 0.05 * nbytes / max(0.001, seconds)
 
 
+class TieredWorker(VirtualWorker):
+    """Take memory as the runtime does: by its own admission, its estimates and its eviction policy.
+
+    Data that are sent are read from the tier that they lie in.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._estimator = MemoryEstimator()
+        # Simulated tasks never wait for each other, and take as long as the workload says.
+        self._admission = Admission(patience=math.inf)
+        self._numbers = itertools.count()
+        self._requests: dict[MemoryRequest, Request] = {}
+        #: The fetch that is under way, by peer.
+        self._fetches: dict[str, MemoryRequest] = {}
+        #: The bytes that it will take, by peer.
+        self._promised: dict[str, int] = {}
+
+    def _make_tiers(self, capacity: Capacity, link_speed: Callable[[Link], Speed]) -> Tiers:
+        return RuntimeTiers(capacity, link_speed, self._next_use)
+
+    def _next_use(self, key: Key) -> tuple[Any, ...] | None:
+        return next_use(self.state.tasks.get(key))
+
+    # ---- tasks -----------------------------------------------------------------------
+
+    def _execute(self, key: str) -> None:
+        work = self._environment.works[key]
+        need = min(self._estimator.estimate(key_split(key), self._inputs(work)), self.tiers.capacity.live)
+        begin = partial(super()._execute, key)
+        self._admit(MemoryRequest(TASK, key), (partial(self.tiers.fits, work.needs, need), begin))
+
+    def _finish(self, work: Work, run_id: int, start: float) -> None:
+        if not self.gone:
+            self._estimator.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
+        super()._finish(work, run_id, start)
+        self._leave(MemoryRequest(TASK, work.key))
+
+    def _inputs(self, work: Work) -> int:
+        return sum(self.tiers[key] for key in work.needs if key in self.tiers)
+
+    # ---- transfers -------------------------------------------------------------------
+
+    def _gather(self, asked: GatherDep) -> None:
+        self._fetches[asked.worker] = holder = MemoryRequest(FETCH, next(self._numbers))
+        self._admit(holder, (partial(self.tiers.fits, (), asked.total_nbytes), partial(self._ask_now, asked)))
+
+    def _ask_now(self, asked: GatherDep) -> None:
+        """Reserve the bytes at once: until the peer has read the request, others would take them."""
+        self._promised[asked.worker] = asked.total_nbytes
+        ready = self._after_moves(self.tiers.hold((), asked.total_nbytes))
+        self._clock.at(ready, super()._gather, asked)
+
+    def _reserve(self, nbytes: int) -> float:
+        return 0.0
+
+    def _unreserve(self, nbytes: int) -> None:
+        """Do nothing: the bytes are released when the fetch ends, see :meth:`_stimulate`."""
+
+    def _stimulate(self, event: StateMachineEvent) -> None:
+        ended = None
+        if isinstance(event, GatherDepDoneEvent):
+            ended = self._fetches.pop(event.worker)
+            self.tiers.release((), self._promised.pop(event.worker, 0))
+        super()._stimulate(event)
+        if ended is not None:
+            self._leave(ended)
+
+    def busy_for(self, host: str) -> bool:
+        """Tell whether a peer has to ask later: also while a task waits for memory that is being sent."""
+        return self._admission.short or super().busy_for(host)
+
+    def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
+        held, seconds = self.tiers.lend(keys)
+        holder = MemoryRequest(SEND, next(self._numbers))
+        self._admission.ask(holder, True, self._clock.now)
+        return (holder, held), seconds
+
+    def _release(self, lent: Any) -> None:
+        holder, held = lent
+        super()._release(held)
+        self._leave(holder)
+
+    # ---- admission -------------------------------------------------------------------
+
+    def _admit(self, holder: MemoryRequest, request: Request) -> None:
+        fits, begin = request
+        if self._admission.ask(holder, fits(), self._clock.now):
+            self._requests.pop(holder, None)
+            begin()
+        else:
+            self._requests[holder] = request
+
+    def _leave(self, holder: MemoryRequest) -> None:
+        """Release the memory of a holder, and admit waiting requests until one does not fit."""
+        next_holder = self._admission.leave(holder, self._clock.now)
+        while next_holder in self._requests and not self.gone:
+            self._admit(next_holder, self._requests[next_holder])
+            next_holder = None if next_holder in self._requests else self._admission.first
+
+
 def _incoming_limit(memory: int) -> float:
-    """Bytes that may be on their way to a worker at a time."""
+    """Return the bytes that may be on their way to a worker at a time."""
     part = dask.config.get("distributed.worker.memory.transfer")
     return int(memory * part) if part else float("inf")

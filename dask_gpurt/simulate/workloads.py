@@ -1,4 +1,4 @@
-"""The workloads that are simulated, as graphs of the form that Dask gives them."""
+"""The workloads that are simulated, as graphs of the form that Dask makes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dask_gpurt.simulate.clock import Name
 from dask_gpurt.simulate.cluster import Cluster
 from dask_gpurt.simulate.work import Submission, Work, Workload
 
-#: Bytes per second that a worker of speed 1 reads from storage and decodes, and computes on.
-READ, COMPUTE = 2e9, 20e9
-#: Seconds that a task takes whatever its size, and that a split takes, which copies nothing.
-LEAST, SPLIT = 5e-3, 1e-4
-#: By how much of its length a task may be longer or shorter, by chance.
-VARIES = 0.05
-#: Partitions for each worker, where nobody says, and where shuffles of so many make too many tasks.
-PER_WORKER, MANY = 2, 512
-#: Dask's own limit to how many pieces a task of a shuffle is split into, beyond which it takes two steps.
+#: Bytes per second that a worker of speed 1 reads and decodes from storage, and that it computes on.
+READ_BANDWIDTH, COMPUTE_BANDWIDTH = 2e9, 20e9
+#: Seconds that any task takes, whatever its size, and that a split takes, which copies nothing.
+MIN_TASK_S, SPLIT_S = 5e-3, 1e-4
+#: The largest random deviation of a duration, as a share of it.
+JITTER = 0.05
+#: The default number of partitions for each worker, and in all: shuffles of more have very many tasks.
+PARTITIONS_PER_WORKER, MAX_PARTITIONS = 2, 512
+#: Dask's limit to the pieces into which a task of a shuffle is split; beyond it a shuffle takes more steps.
 MAX_BRANCH = 32
 
 
 class Graph:
-    """A graph that is being built."""
+    """Build a graph, task by task."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -41,35 +41,35 @@ class Graph:
         seconds: float | None = None,
         workspace: float = 0,
     ) -> Name:
-        """Add a task; where nobody says how long it takes, that follows from its inputs."""
+        """Add a task. Unless given, its duration follows from the bytes of its inputs."""
         if seconds is None:
             taken = sum(self.sizes[need] for need in needs)
-            seconds = LEAST + (taken / COMPUTE if needs else nbytes / READ)
+            seconds = MIN_TASK_S + (taken / COMPUTE_BANDWIDTH if needs else nbytes / READ_BANDWIDTH)
         key = Name(f"('{name}', {index})")
         self.works.append(Work(key, tuple(needs), seconds, int(nbytes), int(workspace)))
         self.sizes[key] = int(nbytes)
         return key
 
     def submission(self, wanted: Sequence[Name], *, keep: bool = False) -> Submission:
-        """What has been added since the last time, as a graph of its own."""
+        """Return the tasks that were added since the last call, as a graph of their own."""
         works, self.works = self.works, []
         return Submission(works, frozenset(wanted), keep)
 
     def read(self, name: str, sizes: Sequence[float]) -> list[Name]:
-        """Read partitions."""
+        """Add tasks that read partitions."""
         return [self.add(f"read-{name}", i, nbytes=size) for i, size in enumerate(sizes)]
 
     def shuffle(self, name: str, inputs: Sequence[Name], weights: Sequence[float]) -> list[Name]:
-        """Dask's task-based shuffle: in as many steps as keep a task from being split too often.
+        """Add Dask's task-based shuffle, in as many steps as its limit to splits takes.
 
         Parameters
         ----------
         name
-            What tells it from other shuffles.
+            Unique among the shuffles of the graph.
         inputs
             Partitions to shuffle.
         weights
-            The part of all rows that each output gets, which sum to 1; as many as inputs.
+            The share of all rows that each output gets; as many as inputs.
         """
         count = len(inputs)
         steps = max(1, math.ceil(math.log(count) / math.log(MAX_BRANCH))) if count > 1 else 1
@@ -89,7 +89,7 @@ class Graph:
         base: int,
         step: int,
     ) -> dict[int, Name]:
-        """Move each piece to the place that has the digit of its output where the step looks."""
+        """Move each piece to the position that has its output's digit of this step."""
         low, high = base**step, base ** (step + 1)
         # A place holds rows of the sources that share its digits from here on up, for the outputs that share
         # those that are settled.
@@ -114,7 +114,7 @@ class Graph:
                         f"{place}, {digit}",
                         [group],
                         nbytes=size,
-                        seconds=SPLIT,
+                        seconds=SPLIT_S,
                     )
                 )
         return {
@@ -127,16 +127,16 @@ class Graph:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a workload is.
+    """The size of a workload.
 
     Parameters
     ----------
     partitions
         Of the largest collection.
     memory
-        Bytes in the live tiers of all workers: what is read is a part of it.
+        Bytes of the live tiers of all workers; what is read is a share of it.
     workers
-        How many there are at the beginning.
+        Their number at the beginning.
     """
 
     partitions: int
@@ -144,7 +144,7 @@ class Scale:
     workers: int
 
     def each(self, part: float) -> list[float]:
-        """The sizes of equal partitions that make up a part of the memory."""
+        """Return the sizes of equal partitions that make up a share of the memory."""
         return [part * self.memory / self.partitions] * self.partitions
 
 
@@ -153,7 +153,7 @@ def _even(count: int) -> list[float]:
 
 
 def _skewed(count: int) -> list[float]:
-    """A fifth of all rows are in a hundredth of the outputs, or in one."""
+    """Return weights by which a hundredth of the outputs, or one, get a fifth of all rows."""
     hot = max(1, count // 100)
     return [0.2 / hot] * hot + [0.8 / (count - hot)] * (count - hot) if count > hot else [1 / count] * count
 
@@ -171,17 +171,17 @@ def _join(name: str, scale: Scale, weights: Sequence[float]) -> Workload:
 
 
 def shuffle_join(scale: Scale, rng: random.Random) -> Workload:
-    """Two tables, shuffled and merged, and the rows counted."""
+    """Shuffle and merge two tables, and count the rows."""
     return _join("shuffle-join", scale, _even(scale.partitions))
 
 
 def skewed_join(scale: Scale, rng: random.Random) -> Workload:
-    """The same, with a fifth of all rows in a hundredth of the partitions."""
+    """Join as :func:`shuffle_join` does, with a fifth of all rows in a hundredth of the partitions."""
     return _join("skewed-join", scale, _skewed(scale.partitions))
 
 
 def _reduce(graph: Graph, name: str, keys: Sequence[Name], size: float, branch: int) -> Name:
-    """Reduce keys to one, so many at a time."""
+    """Reduce keys to one, ``branch`` at a time."""
     level = 0
     while len(keys) > 1 or not level:
         keys = [
@@ -193,7 +193,7 @@ def _reduce(graph: Graph, name: str, keys: Sequence[Name], size: float, branch: 
 
 
 def tree_reduction(scale: Scale, rng: random.Random) -> Workload:
-    """Partial results of some size, reduced eight by eight."""
+    """Reduce partial results eight at a time."""
     graph = Graph()
     read = graph.read("data", scale.each(0.4))
     partial = 0.02 * scale.memory / scale.partitions
@@ -202,7 +202,7 @@ def tree_reduction(scale: Scale, rng: random.Random) -> Workload:
 
 
 def persisted_reuse(scale: Scale, rng: random.Random) -> Workload:
-    """A persisted collection, to which four queries in turn join another small one and reduce the result."""
+    """Join four small collections to a persisted one, in turn, and reduce each result."""
     graph = Graph()
     kept = graph.read("kept", scale.each(0.5))
     submissions = [graph.submission(kept, keep=True)]
@@ -237,7 +237,7 @@ def pipeline(scale: Scale, rng: random.Random) -> Workload:
 
 
 def random_dag(scale: Scale, rng: random.Random) -> Workload:
-    """Ten layers of tasks of random length and size, with one to four inputs from the two layers before."""
+    """Run ten layers of random tasks, with one to four inputs from the two layers before."""
     graph = Graph()
     size = 0.04 * scale.memory / scale.partitions
     layers: list[list[Name]] = []
@@ -271,19 +271,18 @@ WORKLOADS: Mapping[str, Callable[[Scale, random.Random], Workload]] = {
 
 
 def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None, seed: int = 0) -> Workload:
-    """Make a workload that fits a cluster.
+    """Return a workload that fits a cluster.
 
     Parameters
     ----------
     name
         One of :data:`WORKLOADS`.
     cluster
-        Its memory says how large the data is.
+        The size of the data follows from its memory.
     partitions
-        Of the largest collection. When not given two for each worker, less where a shuffle would have more
-        than a few hundred.
+        Of the largest collection; by default two for each worker, and fewer where that makes too many.
     seed
-        Of what is left to chance: in all workloads a twentieth of how long a task takes.
+        Of random numbers: in all workloads durations vary by a twentieth.
 
     Raises
     ------
@@ -293,7 +292,11 @@ def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None
     if name not in WORKLOADS:
         raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
     workers = len(cluster.machines)
-    count = max(2, min(PER_WORKER * workers, max(MANY, workers))) if partitions is None else partitions
+    count = (
+        max(2, min(PARTITIONS_PER_WORKER * workers, max(MAX_PARTITIONS, workers)))
+        if partitions is None
+        else partitions
+    )
     if count < 2:
         raise ValueError(f"a workload has at least two partitions, not {count}")
     rng = random.Random(seed)
@@ -301,10 +304,10 @@ def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None
 
 
 def _varied(workload: Workload, rng: random.Random) -> Workload:
-    """The same with tasks that take a little more or less: which of two comes first is left to chance."""
+    """Vary durations a little, so that the order of equal tasks is left to chance."""
 
     def varied(work: Work) -> Work:
-        return replace(work, seconds=work.seconds * rng.uniform(1 - VARIES, 1 + VARIES))
+        return replace(work, seconds=work.seconds * rng.uniform(1 - JITTER, 1 + JITTER))
 
     submissions = [replace(one, works=[varied(work) for work in one.works]) for one in workload.submissions]
     return Workload(workload.name, submissions)

@@ -1,6 +1,6 @@
-"""Which devices there are, what joins them, and how fast it is."""
+"""Know the devices of a cluster, the links between them, and the speeds of these."""
 
 from dask_gpurt.topology.links import SHIPPED, Link, Speed
-from dask_gpurt.topology.places import HostLinks, Place, Topology
+from dask_gpurt.topology.model import HostLinks, Place, Topology
 
 __all__ = ["SHIPPED", "HostLinks", "Link", "Place", "Speed", "Topology"]

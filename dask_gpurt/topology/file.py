@@ -1,6 +1,6 @@
-"""A topology in a file, JSON or YAML: written by one process, read and judged by another.
+"""Read and write a topology as a file, in JSON or YAML.
 
-What is wrong is refused with the line where it stands.
+A file that makes no sense is refused with the line and the reason.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_gpurt.config import ConfigError
-from dask_gpurt.topology.hosts import SELF, Gpu, Host, Join, Lanes, Nic, Pair
 from dask_gpurt.topology.links import Link, Speed
+from dask_gpurt.topology.model import SELF, Devices, Gpu, GpuLink, Host, Lanes, Nic
 
 #: The format that is written, and the only one that is read.
 VERSION = 1
@@ -24,12 +24,12 @@ _BETWEEN_GPUS = (Link.NVLINK, Link.PCIE, Link.SHARED_MEMORY)
 
 
 class TopologyError(ConfigError):
-    """A topology file that makes no sense; the message has the file, the line and the reason."""
+    """Refuse a topology file; the message has the file, the line and the reason."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a file says.
+    """Hold the contents of a file.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Description:
 
 
 def as_values(description: Description) -> dict[str, Any]:
-    """The description as JSON and YAML hold it; :func:`parse` reads it back."""
+    """Return a description as values that JSON and YAML hold; :func:`parse` reads them back."""
     return {
         "version": VERSION,
         "speeds": {str(link): vars(speed) for link, speed in description.speeds.items()},
@@ -63,7 +63,7 @@ def as_values(description: Description) -> dict[str, Any]:
 
 
 def host_values(host: Host) -> dict[str, Any]:
-    """One host of :func:`as_values`, without its name."""
+    """Return the values of one host, without its name."""
     return {
         "numa-nodes": host.numa_nodes,
         "gpus": [_without_none(gpu) for gpu in host.gpus],
@@ -126,7 +126,7 @@ def parse_host(name: str, values: Mapping[str, Any]) -> Host:
 
 
 class _Reader:
-    """Makes values of yaml nodes, which know their lines."""
+    """Make values of yaml nodes, which know their lines."""
 
     def __init__(self, file: str):
         self._file = file
@@ -176,7 +176,7 @@ class _Reader:
         readers = {"speed": self._bandwidth, "rdma": self._flag, "numa": self._whole}
         return Nic(**self._values(parts, readers))
 
-    def _joins(self, node: Any, gpus: tuple[Gpu, ...]) -> dict[Pair, Join]:
+    def _joins(self, node: Any, gpus: tuple[Gpu, ...]) -> dict[Devices, GpuLink]:
         rows = [self._list(row) for row in self._list(node)]
         for row, cells in zip(self._list(node), rows, strict=True):
             if len(cells) != len(gpus):
@@ -201,10 +201,10 @@ class _Reader:
             joins[frozenset((one.id, other.id))] = there
         return joins
 
-    def _join(self, node: Any) -> Join:
+    def _join(self, node: Any) -> GpuLink:
         text = self._text(node)
         try:
-            return Join.parse(text)
+            return GpuLink.parse(text)
         except ValueError:
             examples = "'nvlink x18', 'pcie PIX', 'shared-memory' or 'same-device'"
             raise self._wrong(node, f"{text!r} is no link: expected such as {examples}") from None
@@ -295,7 +295,7 @@ class _Reader:
         return parts
 
     def _values(self, parts: dict[str, Any], readers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-        """What the parts of a section say; what has no reader is text."""
+        """Return the values of the parts of a section; parts without a reader are text."""
         return {
             key: readers[key](part) if key in readers else self._text(part) for key, part in parts.items()
         }

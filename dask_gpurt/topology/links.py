@@ -1,4 +1,4 @@
-"""The classes of link between two workers, and between two tiers of one, with their speeds."""
+"""Define the classes of link between two workers, and between two tiers of one, with their speeds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Link(StrEnum):
-    """What bytes cross from one place to another; within each group from fast to slow."""
+    """Name the classes of link; within each group from fast to slow."""
 
     SAME_DEVICE = "same-device"
     NVLINK = "nvlink"
@@ -32,7 +32,7 @@ TIERS = (Link.PINNED, Link.PAGEABLE, Link.DISK)
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a link is in one direction.
+    """Describe how fast a link is in one direction.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Speed:
     Raises
     ------
     ValueError
-        When one of the two is out of its range or no number.
+        When one of the two is out of its range, or not a number.
     """
 
     bandwidth: float
@@ -57,12 +57,12 @@ class Speed:
             raise ValueError(f"a latency is a number of seconds of at least 0, not {self.latency}")
 
     def seconds(self, nbytes: int) -> float:
-        """The time that so many bytes take in one transfer."""
+        """Return the seconds that a transfer of so many bytes takes."""
         return self.latency + nbytes / self.bandwidth
 
 
-#: What is taken for a link until somebody has measured it. "Measured" was on a host with four H200 and
-#: NVSwitch; "nominal" is what the maker says, less what protocols usually take of it.
+#: The speeds of links until they are measured. "Measured" was on a host with four H200 and NVSwitch;
+#: "nominal" is the maker's figure, less the usual share of protocols.
 SHIPPED: Mapping[Link, Speed] = {
     # Measured: 4.13 TB/s read and written, so half of it copied. Latency: a launch and its event.
     Link.SAME_DEVICE: Speed(2.06e12, 10e-6),

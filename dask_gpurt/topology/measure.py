@@ -1,20 +1,22 @@
-"""How fast the links of this host are, tried out in a few seconds.
+"""Measure the speeds of the links of this host, in a few seconds.
 
-Each trial copies a block again and again for a moment and takes the best time, since whatever else the host
-does only makes it longer.
+Each trial copies a block again and again and takes the best time, since other load only makes it longer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import mmap
 import os
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from itertools import permutations
 from typing import Any
 
 import dask
@@ -22,14 +24,17 @@ import numpy as np
 from distributed.comm.core import connect, listen
 from distributed.protocol.serialize import to_serialize
 
-from dask_gpurt.topology.hosts import Host
 from dask_gpurt.topology.links import SHIPPED, Link, Speed
-from dask_gpurt.topology.measure_gpu import measure_gpus
+from dask_gpurt.topology.model import Host
 
-#: Bytes of a block, too many for a processor's caches, and seconds of one trial.
-BLOCK, MOMENT = 2**26, 0.3
-#: What TCP leaves of the nominal speed of a NIC.
+#: Bytes of a block, more than the caches of a processor hold, and seconds of one trial.
+BLOCK_BYTES, TRIAL_S = 2**26, 0.3
+#: The share of a NIC's nominal speed that TCP reaches.
 NIC_SHARE = 0.9
+#: Bytes of a copy whose time is due to the bandwidth, and of one whose time is due to the latency.
+LARGE_COPY_BYTES, SMALL_COPY_BYTES = 2**28, 8
+
+Best = Callable[[Callable[[], object]], float]
 
 
 def measure(host: Host) -> dict[Link, Speed]:
@@ -38,13 +43,13 @@ def measure(host: Host) -> dict[Link, Speed]:
     Parameters
     ----------
     host
-        What it has.
+        Its devices and links.
 
     Returns
     -------
     dict
-        By class of link; what can not be tried out here is not in it. TCP is that of this host to itself, by
-        Dask's comms, but no faster than the fastest NIC.
+        By class of link; classes that can not be tried out here are left out. TCP is measured from this host
+        to itself, by Dask's comms, and limited by the fastest NIC.
     """
     loopback = asyncio.run(_tcp())
     return {
@@ -57,9 +62,9 @@ def measure(host: Host) -> dict[Link, Speed]:
 
 
 def best(action: Callable[[], object]) -> float:
-    """The seconds of the fastest of several calls."""
-    end = time.perf_counter() + MOMENT
-    action()  # touches every page, sets every connection up
+    """Return the seconds of the fastest of several calls."""
+    end = time.perf_counter() + TRIAL_S
+    action()  # the first call touches every page and sets every connection up
     times: list[float] = []
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
@@ -71,8 +76,8 @@ def best(action: Callable[[], object]) -> float:
 def _shared_memory() -> float:
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(BLOCK)
-        with closing(mmap.mmap(file.fileno(), BLOCK)) as shared:
+        file.truncate(BLOCK_BYTES)
+        with closing(mmap.mmap(file.fileno(), BLOCK_BYTES)) as shared:
             source = np.frombuffer(shared, np.uint8).copy()
             shared[:] = source.tobytes()  # otherwise there are no pages to read
 
@@ -80,7 +85,7 @@ def _shared_memory() -> float:
                 view = np.frombuffer(shared, np.uint8)
                 np.copyto(source, view)
 
-            return BLOCK / best(read)
+            return BLOCK_BYTES / best(read)
 
 
 # ---- TCP -----------------------------------------------------------------------------
@@ -91,16 +96,16 @@ async def _tcp() -> Speed:
         comm = await connect(address)
         try:
             latency = await _exchange(comm, np.zeros(1, np.uint8))
-            seconds = await _exchange(comm, np.zeros(BLOCK, np.uint8))
+            seconds = await _exchange(comm, np.zeros(BLOCK_BYTES, np.uint8))
         finally:
             await comm.close()
-    return Speed(BLOCK / max(seconds - latency, seconds / 2), latency)
+    return Speed(BLOCK_BYTES / max(seconds - latency, seconds / 2), latency)
 
 
 async def _exchange(comm: Any, block: np.ndarray) -> float:
-    """The seconds that a message takes until it is answered, at best."""
+    """Return the seconds that a message takes until it is answered, at best."""
     times: list[float] = []
-    end = time.perf_counter() + MOMENT
+    end = time.perf_counter() + TRIAL_S
     while len(times) < 2 or time.perf_counter() < end:
         start = time.perf_counter()
         await comm.write({"block": to_serialize(block)})
@@ -111,7 +116,7 @@ async def _exchange(comm: Any, block: np.ndarray) -> float:
 
 @contextmanager
 def _answering() -> Iterator[str]:
-    """The address of somebody, on a thread with an event loop, who answers all messages."""
+    """Answer messages on a thread with an event loop of its own; yields the address."""
     address: Future[str] = Future()
     loop = asyncio.new_event_loop()
     done = asyncio.Event()
@@ -150,8 +155,8 @@ def _behind_nic(speed: Speed, host: Host) -> Speed:
 
 
 def _disk() -> Speed:
-    """Of where workers have their local directories; the slower of writing and reading."""
-    block = np.random.default_rng(0).bytes(BLOCK)  # no file system makes less of it
+    """Measure the disk of the workers' local directories; the slower of writing and reading."""
+    block = np.random.default_rng(0).bytes(BLOCK_BYTES)  # random, so that no file system compresses it
     with tempfile.TemporaryFile(dir=dask.config.get("temporary-directory", None), buffering=0) as file:
 
         def write() -> None:
@@ -162,11 +167,92 @@ def _disk() -> Speed:
         def read() -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
-            file.read(BLOCK)
+            file.read(BLOCK_BYTES)
 
         def read_little() -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(BLOCK // 2)
+            file.seek(BLOCK_BYTES // 2)
             file.read(mmap.PAGESIZE)
 
-        return Speed(BLOCK / max(best(write), best(read)), best(read_little))
+        return Speed(BLOCK_BYTES / max(best(write), best(read)), best(read_little))
+
+
+# ---- GPUs ----------------------------------------------------------------------------
+
+
+def measure_gpus(host: Host, best: Best) -> dict[Link, Speed]:
+    """Copy in, to, from and between the GPUs that CUDA shows to this process.
+
+    Parameters
+    ----------
+    host
+        The links between them; of a class of link the slowest pair counts.
+    best
+        Returns the seconds that an action takes, such as :func:`best`.
+
+    Returns
+    -------
+    dict
+        By class of link; empty without a GPU or without cupy.
+    """
+    try:
+        runtime = importlib.import_module("cupy").cuda.runtime
+        count = runtime.getDeviceCount()
+    except (ImportError, RuntimeError):
+        return {}
+    speeds: dict[Link, Speed] = {}
+    for link, speed in _trials(runtime, count, host, best):
+        known = speeds.get(link)
+        if known is None or speed.bandwidth < known.bandwidth:
+            speeds[link] = speed
+    return speeds
+
+
+def _trials(runtime: Any, count: int, host: Host, best: Best) -> Iterator[tuple[Link, Speed]]:
+    if not count:
+        return
+    with _block(runtime, 0) as one, _block(runtime, 0) as other, _pinned(runtime) as pinned:
+        pageable = np.ones(LARGE_COPY_BYTES, np.uint8).ctypes
+        yield Link.SAME_DEVICE, _copy(runtime, one, other, best)
+        yield Link.PINNED, _copy(runtime, pinned, one, best)
+        yield Link.PAGEABLE, _copy(runtime, one, pageable.data, best)
+    for here, there in permutations(range(count), 2):
+        gpus = host.find(_uuid(runtime, here)), host.find(_uuid(runtime, there))
+        join = host.joins.get(frozenset(gpu.id for gpu in gpus if gpu))
+        if join is not None and runtime.deviceCanAccessPeer(here, there):
+            with _block(runtime, here) as one, _block(runtime, there) as other:
+                yield join.link, _copy(runtime, one, other, best)
+
+
+def _uuid(runtime: Any, device: int) -> str:
+    """Return the UUID of a device, as NVML writes it."""
+    return f"GPU-{uuid.UUID(bytes=bytes(runtime.getDeviceProperties(device)['uuid']))}"
+
+
+@contextmanager
+def _block(runtime: Any, device: int) -> Iterator[int]:
+    runtime.setDevice(device)
+    pointer = runtime.malloc(LARGE_COPY_BYTES)
+    try:
+        yield pointer
+    finally:
+        runtime.setDevice(device)
+        runtime.free(pointer)
+
+
+@contextmanager
+def _pinned(runtime: Any) -> Iterator[int]:
+    pointer = runtime.hostAlloc(LARGE_COPY_BYTES, 0)
+    try:
+        yield pointer
+    finally:
+        runtime.freeHost(pointer)
+
+
+def _copy(runtime: Any, source: int, target: int, best: Best) -> Speed:
+    def copy(nbytes: int) -> None:
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, 0)
+        runtime.streamSynchronize(0)
+
+    latency, seconds = best(lambda: copy(SMALL_COPY_BYTES)), best(lambda: copy(LARGE_COPY_BYTES))
+    return Speed(LARGE_COPY_BYTES / max(seconds - latency, seconds / 2), latency)

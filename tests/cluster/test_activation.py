@@ -14,8 +14,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
+from dask_gpurt.api import teach_method
 from dask_gpurt.config import ConfigError
-from dask_gpurt.plugins.client import teach_method
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, started
 from tests.helpers.in_process import state
 
@@ -153,7 +153,7 @@ def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.Mo
         report = dask_gpurt.report(plain)
     finally:
         dask_gpurt.disable(plain)
-    assert "DataFrame" in report["fallbacks"]["shuffles stay with Dask"]["reason"]
+    assert "DataFrame" in report["fallbacks"]["shuffle.unsupported-frames"]["reason"]
     assert "shuffle.runs" not in report["counters"]
 
 

@@ -16,7 +16,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.config import ConfigError
-from tests.helpers.clusters import QUICK, counters
+from tests.helpers.clusters import QUICK, counters, instrument
 from tests.helpers.commands import DASK, HOOKS, run, started
 
 FRAME = pd.DataFrame({"key": range(60), "value": 0.5, "name": [f"row {i}" for i in range(60)]})
@@ -27,6 +27,7 @@ def off() -> Iterator[Client]:
     """A cluster that can have the runtime, and has not."""
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with dask.config.set(QUICK), LocalCluster(**options) as local, Client(local) as client:
+        instrument(client)
         yield client
 
 

@@ -1,143 +1,43 @@
-"""What is replaced in Dask comes back as it was; a Dask or a system that differs keeps the runtime off."""
+"""A Dask or a system that differs keeps the runtime off, or a part of it; it goes on beside other plugins."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import re
 import subprocess
 import sys
-from functools import cached_property
+from collections import Counter
+from functools import wraps
 from typing import Any
 
+import dask.dataframe as dd
+import pandas as pd
 import pytest
+from click.testing import CliRunner
 from dask.dataframe.dask_expr import _merge
-from distributed import Scheduler
+from distributed import Client, LocalCluster, Scheduler
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt import preload
+from dask_gpurt.cli import main
 from dask_gpurt.cli.examine import examine
-from dask_gpurt.dask_hooks import EXPRESSIONS, SEAMS, Patches, Seam, UnsupportedError, differences
-from tests.helpers.in_process import on_plain_cluster, whole_state
+from dask_gpurt.dask_hooks import UnsupportedError
+from tests.helpers.in_process import on_plain_cluster, until, whole_state
 
-# ---- replacements --------------------------------------------------------------------------
-
-
-class Dasks:
-    """As a class of Dask's."""
-
-    def method(self, at: int) -> list[Any]:
-        return ["Dask", at]
-
-    @cached_property
-    def once(self) -> list[str]:
-        return ["Dask"]
+FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
 
 
-def ours(original: Any) -> Any:
-    return lambda *args: ["ours", *original(*args)]
-
-
-class Theirs:
-    """Another package that wraps a method, and puts back what it found."""
-
-    def __init__(self, owner: Any):
-        self.owner, self.found = owner, owner.method
-        self.was_there = "method" in vars(owner)
-        owner.method = lambda *args: ["theirs", *self.found(*args)]
-
-    def restore(self) -> None:
-        if self.was_there:
-            self.owner.method = self.found
-        else:
-            del self.owner.method
-
-
-def test_what_was_not_an_attribute_of_the_instance_is_none_again() -> None:
-    dasks, patches = Dasks(), Patches()
-    patches.put(dasks, "method", ours)
-    assert dasks.method(1) == ["ours", "Dask", 1]
-    patches.restore()
-    assert not vars(dasks)
-    patches.restore()
-
-
-def test_a_wrapper_that_was_there_before_is_there_again() -> None:
-    dasks, patches = Dasks(), Patches()
-    theirs = Theirs(dasks)
-    patches.put(dasks, "method", ours)
-    assert dasks.method(1) == ["ours", "theirs", "Dask", 1]
-    patches.restore()
-    assert dasks.method(1) == ["theirs", "Dask", 1]
-    theirs.restore()
-    assert not vars(dasks)
-
-
-def test_a_wrapper_that_came_later_stays_and_goes_past_ours() -> None:
-    dasks, patches = Dasks(), Patches()
-    patches.put(dasks, "method", ours)
-    theirs = Theirs(dasks)
-    patches.restore()
-    assert dasks.method(1) == ["theirs", "Dask", 1]
-    patches.put(dasks, "method", ours)
-    assert dasks.method(1) == ["ours", "theirs", "Dask", 1]
-    patches.restore()
-    theirs.restore()
-    assert dasks.method(1) == ["Dask", 1]
-
-
-def test_two_sets_nest() -> None:
-    dasks, inner, outer = Dasks(), Patches(), Patches()
-    inner.put(dasks, "method", ours)
-    outer.put(dasks, "method", ours)
-    inner.restore()
-    assert dasks.method(1) == ["ours", "Dask", 1]
-    outer.restore()
-    assert dasks.method(1) == ["Dask", 1]
-
-
-def test_a_cached_property_of_a_class_is_replaced_and_comes_back() -> None:
-    class Kind(Dasks):
-        once = Dasks.__dict__["once"]
-
-    before, patches = vars(Kind)["once"], Patches()
-    patches.put(Kind, "once", ours)
-    found = Kind()
-    assert found.once == ["ours", "Dask"]
-    assert found.once is found.once
-    patches.restore()
-    assert vars(Kind)["once"] is before
-    assert Kind().once == ["Dask"]
-
-
-# ---- signatures ----------------------------------------------------------------------------
-
-
-def test_this_dask_is_known() -> None:
-    assert differences(SEAMS + EXPRESSIONS) == []
-
-
-@pytest.mark.parametrize(
-    ("seam", "said"),
-    [
-        (Seam("distributed.scheduler:Scheduler.nothing_of_the_kind"), "nothing_of_the_kind is not there"),
-        (Seam("distributed.no_such_module:f"), "f is not there"),
-        (
-            Seam("distributed.worker:Worker.execute", "self key"),
-            r"execute\(self, key, stimulus_id\), known is",
-        ),
-    ],
-)
-def test_what_differs_is_told(seam: Seam, said: str) -> None:
-    (found,) = differences([seam])
-    assert re.search(said, found)
-
-
-def test_a_wrapper_that_passes_everything_on_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = ShuffleSchedulerPlugin._create
-    monkeypatch.setattr(ShuffleSchedulerPlugin, "_create", lambda *args, **kwargs: create(*args, **kwargs))
-    assert differences(SEAMS) == []
+async def runs_of_a_shuffle(client: Any) -> float:
+    """Shuffle, and return on how many workers that went through the runtime."""
+    before = (await dask_gpurt.report(client))["counters"].get("shuffle.runs", 0)
+    with client.as_current():
+        found = await client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"))
+    assert sorted(found["row"]) == list(range(200))
+    after: float = (await dask_gpurt.report(client))["counters"].get("shuffle.runs", 0)
+    return after - before
 
 
 def another_create(self: Any, shuffle_id: Any, key: Any, worker: str, priority: int) -> Any:
@@ -172,6 +72,52 @@ def test_another_dask_keeps_it_off_and_is_told_of_once(
         assert dask_gpurt.is_enabled(client)
 
 
+def test_the_doctor_says_why_it_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShuffleSchedulerPlugin, "_create", another_create)
+    said = CliRunner().invoke(main, ["doctor"])
+    text = " ".join(said.stdout.split())
+    assert said.exit_code == 1
+    assert "shuffles on the scheduler: 10 as known, 1 differs" in text
+    assert "it is ShuffleSchedulerPlugin._create(self, shuffle_id, key, worker, priority)" in text
+    assert "it stays off" in text
+
+
+#: A Dask that has moved a function which other parts of the package import when they are imported.
+MOVED = """\
+import sys
+import distributed
+from distributed.shuffle import _shuffle
+del _shuffle._get_worker_for_range_sharding
+from dask_gpurt.cli import main
+main(["doctor"])
+"""
+
+
+def test_the_doctor_runs_where_a_name_has_moved() -> None:
+    done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "_get_worker_for_range_sharding is not there" in " ".join(done.stdout.split())
+
+
+def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks then ask the event loop for their run; what knows where it is would not be called as it is."""
+    find = ShuffleWorkerPlugin.get_shuffle_run
+
+    def another(self: Any, shuffle_id: Any, run_id: int, patience: float = 1.0) -> Any:
+        return find(self, shuffle_id, run_id)
+
+    monkeypatch.setattr(ShuffleWorkerPlugin, "get_shuffle_run", another)
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert await runs_of_a_shuffle(client) == 2
+        for worker in (a, b):
+            fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
+            assert "patience" in fallbacks["shuffle.run-lookup"]["reason"]
+            assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
+
+
 def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's look is passed: the scheduler's counts as well."""
 
@@ -204,6 +150,90 @@ def test_expressions_are_looked_at_on_clients(monkeypatch: pytest.MonkeyPatch) -
     patched = vars(_merge.Merge)["_lower"]
     monkeypatch.setattr(_merge.Merge, "_lower", getattr(patched, "__wrapped__", patched))
     run()
+
+
+# ---- beside others ---------------------------------------------------------------------------
+
+
+class Counting:
+    """Another package's plugin, which wraps what ours wraps, and counts the calls."""
+
+    def __init__(self, worker: Any):
+        self.worker, self.calls = worker, Counter[str]()
+        self.found: dict[str, Any] = {}
+        for name in ("execute", "gather_dep"):
+            self.found[name] = getattr(worker, name)
+            setattr(worker, name, self._counted(name))
+        for name, handlers in (("get_data", worker.handlers), ("remove-worker", worker.stream_handlers)):
+            self.found[name] = handlers[name]
+            handlers[name] = self._counted(name)
+
+    def _counted(self, name: str) -> Any:
+        original = self.found[name]
+
+        @wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return original(*args, **kwargs)
+
+        return counted
+
+    def restore(self) -> None:
+        self.worker.execute, self.worker.gather_dep = self.found["execute"], self.found["gather_dep"]
+        self.worker.handlers["get_data"] = self.found["get_data"]
+        self.worker.stream_handlers["remove-worker"] = self.found["remove-worker"]
+
+
+async def move_something(client: Any, a: Any, b: Any) -> None:
+    """Compute a task on one worker, and another on the other worker that reads its result."""
+    made = client.submit(list, range(100), workers=[a.address], pure=False)
+    assert await client.submit(len, made, workers=[b.address], pure=False) == 100
+
+
+def test_a_plugin_that_wraps_the_same_goes_on_when_ours_goes() -> None:
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        below, above = Counting(b), None
+        await dask_gpurt.enable(client)
+        above = Counting(b)
+        await move_something(client, a, b)
+        before = dict(below.calls), dict(above.calls)
+        assert below.calls["execute"] == above.calls["execute"] > 0
+        assert below.calls["gather_dep"] == above.calls["gather_dep"] > 0
+        await dask_gpurt.disable(client)
+        await move_something(client, a, b)
+        await move_something(client, b, a)
+        assert below.calls["execute"] == above.calls["execute"] > before[0]["execute"]
+        assert below.calls["gather_dep"] == above.calls["gather_dep"] > before[1]["gather_dep"]
+        assert below.calls["get_data"] == above.calls["get_data"] > 0
+        await a.close()
+        await until(lambda: above.calls["remove-worker"] == 1)
+        assert below.calls["remove-worker"] == 1
+        above.restore()
+        below.restore()
+
+    run()
+
+
+def test_of_two_runtimes_in_a_process_one_goes_on_without_the_other() -> None:
+    async def run() -> None:
+        options = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+        async with (
+            LocalCluster(asynchronous=True, **options) as one,
+            LocalCluster(asynchronous=True, **options) as other,
+            Client(one, asynchronous=True, set_as_default=False) as first,
+            Client(other, asynchronous=True, set_as_default=False) as second,
+        ):
+            await dask_gpurt.enable(first)
+            await dask_gpurt.enable(second)
+            assert await runs_of_a_shuffle(first) == 1
+            await dask_gpurt.disable(first)
+            assert await runs_of_a_shuffle(second) == 1
+            assert await runs_of_a_shuffle(first) == 0
+            await dask_gpurt.disable(second)
+            assert await runs_of_a_shuffle(second) == 0
+
+    asyncio.run(run())
 
 
 #: A Mac, and Windows: without what Python has only elsewhere.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,13 +139,13 @@ def test_settings_without_effect_are_told_and_no_failure(settings: dict[str, Any
 
 def test_what_it_warns_of_in_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"dask": "2026.1.0", "dask_gpurt": "0.1.0", "dask-cuda": "26.10.0"}
-    monkeypatch.setattr(module, "_installed", lambda: installed)
-    monkeypatch.setattr(module.sys, "version_info", (3, 11, 7))
+    monkeypatch.setattr(module, "versions", lambda packages, own: installed)
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
     notes = "\n".join(examine()["notes"])
     assert "Dask 2026.1.0 is outside of what is tested" in notes
     assert "'distributed.worker.preload'" in notes
     assert "deadlock" in notes
-    monkeypatch.setattr(module.sys, "version_info", (3, 12, 0))
+    monkeypatch.setattr(sys, "version_info", (3, 12, 0))
     installed.update({"dask": "2026.8.0"})
     del installed["dask-cuda"]
     assert examine()["notes"] == []
@@ -217,7 +218,8 @@ def test_why_a_better_path_is_not_taken(plain: Client, local: LocalCluster) -> N
         dask_gpurt.disable(plain)
     reason = "gpurt.exchange.paths leaves shared-memory out"
     assert {"path": "comms", "reason": reason, "count": 2} in facts["cluster"]["paths"]
-    assert {"what": "bytes take Dask's comms", "reason": reason, "count": 2} in facts["cluster"]["fallbacks"]
+    fallback = {"id": "exchange.comms", "what": "bytes take Dask's comms", "reason": reason, "count": 2}
+    assert fallback in facts["cluster"]["fallbacks"]
     assert " ".join(reason.split()) in " ".join(printed.split())
 
 

@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
-from dask_gpurt.plugins.gathering import WHAT, Gathering, farness
+from dask_gpurt.observe import Fallback
+from dask_gpurt.plugins.gathering import Gathering, farness
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import all_placed, on_cluster
+
+CHOICE = Fallback.EXCHANGE_REPLICA_CHOICE.id
 
 #: Two hosts with two workers each, which all have one address.
 FILE = """\
@@ -95,7 +98,7 @@ def fetched(file: Path, prepare: Callable[[Any], None] = lambda runtime: None) -
 def test_the_nearest_replica_is_fetched(file: Path) -> None:
     names, fallbacks = fetched(file)
     assert names == {"neighbour"}
-    assert WHAT not in fallbacks
+    assert CHOICE not in fallbacks
 
 
 def test_an_error_leaves_the_choice_to_dask(file: Path) -> None:
@@ -104,7 +107,7 @@ def test_an_error_leaves_the_choice_to_dask(file: Path) -> None:
 
     names, fallbacks = fetched(file, break_links)
     assert names
-    assert fallbacks[WHAT]["count"] > 0
+    assert fallbacks[CHOICE]["count"] > 0
 
 
 def test_what_is_not_known_is_by_address() -> None:
@@ -114,7 +117,7 @@ def test_what_is_not_known_is_by_address() -> None:
     async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
         await fetch_from_several(client, a, b, c)
         assert sources(a) <= {b.address, c.address}
-        assert WHAT not in a.plugins["gpurt"].metrics.snapshot()["fallbacks"]
+        assert CHOICE not in a.plugins["gpurt"].metrics.snapshot()["fallbacks"]
 
     run()
 
@@ -132,7 +135,10 @@ def test_another_signature_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         again = Gathering(a, runtime.exchange.links, runtime.metrics)
         again.install()
         assert type(a.state) is WorkerState
-        assert "is another one" in runtime.metrics.snapshot()["fallbacks"][WHAT]["reason"]
+        assert (
+            "_select_workers_for_gather(host), known is ()"
+            in runtime.metrics.snapshot()["fallbacks"][CHOICE]["reason"]
+        )
         again.uninstall()
 
     run()

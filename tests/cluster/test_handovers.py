@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
-from dask_gpurt.device.handovers import COMPUTE, Handovers, overlap
 from dask_gpurt.device.host import HostDevice
+from dask_gpurt.testing import COMPUTE, HandoverChecker, overlap
 from tests.helpers.clusters import (
     Library,
     assert_same_partitions,
@@ -34,8 +34,8 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def handovers(told: list[str]) -> Handovers:
-    return Handovers(told.append)
+def checker(told: list[str]) -> HandoverChecker:
+    return HandoverChecker(told.append)
 
 
 def elsewhere(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -49,46 +49,46 @@ def elsewhere(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("what", ["reads", "writes"])
 def test_memory_is_given_back_before_a_copy_has_been_waited_for(
-    handovers: Handovers, told: list[str], what: str
+    checker: HandoverChecker, told: list[str], what: str
 ) -> None:
     options: dict[str, Any] = {what: [MEMORY[8:16]]}
-    over = handovers.begins("a copy", **options)
-    handovers.changes_hands("a block is given back", [MEMORY[16:32], MEMORY[:8]])
+    over = checker.begin("a copy", **options)
+    checker.hand_over("a block is given back", [MEMORY[16:32], MEMORY[:8]])
     assert told == []
-    handovers.changes_hands("a block is given back", [MEMORY[15:17]])
+    checker.hand_over("a block is given back", [MEMORY[15:17]])
     assert told == ["a block is given back before a copy has been waited for, which has the same memory"]
     over()
-    handovers.changes_hands("a block is given back", [MEMORY])
+    checker.hand_over("a block is given back", [MEMORY])
     assert len(told) == 1
 
 
-def test_what_is_published_may_be_read_but_not_written(handovers: Handovers, told: list[str]) -> None:
-    handovers.begins("a reader", reads=[MEMORY])
-    handovers.changes_hands("a shard is published", [MEMORY], readable=True)
+def test_what_is_published_may_be_read_but_not_written(checker: HandoverChecker, told: list[str]) -> None:
+    checker.begin("a reader", reads=[MEMORY])
+    checker.hand_over("a shard is published", [MEMORY], readable=True)
     assert told == []
-    handovers.begins("a writer", writes=[MEMORY[:1]])
-    handovers.changes_hands("a shard is published", [MEMORY], readable=True)
+    checker.begin("a writer", writes=[MEMORY[:1]])
+    checker.hand_over("a shard is published", [MEMORY], readable=True)
     assert len(told) == 1
     assert "a writer" in told[0]
 
 
-def test_streams_keep_their_own_order(handovers: Handovers, told: list[str]) -> None:
-    handovers.begins("the first", writes=[MEMORY])
-    handovers.begins("the second", writes=[MEMORY])
+def test_streams_keep_their_own_order(checker: HandoverChecker, told: list[str]) -> None:
+    checker.begin("the first", writes=[MEMORY])
+    checker.begin("the second", writes=[MEMORY])
     assert told == []
-    elsewhere(handovers.begins, "another thread", reads=[MEMORY])
+    elsewhere(checker.begin, "another thread", reads=[MEMORY])
     assert len(told) == 2
-    handovers.begins("compute", reads=[MEMORY], stream=COMPUTE)
-    elsewhere(handovers.begins, "compute", writes=[MEMORY], stream=COMPUTE)
+    checker.begin("compute", reads=[MEMORY], stream=COMPUTE)
+    elsewhere(checker.begin, "compute", writes=[MEMORY], stream=COMPUTE)
     assert len(told) == 2 + 2 + 3  # of which one reads
 
 
-def test_the_last_fence_of_a_thread_is_behind_all_before(handovers: Handovers, told: list[str]) -> None:
-    handovers.begins("the first", writes=[MEMORY])
-    elsewhere(handovers.begins, "of another thread", writes=[MEMORY[:1]])
+def test_the_last_fence_of_a_thread_is_behind_all_before(checker: HandoverChecker, told: list[str]) -> None:
+    checker.begin("the first", writes=[MEMORY])
+    elsewhere(checker.begin, "of another thread", writes=[MEMORY[:1]])
     told.clear()
-    handovers.begins("the second", reads=[MEMORY[60:]])()
-    handovers.changes_hands("memory is given back", [MEMORY])
+    checker.begin("the second", reads=[MEMORY[60:]])()
+    checker.hand_over("memory is given back", [MEMORY])
     assert len(told) == 1
     assert "another thread" in told[0]
 
@@ -117,10 +117,10 @@ class Later(HostDevice):
 
 
 def test_copies_of_a_device_and_blocks_of_its_pools_are_looked_at(
-    handovers: Handovers, told: list[str]
+    checker: HandoverChecker, told: list[str]
 ) -> None:
     device = Later(1 << 30)
-    handovers.watch(device)
+    checker.watch_device(device)
     pool = device.create_pool(1 << 16)
     for early in (False, True):
         block = pool.allocate(1000)
@@ -140,12 +140,12 @@ def test_copies_of_a_device_and_blocks_of_its_pools_are_looked_at(
     pool.close()
 
 
-def test_a_copy_that_fails_is_over(handovers: Handovers, told: list[str]) -> None:
+def test_a_copy_that_fails_is_over(checker: HandoverChecker, told: list[str]) -> None:
     device = HostDevice(1 << 30)
-    handovers.watch(device)
+    checker.watch_device(device)
     with pytest.raises(ValueError, match="broadcast"):
         device.scatter([MEMORY], [[np.empty(65, np.uint8)]])
-    handovers.changes_hands("memory is given back", [MEMORY])
+    checker.hand_over("memory is given back", [MEMORY])
     assert told == []
 
 
@@ -164,7 +164,7 @@ def frames() -> list[pd.DataFrame]:
 
 def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
     small = {"memory__device": 2**20, "memory__pinned": 2**20, "exchange__pool": 2**20}
-    with cluster(library.name, overlap__check=True, **small) as client:
+    with cluster(library.name, handovers=True, **small) as client:
         collection = library.collection(frames())
         ours = partitions(collection.shuffle("key"))
         with dask.config.set({"dataframe.shuffle.method": "tasks"}):
@@ -176,20 +176,20 @@ def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
 
 def forget_to_settle() -> None:
     """Producers publish what may not have been written yet."""
-    from dask_gpurt.exchange import exchange
+    from dask_gpurt import testing
 
-    watch = exchange.watch
+    watch_table = testing.watch_table
 
-    def forgetful(table: Any, handovers: Handovers) -> Any:
+    def forgetful(table: Any, checker: HandoverChecker) -> Any:
         settle = table.settle
-        watch(table, handovers).settle = settle
+        watch_table(table, checker).settle = settle
         return table
 
-    exchange.watch = forgetful
+    testing.watch_table = forgetful
 
 
 def test_the_doctor_tells_what_is_too_early(library: Library) -> None:
-    with cluster(library.name, overlap__check=True) as client:
+    with cluster(library.name, handovers=True) as client:
         client.run(forget_to_settle)
         partitions(library.collection(frames()).shuffle("key"))
         assert len(told_too_early(client)) == 2

@@ -104,7 +104,7 @@ def test_a_producer_waits_for_what_another_worker_has_published(
         assert held(boxes[2].pool) == 2 * MIB
         assert await ends[1].offload(read, ends[1], parcel) == 3 * MIB
         fallbacks = ends[2].metrics.snapshot()["fallbacks"]
-        assert fallbacks["producers wait for memory of the host"]["count"] >= 1
+        assert fallbacks["exchange.shm-full"]["count"] >= 1
         boxes[2].give_back(block)
         await ends[1].offload(ends[1].discard, [parcel])
 

@@ -21,9 +21,9 @@ from dask.utils import key_split
 from distributed import Client, Future, wait
 
 import dask_gpurt
-from dask_gpurt.memory.frames import lives_on_device
+from dask_gpurt.device.base import lives_on_device
+from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
-from dask_gpurt.memory.sizes import Roots, owned
 from dask_gpurt.memory.tiers import Tier
 from tests.helpers.clusters import Library, cluster
 
@@ -57,8 +57,8 @@ def truth(dask_worker: Any) -> Truth:
     """Ask everybody but the ledger."""
     tiers, found = dask_worker.plugins["gpurt"].tiers, Truth()
     ladder = tiers.ladder
-    with ladder._lock:
-        entries = dict(ladder._entries)
+    with ladder._table.lock:
+        entries = dict(ladder._table.by_key)
         found.resting = not any(e.moving or e.holders or e.readers for e in entries.values())
         found.copied = sum(
             sum(owned(e.value).values())
@@ -67,14 +67,14 @@ def truth(dask_worker: Any) -> Truth:
         )
         for tier in (Tier.DEVICE, Tier.HOST):
             add_live(found, tier, {key: e for key, e in entries.items() if e.live and e.tier is tier})
-        for tier, mapping in ladder._below._tiers.items():
+        for tier, mapping in ladder._table.lower._tiers.items():
             found.used[tier] += taken(tier, mapping)
             for key, entry in entries.items():
                 if entry.tier is tier and not entry.live:
                     nbytes = size_below(tier, mapping, entry.name)
                     found.least[tier, prefix_of(key, entry)] += nbytes
                     found.most[tier, prefix_of(key, entry)] += nbytes
-        for tier, nbytes in ladder._live._promises.values():
+        for tier, nbytes in ladder._table.live._reservations.values():
             found.promised[tier] += nbytes
     return found
 
@@ -142,7 +142,7 @@ class Witness(threading.Thread):
 
     def run(self) -> None:
         while not self.ended.wait(LOOK):
-            with self.worker.plugins["gpurt"].tiers.ladder._lock:
+            with self.worker.plugins["gpurt"].tiers.ladder._table.lock:
                 # What is stored below is told when it is there: by one object a thread the ledger is late.
                 said, real = own_account(self.worker), truth(self.worker)
             self.looks += 1
@@ -192,12 +192,12 @@ def witnessed(client: Client) -> Iterator[None]:
 
 def scheduler_says(client: Client) -> dict[str, Truth]:
     found: dict[str, Truth] = {}
-    for row in dask_gpurt.memory(client).itertuples():
+    for row in dask_gpurt.memory_usage(client).itertuples():
         of = found.setdefault(row.worker, Truth())
         of.used[row.tier] = row.partitions + row.shards
         of.promised[row.tier] = row.reservations
         assert row.headroom == row.capacity - row.partitions - row.shards - row.reservations
-    for row in dask_gpurt.memory(client, by="prefix").itertuples():
+    for row in dask_gpurt.memory_usage(client, by="prefix").itertuples():
         assert row.bytes > 0
         if row.kind != "reservations":
             # It may have told of the first ones between the two questions.
@@ -317,17 +317,17 @@ def test_prefixes_of_what_the_tiers_hold(library: Library) -> None:
         seen = client.submit(view, held[0], key="view")
         wait([*held, seen])
         rest(client)
-        rows = dask_gpurt.memory(client, by="prefix")
+        rows = dask_gpurt.memory_usage(client, by="prefix")
         assert list(rows) == ["worker", "tier", "kind", "prefix", "bytes"]
         assert set(rows.prefix) >= {"load"}
         assert set(rows.kind) == {PARTITIONS}
-        assert rows.bytes.sum() == dask_gpurt.memory(client).partitions.sum() >= 8 * 90_000 * 24
-        assert list(dask_gpurt.memory(client, by="tier")) == list(dask_gpurt.memory(client))
+        assert rows.bytes.sum() == dask_gpurt.memory_usage(client).partitions.sum() >= 8 * 90_000 * 24
+        assert list(dask_gpurt.memory_usage(client, by="tier")) == list(dask_gpurt.memory_usage(client))
         with pytest.raises(ValueError, match="by='task': expected one of 'tier', 'prefix'"):
-            dask_gpurt.memory(client, by="task")
+            dask_gpurt.memory_usage(client, by="task")
         dask_gpurt.disable(client)
-        assert list(dask_gpurt.memory(client, by="prefix")) == list(rows)
-        assert dask_gpurt.memory(client, by="prefix").empty
+        assert list(dask_gpurt.memory_usage(client, by="prefix")) == list(rows)
+        assert dask_gpurt.memory_usage(client, by="prefix").empty
 
 
 def test_switched_off_and_on_again(library: Library) -> None:
@@ -348,7 +348,7 @@ def test_without_tiers_there_are_rows_of_what_shuffles_hold(library: Library) ->
     with cluster(library.name, workers=1, memory__tiers=False) as client:
         held = client.submit(make, library, 90_000, 1)
         wait(held)
-        rows = dask_gpurt.memory(client)
+        rows = dask_gpurt.memory_usage(client)
         assert list(rows.tier) == [str(tier) for tier in Tier]
         assert not rows.partitions.any()
-        assert dask_gpurt.memory(client, by="prefix").empty
+        assert dask_gpurt.memory_usage(client, by="prefix").empty

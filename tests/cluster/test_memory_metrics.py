@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, wait
+from distributed import Client, LocalCluster, wait
 from prometheus_client.parser import text_string_to_metric_families
 
 import dask_gpurt
@@ -57,7 +57,7 @@ def pages(client: Client) -> dict[str, Samples]:
 
 
 def held(client: Client) -> Samples:
-    rows = dask_gpurt.memory(client).drop(columns="headroom").set_index(["worker", "tier"])
+    rows = dask_gpurt.memory_usage(client).drop(columns="headroom").set_index(["worker", "tier"])
     return {(*place, kind): row[kind] for place, row in rows.iterrows() for kind in rows}
 
 
@@ -100,7 +100,8 @@ def test_pages_count_what_was_spilled_under_one_name(spilled: tuple[Client, Any]
     seconds = dask_gpurt.report(client)["counters"]["memory.spill.seconds"]
     assert sum(shown["gpurt_spill_seconds_total"].values()) == pytest.approx(seconds)
     assert not [name for name in shown if name.startswith("gpurt_memory_spill")]
-    assert "gpurt_memory_disk_peak" in shown
+    assert all(value > 0 for value in shown["gpurt_memory_peak_bytes"].values())
+    assert {tier for _, tier in shown["gpurt_memory_peak_bytes"]} >= {"device", "disk"}
 
 
 def test_pages_show_nothing_of_a_runtime_that_is_off(spilled: tuple[Client, Any]) -> None:
@@ -109,9 +110,17 @@ def test_pages_show_nothing_of_a_runtime_that_is_off(spilled: tuple[Client, Any]
     assert not [name for name in pages(client) if name.startswith("gpurt")]
 
 
-def test_other_counters_keep_their_names_and_nothing_spilled_is_nothing_shown(library: Library) -> None:
+def test_counters_keep_their_former_names_and_nothing_spilled_is_nothing_shown(library: Library) -> None:
     with cluster(library.name, workers=1) as client:
         client.run(lambda dask_worker: dask_worker.plugins["gpurt"].metrics.add("shuffle.runs", 3))
         shown = {name: samples for name, samples in pages(client).items() if name.startswith("gpurt")}
-    assert list(shown["gpurt_shuffle_runs"].values()) == [3]
+    assert list(shown["gpurt_shuffle_runs_total"].values()) == [3]
+    assert list(shown["gpurt_shuffle_runs"].values()) == [3]  # until version 0.2
     assert not [name for name in shown if name.startswith("gpurt_spill")]
+
+
+def test_the_former_name_of_the_function_still_answers() -> None:
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as off, Client(off) as client:
+        with pytest.warns(DeprecationWarning, match="memory_usage"):
+            former = dask_gpurt.memory(client)
+        assert list(former) == list(dask_gpurt.memory_usage(client))

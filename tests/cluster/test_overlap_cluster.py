@@ -13,10 +13,9 @@ from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.learned import Ground, load, write
-from dask_gpurt.overlap.steps import Alone, Ran, Step
-from dask_gpurt.plugins.overlapping import COMMUNICATION
+from dask_gpurt.overlap.samples import OverlapSample, SoloSample, StepSample
+from dask_gpurt.overlap.statistics import CacheKey, OverlapStatistics, load, write
+from dask_gpurt.plugins.overlapping import COMMUNICATION_PREFIXES
 from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import FRAME, Starting, assert_right, doubled, shuffled
 from tests.helpers.overlap_cluster import start as start  # a fixture
@@ -31,7 +30,7 @@ def test_where_nothing_confines_there_is_priority_only_and_the_reason() -> None:
         assert_right(shuffled())
         report = dask_gpurt.report(client)
     for reply in report["workers"].values():
-        reason = reply["fallbacks"]["compute is not confined"]["reason"]
+        reason = reply["fallbacks"]["overlap.unconfined"]["reason"]
         assert "interposer" in reason
         assert reason.endswith("The shuffle has its priority")
 
@@ -58,8 +57,8 @@ def learn(kernel: str, dask_worker: Any) -> None:
     """Have a worker see a kernel that communication makes slower, on one of them by more."""
     governor, speed = dask_worker.plugins["gpurt"].overlap._governor, (0.5, 1.0)[dask_worker.name]
     for _ in range(5):
-        governor.learn(Alone(kernel, 1.0, 1.0))
-        governor.learn_step(Step(0.1, 1e9, {kernel: Ran(1.0, 1 / speed)}))
+        governor.learn(SoloSample(kernel, 1.0, 1.0))
+        governor.learn_step(StepSample(0.1, 1e9, {kernel: OverlapSample(1.0, 1 / speed)}))
 
 
 async def share(dask_worker: Any) -> None:
@@ -67,7 +66,7 @@ async def share(dask_worker: Any) -> None:
 
 
 def test_workers_decide_from_what_all_have_learnt(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.plugins.sharing.FRESH", 0.0)
+    monkeypatch.setattr("dask_gpurt.plugins.sharing.AVERAGE_MAX_AGE_S", 0.0)
     client = start(mode="adaptive", learned="auto")
     for _ in range(2):  # in the first round nobody else may have told anything yet
         client.run(learn, "join")
@@ -84,7 +83,7 @@ def test_what_is_computed_in_the_task_that_splits_is_compute(start: Starting) ->
     assert len(frame.persist()) == len(FRAME)  # which lets Dask fuse
     kernels = {row["kernel"] for reply in replies(client) for row in reply["kernels"]}
     assert "doubled-operation+shuffle-transfer" in kernels
-    assert not kernels & COMMUNICATION
+    assert not kernels & COMMUNICATION_PREFIXES
 
 
 def test_after_a_shuffle_nothing_is_in_flight(start: Starting) -> None:
@@ -111,7 +110,7 @@ def test_a_file_that_is_of_no_use_leaves_priority_only(
 ) -> None:
     path = tmp_path / "learned.json"
     if content is None:
-        write(path, Ground("NVIDIA A100", {}), Knowledge())
+        write(path, CacheKey("NVIDIA A100", {}), OverlapStatistics())
         said = f"{path} was learnt on NVIDIA A100, and here is host"
     else:
         path.write_bytes(content)
@@ -120,7 +119,7 @@ def test_a_file_that_is_of_no_use_leaves_priority_only(
     client = start(mode="adaptive", learned=str(path))
     assert_right(shuffled())
     for reply in dask_gpurt.report(client)["workers"].values():
-        assert reply["fallbacks"]["compute is not confined"]["reason"].startswith(said)
+        assert reply["fallbacks"]["overlap.unconfined"]["reason"].startswith(said)
         assert not reply["overlap"]["decisions"]
     assert path.read_bytes() == before
 

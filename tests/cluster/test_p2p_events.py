@@ -1,4 +1,4 @@
-"""The events that Dask's own p2p tests go through, with the runtime on: docs/p2p-events.md has the table.
+"""The events that Dask's own p2p tests go through, with the runtime on (docs/design/p2p-events.md).
 
 Scheduler, workers and client are in one process. A gate stops a step of a run until the event has happened.
 """
@@ -20,7 +20,7 @@ from distributed.shuffle._core import id_from_key
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.plugins.client import teach_method
+from dask_gpurt.api import teach_method
 from dask_gpurt.shuffle.consumer import Consumer
 from dask_gpurt.shuffle.producer import Producer
 from dask_gpurt.shuffle.run import ShuffleRun

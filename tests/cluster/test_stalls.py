@@ -15,6 +15,7 @@ from distributed.utils_test import gen_cluster
 import dask_gpurt
 from dask_gpurt.memory.admission import FETCH
 from dask_gpurt.memory.disk import CorruptFile
+from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.waiting import (
     WATCHDOG_POLL_S,
     Watchdog,
@@ -23,7 +24,6 @@ from dask_gpurt.observe.waiting import (
     describe_worker,
     signalled_stacks,
 )
-from dask_gpurt.plugins import following
 
 MIB = 2**20
 TIGHT = {
@@ -67,7 +67,7 @@ def test_a_look_that_fails_does_not_leave_the_worker_paused(monkeypatch: pytest.
         holding.finished("a-task", 100 * MIB, 0)
         assert not a.state.running
         assert await asyncio.wait_for(client.submit(int, 7, workers=[a.address]), SOON_S) == 7
-        assert following.WHAT in fallbacks(a)
+        assert Fallback.MEMORY_DEPENDENTS_FIRST.id in fallbacks(a)
 
     run(test)
 
@@ -92,18 +92,20 @@ def test_data_come_from_a_peer_though_no_room_can_be_made_for_them(
         made = client.submit(np.ones, MIB, np.uint8, workers=[a.address])
         await made
         ladder = b.plugins["gpurt"].tiers.ladder
-        kept, at_once = ladder.pass_on, ladder.promise_at_once
-        monkeypatch.setattr(ladder, "try_promise", fail)
-        monkeypatch.setattr(ladder, "keep_promises", fail)
+        kept, at_once = ladder.reservations.replace, ladder.reservations.try_reserve
+        monkeypatch.setattr(ladder.reservations, "spill_and_try", fail)
+        monkeypatch.setattr(ladder.reservations, "spill_for_all", fail)
         # Only of fetches: a task fails with what goes wrong for it.
         if step == "before it comes":
             monkeypatch.setattr(
-                ladder, "promise_at_once", lambda who, *to: who[0] != FETCH and at_once(who, *to)
+                ladder.reservations, "try_reserve", lambda who, *to: who[0] != FETCH and at_once(who, *to)
             )
         else:
-            monkeypatch.setattr(ladder, "pass_on", lambda who, to: who[0] != FETCH and kept(who, to))
+            monkeypatch.setattr(
+                ladder.reservations, "replace", lambda who, to: who[0] != FETCH and kept(who, to)
+            )
         assert await asyncio.wait_for(client.submit(len, made, workers=[b.address]), SOON_S) == MIB
-        assert "no room is made for data that are fetched" in fallbacks(b)
+        assert "memory.fetch-without-room" in fallbacks(b)
 
     run(test)
 

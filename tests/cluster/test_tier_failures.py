@@ -88,7 +88,7 @@ def test_a_worker_is_killed_while_it_writes_a_file(directory: Path) -> None:
         # The nanny removes the local directory of a worker that died, and so what was half written.
         assert not before[victim].parent.exists()
         assert set(directory.rglob("gpurt-tier-*")) == set(now.values())
-        until(lambda: set(dask_gpurt.memory(client).worker) == set(now))
+        until(lambda: set(dask_gpurt.memory_usage(client).worker) == set(now))
 
 
 def test_the_cluster_is_restarted_while_workers_write_files(directory: Path) -> None:
@@ -119,8 +119,8 @@ def test_the_cluster_is_restarted_while_workers_write_files(directory: Path) -> 
         assert not set(before) & set(now)
         assert set(directory.rglob("gpurt-tier-*")) == set(now.values())
         assert not any(any(path.iterdir()) for path in now.values())
-        until(lambda: set(dask_gpurt.memory(client).worker) == set(now))
-        assert not dask_gpurt.memory(client)[["partitions", "shards", "reservations"]].any(axis=None)
+        until(lambda: set(dask_gpurt.memory_usage(client).worker) == set(now))
+        assert not dask_gpurt.memory_usage(client)[["partitions", "shards", "reservations"]].any(axis=None)
         assert {future.status for future in lost} == {"cancelled"}
         assert contents(client, blocks(client, 24)) == right(24)
 
@@ -152,7 +152,7 @@ def test_a_file_is_damaged(directory: Path, who: str) -> None:
         assert contents(client, made) == right(24)
         assert not path.exists()
         assert set(workers(client)) == {here, there}
-        fallback = dask_gpurt.report(client)["workers"][here]["fallbacks"]["spilled data is computed again"]
+        fallback = dask_gpurt.report(client)["workers"][here]["fallbacks"]["memory.spill-unreadable"]
         assert str(path) in fallback["reason"]
 
 
@@ -173,7 +173,7 @@ def test_it_is_switched_off_with_a_damaged_file(directory: Path) -> None:
         dask_gpurt.disable(client)
         assert contents(client, made) == right(24)
         assert workers(client) == before
-        assert "Ladder" not in client.run(lambda dask_worker: type(dask_worker.data).__name__).values()
+        assert "WorkerBuffer" not in client.run(lambda dask_worker: type(dask_worker.data).__name__).values()
 
 
 def test_a_worker_that_closes_reads_nothing_back(directory: Path) -> None:
@@ -198,7 +198,7 @@ def test_all_tiers_are_full(directory: Path) -> None:
         assert contents(client, made) == right(24)
         assert sum(path.stat().st_size for path in directory.rglob("gpurt-tier-*/*")) <= 3 * MIB
         [worker] = dask_gpurt.report(client)["workers"].values()
-        fallback = worker["fallbacks"]["objects stay live above their tier's limit"]
+        fallback = worker["fallbacks"]["memory.tiers-full"]
         assert fallback["count"]
         assert "gpurt.memory.disk" in fallback["reason"]
 

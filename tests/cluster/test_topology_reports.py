@@ -21,9 +21,9 @@ from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import TopologyReporter
-from dask_gpurt.topology import SHIPPED, Link, Place, Speed, system
+from dask_gpurt.topology import SHIPPED, Link, Place, Speed, detect
 from dask_gpurt.topology.file import TopologyError, parse
-from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Host
 from tests.helpers import commands
 from tests.helpers.in_process import FILE, all_placed, on_cluster, topology, until
 
@@ -53,12 +53,12 @@ def test_workers_say_where_they_are_and_one_says_what_the_host_has() -> None:
         await all_placed(scheduler)
         here = topology(scheduler).place(a.address)
         assert here is not None
-        assert here.host == system.here()
+        assert here.host == detect.here()
         assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
         assert len(asked) <= 1
         told = await client.scheduler.gpurt_topology()
         assert set(told["workers"]) == set(scheduler.workers)
-        assert list(parse(json.dumps(told)).hosts) == [system.host_name()]
+        assert list(parse(json.dumps(told)).hosts) == [detect.host_name()]
 
     run()
 
@@ -125,7 +125,7 @@ def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPat
         assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
         report = await dask_gpurt.report(client)
         fallbacks = report["workers"][a.address]["fallbacks"]
-        assert "GPU is lost" in fallbacks["links within this host count as unknown"]["reason"]
+        assert "GPU is lost" in fallbacks["topology.links-unknown"]["reason"]
 
     run()
 
@@ -171,7 +171,7 @@ def test_the_file_counts_before_what_workers_say(file: Path) -> None:
         assert picture.link(a.address, b.address) == Link.NVLINK
         assert picture.link(a.address, c.address) == Link.TCP
         assert picture.speed(a.address, c.address).bandwidth == 3e9
-        assert picture.place(d.address).host == system.here()  # the file knows nothing of it
+        assert picture.place(d.address).host == detect.here()  # the file knows nothing of it
         told = await client.scheduler.gpurt_topology()
         assert told["workers"][a.address] == {"host": "one", "gpu": "GPU-b"}
         assert told["workers"][c.address] == {"host": "two"}
@@ -186,7 +186,7 @@ def test_a_gpu_that_the_file_does_not_have_counts_as_its_worker_says(file: Path)
     ours.placed(worker, vars(Place("told", "GPU-z")), "one", "5")
     place = ours.topology.place(worker)
     assert (place.host, place.device) == ("one", "GPU-z")
-    assert worker in metrics.snapshot()["fallbacks"]["a worker's own word counts for its GPU"]["reason"]
+    assert worker in metrics.snapshot()["fallbacks"]["topology.gpu-not-in-file"]["reason"]
 
 
 def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatc
     metrics = Metrics()
     worker = SimpleNamespace(address="tcp://here:1")
     assert TopologyReporter(worker, Traffic(), True, metrics)._look_around().device is None
-    known = metrics.snapshot()["fallbacks"]["this worker's GPU has no place in the topology"]
+    known = metrics.snapshot()["fallbacks"]["topology.gpu-unknown"]
     assert "set 'gpurt.topology.file'" in known["reason"]
 
 
@@ -241,7 +241,11 @@ def test_dependencies_that_dask_fetches_teach_the_link(file: Path) -> None:
         await until(lambda: topology(scheduler).learned()[Link.TCP] != before[Link.TCP])
         # Between the GPUs of a and b it takes another way than theirs.
         await client.submit(np.max, block, workers=[b.address])
-        await asyncio.sleep(1.5)
+        # What b fetches of c it reports later, or at the same time.
+        tcp = topology(scheduler).learned()[Link.TCP]
+        other = client.submit(np.zeros, 30_000_000 // 8, workers=[c.address])
+        await client.submit(np.min, other, workers=[b.address])
+        await until(lambda: topology(scheduler).learned()[Link.TCP] != tcp)
         assert topology(scheduler).learned()[Link.NVLINK] == before[Link.NVLINK]
 
     run()

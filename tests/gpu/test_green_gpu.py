@@ -55,5 +55,5 @@ def test_the_mode_fixed_confines_tasks_beside_a_run(
         client.gather(client.map(double, range(8)))
         client.run(lambda dask_worker: dask_worker.plugins["gpurt"].exchange.run_ends(run))
         for reply in dask_gpurt.report(client)["workers"].values():
-            assert "compute is not confined" not in reply["fallbacks"]
+            assert "overlap.unconfined" not in reply["fallbacks"]
             assert reply["overlap"]["launches"]["confined to SMs"] > 0

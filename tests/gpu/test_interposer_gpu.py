@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.overlap.occupancy import Limits, residency, shared_for
+from dask_gpurt.overlap.occupancy import DeviceLimits, residency, shared_for
 from tests.helpers.commands import answer
 from tests.helpers.interposers import ROOT, SOURCES, build_interposer, needs_compiler
 from tests.helpers.interposers import packages as packages  # a fixture
@@ -43,7 +43,7 @@ def test_launches_are_counted_while_caps_count(alone: Any) -> None:
 
 
 def test_the_driver_sees_the_residency_of_capped_kernels_of_libcudf(alone: Any) -> None:
-    limits = Limits(**alone["limits"])
+    limits = DeviceLimits(**alone["limits"])
     roomy = [kernel for kernel in alone["kernels"] if (kernel["natural"] or 0) > CAP]
     assert {kernel["then"] for kernel in roomy} == {CAP}
     for kernel in roomy:

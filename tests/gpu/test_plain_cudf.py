@@ -17,14 +17,14 @@ OUTPUTS = 7
 @pytest.fixture(scope="module")
 def table() -> Any:
     from dask_gpurt.device.cuda import CudaDevice
-    from dask_gpurt.table.cudf import CudfTable
+    from dask_gpurt.frames.cudf import CudfTable
 
     return CudfTable(CudaDevice())
 
 
 @pytest.fixture(scope="module")
 def room(table: Any) -> Any:
-    from dask_gpurt.table.cudf import _Spare
+    from dask_gpurt.frames.cudf import _Spare
 
     pool = table.device.create_pool(64 << 20)
     yield _Spare(pool)
@@ -54,8 +54,8 @@ def test_parts_come_back_as_they_went_in(
 ) -> None:
     import cudf
 
-    from dask_gpurt.table import Part
-    from dask_gpurt.table.cudf_plain import PlainRows
+    from dask_gpurt.frames import Part
+    from dask_gpurt.frames.cudf import PlainRows
 
     frames = [frame_of(1000 + 300 * i, i, nulls=null) for i, null in enumerate(nulls)]
     parts: dict[int, list[Part]] = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from dask_gpurt.overlap.occupancy import Kernel, Limits
-from dask_gpurt.overlap.steps import PRIORITY, Setting
+from dask_gpurt.device import SmsError
+from dask_gpurt.overlap.occupancy import DeviceLimits, LaunchedKernel
+from dask_gpurt.overlap.samples import PRIORITY, Setting
 from tests.helpers.curves import CAP4, CAP8
 
 
@@ -46,11 +49,40 @@ class Launches:
     def write(self, default: int, kernels: Mapping[str, int]) -> None:
         self.cap = default
 
-    def limits(self, device: int) -> Limits | None:
-        return Limits(132, 32, 2048, 65536, 233472, 1024, 232448)
+    def limits(self, device: int) -> DeviceLimits | None:
+        return DeviceLimits(132, 32, 2048, 65536, 233472, 1024, 232448)
 
     def counters(self) -> dict[str, int]:
         return {"seen": 0}
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[LaunchedKernel]:
         return []
+
+
+class Contexts:
+    """Contexts of a device of 132 SMs, which can be taken eight at a time."""
+
+    total, unit = 132, 8
+    entries = 0
+
+    def __init__(self, refuse: bool = False):
+        self.refuse = refuse
+        self.confined = threading.local()
+
+    @contextmanager
+    def entered(self, sms: int) -> Iterator[None]:
+        if self.refuse:
+            raise SmsError("the driver does not want to")
+        type(self).entries += 1
+        self.confined.sms = sms
+        try:
+            yield
+        finally:
+            self.confined.sms = None
+
+    def try_out(self, sms: int) -> None:
+        with self.entered(sms):
+            pass
+
+    def here(self) -> int | None:
+        return getattr(self.confined, "sms", None)

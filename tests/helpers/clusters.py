@@ -10,23 +10,37 @@ from typing import Any
 
 import dask
 import dask.dataframe as dd
+import numpy as np
 import pandas as pd
 from distributed import Client, LocalCluster, wait
+from distributed.utils import get_mp_context
 
 import dask_gpurt
-from dask_gpurt.plugins.worker import TOO_EARLY
+from dask_gpurt.observe import Fallback
+from dask_gpurt.testing import Instruments
 from tests.helpers import caps
 
+#: Whether the workers of all tests check memory that changes hands, which none of them may do too early.
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
+#: How many allocations there are to one that fails, in a run of the tests that is about that.
+FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
+#: How Dask starts the processes of workers.
+METHOD = "distributed.worker.multiprocessing-method"
+#: Modules that each worker of a test imports, which take it most of the time until it is there.
+IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.plugins.worker", "dask_gpurt.shuffle.spec"]
 QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
-    # How many allocations there are to one that fails, in a run of the tests that is about that.
-    "gpurt.memory.failures": int(os.environ.get("GPURT_TEST_FAILURES", 0)),
-    # Whether the workers of all tests look at memory that changes hands, which none of them may do too early.
-    "gpurt.overlap.check": CHECK,
+    # As in Dask's own tests: workers are forked from a process that has done its imports.
+    METHOD: "forkserver",
     **caps.SETTINGS,
 }
+
+
+def fork_with_imports() -> None:
+    """Have the process that workers are forked from import all that they need."""
+    with dask.config.set({METHOD: "forkserver"}):
+        get_mp_context().set_forkserver_preload(IMPORTED)
 
 
 @contextlib.contextmanager
@@ -36,15 +50,20 @@ def cluster(
     *,
     threads: int = 1,
     memory_limit: str = "auto",
+    failures: int = FAILURES,
+    handovers: bool = CHECK,
     **settings: Any,
 ) -> Iterator[Client]:
     """A cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
     nested = {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
+    # A process that has used CUDA can not be forked.
+    method = {METHOD: "spawn"} if backend == "cudf" else {}
     with (
-        dask.config.set({**QUICK, **nested}),
+        dask.config.set({**QUICK, **method, **nested}),
         _local(backend, workers, threads, memory_limit) as local,
         Client(local) as client,
     ):
+        instrument(client, failures=failures, handovers=handovers)
         dask_gpurt.enable(client)
         try:
             yield client
@@ -59,10 +78,17 @@ def cluster(
                 assert not too_early, too_early
 
 
+def instrument(client: Client, *, failures: int = FAILURES, handovers: bool = CHECK) -> None:
+    """Have allocations fail on workers, and memory that changes hands checked, before the runtime is on."""
+    if failures or handovers:
+        client.register_plugin(Instruments(failures, handovers=handovers))
+
+
 def told_too_early(client: Client) -> list[Any]:
     """What workers tell of memory that has changed hands too early."""
     workers = dask_gpurt.report(client)["workers"].values()
-    return [worker["fallbacks"][TOO_EARLY] for worker in workers if TOO_EARLY in worker.get("fallbacks", ())]
+    early = Fallback.OVERLAP_HANDED_OVER_EARLY.id
+    return [worker["fallbacks"][early] for worker in workers if early in worker.get("fallbacks", ())]
 
 
 def _local(backend: str, workers: int, threads: int, memory_limit: str) -> Any:
@@ -114,11 +140,18 @@ def to_pandas(frame: Any) -> Any:
 
 
 def canonical(frame: Any, *, index: bool = True) -> Any:
-    """The same rows in an order that does not depend on how they came."""
+    """Sort rows so that their order does not depend on how they came."""
     table = frame.to_frame("value") if frame.ndim == 1 else frame
     named = table.reset_index(drop=not index)
+    return named.iloc[_order(named)].reset_index(drop=True)
+
+
+def _order(named: pd.DataFrame) -> Any:
+    columns = [column.to_numpy() for _, column in named.items()]
+    if columns and all(column.dtype.kind in "biufmM" for column in columns):
+        return np.lexsort(columns)
     rows = [repr(row) for row in named.itertuples(index=False, name=None)]
-    return named.iloc[sorted(range(len(rows)), key=rows.__getitem__)].reset_index(drop=True)
+    return sorted(range(len(rows)), key=rows.__getitem__)
 
 
 def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool, index: bool = True) -> None:

@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dask_gpurt.overlap.governor import Governing
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.governor import Policy
+from dask_gpurt.overlap.samples import OFF, PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 
 CAP8, CAP6, CAP4, SPLIT = Setting(residency=8), Setting(residency=6), Setting(residency=4), Setting(sms=116)
 #: What a step keeps of its speed at worst: a cap of 16 blocks, SMs of 132, one after the other.
@@ -100,7 +100,7 @@ class Steps:
         Pieces that communication counts in.
     """
 
-    governor: Governing
+    governor: Policy
     kernel: str
     curve: Curve
     communication: float = 1.0
@@ -141,10 +141,10 @@ class Steps:
         seconds = course.together + beside * self.task - course.together * speeds.compute
         idle = course.total - TASKS * self.task - (seconds - beside * self.task)
         noise = self._noisy()
-        ran = Ran(float(beside), seconds * noise, setting)
+        ran = OverlapSample(float(beside), seconds * noise, setting)
         for _ in range(TASKS - beside):
-            self.governor.learn(Alone(self.kernel, 1.0, self.task * self._noisy()))
-        self.governor.learn_step(Step(max(0.0, idle) * noise, self._moved(), {self.kernel: ran}))
+            self.governor.learn(SoloSample(self.kernel, 1.0, self.task * self._noisy()))
+        self.governor.learn_step(StepSample(max(0.0, idle) * noise, self._moved(), {self.kernel: ran}))
         self.seconds[setting] = self.seconds.get(setting, 0.0) + course.together
         return course.total
 

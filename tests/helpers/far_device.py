@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from dask_gpurt.device import MappingError
+from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.device.protocol import Fence, passed
+from dask_gpurt.topology.links import Link
 
 
 class Far:
@@ -58,6 +60,7 @@ class FarDevice(HostDevice):
     """As a GPU to the tiers: what is live lies where the host can not read."""
 
     on_host = False
+    host_links = (Link.PAGEABLE,)
 
     def __init__(self) -> None:
         super().__init__(1 << 30)
@@ -72,3 +75,21 @@ class FarDevice(HostDevice):
     def gather(self, pieces: list[Any]) -> tuple[Far, Fence]:
         self.moved.moved["gathered"] += sum(piece.nbytes for piece in pieces)
         return Far(np.concatenate(pieces)), passed
+
+
+class Accelerator(HostDevice):
+    """Stands for a GPU: what it holds is read after a copy, and peers map it if the ticket says so."""
+
+    kind = "accelerator"
+    shared_path = "cuda-ipc"
+    reads_in_place = False
+    on_host = False
+    host_links = (Link.PAGEABLE,)
+
+    def map(self, ticket: Any) -> Any:
+        if ticket.get("mapped"):
+            return object()
+        raise MappingError("no peer access")
+
+    def from_host(self, sources: Any) -> list[Any]:
+        return [source.copy() for source in sources]

@@ -16,9 +16,9 @@ from distributed import LocalCluster, Nanny, Worker
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
+from dask_gpurt.api import teach_method
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.plugins.client import teach_method
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.topology import Topology
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.overlap.occupancy import Limits
+from dask_gpurt.overlap.occupancy import DeviceLimits
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("interposer")
@@ -22,8 +22,8 @@ INTERPOSER = ROOT / "dask_gpurt" / "overlap" / "_interposer.c"
 COMPILER = shutil.which("cc")
 
 #: The devices of the fake driver: an H200, and one of compute capability 8.6.
-H200 = Limits(132, 32, 2048, 65536, 233472, 1024, 232448)
-SMALL = Limits(84, 16, 1536, 65536, 102400, 1024, 101376)
+H200 = DeviceLimits(132, 32, 2048, 65536, 233472, 1024, 232448)
+SMALL = DeviceLimits(84, 16, 1536, 65536, 102400, 1024, 101376)
 
 needs_compiler = pytest.mark.skipif(
     COMPILER is None or sys.platform != "linux", reason="there is no C compiler for Linux"
@@ -128,9 +128,10 @@ def main():
             dask_gpurt.enable(client)
             (first,) = client.run(look).values()
             facts = examine(client)
-            client.restart(timeout=120)
+            if "--restart" in sys.argv:
+                client.restart(timeout=120)
             (second,) = client.run(look).values()
-    fallbacks = [fallback for fallback in facts["cluster"]["fallbacks"] if "residency" in fallback["what"]]
+    fallbacks = [fallback for fallback in facts["cluster"]["fallbacks"] if "residency" in fallback["id"]]
     print(json.dumps({**first, "same": first == second, "doctor": facts["cluster"]["residency"],
                       "interposer": facts["machine"]["interposer"], "fallbacks": fallbacks,
                       "package": dask_gpurt.__file__}))

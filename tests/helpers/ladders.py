@@ -8,19 +8,20 @@ import numpy as np
 
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
 KIB = 1024
 
 
-def new_ladder(directory: str, limits: Limits, needed: dict[Any, tuple[int, ...]] | None = None) -> Ladder:
+def new_ladder(
+    directory: str, limits: Limits, needed: dict[Any, tuple[int, ...]] | None = None
+) -> TieredBuffer:
     capacity = {Tier.DEVICE: limits.device, Tier.PINNED: limits.pinned, Tier.HOST: limits.host}
-    return Ladder(
+    return TieredBuffer(
         limits,
         {
             Tier.PINNED: PinnedTier(BlockPool(limits.pinned, block=4 * KIB)),
@@ -31,7 +32,7 @@ def new_ladder(directory: str, limits: Limits, needed: dict[Any, tuple[int, ...]
         device=HostDevice(1 << 30),
         ledger=Ledger({**capacity, Tier.DISK: limits.disk or 1 << 40}),
         metrics=Metrics(),
-        needed=(needed or {}).get,
+        priority_of=(needed or {}).get,
         changed=lambda: None,
     )
 
@@ -40,7 +41,7 @@ def array(fill: int, kib: int = 10) -> np.ndarray:
     return np.full(kib * KIB, fill % 251, np.uint8)
 
 
-def put(ladder: Ladder, key: str, value: Any) -> None:
+def put(ladder: TieredBuffer, key: str, value: Any) -> None:
     """As the worker does it: room first."""
-    ladder.promise(key, value.nbytes, Tier.DEVICE)
+    ladder.reservations.reserve(key, value.nbytes, Tier.DEVICE)
     ladder[key] = value

@@ -14,7 +14,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from tests.helpers.actuators import Launches
-from tests.helpers.clusters import QUICK
+from tests.helpers.clusters import QUICK, instrument
 
 FRAME = pd.DataFrame({"key": range(2000), "value": 0.5})
 
@@ -52,6 +52,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starting]
             local = LocalCluster(protocol="tcp", **options)
             client = Client(local)
             opened[:] = [client, local]
+            instrument(client)
             dask_gpurt.enable(client)
         return client
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import placement as bare
 from dask._task_spec import Task
 from distributed.diagnostics.plugin import SchedulerPlugin
 
+from benchmarks.placement import decisions as bare
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement import Placement, Room
+from dask_gpurt.placement import FreeMemory, Placement
 from dask_gpurt.topology import Topology
 
 GB = 10**9
@@ -24,13 +24,13 @@ class Rooms:
         self.live: dict[str, float] = {}
         self.tiers: dict[tuple[str, Any], Tier] = {}
 
-    def room(self, worker: str) -> Room:
+    def free_memory(self, worker: str) -> FreeMemory:
         free = self.free.get(worker, 80 * GB)
         if worker not in self.live:
-            return Room(free)
-        return Room(min(free, self.live[worker]), 1000 * GB, Tier.HOST, self.live[worker])
+            return FreeMemory(free)
+        return FreeMemory(min(free, self.live[worker]), 1000 * GB, Tier.HOST, self.live[worker])
 
-    def told(self, worker: str) -> bool:
+    def has_reported(self, worker: str) -> bool:
         return True
 
     def tier(self, worker: str, key: Any) -> Tier:
@@ -44,11 +44,11 @@ class Watch(SchedulerPlugin):
         self.placement = placement
 
     def update_graph(self, scheduler: Any, *, tasks: Any, **_: Any) -> None:
-        self.placement.submitted(tasks)
+        self.placement.on_graph(tasks)
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **told: Any) -> None:
         if start == "processing":
-            self.placement.ended(
+            self.placement.on_task_ended(
                 key, told["worker"] if finish == "memory" else None, told.get("seconds", 0.1)
             )
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,3 +58,11 @@ class Shm:
         if nbytes > PAGE and self.used + nbytes > self.total:
             raise OSError(28, "No space left on device")
         self._fallocate(fd, offset, nbytes)
+
+
+@contextlib.contextmanager
+def alone_in_shm() -> Iterator[None]:
+    """Keep tests that run beside this one from naming files in /dev/shm, and from listing them."""
+    with open(Path(tempfile.gettempdir(), "dask-gpurt-tests-shm.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

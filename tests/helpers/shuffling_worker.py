@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dask_gpurt.observe import Decisions, Metrics
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 from tests.helpers.curves import CAP4, CAP8, SPLIT, Speeds
 
 CANDIDATES = {CAP8: 0.5, CAP4: 0.25, SPLIT: 0.44, OFF: 0.5}
 
-#: Seconds of a step on four H200 (``benchmarks/results/overlap-4xh200.json``): of compute and of
+#: Seconds of a step on four H200 (an earlier run of ``benchmarks.overlap``): of compute and of
 #: communication alone, and of both under each setting; of the groupby's rounds the second one.
 STEPS: dict[str, tuple[float, float, dict[Setting, float]]] = {
     "groupby": (0.198, 0.200, {OFF: 0.331, PRIORITY: 0.236, CAP8: 0.241, CAP4: 0.241, SPLIT: 0.251}),

@@ -22,7 +22,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from tests.helpers.clusters import QUICK
+from tests.helpers.clusters import QUICK, instrument
 
 #: Their end of the link, and the addresses there.
 LINK, ADDRESSES = "gpurt", ("10.99.0.1", "10.99.0.2")
@@ -136,6 +136,7 @@ def two_hosts(
         with hosts[0].network():
             client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE))
         client.wait_for_workers(2 * workers, timeout=PATIENCE)
+        instrument(client)
         dask_gpurt.enable(client)
         try:
             yield client

@@ -33,6 +33,7 @@ from dask_gpurt.chaos.worker_side import ChaosWorkerPlugin, FailingTransfers, Fu
 from dask_gpurt.cli import main
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
+from tests.helpers.shared_memory import alone_in_shm
 
 seeds, numbers = st.integers(0, 2**32), st.integers(0, 10_000)
 
@@ -240,7 +241,8 @@ def test_workers_whose_nannies_have_given_up_are_started_anew() -> None:
 
 
 def chaos(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["chaos", *arguments])
+    with alone_in_shm():
+        return CliRunner().invoke(main, ["chaos", *arguments])
 
 
 def test_a_plan_is_printed_and_nothing_is_run() -> None:
@@ -258,7 +260,7 @@ def test_a_pattern_that_matches_nothing_is_refused(option: str) -> None:
 
 
 def test_no_faults_and_all_is_well_and_a_wrong_row_is_not(tmp_path: Path) -> None:
-    """Two runs: each starts a cluster of processes."""
+    """Two runs: each starts a cluster of processes, and lists /dev/shm before and after."""
     size = ("--rows", "2000", "--workers", "2", "--roomy", "--json", str(tmp_path / "report"))
     done = chaos("--steps", "2", "--seed", "1", "--faults", "", *size)
     assert done.exit_code == 0, done.output

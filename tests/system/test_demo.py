@@ -16,7 +16,7 @@ import click
 import pandas as pd
 import pytest
 
-from dask_gpurt.cli.demo import Outcome, all_passed, choose_methods, print_results
+from dask_gpurt.cli.demo import OperationTiming, all_passed, choose_methods, print_results
 from dask_gpurt.cli.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
 from dask_gpurt.cli.report import render_report, speedups
 from dask_gpurt.cli.tier_view import TierSampler
@@ -79,7 +79,7 @@ def test_demo_checks_every_result_and_times_every_method(results: dict[str, Any]
 
 
 def test_demo_ends_with_a_table(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    print_results(results, [Outcome(**operation) for operation in results["operations"]])
+    print_results(results, [OperationTiming(**operation) for operation in results["operations"]])
     printed = capsys.readouterr().out
     assert all(operation.name in printed for operation in OPERATIONS)
     compared = len(results["methods"])
@@ -278,11 +278,15 @@ def test_check_sees_a_wrong_value_a_lost_row_and_disorder() -> None:
 
 
 def test_a_wrong_or_missing_result_of_the_runtime_fails_the_demo() -> None:
-    good = Outcome("a", 1, {}, checks={"gpurt": True, "p2p": True})
+    good = OperationTiming("a", 1, {}, checks={"gpurt": True, "p2p": True})
     assert all_passed([good], ["gpurt", "p2p"])
-    assert all_passed([Outcome("a", 1, {}, checks={"gpurt": True}, errors={"p2p": "x"})], ["gpurt", "p2p"])
-    assert not all_passed([good, Outcome("b", 1, {}, checks={"p2p": True})], ["gpurt", "p2p"])
-    assert not all_passed([Outcome("b", 1, {}, checks={"gpurt": True, "p2p": False})], ["gpurt", "p2p"])
+    assert all_passed(
+        [OperationTiming("a", 1, {}, checks={"gpurt": True}, errors={"p2p": "x"})], ["gpurt", "p2p"]
+    )
+    assert not all_passed([good, OperationTiming("b", 1, {}, checks={"p2p": True})], ["gpurt", "p2p"])
+    assert not all_passed(
+        [OperationTiming("b", 1, {}, checks={"gpurt": True, "p2p": False})], ["gpurt", "p2p"]
+    )
 
 
 def test_methods_are_split_and_speedups_are_geometric_means() -> None:
@@ -301,7 +305,7 @@ def test_examples_run(example: Path) -> None:
 def test_shuffle_benchmark_checks_and_writes_its_results(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     arguments = ("--size", "4MiB", "--partitions", "4", "--workers", "2", "--backend", "pandas")
-    done = run("benchmarks/shuffle.py", *arguments, "--repeat", "1", "--json", output)
+    done = run("-m", "benchmarks.shuffle", *arguments, "--repeat", "1", "--json", output)
     assert "gpurt against p2p" in done.stdout
     results = json.loads(output.read_text())
     assert len(results["runs"]) == 3 * 4 * 2

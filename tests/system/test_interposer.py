@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.overlap.interposer import name_id
-from dask_gpurt.overlap.occupancy import Limits, residency, shared_for
+from dask_gpurt.overlap.occupancy import DeviceLimits, residency, shared_for
 from tests.helpers.interposers import H200, INTERPOSER, SMALL, Process, compile_c, needs_compiler, process
 from tests.helpers.interposers import built as built  # a fixture
 from tests.helpers.interposers import one as one  # a fixture
@@ -80,7 +80,7 @@ def test_every_door_to_a_launch_is_met(one: Process, door: dict[str, Any]) -> No
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_of_any_kernel_no_more_blocks_than_the_cap_stay_on_an_sm(
     shared_process: Process,
-    device: tuple[int, Limits],
+    device: tuple[int, DeviceLimits],
     cap: int,
     threads: int,
     registers: int,

@@ -37,17 +37,17 @@ def test_whoever_makes_the_usual_context_current_gets_the_other_one(
         return current
 
     assert made_current(usual) == usual
-    one.put_instead(usual, other)
+    one.redirect_context(usual, other)
     assert made_current(usual) == other
     assert made_current(other) == other
     assert made_current(0) == 0
-    one.put_instead(0, 0)
+    one.redirect_context(0, 0)
     assert made_current(usual) == usual
 
 
 def test_a_context_is_another_one_on_its_own_thread_only(one: Process) -> None:
     usual, other = one.context(0), one.context(1)
-    one.put_instead(usual, other)
+    one.redirect_context(usual, other)
     assert one.on_a_thread("call", "cuCtxSetCurrent", usual, then="current") == usual
     one.call("cuCtxSetCurrent", usual)
     assert one.current() == other

@@ -7,16 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_timeline
-import overlap_collectives as collectives
-import overlap_figures as figures
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from overlap_plan import rotated
 
-from dask_gpurt.overlap.knowledge import FEW, Knowledge
-from dask_gpurt.overlap.steps import PRIORITY, Alone
+from benchmarks.overlap import collectives as collectives
+from benchmarks.overlap import figures as figures
+from benchmarks.overlap import gpu_timeline
+from benchmarks.overlap.plan import rotated
+from dask_gpurt.overlap.samples import PRIORITY, SoloSample
+from dask_gpurt.overlap.statistics import MIN_SOLO_SAMPLES, OverlapStatistics
 
 pytestmark = pytest.mark.slow
 
@@ -108,9 +108,9 @@ def test_a_leg_tells_what_communication_has_added(
     both = min(compute / c, communication / m)
     ends = both + compute - both * c, both + communication - both * m
     times = collectives.Times(max(ends), *ends)
-    known = Knowledge()
-    for _ in range(FEW):
-        known.add(Alone("kernel", 10.0, compute))
+    known = OverlapStatistics()
+    for _ in range(MIN_SOLO_SAMPLES):
+        known.add(SoloSample("kernel", 10.0, compute))
     costs = known.costs(collectives.step("kernel", PRIORITY, times, 10.0, 100.0))
     assert costs is not None
     assert 100.0 * costs.adds == pytest.approx(max(ends) - compute, abs=1e-6)
@@ -150,5 +150,5 @@ def test_a_part_that_takes_too_long_leaves_what_it_has(tmp_path: Path) -> None:
 
 
 def overlap(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/overlap.py", "--backend", "pandas", *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.overlap", "--backend", "pandas", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

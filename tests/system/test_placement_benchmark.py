@@ -18,7 +18,7 @@ def test_both_sides_take_turns_and_agree(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     small = ("--size", "4MiB", "--workers", "2", "--repeat", "2")
     some = ("--workload", "skewed-join", "--workload", "tree-reduction")
-    command = [sys.executable, "benchmarks/placement_real.py", *small, *some, "--json", str(output)]
+    command = [sys.executable, "-m", "benchmarks.placement.clusters", *small, *some, "--json", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     results = json.loads(output.read_text())

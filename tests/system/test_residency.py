@@ -15,9 +15,12 @@ from tests.helpers.interposers import packages as packages  # a fixture
 pytestmark = needs_compiler
 
 
-def worker(packages: Path, which: str, residency: str, *, enabled: bool = True, **settings: str) -> Any:
+def worker(
+    packages: Path, which: str, residency: str, *flags: str, enabled: bool = True, **settings: str
+) -> Any:
     found = answer(
         packages / "script.py",
+        *flags,
         PYTHONPATH=str(packages / which),
         DASK_GPURT__ENABLED=str(enabled),
         DASK_GPURT__OVERLAP__RESIDENCY=residency,
@@ -30,7 +33,7 @@ def worker(packages: Path, which: str, residency: str, *, enabled: bool = True, 
 
 
 def test_a_nanny_loads_it_and_the_worker_sets_the_cap(packages: Path) -> None:
-    found = worker(packages, "built", "4")
+    found = worker(packages, "built", "4", "--restart")
     path = packages / "built" / "dask_gpurt" / "overlap" / "_interposer.so"
     assert (found["preload"], found["loaded"]) == (str(path), True)
     assert found["doctor"] == [{"setting": 4, "ready": True, "reason": None, "count": 1}]
@@ -45,7 +48,7 @@ def test_what_was_to_be_preloaded_is_kept(packages: Path, tmp_path: Path, where:
         f"distributed: {{nanny: {{pre-spawn-environ: {{LD_PRELOAD: {second}}}}}}}"
     )
     settings = {"LD_PRELOAD": second} if where == "environment" else {"DASK_CONFIG": str(tmp_path)}
-    found = worker(packages, "built", "auto", **settings)
+    found = worker(packages, "built", "auto", "--restart", **settings)
     assert found["preload"].split(":") == [second, found["interposer"]["path"]]
     assert (found["loaded"], found["ready"]) == (True, True)
 
@@ -82,7 +85,14 @@ def test_where_there_are_no_caps_the_doctor_says_why(
     assert found["reason"].startswith(reason)
     ((row),) = found["doctor"]
     assert row["reason"] == found["reason"]
-    assert found["fallbacks"] == [{"what": "overlap.residency", "reason": found["reason"], "count": 1}]
+    assert found["fallbacks"] == [
+        {
+            "id": "overlap.residency",
+            "what": "residency caps are not possible",
+            "reason": found["reason"],
+            "count": 1,
+        }
+    ]
 
 
 @pytest.mark.parametrize(

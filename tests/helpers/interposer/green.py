@@ -15,7 +15,7 @@ import cudf
 import cupy
 
 from dask_gpurt.device.cuda import CudaDevice
-from dask_gpurt.overlap.interposer import put_instead
+from dask_gpurt.overlap.interposer import redirect_context
 
 #: Each block says which SM it is on, and stays a while, so that all SMs get some.
 WHERE = r"""
@@ -132,7 +132,7 @@ CHECKS: tuple[Callable[[Any], None], ...] = (
 
 
 def main() -> None:
-    contexts = CudaDevice().sm_contexts(put_instead)
+    contexts = CudaDevice().sm_contexts(redirect_context)
     wrong = {}
     for check in CHECKS:
         try:

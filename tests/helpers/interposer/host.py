@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dask_gpurt.overlap.interposer import Interposer, put_instead
+from dask_gpurt.overlap.interposer import Interposer, redirect_context
 from dask_gpurt.overlap.occupancy import Caps, Residency
 
 POINTER, UNSIGNED = ctypes.c_void_p, ctypes.c_uint
@@ -81,8 +81,8 @@ class Host:
         assert self.residency
         return [vars(kernel) for kernel in self.residency.kernels()]
 
-    def put_instead(self, usual: int, other: int) -> None:
-        put_instead(usual, other)
+    def redirect_context(self, usual: int, other: int) -> None:
+        redirect_context(usual, other)
 
     # ---- the driver
 

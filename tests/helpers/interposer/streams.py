@@ -19,8 +19,8 @@ import cupy
 import numpy as np
 
 from dask_gpurt.device.cuda import CudaDevice
-from dask_gpurt.table.cudf import CudfTable
-from dask_gpurt.table.protocol import Hashed, Part
+from dask_gpurt.frames.backend import Hashed, Part
+from dask_gpurt.frames.cudf import CudfTable
 
 ROWS = 1 << 16
 #: The most that is looked at of a stack.

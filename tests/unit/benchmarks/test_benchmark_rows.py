@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import check, fingerprint, make_random, totals
+
+from benchmarks.common.rows import check, fingerprint, make_random, totals
 
 FRAME = make_random(0, 100, 50, "pandas")
 SORTED = FRAME.sort_values("key", ignore_index=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -245,6 +246,18 @@ def test_unknown_key_has_a_suggestion(key: str, meant: str) -> None:
     assert problem.startswith(f"unknown key {unknown!r}: did you mean {meant!r}? Known keys: gpurt.enabled, ")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [("gpurt.memory.failures", 40, (40, False)), ("gpurt.overlap.check", True, (0, True))],
+)
+def test_settings_that_have_gone_to_testing_still_work_and_warn(
+    key: str, value: object, expected: Any
+) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"'{key}' is deprecated.*Instruments"):
+        settings = load(nested(key, value))
+    assert (settings.memory.failures, settings.overlap.check) == expected
+
+
 def test_unknown_key_without_a_likeness() -> None:
     (problem,) = problems(nested("gpurt.exchange.zebra", 1))
     assert problem.startswith("unknown key 'gpurt.exchange.zebra'. Known keys: ")
@@ -347,5 +360,10 @@ def test_preload_file_names_the_hook_for_every_role() -> None:
 
 
 def test_version_is_the_same_everywhere() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == dask_gpurt.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    attribute = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert attribute == "dask_gpurt._version.__version__"
+    assert pkgutil.resolve_name(attribute) is dask_gpurt.__version__
+    recipe = yaml.safe_load((ROOT / "conda/recipe/recipe.yaml").read_text())
+    assert recipe["context"]["version"] == dask_gpurt.__version__

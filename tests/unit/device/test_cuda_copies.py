@@ -62,7 +62,7 @@ class Memory:
 def test_bytes_arrive_wherever_they_lie(source: str, target: str, count: int) -> None:
     import cupy
 
-    from dask_gpurt.device.cuda_copies import begin
+    from dask_gpurt.device.cuda_memory import copy_async
 
     random = np.random.default_rng(count)
     size, stream = 4096 * KIB, cupy.cuda.Stream(non_blocking=True)
@@ -76,7 +76,7 @@ def test_bytes_arrive_wherever_they_lie(source: str, target: str, count: int) ->
         copies.append(Copy(there.ptr + to, here.ptr + at, nbytes))
         expected[to : to + nbytes] = here.bytes()[at : at + nbytes]
     cupy.cuda.runtime.deviceSynchronize()
-    begin(copies, stream.ptr)
+    copy_async(copies, stream.ptr)
     stream.synchronize()
     assert np.array_equal(there.bytes(), expected)
     here.close()
@@ -87,9 +87,9 @@ def test_bytes_arrive_wherever_they_lie(source: str, target: str, count: int) ->
 def test_what_cuda_refuses_is_an_error() -> None:
     import cupy
 
-    from dask_gpurt.device.cuda_copies import begin
+    from dask_gpurt.device.cuda_memory import copy_async
 
     here, there = cupy.arange(2), cupy.arange(2)
     default = cupy.cuda.Stream.null
     with pytest.raises(RuntimeError, match="2 copies in one call: cudaErrorInvalidValue"):
-        begin([Copy(there.data.ptr + at, here.data.ptr + at, 8) for at in (0, 8)], default.ptr)
+        copy_async([Copy(there.data.ptr + at, here.data.ptr + at, 8) for at in (0, 8)], default.ptr)

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.disk import CorruptFile, DiskTier
-from dask_gpurt.memory.frames import Frames, Raw
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.serialize import Frames, Raw
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
 from tests.helpers.far_device import Far, FarDevice
@@ -110,10 +109,10 @@ def device() -> FarDevice:
 
 
 @pytest.fixture
-def ladder(device: FarDevice, tmp_path: Path) -> Iterator[Ladder]:
+def ladder(device: FarDevice, tmp_path: Path) -> Iterator[TieredBuffer]:
     """A device of 100 KiB, above a disk."""
     limits = Limits(100 * KIB, 0, 0, None)
-    made = Ladder(
+    made = TieredBuffer(
         limits,
         {
             Tier.PINNED: PinnedTier(BlockPool(0)),
@@ -124,14 +123,14 @@ def ladder(device: FarDevice, tmp_path: Path) -> Iterator[Ladder]:
         device=device,
         ledger=Ledger({tier: 1 << 40 for tier in Tier}),
         metrics=Metrics(),
-        needed=lambda key: None,
+        priority_of=lambda key: None,
         changed=lambda: None,
     )
     yield made
     made.close()
 
 
-def test_an_object_comes_up_as_it_went_down(ladder: Ladder, device: FarDevice) -> None:
+def test_an_object_comes_up_as_it_went_down(ladder: TieredBuffer, device: FarDevice) -> None:
     ladder["x"] = Raw([Far(data(20 * KIB, 1)), Far(data(5, 2))])
     ladder.spill(1 << 30)
     assert ladder.tier("x") is Tier.DISK
@@ -144,7 +143,9 @@ def test_an_object_comes_up_as_it_went_down(ladder: Ladder, device: FarDevice) -
 
 
 @pytest.mark.parametrize("far", [True, False])
-def test_what_is_read_once_goes_to_the_device_at_once(ladder: Ladder, device: FarDevice, far: bool) -> None:
+def test_what_is_read_once_goes_to_the_device_at_once(
+    ladder: TieredBuffer, device: FarDevice, far: bool
+) -> None:
     """Also what came to the disk from the host, like a shard that has been pulled."""
     array = data(20 * KIB, 1)
     frames = Frames(b"raw", ([Far(array) if far else array],))

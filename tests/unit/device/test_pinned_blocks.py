@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.host import BlockPool, PinnedTier
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from tests.helpers.small_tiers import BLOCK, content, frames, pinned
 

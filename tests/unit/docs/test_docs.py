@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,33 @@ import pytest
 import yaml
 
 from dask_gpurt.config import KEYS
+from dask_gpurt.device import base
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange import pools
 from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
+from dask_gpurt.observe import Fallback
+from dask_gpurt.observe.metrics import METRICS, Kind, find
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "dask_gpurt"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _generator() -> Any:
+    """Load what writes the pages that come from the code; it lies beside the package."""
+    spec = spec_from_file_location("docs_pages", ROOT / "ci" / "docs_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+docs_pages = _generator()
+#: The pages that are written from the code, by where they are in the site.
+WRITTEN = {ROOT / "docs" / path: write() for path, write in docs_pages.PAGES.items()}
 
 
 def text(name: str) -> str:
@@ -49,9 +68,14 @@ def section(page: str, heading: str) -> str:
     return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
+def content(page: Path) -> str:
+    """Return the text of a page, from the file or from the code."""
+    return WRITTEN[page] if page in WRITTEN else page.read_text()
+
+
 def anchors(page: Path) -> set[str]:
-    """The ids that a page's headings get."""
-    headings = re.findall(r"^#+ (.*)$", without_blocks(page.read_text()), re.MULTILINE)
+    """Return the ids that a page's headings get."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(content(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -59,8 +83,13 @@ def fragments(said: str) -> list[str]:
     return [part for part in said.split("…") if len(part.strip()) > 3]
 
 
-def literals() -> Iterator[str]:
-    """All strings in the package, with … for what is put into them."""
+@cache
+def literals() -> tuple[str, ...]:
+    """Return all strings in the package, with … for what is put into them."""
+    return tuple(_literals())
+
+
+def _literals() -> Iterator[str]:
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -85,6 +114,10 @@ def test_python_in_the_readme_compiles() -> None:
         compile(block, "README.md", "exec")
 
 
+def test_the_readme_is_short() -> None:
+    assert len(text("README.md").splitlines()) <= 150
+
+
 def test_there_is_a_place_for_the_figures() -> None:
     figures = text("README.md").split("<!-- figures:begin -->")[1].split("<!-- figures:end -->")[0]
     assert "benchmarks/results/" in figures
@@ -93,17 +126,37 @@ def test_there_is_a_place_for_the_figures() -> None:
 # ---- every page ----------------------------------------------------------------------
 
 
-@each_page
-def test_links_resolve(page: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", without_blocks(page.read_text()))
-    for link in links:
+def unresolved(page: Path) -> Iterator[str]:
+    """Yield the links of a page that lead nowhere."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(content(page))):
         if re.match(r"[a-z]+:", link):
             continue
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
-        assert target.exists(), f"{page.name} links to {link}"
-        if anchor:
-            assert anchor in anchors(target), f"{page.name} links to {link}"
+        exists = target in WRITTEN or target.exists()
+        if not exists or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+@each_page
+def test_links_resolve(page: Path) -> None:
+    assert list(unresolved(page)) == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_links_of_pages_from_the_code_resolve(page: Path) -> None:
+    assert list(unresolved(page)) == []
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    def files(entries: list[Any]) -> Iterator[str]:
+        for entry in entries:
+            for found in entry.values() if isinstance(entry, dict) else [entry]:
+                yield from files(found) if isinstance(found, list) else [found]
+
+    listed = sorted(files(yaml.safe_load(text("mkdocs.yml"))["nav"]))
+    pages = [page for page in [*PAGES, *WRITTEN] if ROOT / "docs" in page.parents]
+    assert listed == sorted(str(page.relative_to(ROOT / "docs")) for page in pages)
 
 
 @each_page
@@ -115,10 +168,12 @@ def test_yaml_is_yaml(page: Path) -> None:
 # ---- settings ------------------------------------------------------------------------
 
 
+SETTINGS = WRITTEN[ROOT / "docs/reference/settings.md"]
+
+
 def test_settings_lists_every_key_once() -> None:
-    page = text("docs/settings.md")
-    assert sorted(re.findall(r"^## `(gpurt\..*)`$", page, re.MULTILINE)) == sorted(KEYS)
-    overview = section(page, "Overview")
+    assert sorted(re.findall(r"^## `(gpurt\..*)`$", SETTINGS, re.MULTILINE)) == sorted(KEYS)
+    overview = section(SETTINGS, "Overview")
     assert re.findall(r"^\| \[`(.*?)`\]", overview, re.MULTILINE) == list(KEYS)
 
 
@@ -132,10 +187,8 @@ def values(tree: Any) -> Iterator[Any]:
 
 def test_settings_has_the_defaults() -> None:
     defaults = yaml.safe_load((PACKAGE / "gpurt.yaml").read_text())
-    assert yaml.safe_load(blocks(text("docs/settings.md"), "yaml")[0]) == defaults
-    shown = [
-        yaml.safe_load(cell.strip("`")) for cell in cells(section(text("docs/settings.md"), "Overview"), 1)
-    ]
+    assert yaml.safe_load(blocks(SETTINGS, "yaml")[0]) == defaults
+    shown = [yaml.safe_load(cell.strip("`")) for cell in cells(section(SETTINGS, "Overview"), 1)]
     assert shown == list(values(defaults))
 
 
@@ -150,11 +203,11 @@ def class_attribute(file: str, owner: str, name: str) -> Any:
 
 
 def test_settings_says_what_auto_is() -> None:
-    page = " ".join(text("docs/settings.md").split())
+    page = " ".join(SETTINGS.split())
     host, cuda = HostDevice.pool_share, class_attribute("device/cuda.py", "CudaDevice", "pool_share")
     assert f"`auto` is {cuda:.0%} of the memory of a GPU and {host:.0%} of a worker's memory limit" in page
-    assert f"never more than {pools.AUTO_POOL_OF_FREE:.0%} of what is free on the GPU" in page
-    assert f"or {pools.AUTO_POOL_OF_SHM:.0%} of `/dev/shm`" in page
+    assert f"never more than {base.AUTO_POOL_OF_FREE:.0%} of what is free on the GPU" in page
+    assert f"or {base.AUTO_POOL_OF_SHM:.0%} of `/dev/shm`" in page
     assert f"fails only after {FOREIGN_PATIENCE_S:.0f} seconds" in page
 
 
@@ -168,12 +221,34 @@ def test_development_names_every_module() -> None:
     assert sorted(named) == sorted(str(path.relative_to(PACKAGE)) for path in files if path not in rooms)
 
 
+# ---- contributing --------------------------------------------------------------------
+
+
+def defined(file: Path) -> Iterator[str]:
+    """Yield the functions and classes of a module, and the methods of its classes."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            members = node.body if isinstance(node, ast.ClassDef) else []
+            yield from (f"{node.name}.{one.name}" for one in members if hasattr(one, "name"))
+
+
+def test_the_walks_name_what_is_there() -> None:
+    walks = section(text("CONTRIBUTING.md"), "Four walks")
+    steps = re.findall(r"`([\w/]+\.py)::([\w.]+)`", walks)
+    assert len(walks.split("\n**")) == 5
+    assert len(steps) > 20
+    assert [step for step in steps if step[1] not in defined(PACKAGE / step[0])] == []
+    files = re.findall(r"`([\w/]+\.(?:py|yaml))`", walks)
+    assert [file for file in files if not (PACKAGE / file).exists() and not (ROOT / file).exists()] == []
+
+
 # ---- what is quoted ------------------------------------------------------------------
 
 
 def quoted() -> list[str]:
     """Messages that the pages explain."""
-    page = text("docs/troubleshooting.md").split("\n## Problems")[1]
+    page = text("docs/guides/troubleshooting.md").split("\n## Problems")[1]
     listed = re.findall(r"^- \*\*[^`*]*`(.*?)`", page, re.MULTILINE)
     tables = [said for cell in cells(page, 0) for said in re.findall(r"`(.*?)`", cell)]
     # Dask says this one, and some are a name of ours between names of the user.
@@ -182,47 +257,78 @@ def quoted() -> list[str]:
 
 @pytest.mark.parametrize("said", quoted())
 def test_messages_are_quoted_as_they_are(said: str) -> None:
-    strings = list(literals())
+    strings = literals()
     missing = [part for part in fragments(said) if not any(part in string for string in strings)]
     assert not missing
 
 
-def fallbacks() -> Iterator[str]:
-    """What the package counts as fallen back; of a name that is put together, its beginning."""
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    constants = {
-        ast.unparse(node.targets[0]): node.value.value
-        for tree in trees
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-    }
-    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        given = [call.func, *call.args]  # or as partial(metrics.fallback, what)
-        for function, what in pairwise(given):
-            if isinstance(function, ast.Attribute) and function.attr == "fallback":
-                first = what.values[0] if isinstance(what, ast.JoinedStr) else what
-                yield str(first.value if isinstance(first, ast.Constant) else constants[ast.unparse(first)])
+def quoted_as(name: str) -> str:
+    """How a page writes a name with values in it."""
+    return f"`{re.sub(r'{.*?}', '…', name)}`"
 
 
-def test_each_fallback_is_explained() -> None:
-    page, found = text("docs/troubleshooting.md"), set(fallbacks())
-    assert len(found) > 15
-    assert [what for what in sorted(found) if f"`{what}" not in page] == []
+@pytest.mark.parametrize("fallback", Fallback)
+def test_each_fallback_is_explained(fallback: Fallback) -> None:
+    page = text("docs/guides/troubleshooting.md")
+    as_printed = f"`{fallback.text} ({fallback.id})`"
+    assert as_printed in page or (quoted_as(fallback.id) in page and quoted_as(fallback.text) in page)
+
+
+def test_metrics_are_listed_from_their_table() -> None:
+    page = text("docs/reference/metrics.md")
+    listed = [tuple(cells(section(page, "All metrics"), column)) for column in range(5)]
+    declared = [
+        (
+            quoted_as(metric.name),
+            metric.kind,
+            metric.unit,
+            f"`{metric.prometheus}{'_total' if metric.kind is Kind.COUNTER else ''}`",
+            metric.help,
+        )
+        for metric in METRICS.values()
+    ]
+    assert list(zip(*listed, strict=True)) == declared
 
 
 def test_counters_exist() -> None:
-    page = section(text("docs/performance.md"), "In your own program")
-    named = [name for cell in cells(page, 0) for name in re.findall(r"`(.*?)`", cell)]
-    assert len(named) > 10
-    assert set(named) <= set(literals())
+    page = section(text("docs/guides/measure.md"), "In your own program")
+    named = re.findall(r"`((?:shuffle|exchange|memory|placement|overlap|residency)\..*?)`", page)
+    assert len(named) >= 3
+    assert [name for name in named if not find(name.replace("…", "any"))] == []
 
 
-@pytest.mark.parametrize("script", ["shuffle", "exchange"])
-def test_options_of_the_benchmarks_are_listed(script: str) -> None:
-    page = section(
-        text("docs/performance.md"),
-        {"shuffle": "Shuffles, by method", "exchange": "The exchange alone"}[script],
-    )
+@pytest.mark.parametrize(
+    ("heading", "script"),
+    [
+        ("Shuffles, by method", "benchmarks/shuffle/__main__.py"),
+        ("The exchange alone", "benchmarks/exchange/__main__.py"),
+    ],
+)
+def test_options_of_the_benchmarks_are_listed(heading: str, script: str) -> None:
+    page = section(text("docs/guides/measure.md"), heading)
     listed = {name for cell in cells(page, 0) for name in re.findall(r"`(--[a-z-]+)`", cell)}
-    options = re.findall(r'^@click\.option\(\s*"(--[^"]+)"', text(f"benchmarks/{script}.py"), re.MULTILINE)
+    options = re.findall(r'^@click\.option\(\s*"(--[^"]+)"', text(script), re.MULTILINE)
     assert listed == {name for option in options for name in option.split("/")}
+
+
+def test_the_command_line_has_every_command_and_option() -> None:
+    page = WRITTEN[ROOT / "docs/reference/cli.md"]
+    for name, command in docs_pages.commands().items():
+        shown = section(page, name)
+        assert [
+            option
+            for option in command.params
+            if f"`{option.opts[0]}`" not in shown and option.opts[0][0] == "-"
+        ] == []
+
+
+def test_the_api_has_every_public_function() -> None:
+    page = WRITTEN[ROOT / "docs/reference/api.md"]
+    shown = re.findall(r"heading: dask_gpurt\.(\w+)$", page, re.MULTILINE)
+    assert {"enable", "disable", "is_enabled", "report", "explain"} <= set(shown)
+
+
+def test_each_result_is_named_in_the_table_of_figures() -> None:
+    table = section(text("docs/benchmarks.md"), "All figures")
+    named = {name for cell in cells(table, 3) for name in re.findall(r"`(.*?)`", cell)}
+    assert named == {file.name for file in RESULTS.glob("*.json")}

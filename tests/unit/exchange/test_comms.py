@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.device.codecs import CODECS, Codec, HostCodec
+from dask_gpurt.device.base import Codec
+from dask_gpurt.device.codecs import CODECS, HostCodec
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import calls
 from dask_gpurt.exchange.calls import Calls

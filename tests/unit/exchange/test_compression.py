@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.device import codecs
-from dask_gpurt.device.codecs import FAST, PIECE, PIECES, Codec, CodecError, HostCodec, host_codecs
+from dask_gpurt.device.base import Codec, CodecError
+from dask_gpurt.device.codecs import FAST, PIECE, PIECES, HostCodec, host_codecs
 from dask_gpurt.exchange.compression import (
-    AS_THEY_ARE,
     LEAST,
     RUNS,
     Compressor,
@@ -23,8 +23,8 @@ from dask_gpurt.exchange.compression import (
     best,
     compression_pays,
 )
-from dask_gpurt.exchange.links import PRIOR, Shown
-from dask_gpurt.observe import Metrics
+from dask_gpurt.exchange.links import PRIOR_BYTES, MeasuredBandwidth
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology import Speed
 
 RATES = st.floats(1e6, 1e10)
@@ -121,25 +121,27 @@ def test_a_sample_is_corrected_by_what_shards_show(
 LATENCY = 1e-3
 
 
-def after(shown: Shown, bandwidth: float, transfers: int, *, at_once: int = 1, start: float = 0.0) -> float:
+def after(
+    shown: MeasuredBandwidth, bandwidth: float, transfers: int, *, at_once: int = 1, start: float = 0.0
+) -> float:
     """Let transfers of 1 MiB cross a link, so many next to each other; returns when they are over."""
     now = start
     for _ in range(transfers // at_once):
-        begin, now = now, now + LATENCY + at_once * PRIOR / bandwidth
+        begin, now = now, now + LATENCY + at_once * PRIOR_BYTES / bandwidth
         for _ in range(at_once):
-            shown.observe(PRIOR, begin, now)
+            shown.observe(PRIOR_BYTES, begin, now)
     return now
 
 
 @given(st.floats(1e6, 1e9), st.integers(10, 100), st.integers(1, 4))
 def test_a_slow_link_is_found_out_after_few_bytes(bandwidth: float, transfers: int, at_once: int) -> None:
-    shown = Shown(Speed(1.1e9, LATENCY))
+    shown = MeasuredBandwidth(Speed(1.1e9, LATENCY))
     after(shown, bandwidth, transfers, at_once=at_once)
     assert bandwidth * 0.99 <= shown.bandwidth <= bandwidth * 1.3
 
 
 def test_a_link_that_recovers_is_found_out_too() -> None:
-    shown = Shown(Speed(1.1e9, LATENCY))
+    shown = MeasuredBandwidth(Speed(1.1e9, LATENCY))
     now = after(shown, 1e7, 300)
     after(shown, 1e9, 300, start=now)
     assert shown.bandwidth > 5e8
@@ -254,7 +256,7 @@ def test_what_a_device_can_not_compress_goes_as_it_is_and_that_is_said() -> None
     metrics = Metrics()
     compressor = Compressor(metrics)
     assert compressor.pack(RUN, sections(np.zeros(LEAST)), 1e6, [Refusing("lz4", memoryview)]) is None
-    assert metrics.snapshot()["fallbacks"][AS_THEY_ARE]["reason"] == "no room"
+    assert metrics.snapshot()["fallbacks"][Fallback.EXCHANGE_UNCOMPRESSED.id]["reason"] == "no room"
 
 
 class Held(HostCodec):

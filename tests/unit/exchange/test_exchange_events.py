@@ -23,7 +23,7 @@ from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.inbox import Place
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
-from tests.helpers.clusters import QUICK
+from tests.helpers.clusters import QUICK, instrument
 from tests.helpers.exchanges import Cluster, Process, quiet, without_pauses
 
 A, B = "tcp://a:1", "tcp://b:1"
@@ -127,6 +127,7 @@ def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
         LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local,
         Client(local) as client,
     ):
+        instrument(client)
         dask_gpurt.enable(client)
         df = dask.dataframe.from_pandas(rows, npartitions=12)
         found = df.shuffle("key").compute().sort_values("row")

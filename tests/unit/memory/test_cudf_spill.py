@@ -14,9 +14,8 @@ import pytest
 from distributed import Client, wait
 
 import dask_gpurt
-from dask_gpurt.memory import cudf_spill
-from dask_gpurt.memory.ladder import Ladder
-from dask_gpurt.memory.sizes import owned
+from dask_gpurt.memory.accounting import cudf_spill_manager, owned, spilled_by_cudf
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.clusters import cluster
 from tests.helpers.ladders import KIB, array, new_ladder
@@ -87,7 +86,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Spillable]:
 
 
 @pytest.fixture
-def ladder(tmp_path: Path) -> Iterator[Ladder]:
+def ladder(tmp_path: Path) -> Iterator[TieredBuffer]:
     made = new_ladder(str(tmp_path), Limits(100 * KIB, 0, 0, None))
     yield made
     made.close()
@@ -95,7 +94,7 @@ def ladder(tmp_path: Path) -> Iterator[Ladder]:
 
 def test_without_cudf_there_is_no_manager() -> None:
     if "cudf" not in sys.modules:
-        assert cudf_spill.manager() is None
+        assert cudf_spill_manager() is None
 
 
 @pytest.mark.parametrize("spilled", [[], [0], [0, 1]])
@@ -105,21 +104,23 @@ def test_memory_is_the_same_wherever_it_lies(buffers: list[Spillable], spilled: 
     for number in spilled:
         buffers[number].is_spilled = True
     assert owned(frame) == {id(a): a.size, id(b): b.size}
-    assert cudf_spill.spilled(cudf_spill.manager()) == {id(buffers[n]): 10 * KIB for n in spilled}
+    assert spilled_by_cudf(cudf_spill_manager()) == {id(buffers[n]): 10 * KIB for n in spilled}
 
 
-def look(ladder: Ladder) -> None:
-    ladder.set_elsewhere(cudf_spill.spilled(cudf_spill.manager()))
+def look(ladder: TieredBuffer) -> None:
+    ladder.set_elsewhere(spilled_by_cudf(cudf_spill_manager()))
 
 
-def test_what_cudf_spills_leaves_the_account_of_the_device(buffers: list[Spillable], ladder: Ladder) -> None:
+def test_what_cudf_spills_leaves_the_account_of_the_device(
+    buffers: list[Spillable], ladder: TieredBuffer
+) -> None:
     a, b, c = buffers
     ladder["x"], ladder["y"] = Frame(a, b), Frame(b, c)
     assert ladder.live_bytes(Tier.DEVICE) == 30 * KIB
     b.is_spilled = True
     look(ladder)
     assert ladder.live_bytes(Tier.DEVICE) == ladder.ledger.cell(Tier.DEVICE, "partitions") == 20 * KIB
-    assert ladder.has_room(80 * KIB, Tier.DEVICE)
+    assert ladder.reservations.has_room(80 * KIB, Tier.DEVICE)
     del ladder["x"]
     assert ladder.ledger.prefixes(Tier.DEVICE) == {"y": 10 * KIB}
     b.is_spilled = False
@@ -129,7 +130,7 @@ def test_what_cudf_spills_leaves_the_account_of_the_device(buffers: list[Spillab
     assert ladder.ledger.cell(Tier.DEVICE, "partitions") == 0
 
 
-def test_memory_that_cudf_copies_as_it_is_read_counts(buffers: list[Spillable], ladder: Ladder) -> None:
+def test_memory_that_cudf_copies_as_it_is_read_counts(buffers: list[Spillable], ladder: TieredBuffer) -> None:
     """Two frames share a buffer; cudf gives the one that is read a buffer of its own."""
     a, b, _ = buffers
     ladder["x"], ladder["y"] = Frame(a), Frame(a)
@@ -142,7 +143,7 @@ def test_memory_that_cudf_copies_as_it_is_read_counts(buffers: list[Spillable], 
     assert ladder.ledger.prefixes(Tier.DEVICE) == {"y": 10 * KIB}
 
 
-def test_what_is_not_on_the_device_is_not_spilled(buffers: list[Spillable], ladder: Ladder) -> None:
+def test_what_is_not_on_the_device_is_not_spilled(buffers: list[Spillable], ladder: TieredBuffer) -> None:
     frame = Frame(buffers[0])
     ladder["x"], ladder["other"] = frame, array(1)
     buffers[0].is_spilled = True
@@ -165,7 +166,7 @@ def test_the_account_agrees_with_cudf() -> None:
 
     def told(client: Client, tier: str, kind: str, nbytes: int) -> None:
         deadline = time.monotonic() + 10
-        while (said := dask_gpurt.memory(client).set_index("tier").loc[tier, kind]) != nbytes:
+        while (said := dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind]) != nbytes:
             assert time.monotonic() < deadline, f"{said} bytes of {kind} in the {tier} tier, truly {nbytes}"
             time.sleep(0.1)
 

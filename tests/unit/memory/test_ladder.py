@@ -17,14 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
-from dask_gpurt.memory.ladder import Ladder, serving
+from dask_gpurt.memory.store import TieredBuffer, serving
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 from tests.helpers.ladders import KIB, array, new_ladder, put
 
 
 @pytest.fixture
-def ladder(tmp_path: Any) -> Iterator[Ladder]:
+def ladder(tmp_path: Any) -> Iterator[TieredBuffer]:
     made = new_ladder(str(tmp_path), Limits(100 * KIB, 40 * KIB, 40 * KIB, None))
     yield made
     made.close()
@@ -76,7 +76,7 @@ class AgainstDict(RuleBasedStateMachine):
     @rule(keys=st.lists(keys, max_size=3, unique=True))
     def hold(self, keys: list[str]) -> None:
         self.held.append(self.ladder.hold(keys))
-        assert not self.ladder.lower(keys)
+        assert not self.ladder.not_live(keys)
 
     @rule()
     def release(self) -> None:
@@ -97,7 +97,7 @@ class AgainstDict(RuleBasedStateMachine):
     def accounts_agree(self) -> None:
         if not hasattr(self, "model"):
             return
-        live = [value for key, value in self.model.items() if not self.ladder.lower([key])]
+        live = [value for key, value in self.model.items() if not self.ladder.not_live([key])]
         assert self.ladder.live_bytes(Tier.DEVICE) == sum(value.nbytes for value in live)
         assert self.ladder.ledger.cell(Tier.DEVICE, "partitions") == sum(value.nbytes for value in live)
         pinned = self.ladder.ledger.cell(Tier.PINNED, "partitions")
@@ -130,7 +130,7 @@ def test_what_nobody_needs_goes_down_first(tmp_path: Any) -> None:
     ladder.close()
 
 
-def test_tiers_fill_from_the_top(ladder: Ladder) -> None:
+def test_tiers_fill_from_the_top(ladder: TieredBuffer) -> None:
     for fill in range(20):
         put(ladder, f"x{fill}", array(fill))
     found = [ladder.tier(f"x{fill}") for fill in range(20)]
@@ -140,7 +140,7 @@ def test_tiers_fill_from_the_top(ladder: Ladder) -> None:
     assert found.count(Tier.DISK) == 3
 
 
-def test_views_share_what_they_see(ladder: Ladder) -> None:
+def test_views_share_what_they_see(ladder: TieredBuffer) -> None:
     whole = array(1)
     ladder["whole"] = whole
     ladder["half"] = whole[: whole.size // 2]
@@ -149,31 +149,31 @@ def test_views_share_what_they_see(ladder: Ladder) -> None:
     assert ladder.live_bytes(Tier.DEVICE) == whole.nbytes
 
 
-def test_what_becomes_live_is_counted_even_if_it_goes_again(ladder: Ladder) -> None:
-    assert ladder.came(Tier.DEVICE) == 0
+def test_what_becomes_live_is_counted_even_if_it_goes_again(ladder: TieredBuffer) -> None:
+    assert ladder.bytes_admitted(Tier.DEVICE) == 0
     put(ladder, "a", array(1))
     ladder["view"] = ladder["a"][:10]
-    assert ladder.came(Tier.DEVICE) == 10 * KIB
+    assert ladder.bytes_admitted(Tier.DEVICE) == 10 * KIB
     ladder.spill(1 << 30)
     ladder.release(ladder.hold(["a"]))
-    assert ladder.came(Tier.DEVICE) == 20 * KIB
+    assert ladder.bytes_admitted(Tier.DEVICE) == 20 * KIB
 
 
-def test_what_has_left_the_live_tiers_is_counted(ladder: Ladder) -> None:
+def test_what_has_left_the_live_tiers_is_counted(ladder: TieredBuffer) -> None:
     """By this an allocation that has failed knows that it is worth another try."""
     put(ladder, "a", array(1))
     put(ladder, "b", array(2))
-    assert ladder.left == 0
+    assert ladder.removals == 0
     ladder.spill(1)
-    assert ladder.left == 1
+    assert ladder.removals == 1
     for key in "ab":
         del ladder[key]
-    assert ladder.left == 2
+    assert ladder.removals == 2
     ladder.spill(1)
-    assert ladder.left == 2
+    assert ladder.removals == 2
 
 
-def test_a_held_key_is_not_spilled(ladder: Ladder) -> None:
+def test_a_held_key_is_not_spilled(ladder: TieredBuffer) -> None:
     put(ladder, "held", array(1))
     held = ladder.hold(["held"])
     ladder.spill(1 << 30)
@@ -183,13 +183,13 @@ def test_a_held_key_is_not_spilled(ladder: Ladder) -> None:
     assert ladder.tier("held") is Tier.PINNED
 
 
-def test_what_can_not_be_taken_apart_stays(ladder: Ladder) -> None:
+def test_what_can_not_be_taken_apart_stays(ladder: TieredBuffer) -> None:
     ladder["lock"] = lock = threading.Lock()
     put(ladder, "array", array(1))
     ladder.spill(1 << 30)
     assert ladder["lock"] is lock
     assert ladder.tier("array") is Tier.PINNED
-    assert "an object stays live" in ladder._metrics.snapshot()["fallbacks"]
+    assert "memory.unpicklable" in ladder._metrics.snapshot()["fallbacks"]
 
 
 def test_full_everywhere_loses_nothing(tmp_path: Any) -> None:
@@ -197,11 +197,11 @@ def test_full_everywhere_loses_nothing(tmp_path: Any) -> None:
     for fill in range(5):
         put(ladder, f"x{fill}", array(fill))
     assert all(np.array_equal(ladder[f"x{fill}"], array(fill)) for fill in range(5))
-    assert "objects stay live above their tier's limit" in ladder._metrics.snapshot()["fallbacks"]
+    assert "memory.tiers-full" in ladder._metrics.snapshot()["fallbacks"]
     ladder.close()
 
 
-def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: Ladder) -> None:
+def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: TieredBuffer) -> None:
     """Though the ladder had: the allocator knows better."""
     metrics, given = Metrics(), array(1)
     landing = Landing(ladder, "host", metrics)
@@ -215,10 +215,10 @@ def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: Ladder) -> 
     assert ladder.tier("x") is Tier.PINNED
     with landing.reading([("x", 0)], "a task") as found:
         assert np.array_equal(np.frombuffer(found["x", 0][0], np.uint8), given)
-    assert metrics.snapshot()["fallbacks"]["shards do not stay on the device"]["count"] == 1
+    assert metrics.snapshot()["fallbacks"]["exchange.spilled-on-arrival"]["count"] == 1
 
 
-def test_serving_overrides_what_lies_there(ladder: Ladder) -> None:
+def test_serving_overrides_what_lies_there(ladder: TieredBuffer) -> None:
     put(ladder, "x", array(1))
     token = serving.set({"x": "copy"})
     assert ladder["x"] == "copy"

@@ -20,14 +20,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dask_gpurt.device.base import lives_on_device
 from dask_gpurt.device.host import HostDevice
+from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import Frames, lives_on_device
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pageable import HostTier
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
-from dask_gpurt.memory.sizes import Roots, owned
+from dask_gpurt.memory.serialize import Frames
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
 
@@ -147,14 +147,14 @@ class Machine(RuleBasedStateMachine):
         }
         for mapping in self.tiers.values():
             mapping.gate = self.gate
-        self.ladder = Ladder(
+        self.ladder = TieredBuffer(
             self.limits,
             self.tiers,
             home=self.home,
             device=device,
             ledger=Ledger({tier: 1 << 30 for tier in Tier}),
             metrics=Metrics(),
-            needed=lambda key: None,
+            priority_of=lambda key: None,
             changed=lambda: None,
         )
         self.stack.callback(self.ladder.close)
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
     @rule(keys=st.lists(KEYS, max_size=3, unique=True))
     def bring(self, keys: list[str]) -> None:
         before, most = self.live(), max(self.limits.device, self.live_and_promised())
-        self.ladder.bring(keys)
+        self.ladder.prefetch(keys)
         assert set(before) <= set(self.live()) <= {*before, *keys}
         assert self.live_and_promised() <= most
 
@@ -238,12 +238,12 @@ class Machine(RuleBasedStateMachine):
     @rule(key=KEYS, nbytes=AMOUNTS)
     def promise(self, key: str, nbytes: int) -> None:
         if key not in self.model:
-            self.ladder.promise(key, nbytes, Tier.DEVICE)
+            self.ladder.reservations.reserve(key, nbytes, Tier.DEVICE)
             self.promised[key] = nbytes
 
     @rule(key=KEYS)
     def forget_promise(self, key: str) -> None:
-        self.ladder.forget_promise(key)
+        self.ladder.reservations.cancel(key)
         self.promised.pop(key, None)
 
     # ---- others at work, and failures --------------------------------------------------------
@@ -294,7 +294,7 @@ class Machine(RuleBasedStateMachine):
     # ---- what always holds -------------------------------------------------------------------
 
     def live(self) -> dict[str, Any]:
-        return self.ladder.copies(set(self.model) - set(self.ladder.lower(self.model)))
+        return self.ladder.copies(set(self.model) - set(self.ladder.not_live(self.model)))
 
     def live_and_promised(self) -> int:
         return self.ladder.live_bytes(Tier.DEVICE) + sum(self.promised.values())
@@ -329,7 +329,9 @@ class Machine(RuleBasedStateMachine):
         assert cells == {tier: resting[tier] + used.get(tier, 0) for tier in Tier}
         assert cells == {tier: sum(ledger.prefixes(tier).values()) for tier in Tier}
         for tier, mapping in self.tiers.items():
-            there = {key: entry.name for key, entry in self.ladder._entries.items() if entry.tier is tier}
+            there = {
+                key: entry.name for key, entry in self.ladder._table.by_key.items() if entry.tier is tier
+            }
             sizes = {key: mapping.stored(name) for key, name in there.items() if key not in live}
             sizes |= {key: sum(owned(live[key]).values()) for key in live if self.home(live[key]) is tier}
             assert ledger.prefixes(tier) == {key: size for key, size in sizes.items() if size}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import raw_frames
-from dask_gpurt.memory.ladder import Ladder
+from dask_gpurt.memory.serialize import raw_frames
+from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.ladders import KIB, array, new_ladder, put
 
@@ -22,13 +22,13 @@ ALL = 1 << 30
 
 
 @pytest.fixture
-def ladder(tmp_path: Path) -> Ladder:
+def ladder(tmp_path: Path) -> TieredBuffer:
     """A device of 20 KiB, above a disk."""
     return new_ladder(str(tmp_path), Limits(20 * KIB, 0, 0, None))
 
 
 @pytest.fixture
-def spilled(ladder: Ladder) -> Ladder:
+def spilled(ladder: TieredBuffer) -> TieredBuffer:
     """With ``x`` in a file."""
     ladder["x"] = array(1)
     ladder.spill(ALL)
@@ -76,7 +76,7 @@ def assert_gone(directory: Path) -> None:
         time.sleep(0.001)
 
 
-def test_objects_that_share_memory_make_room_together(ladder: Ladder) -> None:
+def test_objects_that_share_memory_make_room_together(ladder: TieredBuffer) -> None:
     whole = array(1, 30)
     ladder["a"], ladder["b"] = whole, whole[:10]
     del whole
@@ -85,10 +85,10 @@ def test_objects_that_share_memory_make_room_together(ladder: Ladder) -> None:
     assert np.array_equal(ladder["a"][:10], ladder["b"])
 
 
-def test_a_small_result_pushes_nothing_down_that_was_too_large_before(ladder: Ladder) -> None:
+def test_a_small_result_pushes_nothing_down_that_was_too_large_before(ladder: TieredBuffer) -> None:
     ladder["large"] = array(1, 30)
-    assert ladder.pass_on("task", {"small": (1, Tier.DEVICE)})
-    assert not ladder.pass_on("task", {"other": (10 * KIB, Tier.DEVICE)})
+    assert ladder.reservations.replace("task", {"small": (1, Tier.DEVICE)})
+    assert not ladder.reservations.replace("task", {"other": (10 * KIB, Tier.DEVICE)})
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ def test_what_is_pickled_as_a_whole_takes_room_below(tmp_path: Path, value: Any)
     assert np.array_equal(ladder["b"], value)
 
 
-def test_a_key_goes_while_it_is_read(spilled: Ladder, meanwhile: Any) -> None:
+def test_a_key_goes_while_it_is_read(spilled: TieredBuffer, meanwhile: Any) -> None:
     meanwhile("reading", lambda: spilled.__delitem__("x"))
     with pytest.raises(KeyError):
         spilled["x"]
 
 
-def test_a_key_gets_another_value_while_it_is_read(spilled: Ladder, meanwhile: Any) -> None:
+def test_a_key_gets_another_value_while_it_is_read(spilled: TieredBuffer, meanwhile: Any) -> None:
     meanwhile("reading", lambda: spilled.__setitem__("x", array(2)))
     assert np.array_equal(spilled["x"], array(2))
 
 
-def test_a_key_goes_while_it_is_spilled(ladder: Ladder, meanwhile: Any, tmp_path: Path) -> None:
+def test_a_key_goes_while_it_is_spilled(ladder: TieredBuffer, meanwhile: Any, tmp_path: Path) -> None:
     ladder["x"] = array(1)
     meanwhile("writing", lambda: ladder.__delitem__("x"))
     ladder.spill(ALL)
@@ -124,27 +124,27 @@ def test_a_key_goes_while_it_is_spilled(ladder: Ladder, meanwhile: Any, tmp_path
     assert ladder.ledger.cell(Tier.DISK, "partitions") == 0
 
 
-def test_a_key_goes_as_soon_as_it_has_been_spilled(ladder: Ladder, tmp_path: Path) -> None:
+def test_a_key_goes_as_soon_as_it_has_been_spilled(ladder: TieredBuffer, tmp_path: Path) -> None:
     ladder["x"] = array(1)
 
     def changed() -> None:
         if "x" in ladder and ladder.tier("x") is Tier.DISK:
             del ladder["x"]
 
-    ladder._changed = changed
+    ladder._table.changed = changed
     ladder.spill(ALL)
     assert "x" not in ladder
     assert_gone(tmp_path)
 
 
-def test_a_key_goes_while_a_copy_is_made(spilled: Ladder, meanwhile: Any, tmp_path: Path) -> None:
+def test_a_key_goes_while_a_copy_is_made(spilled: TieredBuffer, meanwhile: Any, tmp_path: Path) -> None:
     meanwhile("reading", lambda: spilled.__delitem__("x"))
     assert np.array_equal(spilled.copies(["x"])["x"], array(1))
     assert_gone(tmp_path)
     assert spilled.ledger.cell(Tier.DISK, "partitions") == 0
 
 
-def test_a_file_is_damaged_and_its_key_goes(spilled: Ladder, meanwhile: Any, tmp_path: Path) -> None:
+def test_a_file_is_damaged_and_its_key_goes(spilled: TieredBuffer, meanwhile: Any, tmp_path: Path) -> None:
     def damage() -> None:
         [path] = files(tmp_path)
         path.write_bytes(b"zz")
@@ -167,7 +167,7 @@ def test_a_view_is_as_large_as_it_is_when_it_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_an_adopted_key_leaves_the_mapping_before_us(ladder: Ladder, read: bool) -> None:
+def test_an_adopted_key_leaves_the_mapping_before_us(ladder: TieredBuffer, read: bool) -> None:
     before = {"x": array(1)}
     ladder.adopt("x", 0, lambda: before.pop("x"), lambda: before.pop("x", None))
     if read:
@@ -180,18 +180,21 @@ def test_an_adopted_key_leaves_the_mapping_before_us(ladder: Ladder, read: bool)
 def test_trifles_may_go_above_the_limit_until_they_are_more_than_one(tmp_path: Path) -> None:
     ladder = new_ladder(str(tmp_path), Limits(640 * KIB, 0, 0, None))  # of which a trifle is 10 KiB
     ladder["x"] = array(1, 640)
-    assert not ladder.promise_at_once("large", 11 * KIB, Tier.DEVICE)
-    taken = [ladder.promise_at_once(str(i), 3 * KIB, Tier.DEVICE) for i in range(5)]
+    assert not ladder.reservations.try_reserve("large", 11 * KIB, Tier.DEVICE)
+    taken = [ladder.reservations.try_reserve(str(i), 3 * KIB, Tier.DEVICE) for i in range(5)]
     assert taken == [True, True, True, False, False]
-    assert not ladder.over(), "and nobody spills for them"
+    assert not ladder.reservations.overshoot(), "and nobody spills for them"
     ladder["y"] = array(2, 11)
-    assert ladder.over() == 11 * KIB
+    assert ladder.reservations.overshoot() == 11 * KIB
 
 
-def test_room_is_promised_once(ladder: Ladder) -> None:
+def test_room_is_promised_once(ladder: TieredBuffer) -> None:
     """Another promise comes between the look at the room and our own promise."""
     ladder["x"] = array(1)
-    make_room, todo = ladder.make_room, [lambda: ladder.promise("b", 10 * KIB, Tier.DEVICE)]
+    make_room, todo = (
+        ladder._spiller.make_room,
+        [lambda: ladder.reservations.reserve("b", 10 * KIB, Tier.DEVICE)],
+    )
 
     def and_another(*args: Any) -> int:
         made = make_room(*args)
@@ -199,21 +202,21 @@ def test_room_is_promised_once(ladder: Ladder) -> None:
             on_thread(todo.pop())
         return made
 
-    ladder.make_room = and_another  # type: ignore[method-assign]
-    ladder.promise("a", 10 * KIB, Tier.DEVICE)
+    ladder._spiller.make_room = and_another  # type: ignore[method-assign]
+    ladder.reservations.reserve("a", 10 * KIB, Tier.DEVICE)
     assert ladder.live_bytes(Tier.DEVICE) + ladder.ledger.cell(Tier.DEVICE, "reservations") <= 20 * KIB
 
 
 @pytest.mark.parametrize(("reserved", "left"), [(0, []), (10, ["x"]), (6, [])])
 def test_what_is_read_takes_room_that_its_reader_has_reserved(
-    ladder: Ladder, reserved: int, left: list[str]
+    ladder: TieredBuffer, reserved: int, left: list[str]
 ) -> None:
     """10 KiB are read next to 10 KiB in ``x``, and nothing is promised twice."""
     kind, me = "shards", ("task", "me")
     ladder.store_below("shard", raw_frames([array(2)]), kind, home=Tier.DEVICE)
     ladder["x"] = array(1)
-    ladder.promise(me, reserved * KIB, Tier.DEVICE)
-    ladder.promise("else", (10 - reserved) * KIB if reserved < 10 else 0, Tier.DEVICE)
+    ladder.reservations.reserve(me, reserved * KIB, Tier.DEVICE)
+    ladder.reservations.reserve("else", (10 - reserved) * KIB if reserved < 10 else 0, Tier.DEVICE)
     with ladder.reading([("shard", 0)], me) as found:
         assert np.array_equal(found["shard", 0][0], array(2))
         assert [key for key, _ in ladder.largest(1)] == left
@@ -244,7 +247,7 @@ def test_the_second_of_two_copies_fails(tmp_path: Path, monkeypatch: Any, error:
     assert np.array_equal(ladder["y"], array(2))
 
 
-def test_it_is_closed_while_it_spills(ladder: Ladder, monkeypatch: Any, tmp_path: Path) -> None:
+def test_it_is_closed_while_it_spills(ladder: TieredBuffer, monkeypatch: Any, tmp_path: Path) -> None:
     ladder["x"] = array(1)
     closing = threading.Thread(target=ladder.close)
     real = DiskTier.__setitem__
@@ -270,26 +273,26 @@ def test_what_comes_up_for_later_does_not_take_the_room_of_what_is_needed_now(
     for key in "xy":
         put(ladder, key, array(ord(key), 60))
     ladder.spill(ALL)
-    begun, go_on, read = threading.Event(), threading.Event(), ladder._read
+    begun, go_on, read = threading.Event(), threading.Event(), ladder._reader.read
 
     def slowly(*args: Any) -> Any:
         begun.set()
         assert go_on.wait(10)
         return read(*args)
 
-    monkeypatch.setattr(ladder, "_read", slowly)
+    monkeypatch.setattr(ladder._reader, "read", slowly)
     with ThreadPoolExecutor() as threads:
-        bringing = threads.submit(ladder.bring, ["x"])
+        bringing = threads.submit(ladder.prefetch, ["x"])
         assert begun.wait(10)
-        monkeypatch.setattr(ladder, "_read", read)
+        monkeypatch.setattr(ladder._reader, "read", read)
         ladder.hold(["y"])
         holding = threads.submit(ladder.hold, ["x"] if needed else [])
-        while needed and not ladder._entries["x"].holders:
+        while needed and not ladder._table.by_key["x"].holders:
             time.sleep(0.001)
         go_on.set()
         bringing.result(10)
         holding.result(10)
-    assert ladder.lower("xy") == ([] if needed else ["x"])
+    assert ladder.not_live("xy") == ([] if needed else ["x"])
     assert ladder.live_bytes(Tier.DEVICE) == (120 if needed else 60) * KIB
     assert not ladder.ledger.cell(Tier.DEVICE, "reservations")
     assert np.array_equal(ladder["x"], array(ord("x"), 60))

@@ -18,10 +18,10 @@ from hypothesis import given
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
-from dask_gpurt.memory.frames import Frames, NotMovable, put_together, take_apart
+from dask_gpurt.memory.accounting import Owned, owned
 from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, Label, Ledger, Picture
 from dask_gpurt.memory.policy import Candidate, choose, order
-from dask_gpurt.memory.sizes import Owned, owned
+from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
 from tests.helpers.objects import OBJECTS, same, scattered
 
@@ -67,9 +67,8 @@ def test_choice(given: list[Candidate], nbytes: int, random: Any) -> None:
 def resolved(on_host: bool = False, given_device: int | None = None, **settings: Any) -> Limits:
     return limits(
         config.load({"gpurt": {"memory": settings}}).memory,
-        on_host=on_host,
         memory_limit=100 * GIB,
-        device_memory=140 * GIB,
+        device_memory=None if on_host else 140 * GIB,
         given_device=given_device,
         target=0.6,
         disk_free=1000 * GIB,

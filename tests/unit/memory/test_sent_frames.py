@@ -17,7 +17,7 @@ from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 from hypothesis import given
 
-from dask_gpurt.memory.frames import Frames, message, raw_frames, take_apart
+from dask_gpurt.memory.serialize import Frames, message, raw_frames, take_apart
 from tests.helpers.objects import OBJECTS, same, scattered
 
 

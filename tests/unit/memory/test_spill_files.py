@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.disk import CorruptFile, DiskTier
-from dask_gpurt.memory.files import aligned
+from dask_gpurt.memory.disk import CorruptFile, DiskTier, aligned
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from tests.helpers.small_tiers import content, frames
 
@@ -186,7 +185,7 @@ def test_files_go_with_the_interpreter_but_not_with_a_fork(tmp_path: Path) -> No
     code = (
         "import os, sys, numpy as np\n"
         "from dask_gpurt.memory.disk import DiskTier\n"
-        "from dask_gpurt.memory.frames import Frames\n"
+        "from dask_gpurt.memory.serialize import Frames\n"
         "tier = DiskTier(sys.argv[1])\n"
         "tier['a'] = Frames(b'', ([np.zeros(10, np.uint8)],))\n"
         "child = os.fork()\n"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.frames import Frames
-from dask_gpurt.memory.pageable import HostTier
+from dask_gpurt.memory.host import HostTier
+from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.tiers import NoRoom
 from tests.helpers.small_tiers import BLOCK, CAPACITY, content, frames, pinned
 

@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.overlap.estimate import Estimate
-from dask_gpurt.overlap.governor import BUDGET, FEW_STEPS, Fixed, Governor
-from dask_gpurt.overlap.knowledge import FEW, FEW_STEPS_ALONE, MOST_KERNELS, STALE, Knowledge
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.observe.estimators import MeanEstimate
+from dask_gpurt.overlap.governor import MIN_STEPS, TRIAL_BUDGET_SHARE, Fixed, Governor
+from dask_gpurt.overlap.samples import OFF, PRIORITY, OverlapSample, Setting, SoloSample, StepSample
+from dask_gpurt.overlap.statistics import (
+    MIN_SOLO_SAMPLES,
+    MIN_SOLO_STEPS,
+    MOST_KERNELS,
+    STALE_STEPS,
+    OverlapStatistics,
+)
 from tests.helpers.curves import (
     CANDIDATES,
     CAP4,
@@ -38,7 +44,11 @@ FREE = 1.0
 
 
 def governed(
-    kernel: str, *, known: Knowledge | None = None, budget: float = BUDGET, **options: float
+    kernel: str,
+    *,
+    known: OverlapStatistics | None = None,
+    budget: float = TRIAL_BUDGET_SHARE,
+    **options: float,
 ) -> Steps:
     return Steps(Governor(CANDIDATES, known, budget), kernel, CURVES[kernel], **options)  # type: ignore[arg-type]
 
@@ -90,10 +100,10 @@ def test_a_slower_kernel_pays_only_where_communication_is_waited_for() -> None:
 @given(work, speeds)
 def test_a_step_costs_what_communication_adds_to_compute_alone(work: Work, speeds: Speeds) -> None:
     """However much of either is left when the other one is done."""
-    known, run = Knowledge(), Steps(Fixed(PRIORITY), "join", {PRIORITY: speeds}, noise=0.0)
+    known, run = OverlapStatistics(), Steps(Fixed(PRIORITY), "join", {PRIORITY: speeds}, noise=0.0)
     run.communication = work.communication / work.compute
-    for _ in range(FEW):
-        known.add(Alone("join", 1.0, run.task))
+    for _ in range(MIN_SOLO_SAMPLES):
+        known.add(SoloSample("join", 1.0, run.task))
     run.governor.learn_step = known.add_step  # type: ignore[method-assign]
     total = run.run(1)
     measured = known.kernels["join"].beside[PRIORITY].adds.mean
@@ -106,24 +116,24 @@ def test_steps_in_the_middle_tell_what_is_waited_for_at_the_end(work: Work, spee
     """Steps in which both run all the time, and those of communication alone, tell how long all takes."""
     if speeds.compute + speeds.communication < 1:
         return
-    known = Knowledge()
-    for _ in range(FEW):
-        known.add(Alone("join", 1e-9, 1e-9))
-    for _ in range(FEW_STEPS_ALONE):
-        known.add_step(Step(1.0, LINK))
-    known.add_step(Step(0.0, speeds.communication * LINK, {"join": Ran(speeds.compute, 1.0)}))
+    known = OverlapStatistics()
+    for _ in range(MIN_SOLO_SAMPLES):
+        known.add(SoloSample("join", 1e-9, 1e-9))
+    for _ in range(MIN_SOLO_STEPS):
+        known.add_step(StepSample(1.0, LINK))
+    known.add_step(StepSample(0.0, speeds.communication * LINK, {"join": OverlapSample(speeds.compute, 1.0)}))
     known.kernels["join"].work, known.moved = work.compute, work.communication * LINK
     total = known.total(known.kernels["join"].beside[PRIORITY].bounds(0.0))
     assert total == pytest.approx(side_by_side(work, speeds).total)
 
 
 def test_the_speed_that_costs_are_against_is_that_alone_once_it_is_known() -> None:
-    known = Knowledge()
+    known = OverlapStatistics()
     for _ in range(3):
-        known.add_step(Step(0.0, 1e9, {"join": Ran(10.0, 20.0)}))
+        known.add_step(StepSample(0.0, 1e9, {"join": OverlapSample(10.0, 20.0)}))
     assert known.kernels["join"].speed() == 0.5
-    for _ in range(FEW):
-        known.add(Alone("join", 1.0, 1.0))
+    for _ in range(MIN_SOLO_SAMPLES):
+        known.add(SoloSample("join", 1.0, 1.0))
     assert known.kernels["join"].speed() == 1.0
     assert not known.kernels["join"].beside
 
@@ -212,12 +222,12 @@ def test_without_candidates_there_is_priority_only() -> None:
 def test_a_setting_holds_for_a_whole_step() -> None:
     """A run splits, moves and waits: settings that were used in other parts of one can not be compared."""
     governor = governed("join", budget=FREE).governor
-    Steps(governor, "join", CURVES["join"]).run(FEW_STEPS)
+    Steps(governor, "join", CURVES["join"]).run(MIN_STEPS)
     chosen = []
     for _ in range(12):
         (setting,) = {governor.choose("join").setting for _ in range(50)}
         chosen.append(setting)
-        governor.learn_step(Step(1.0, 1e9, {"join": Ran(1.0, 1.0, setting)}))
+        governor.learn_step(StepSample(1.0, 1e9, {"join": OverlapSample(1.0, 1.0, setting)}))
     assert len(set(chosen)) > 1
 
 
@@ -233,24 +243,26 @@ def test_workers_in_the_same_runs_try_the_same_at_once() -> None:
 
 def test_one_kernel_is_tried_at_a_time_and_others_learn_nothing_of_it() -> None:
     governor = Governor(CANDIDATES, budget=FREE)
-    usual = {name: Ran(1.0, 1.2) for name in ("join", "sort")}
-    for _ in range(FEW_STEPS):
-        governor.learn_step(Step(1.0, 1e9, usual))
+    usual = {name: OverlapSample(1.0, 1.2) for name in ("join", "sort")}
+    for _ in range(MIN_STEPS):
+        governor.learn_step(StepSample(1.0, 1e9, usual))
     for _ in range(10):
         settings = {name: governor.choose(name).setting for name in usual}
         tried = [name for name, setting in settings.items() if setting != PRIORITY]
         assert len(tried) <= 1
         before = {name: governor.known.kernels[name].steps for name in usual}
         governor.learn_step(
-            Step(1.0, 1e9, {name: Ran(1.0, 1.2, setting) for name, setting in settings.items()})
+            StepSample(
+                1.0, 1e9, {name: OverlapSample(1.0, 1.2, setting) for name, setting in settings.items()}
+            )
         )
         learnt = {name for name in usual if governor.known.kernels[name].steps > before[name]}
         assert learnt == set(tried or usual)
 
 
 def test_a_step_in_which_nothing_was_moved_says_nothing() -> None:
-    known = Knowledge()
-    known.add_step(Step(1.0, 0.0, {"join": Ran(1.0, 1.0)}))
+    known = OverlapStatistics()
+    known.add_step(StepSample(1.0, 0.0, {"join": OverlapSample(1.0, 1.0)}))
     assert not known.kernels["join"].beside
 
 
@@ -327,7 +339,7 @@ def test_a_setting_that_was_bad_gets_another_chance() -> None:
     steps = governed("join", noise=0.02)
     steps.run(ENOUGH)
     steps.curve = {**CURVES["join"], CAP4: Speeds(0.9, 0.95)}
-    steps.run(STALE + ENOUGH)
+    steps.run(STALE_STEPS + ENOUGH)
     assert steps.run(10) <= 1.03 * 10 * steps.best()
 
 
@@ -343,13 +355,13 @@ def test_noise_alone_is_no_change() -> None:
 
 @given(st.floats(0.1, 1e9), st.sampled_from([0.6, 1.6]))
 def test_a_mean_that_jumps_is_noticed(mean: float, jump: float) -> None:
-    estimate = Estimate()
+    estimate = MeanEstimate()
     assert not any(estimate.add(mean * (1 + 0.02 * (-1) ** i)) for i in range(100))
     assert any(estimate.add(mean * jump) for _ in range(20))
 
 
 def test_a_few_outliers_are_no_change() -> None:
-    estimate = Estimate()
+    estimate = MeanEstimate()
     for _ in range(100):
         estimate.add(1.0)
     assert not any(estimate.add(50.0) for _ in range(3))
@@ -357,7 +369,7 @@ def test_a_few_outliers_are_no_change() -> None:
 
 @given(st.lists(st.floats(0.5, 1.5), min_size=1, max_size=100))
 def test_an_estimate_is_the_mean(values: list[float]) -> None:
-    estimate = Estimate()
+    estimate = MeanEstimate()
     for value in values:
         estimate.add(value)
     assert estimate.mean == pytest.approx(sum(values) / len(values))
@@ -367,7 +379,7 @@ def test_an_estimate_is_the_mean(values: list[float]) -> None:
 
 
 def test_a_part_is_known_as_exactly_as_the_whole_that_it_was_taken_from() -> None:
-    part, whole = Estimate(), Estimate()
+    part, whole = MeanEstimate(), MeanEstimate()
     part.add(0.01, 1.0)
     whole.add(1.0)
     assert part.uncertainty == whole.uncertainty
@@ -396,7 +408,7 @@ def test_what_was_learnt_is_of_use_in_the_next_run(kernel: str) -> None:
     first.run(ENOUGH)
     assert isinstance(first.governor, Governor)
     remembered = json.loads(json.dumps(first.governor.known.plain()))
-    second = governed(kernel, known=Knowledge.of(remembered), seed=1)
+    second = governed(kernel, known=OverlapStatistics.of(remembered), seed=1)
     assert second.run(5) <= 1.03 * 5 * second.best()
 
 
@@ -405,7 +417,7 @@ def test_knowledge_survives_json() -> None:
     steps.run(30)
     assert isinstance(steps.governor, Governor)
     plain = steps.governor.known.plain()
-    assert Knowledge.of(json.loads(json.dumps(plain))).plain() == plain
+    assert OverlapStatistics.of(json.loads(json.dumps(plain))).plain() == plain
 
 
 @pytest.mark.parametrize("setting", [PRIORITY, OFF, CAP4, SPLIT, Setting(2, 100, first=False)])
@@ -422,21 +434,21 @@ def test_what_is_no_setting_is_refused(text: str) -> None:
 
 
 def test_only_so_many_kernels_are_known() -> None:
-    known = Knowledge()
+    known = OverlapStatistics()
     for number in range(MOST_KERNELS + 10):
         for _ in range(2 if number < 5 else 1):
-            known.add(Alone(f"kernel-{number}", 1.0, 1.0))
+            known.add(SoloSample(f"kernel-{number}", 1.0, 1.0))
     assert len(known.kernels) == MOST_KERNELS
     assert {f"kernel-{number}" for number in range(5)} <= set(known.kernels)
 
 
 def test_what_was_not_the_same_throughout_counts_as_work_only() -> None:
-    known = Knowledge()
-    step = Step(0.5, 1e9, {"kernel": Ran(1.0, 1.0)})
-    for _ in range(FEW_STEPS):
+    known = OverlapStatistics()
+    step = StepSample(0.5, 1e9, {"kernel": OverlapSample(1.0, 1.0)})
+    for _ in range(MIN_STEPS):
         known.add_step(step)
     before, work = known.plain()["kernels"]["kernel"], known.kernels["kernel"].work
-    known.add_step(Step(100.0, 1e9, {"kernel": Ran(1.0, 100.0)}, steady=False))
+    known.add_step(StepSample(100.0, 1e9, {"kernel": OverlapSample(1.0, 100.0)}, steady=False))
     assert known.plain()["kernels"]["kernel"]["beside"] == before["beside"]
     assert known.kernels["kernel"].work > work
 
@@ -445,7 +457,7 @@ def test_what_is_never_alone_is_held_against_one_speed() -> None:
     """Its first step compiles, say: costs so far are not against how fast it is from then on."""
     governor = Governor({OFF: 0.5}, budget=0.0)
     for seconds in (30.0, *30 * [1.0]):
-        governor.learn_step(Step(0.0, 1e9, {"fused": Ran(1.0, seconds)}))
-    usual = governor.outlooks(governor.known.kernels["fused"])[PRIORITY]
+        governor.learn_step(StepSample(0.0, 1e9, {"fused": OverlapSample(1.0, seconds)}))
+    usual = governor.forecasts(governor.known.kernels["fused"])[PRIORITY]
     assert usual.expected / governor.known.steps == pytest.approx(1.0, rel=0.05)
     assert 0 < usual.best <= usual.expected <= usual.worst

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.overlap.governor import Decision, Governor
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.steps import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
+from dask_gpurt.overlap.statistics import OverlapStatistics
 from tests.helpers.curves import CAP4, CAP8, SPLIT, Speeds
 from tests.helpers.shuffling_worker import BURSTS, CANDIDATES, STEPS, TASKS, Worker
 
 
-def calibrated(name: str, seed: int, runs: int) -> Knowledge:
+def calibrated(name: str, seed: int, runs: int) -> OverlapStatistics:
     governor = Governor(CANDIDATES, budget=1.0)
     worker = Worker(name, governor, seed)
     for _ in range(runs // 4):

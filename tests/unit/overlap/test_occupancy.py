@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.overlap.occupancy import CapError, Caps, Kernel, Limits, Residency, residency, shared_for
+from dask_gpurt.overlap.occupancy import (
+    CapError,
+    Caps,
+    DeviceLimits,
+    LaunchedKernel,
+    Residency,
+    residency,
+    shared_for,
+)
 from tests.helpers.interposers import H200, SMALL
 
 
@@ -45,7 +53,7 @@ def test_known_residencies_on_an_h200(threads: int, registers: int, shared: int,
     registers=st.integers(0, 255),
 )
 def test_shared_memory_for_a_cap_gives_that_cap_where_more_would_fit(
-    limits: Limits, cap: int, threads: int, registers: int
+    limits: DeviceLimits, cap: int, threads: int, registers: int
 ) -> None:
     if cap > limits.blocks:
         with pytest.raises(CapError, match=f"at most the {limits.blocks} that an SM of this device holds"):
@@ -62,7 +70,7 @@ def test_shared_memory_for_a_cap_gives_that_cap_where_more_would_fit(
 class Launches:
     """Remembers what was written."""
 
-    def __init__(self, limits: Limits | None = H200):
+    def __init__(self, limits: DeviceLimits | None = H200):
         self.on = False
         self.written: list[tuple[int, dict[str, int]]] = []
         self._limits = limits
@@ -73,13 +81,13 @@ class Launches:
     def write(self, default: int, kernels: Mapping[str, int]) -> None:
         self.written.append((default, dict(kernels)))
 
-    def limits(self, device: int) -> Limits | None:
+    def limits(self, device: int) -> DeviceLimits | None:
         return self._limits
 
     def counters(self) -> dict[str, int]:
         return {"seen": 0}
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[LaunchedKernel]:
         return []
 
 

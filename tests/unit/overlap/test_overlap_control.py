@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.observe import Decisions, Metrics
-from dask_gpurt.observe.decisions import KEPT
+from dask_gpurt.observe.decisions import MOST_DECISIONS
 from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Decision, Governor
 from dask_gpurt.overlap.occupancy import Residency
-from dask_gpurt.overlap.steps import PRIORITY, Alone, Ran, Setting, Step
+from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 from tests.helpers.actuators import Hand, Launches
 from tests.helpers.curves import CAP4, CAP8, CURVES, SPLIT, TASKS, Curve
 
@@ -20,18 +20,18 @@ class Deciding:
 
     def __init__(self, **settings: Setting):
         self.settings = settings
-        self.alone: list[Alone] = []
-        self.steps: list[Step] = []
+        self.alone: list[SoloSample] = []
+        self.steps: list[StepSample] = []
         self.forgets: str | None = None
 
     def choose(self, kernel: str) -> Decision:
         return Decision(self.settings.get(kernel, PRIORITY), "the test says so")
 
-    def learn(self, alone: Alone) -> str | None:
+    def learn(self, alone: SoloSample) -> str | None:
         self.alone.append(alone)
         return self.forgets
 
-    def learn_step(self, step: Step) -> str | None:
+    def learn_step(self, step: StepSample) -> str | None:
         self.steps.append(step)
         return self.forgets
 
@@ -113,9 +113,9 @@ def test_tasks_alone_and_all_of_a_step_are_measured() -> None:
     bench.task("join", 1.5)
     assert bench.deciding.steps == []
     bench.control.in_flight(1, 0)
-    assert bench.deciding.alone == [Alone("join", 10.0, 1.0), Alone("join", 10.0, 1.5)]
-    ran = {"join": Ran(20.0, 5.0, CAP4), "sort": Ran(10.0, 1.0)}
-    assert bench.deciding.steps == [Step(0.75, 610, ran)]
+    assert bench.deciding.alone == [SoloSample("join", 10.0, 1.0), SoloSample("join", 10.0, 1.5)]
+    ran = {"join": OverlapSample(20.0, 5.0, CAP4), "sort": OverlapSample(10.0, 1.0)}
+    assert bench.deciding.steps == [StepSample(0.75, 610, ran)]
     assert bench.deciding.steps[0].seconds == 6.75
 
 
@@ -129,7 +129,7 @@ def test_a_step_ends_between_tasks() -> None:
         bench.control.in_flight(runs, 0)
         bench.passes(1.0, 100)
         bench.control.ends("a")
-        assert bench.deciding.steps == [Step(0.0, 200, {"join": Ran(10.0, 2.0)})]
+        assert bench.deciding.steps == [StepSample(0.0, 200, {"join": OverlapSample(10.0, 2.0)})]
 
 
 def test_a_task_that_only_a_part_of_a_step_was_beside_counts_whole() -> None:
@@ -144,7 +144,7 @@ def test_a_task_that_only_a_part_of_a_step_was_beside_counts_whole() -> None:
     bench.control.ends("a")
     bench.control.close()
     assert bench.deciding.alone == []
-    assert bench.deciding.steps == [Step(0.0, 100, {"join": Ran(10, 3.0)})]
+    assert bench.deciding.steps == [StepSample(0.0, 100, {"join": OverlapSample(10, 3.0)})]
 
 
 def test_tasks_that_share_the_device_spoil_each_others_measurement() -> None:
@@ -195,7 +195,7 @@ def test_pulls_end_no_step() -> None:
     bench.control.in_flight(0, 0)
     assert bench.deciding.steps == []
     bench.control.close()
-    assert bench.deciding.steps == [Step(1.0, 100)]
+    assert bench.deciding.steps == [StepSample(1.0, 100)]
 
 
 def test_a_task_that_failed_teaches_nothing() -> None:
@@ -227,7 +227,9 @@ def test_what_the_actuator_refuses_is_said_once_and_leaves_priority() -> None:
         bench.task("join", 1, 1)
     fallbacks = bench.metrics.snapshot()["fallbacks"]
     said = "residency 4 is too much for this device"
-    assert fallbacks == {"compute is not confined": {"reason": said, "count": 1}}
+    assert fallbacks == {
+        "overlap.unconfined": {"text": "compute is not confined", "reason": said, "count": 1}
+    }
     assert bench.hand.confined == PRIORITY
     bench.control.close()
     assert not any(step.steady for step in bench.deciding.steps)
@@ -300,11 +302,11 @@ def test_what_was_forgotten_is_entered() -> None:
 
 def test_the_ledger_keeps_the_last_decisions_only() -> None:
     decisions = Decisions()
-    for number in range(2 * KEPT):
+    for number in range(2 * MOST_DECISIONS):
         decisions.note(f"kernel-{number}", "residency 4", "why not")
     entries = decisions.snapshot()
-    assert len(entries) == KEPT
-    assert entries[-1]["subject"] == f"kernel-{2 * KEPT - 1}"
+    assert len(entries) == MOST_DECISIONS
+    assert entries[-1]["subject"] == f"kernel-{2 * MOST_DECISIONS - 1}"
 
 
 # ---- residency -----------------------------------------------------------------------

@@ -11,17 +11,24 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dask_gpurt.cli import main
-from dask_gpurt.overlap.explain import rows
-from dask_gpurt.overlap.governor import Governor, safest
-from dask_gpurt.overlap.knowledge import Knowledge
-from dask_gpurt.overlap.learned import Ground, LearnedError, default_path, load, merged, read, write
-from dask_gpurt.overlap.steps import Alone
+from dask_gpurt.overlap.governor import Governor, rows, safest
+from dask_gpurt.overlap.samples import SoloSample
+from dask_gpurt.overlap.statistics import (
+    CacheKey,
+    OverlapStatistics,
+    StatisticsFileError,
+    default_path,
+    load,
+    merged,
+    read,
+    write,
+)
 from tests.helpers.curves import CANDIDATES, CURVES, Steps
 
-H200 = Ground("NVIDIA H200", {"cudf": "26.10.2"})
+H200 = CacheKey("NVIDIA H200", {"cudf": "26.10.2"})
 
 
-def learnt(*kernels: str, steps: int = 60) -> Knowledge:
+def learnt(*kernels: str, steps: int = 60) -> OverlapStatistics:
     governor = Governor(CANDIDATES, budget=1.0)
     for kernel in kernels:
         Steps(governor, kernel, CURVES[kernel], noise=0.03).run(steps)
@@ -29,14 +36,14 @@ def learnt(*kernels: str, steps: int = 60) -> Knowledge:
 
 
 @pytest.fixture(scope="module")
-def known() -> Knowledge:
+def known() -> OverlapStatistics:
     return learnt("join", "elementwise")
 
 
 # ---- the file ------------------------------------------------------------------------
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path, known: Knowledge) -> None:
+def test_it_is_read_as_it_was_written(tmp_path: Path, known: OverlapStatistics) -> None:
     path = tmp_path / "new" / "learned.json"
     write(path, H200, known)
     assert read(path, H200).plain() == known.plain()
@@ -45,22 +52,22 @@ def test_it_is_read_as_it_was_written(tmp_path: Path, known: Knowledge) -> None:
 
 
 def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
-    assert read(tmp_path / "none.json", H200).plain() == Knowledge().plain()
+    assert read(tmp_path / "none.json", H200).plain() == OverlapStatistics().plain()
 
 
 def broken(**changes: Any) -> bytes:
-    values = {"format": 3, "device": "x", "libraries": {}, "known": Knowledge().plain(), **changes}
+    values = {"format": 3, "device": "x", "libraries": {}, "known": OverlapStatistics().plain(), **changes}
     return json.dumps(values).encode()
 
 
 def knowing(alone: list[Any]) -> dict[str, Any]:
-    """Knowledge of a kernel of which something is said of its speed alone."""
+    """OverlapStatistics of a kernel of which something is said of its speed alone."""
     kernel = {"steps": 1, "usual": 0.0, "work": 1.0, "alone": alone, "beside": {}}
-    return {**Knowledge().plain(), "kernels": {"join": kernel}}
+    return {**OverlapStatistics().plain(), "kernels": {"join": kernel}}
 
 
 def test_what_is_said_of_a_kernel_is_read() -> None:
-    assert Knowledge.of(knowing([1, 2.0, 0, 2.0])).kernels["join"].alone.mean == 2.0
+    assert OverlapStatistics.of(knowing([1, 2.0, 0, 2.0])).kernels["join"].alone.mean == 2.0
 
 
 @pytest.mark.parametrize(
@@ -78,16 +85,16 @@ def test_what_is_said_of_a_kernel_is_read() -> None:
         broken(known=knowing([1, "fast", 0, 1])),
         broken(known=knowing([1, float("nan"), 0, 1])),
         broken(known=knowing([-1, 1, 0, 1])),
-        broken(known={**Knowledge().plain(), "kernels": {"join": {"samples": 3}}}),
-        broken(known={**Knowledge().plain(), "kernels": {"join": None}}),
-        broken(known={**Knowledge().plain(), "kernels": 4}),
+        broken(known={**OverlapStatistics().plain(), "kernels": {"join": {"samples": 3}}}),
+        broken(known={**OverlapStatistics().plain(), "kernels": {"join": None}}),
+        broken(known={**OverlapStatistics().plain(), "kernels": 4}),
     ],
 )
 def test_what_can_not_be_read_is_named_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(content)
-    for attempt in (lambda: read(path, H200), lambda: write(path, H200, Knowledge())):
-        with pytest.raises(LearnedError) as error:
+    for attempt in (lambda: read(path, H200), lambda: write(path, H200, OverlapStatistics())):
+        with pytest.raises(StatisticsFileError) as error:
             attempt()
         assert str(path) in str(error.value)
         assert "remove it, or set 'gpurt.overlap.learned' to another path" in str(error.value)
@@ -96,46 +103,50 @@ def test_what_can_not_be_read_is_named_and_left_as_it_is(tmp_path: Path, content
 
 @pytest.mark.parametrize(
     "other",
-    [Ground("NVIDIA A100", H200.libraries), Ground(H200.device, {"cudf": "26.08.0"}), Ground("x", {})],
+    [CacheKey("NVIDIA A100", H200.libraries), CacheKey(H200.device, {"cudf": "26.08.0"}), CacheKey("x", {})],
 )
-def test_what_was_learnt_elsewhere_is_refused(tmp_path: Path, known: Knowledge, other: Ground) -> None:
+def test_what_was_learnt_elsewhere_is_refused(
+    tmp_path: Path, known: OverlapStatistics, other: CacheKey
+) -> None:
     path = tmp_path / "learned.json"
     write(path, other, known)
-    with pytest.raises(LearnedError) as error:
+    with pytest.raises(StatisticsFileError) as error:
         read(path, H200)
     assert f"was learnt on {other}, and here is {H200}" in str(error.value)
-    with pytest.raises(LearnedError):
+    with pytest.raises(StatisticsFileError):
         write(path, H200, known)
 
 
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(LearnedError, match="IsADirectoryError"):
+    with pytest.raises(StatisticsFileError, match="IsADirectoryError"):
         read(tmp_path, H200)
 
 
 def test_each_device_and_version_has_its_own_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    paths = [default_path(Ground(device, {"cudf": "1"})) for device in ("NVIDIA H200", "NVIDIA/A100 (80 GB)")]
-    paths.append(default_path(Ground("NVIDIA H200", {"cudf": "2"})))
+    paths = [
+        default_path(CacheKey(device, {"cudf": "1"})) for device in ("NVIDIA H200", "NVIDIA/A100 (80 GB)")
+    ]
+    paths.append(default_path(CacheKey("NVIDIA H200", {"cudf": "2"})))
     assert len(set(paths)) == 3
     assert {path.parent for path in paths} == {tmp_path / "dask-gpurt"}
 
 
 def test_workers_that_write_at_once_keep_each_others_kernels(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
-    parts = [Knowledge() for _ in range(20)]
+    parts = [OverlapStatistics() for _ in range(20)]
     for number, part in enumerate(parts):
-        part.add(Alone(f"kernel-{number}", 1.0, 1.0))
+        part.add(SoloSample(f"kernel-{number}", 1.0, 1.0))
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda part: write(path, H200, part), parts))
     assert len(read(path, H200).kernels) == 20
 
 
 def test_of_a_kernel_the_better_known_is_kept() -> None:
-    few, many = Knowledge(), Knowledge()
+    few, many = OverlapStatistics(), OverlapStatistics()
     for _ in range(3):
-        many.add(Alone("join", 1.0, 2.0))
-    few.add(Alone("join", 1.0, 1.0))
+        many.add(SoloSample("join", 1.0, 2.0))
+    few.add(SoloSample("join", 1.0, 1.0))
     assert merged(few, many).kernels["join"].samples == 3
     assert merged(many, few).kernels["join"].samples == 3
 
@@ -143,16 +154,16 @@ def test_of_a_kernel_the_better_known_is_kept() -> None:
 # ---- the table -----------------------------------------------------------------------
 
 
-def test_the_table_says_what_the_governor_uses(known: Knowledge) -> None:
+def test_the_table_says_what_the_governor_uses(known: OverlapStatistics) -> None:
     governor = Governor(CANDIDATES, known)
     for name in ("join", "elementwise"):
         used = [row["setting"] for row in rows(known) if row["kernel"] == name and row["used"]]
-        assert used == [str(safest(governor.outlooks(known.kernels[name])))]
+        assert used == [str(safest(governor.forecasts(known.kernels[name])))]
 
 
 def test_a_kernel_that_is_hardly_known_has_no_figures() -> None:
-    fresh = Knowledge()
-    fresh.add(Alone("sort", 1.0, 1.0))
+    fresh = OverlapStatistics()
+    fresh.add(SoloSample("sort", 1.0, 1.0))
     (row,) = rows(fresh)
     assert row["setting"] == "priority only"
     assert row["total"] is None
@@ -166,7 +177,7 @@ def overlap(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["overlap", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_the_command_shows_kernel_by_kernel_and_why(tmp_path: Path, known: Knowledge) -> None:
+def test_the_command_shows_kernel_by_kernel_and_why(tmp_path: Path, known: OverlapStatistics) -> None:
     path = tmp_path / "learned.json"
     write(path, H200, known)
     shown = overlap(path)
@@ -184,7 +195,7 @@ def test_the_command_shows_kernel_by_kernel_and_why(tmp_path: Path, known: Knowl
 
 
 def test_the_command_finds_the_files_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: Knowledge
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: OverlapStatistics
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "nothing was learnt: no file in" in overlap().stdout

@@ -49,7 +49,7 @@ def test_what_was_expected_and_is_gone_counts_no_more() -> None:
     cluster.data("y", 1)
     for i in range(4):
         cluster.task(f"use-y{i}", "y")
-    cluster.placement.submitted([f"use-y{i}" for i in range(4)])
+    cluster.placement.on_graph([f"use-y{i}" for i in range(4)])
     cluster.busy(0, 2)
     assert cluster.place("early", "x") == 0
     cluster.state.stimulus_queue_slots_maybe_opened(stimulus_id="an event later")
@@ -62,7 +62,7 @@ def test_a_worker_with_few_large_inputs_hands_over_small_ones() -> None:
         cluster.data(f"seen-{i}", 0, nbytes=(1 + i) * GB // 1000)
         cluster.task(f"use-seen{i}", f"seen-{i}", duration=0.01)
         cluster.state.transitions({f"use-seen{i}": "waiting"}, "test")
-        cluster.placement.ended(f"use-seen{i}", cluster.addresses[0], 0.001 * (1 + i))
+        cluster.placement.on_task_ended(f"use-seen{i}", cluster.addresses[0], 0.001 * (1 + i))
     cluster.state.sent.clear()
     for i in range(20):
         cluster.state.transitions({f"use-seen{i}": "released"}, "test")

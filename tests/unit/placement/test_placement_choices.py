@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import placement as bare
 import pytest
 from dask._task_spec import Alias
 from distributed.core import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.placement import decisions as bare
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
 from dask_gpurt.topology import Place, Topology
-from dask_gpurt.topology.contacts import FIRST
+from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from tests.helpers.placed_cluster import GB, Cluster, Rooms, run
 
 
@@ -140,7 +140,7 @@ def test_an_alias_stays_where_its_data_are_however_full_that_is(free: float) -> 
 
 
 def test_a_short_queue_is_not_worth_the_first_transfer_between_two_gpus() -> None:
-    state, topology = bare.BareState(2), Topology(first=FIRST)
+    state, topology = bare.BareState(2), Topology(first=FIRST_TRANSFER_S)
     for address in state.workers:
         topology.add(address, Place("host", address, nvlink="host", rdma=True))
     one, other = state.workers
@@ -201,7 +201,7 @@ def test_a_holder_without_room_is_passed_over() -> None:
     cluster.data("other", 6)
     cluster.rooms.free[cluster.addresses[5]] = 0
     cluster.rooms.free[cluster.addresses[6]] = 0
-    cluster.placement.changed(cluster.addresses[5])
+    cluster.placement.on_place_changed(cluster.addresses[5])
     assert cluster.place("y", "x", "other") not in (5, 6, None)
 
 
@@ -209,11 +209,11 @@ def test_a_holder_without_room_is_passed_over() -> None:
 def test_what_has_come_since_a_worker_told_its_room_is_in_it(told_again: bool, expected: int) -> None:
     cluster = Cluster()
     cluster.rooms.free[cluster.addresses[5]] = 10 * GB
-    cluster.placement.told(cluster.addresses[5])
+    cluster.placement.on_memory_reported(cluster.addresses[5])
     cluster.data("x", 5, nbytes=9 * GB)
     cluster.data("other", 6, nbytes=2 * GB)
     if told_again:
-        cluster.placement.told(cluster.addresses[5])
+        cluster.placement.on_memory_reported(cluster.addresses[5])
     assert cluster.place("y", "x", "other") == expected
 
 
@@ -223,7 +223,7 @@ def test_what_has_gone_since_a_worker_told_its_room_may_have_been_spilled() -> N
     cluster.data("other", 6, nbytes=2 * GB)
     cluster.data("gone", 5, nbytes=20 * GB)
     cluster.rooms.free[cluster.addresses[5]] = GB
-    cluster.placement.told(cluster.addresses[5])
+    cluster.placement.on_memory_reported(cluster.addresses[5])
     cluster.state.remove_replica(cluster.state.tasks["gone"], cluster.ws(5))
     assert cluster.place("y", "x", "other") == 6
 
@@ -247,8 +247,8 @@ def test_a_worker_leaves_between_its_report_and_the_decision() -> None:
         cluster.state.idle_task_count.discard(cluster.ws(number))
     chosen = cluster.place("y", "x")
     assert chosen not in (0, 1, 2, None)
-    cluster.placement.left(cluster.addresses[15])
-    cluster.placement.changed("tcp://nobody:1")
+    cluster.placement.on_worker_removed(cluster.addresses[15])
+    cluster.placement.on_place_changed("tcp://nobody:1")
     assert not cluster.fallbacks()
 
 
@@ -327,7 +327,7 @@ def test_never_a_forbidden_worker_nor_one_without_room(
     cluster = Cluster(12)
     for number in full:
         cluster.rooms.free[cluster.addresses[number]] = -1.0
-        cluster.placement.changed(cluster.addresses[number])
+        cluster.placement.on_place_changed(cluster.addresses[number])
     cluster.data("x", *holders)
     cluster.busy(min(holders), tasks)
     assert cluster.place("anywhere", "x") not in full
@@ -348,7 +348,7 @@ def test_never_a_live_tier_too_small_for_a_task_while_another_holds_it(
     cluster = Cluster(12)
     for number, size in enumerate(live):
         cluster.rooms.live[cluster.addresses[number]] = size * GB
-        cluster.placement.told(cluster.addresses[number])
+        cluster.placement.on_memory_reported(cluster.addresses[number])
     for i, (size, holder) in enumerate(inputs):
         cluster.data(f"x{i}", holder, nbytes=size * GB)
     cluster.data("y-1", nbytes=result * GB)  # what is known of the prefix
@@ -364,13 +364,13 @@ def test_a_result_grows_with_its_inputs_as_those_before_did() -> None:
     cluster.rooms.live = dict.fromkeys(cluster.addresses, 24 * GB)
     cluster.rooms.live[cluster.addresses[3]] = 80 * GB
     for address in cluster.addresses:
-        cluster.placement.told(address)
+        cluster.placement.on_memory_reported(address)
     for number, size in enumerate((1, 2, 14)):
         cluster.data(f"x-{number}", 5, nbytes=size * GB)
     for number in range(2):
         cluster.data(f"join-{number}", 5, nbytes=(number + 1) * GB)
         cluster.state.tasks[f"join-{number}"].add_dependency(cluster.state.tasks[f"x-{number}"])
-        cluster.placement.ended(f"join-{number}", cluster.addresses[5], 1.0)
+        cluster.placement.on_task_ended(f"join-{number}", cluster.addresses[5], 1.0)
     assert cluster.place("join-2", "x-2") == 3  # 14 and 14 GB
     assert cluster.place("other-2", "x-2") == 5
 

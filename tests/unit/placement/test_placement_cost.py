@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.cost import Candidate, Route, Space, Terms
+from dask_gpurt.placement.cost import LOCAL_ROUTE, Candidate, Route, Terms
 from dask_gpurt.placement.history import History
-from dask_gpurt.placement.loads import Loads
+from dask_gpurt.placement.queueing import LoadIndex
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
 NVLINK, RDMA, TCP = (Route.over(SHIPPED[link]) for link in (Link.NVLINK, Link.RDMA, Link.TCP))
-ROOMY = Space(80 * GB)
+ROOMY = FreeMemory(80 * GB)
 DISK, PINNED = Route.over(SHIPPED[Link.DISK]), Route.over(SHIPPED[Link.PINNED])
 
 
@@ -29,16 +30,17 @@ def candidate(
     work: float = 0,
     tasks: int = 0,
     threads: int = 1,
-    pace: float = 1,
+    slowdown: float = 1,
     running: float = 1,
     inputs: list[tuple[float, list[Route]]] | None = None,
     need: float = 0,
-    space: Space = ROOMY,
+    memory: FreeMemory = ROOMY,
+    spill: Route = LOCAL_ROUTE,
 ) -> Candidate:
     moving = sum(cost.moving(nbytes, routes) for nbytes, routes in inputs or [])
-    room, fits = cost.room(need, space)
-    waiting = cost.waiting(work, tasks, threads, pace)
-    return Candidate(worker, Terms(waiting, running * pace, moving, room, fits))
+    room, fits = cost.room(need, memory, spill)
+    waiting = cost.waiting(work, tasks, threads, slowdown)
+    return Candidate(worker, Terms(waiting, running * slowdown, moving, room, fits))
 
 
 SITUATIONS = {
@@ -62,20 +64,20 @@ SITUATIONS = {
     ],
     "room before time": [
         candidate("a", need=GB, inputs=[(8 * GB, [TCP])]),
-        candidate("b", need=GB, space=Space(GB / 2)),
+        candidate("b", need=GB, memory=FreeMemory(GB / 2)),
     ],
     "to spill a little before to move much": [
-        candidate("a", need=2 * GB, space=Space(GB, 100 * GB, PINNED)),
+        candidate("a", need=2 * GB, memory=FreeMemory(GB, 100 * GB), spill=PINNED),
         candidate("b", need=2 * GB, inputs=[(2 * GB, [TCP])]),
     ],
     "a free thread before a queue": [
         candidate("a", work=3, tasks=3, threads=4),
         candidate("b", work=1, tasks=1),
     ],
-    "a fast worker before a slow one": [candidate("a"), candidate("b", pace=2)],
+    "a fast worker before a slow one": [candidate("a"), candidate("b", slowdown=2)],
     "a fast worker that is busy for a moment": [
         candidate("a", work=0.5, tasks=1),
-        candidate("b", pace=2),
+        candidate("b", slowdown=2),
     ],
 }
 
@@ -87,9 +89,9 @@ def test_the_worker_that_a_person_would_pick(candidates: list[Candidate]) -> Non
 
 
 def test_what_others_lack_is_not_for_the_next_task_to_pay() -> None:
-    deep, _ = cost.room(GB, Space(-50 * GB, 100 * GB, PINNED))
-    shallow, _ = cost.room(GB, Space(0, 100 * GB, PINNED))
-    assert deep == shallow == pytest.approx(PINNED.latency + GB * PINNED.pace)
+    deep, _ = cost.room(GB, FreeMemory(-50 * GB, 100 * GB), PINNED)
+    shallow, _ = cost.room(GB, FreeMemory(0, 100 * GB), PINNED)
+    assert deep == shallow == pytest.approx(PINNED.latency + GB * PINNED.seconds_per_byte)
 
 
 seconds = st.floats(0, 1e4)
@@ -118,7 +120,7 @@ def test_nobody_without_room_while_one_has_room(found: list[Candidate]) -> None:
 @given(
     st.lists(st.tuples(amounts, st.sampled_from([NVLINK, RDMA, TCP, DISK])), min_size=1, max_size=4),
     amounts,
-    st.floats(-1e12, 1e12),
+    st.floats(-1e12, 1e12, allow_subnormal=False),
     amounts,
     st.sampled_from([2.0**k for k in range(-10, 31)]),
 )
@@ -127,10 +129,10 @@ def test_the_unit_of_bytes_does_not_matter(
 ) -> None:
     def measured(scale: float) -> tuple[float, float, bool]:
         def scaled(route: Route) -> Route:
-            return Route(route.latency, route.pace / scale)
+            return Route(route.latency, route.seconds_per_byte / scale)
 
         moving = sum(cost.moving(nbytes * scale, [scaled(route)]) for nbytes, route in inputs)
-        return moving, *cost.room(need * scale, Space(free * scale, below * scale, scaled(PINNED)))
+        return moving, *cost.room(need * scale, FreeMemory(free * scale, below * scale), scaled(PINNED))
 
     here, there = measured(1), measured(unit)
     assert here[:2] == pytest.approx(there[:2])
@@ -138,11 +140,11 @@ def test_the_unit_of_bytes_does_not_matter(
 
 
 @given(seconds, st.integers(0, 50), st.integers(1, 8), st.floats(0.1, 10))
-def test_more_work_never_means_less_waiting(work: float, tasks: int, threads: int, pace: float) -> None:
-    waiting = cost.waiting(work, tasks, threads, pace)
+def test_more_work_never_means_less_waiting(work: float, tasks: int, threads: int, slowdown: float) -> None:
+    waiting = cost.waiting(work, tasks, threads, slowdown)
     assert (waiting == 0) >= (tasks < threads)
-    assert waiting <= cost.waiting(work * 2, tasks, threads, pace)
-    assert waiting <= work * pace * (1 + 1e-9)
+    assert waiting <= cost.waiting(work * 2, tasks, threads, slowdown)
+    assert waiting <= work * slowdown * (1 + 1e-9)
 
 
 places = [("host", "1"), ("host", "2"), ("everywhere",)]
@@ -160,7 +162,7 @@ steps = st.lists(
 def test_the_least_loaded_are_those_that_a_scan_would_find(
     taken: list[tuple[str, str, int]], number: int
 ) -> None:
-    loads: Loads[str] = Loads()
+    loads: LoadIndex[str] = LoadIndex()
     known: dict[str, int] = {}  # in the order in which workers got their loads
 
     def compare() -> None:
@@ -187,8 +189,8 @@ def test_the_least_loaded_are_those_that_a_scan_would_find(
 
 
 def test_the_history_keeps_the_last_decision_of_the_last_keys() -> None:
-    history = History(most=2)
-    slow, fast = candidate("slow", pace=2), candidate("fast")
+    history = History(max_keys=2)
+    slow, fast = candidate("slow", slowdown=2), candidate("fast")
     for key in ("x", "y", "x", "z"):
         history.add(key, "slow", [slow, fast])
     assert history.explain("y") == []
@@ -211,7 +213,7 @@ def test_what_transfers_show_counts_soon_where_there_are_few_workers() -> None:
     topology.observe("x", "y", 10**9, 10.0, by_comms=True)
     found = [routes.between("x", Tier.DEVICE, "y") for _ in range(400)]
     assert found[0] == before
-    assert found[-1].pace > 5 * before.pace
+    assert found[-1].seconds_per_byte > 5 * before.seconds_per_byte
 
 
 def test_the_topology_is_asked_seldom() -> None:

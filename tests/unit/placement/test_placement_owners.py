@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
-import dask.dataframe as dd
-import pandas as pd
 import pytest
-from distributed import Client, wait
-from distributed.shuffle._core import ShuffleSpec as DaskShuffleSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement.owners import Site, assign, shares
+from dask_gpurt.memory.ledger import FreeMemory
+from dask_gpurt.placement.outputs import Owner, assign, shares
 from dask_gpurt.topology import Place, Topology
-from tests.helpers.clusters import cluster, counters
-from tests.helpers.in_process import believed_full
 from tests.helpers.placed_cluster import Cluster
 
+
+def owner(worker: str, seconds_per_byte: float, free: float = math.inf, below: float = 0) -> Owner:
+    return Owner(worker, seconds_per_byte, FreeMemory(free, below))
+
+
 SITUATIONS = {
-    "all alike share alike": ([Site("a", 1), Site("b", 1), Site("c", 1)], {"a": 4, "b": 4, "c": 4}),
-    "who gets bytes at half the pace gets half": ([Site("a", 1), Site("b", 2)], {"a": 8, "b": 4}),
-    "none for who has no room": ([Site("a", 1, 0), Site("b", 9, 99)], {"b": 12}),
+    "all alike share alike": ([owner("a", 1), owner("b", 1), owner("c", 1)], {"a": 4, "b": 4, "c": 4}),
+    "a worker that gets bytes at half the rate gets half": ([owner("a", 1), owner("b", 2)], {"a": 8, "b": 4}),
+    "none for who has no room": ([owner("a", 1, 0), owner("b", 9, 99)], {"b": 12}),
     "what one has no room for goes to the others": (
-        [Site("a", 1, 1), Site("b", 1, 99), Site("c", 1, 99)],
+        [owner("a", 1, 1), owner("b", 1, 99), owner("c", 1, 99)],
         {"a": 1, "b": 5, "c": 6},
     ),
-    "live before spilled": ([Site("a", 1, 12), Site("b", 1, 0, 99)], {"a": 12}),
-    "spilled before overfull": ([Site("a", 1, 3), Site("b", 1, 0, 99)], {"a": 3, "b": 9}),
-    "overfull all alike": ([Site("a", 1, 2), Site("b", 1, 4)], {"a": 4, "b": 8}),
-    "nobody has room, so all take turns": ([Site("a", 1, -1), Site("b", 1, 0)], {"a": 6, "b": 6}),
+    "live before spilled": ([owner("a", 1, 12), owner("b", 1, 0, 99)], {"a": 12}),
+    "spilled before overfull": ([owner("a", 1, 3), owner("b", 1, 0, 99)], {"a": 3, "b": 9}),
+    "overfull all alike": ([owner("a", 1, 2), owner("b", 1, 4)], {"a": 4, "b": 8}),
+    "nobody has room, so all take turns": ([owner("a", 1, -1), owner("b", 1, 0)], {"a": 6, "b": 6}),
 }
 
 
 @pytest.mark.parametrize(("sites", "expected"), SITUATIONS.values(), ids=SITUATIONS)
-def test_the_owners_that_a_person_would_pick(sites: list[Site], expected: dict[str, int]) -> None:
+def test_the_owners_that_a_person_would_pick(sites: list[Owner], expected: dict[str, int]) -> None:
     assert Counter(assign(range(12), sites, 12).values()) == expected
 
 
 amounts = st.floats(0, 1e12)
 some_sites = st.lists(
-    st.builds(Site, st.uuids().map(str), st.floats(1e-12, 1e-3), st.floats(-1e12, 1e12), amounts),
+    st.builds(owner, st.uuids().map(str), st.floats(1e-12, 1e-3), st.floats(-1e12, 1e12), amounts),
     min_size=1,
     max_size=20,
     unique_by=lambda site: site.worker,
@@ -52,7 +53,7 @@ outputs = st.sets(st.integers(0, 500), min_size=1, max_size=100)
 
 @given(outputs, some_sites, amounts)
 def test_each_output_has_an_owner_and_neighbours_share_theirs(
-    wanted: set[int], sites: list[Site], nbytes: float
+    wanted: set[int], sites: list[Owner], nbytes: float
 ) -> None:
     owners = assign(wanted, sites, nbytes)
     assert set(owners) == wanted
@@ -64,17 +65,17 @@ def test_each_output_has_an_owner_and_neighbours_share_theirs(
 
 @given(outputs, some_sites, amounts)
 def test_nobody_without_room_owns_while_one_has_room(
-    wanted: set[int], sites: list[Site], nbytes: float
+    wanted: set[int], sites: list[Owner], nbytes: float
 ) -> None:
-    able = {site.worker for site in sites if site.free > 0 or site.free + site.below > 0}
+    able = {site.worker for site in sites if site.memory.free > 0 or site.memory.free + site.memory.below > 0}
     assert set(assign(wanted, sites, nbytes).values()) <= (able or {site.worker for site in sites})
 
 
 @given(outputs, some_sites, st.floats(1, 1e12))
 def test_nobody_is_overfull_while_others_have_room(
-    wanted: set[int], sites: list[Site], nbytes: float
+    wanted: set[int], sites: list[Owner], nbytes: float
 ) -> None:
-    rooms = [max(0.0, site.free + site.below) for site in sites]
+    rooms = [max(0.0, site.memory.free + site.memory.below) for site in sites]
     if sum(rooms) < nbytes:
         return
     parts = shares(sites, nbytes)
@@ -87,9 +88,12 @@ def test_nobody_is_overfull_while_others_have_room(
 
 @given(outputs, some_sites, st.floats(1, 1e12), st.sampled_from([2.0**k for k in range(21)]))
 def test_the_unit_of_bytes_does_not_matter(
-    wanted: set[int], sites: list[Site], nbytes: float, unit: float
+    wanted: set[int], sites: list[Owner], nbytes: float, unit: float
 ) -> None:
-    scaled = [Site(worker, pace / unit, free * unit, below * unit) for worker, pace, free, below in sites]
+    scaled = [
+        owner(each.worker, each.seconds_per_byte / unit, each.memory.free * unit, each.memory.below * unit)
+        for each in sites
+    ]
     assert assign(wanted, scaled, nbytes * unit) == assign(wanted, sites, nbytes)
 
 
@@ -148,63 +152,13 @@ def test_outputs_are_only_owned_where_the_barrier_may_run() -> None:
 
 def test_an_exception_leaves_the_owners_to_dask() -> None:
     on = Cluster(2)
-    on.rooms.room = None  # type: ignore[method-assign, assignment]
+    on.rooms.free_memory = None  # type: ignore[method-assign, assignment]
     chosen = {0: on.addresses[1], 1: on.addresses[0]}
     assert on.placement.owners(on.task("barrier"), chosen) == chosen
     assert on.fallbacks()["placement.owners"]["count"] == 1
 
 
 # ---- on clusters -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, str]]:
-    """The owners of each run that the scheduler, which is in this process, begins."""
-    found: list[dict[int, str]] = []
-    create = DaskShuffleSpec.create_new_run
-
-    def create_new_run(self: Any, worker_for: dict[int, str], span_id: Any) -> Any:
-        found.append(dict(worker_for))
-        return create(self, worker_for, span_id)
-
-    monkeypatch.setattr(DaskShuffleSpec, "create_new_run", create_new_run)
-    return found
-
-
-def fill_up(client: Client, worker: str) -> None:
-    local: Any = client.cluster
-    believed_full(local.scheduler, worker)
-
-
-def merged(client: Client) -> Any:
-    frame = pd.DataFrame({"key": range(1000), "value": range(1000)})
-    left, right = (dd.from_pandas(frame, npartitions=6).persist() for _ in range(2))
-    wait([left, right])
-    return left.merge(right, on="key", npartitions=9).persist()
-
-
-def test_both_sides_of_a_merge_share_owners_with_room(runs: list[dict[int, str]]) -> None:
-    with cluster(workers=3, placement__enabled=True) as client:
-        full, *others = sorted(client.nthreads())
-        fill_up(client, full)
-        result = merged(client)
-        assert len(result.compute()) == 1000
-        one, other = runs
-        assert one == other
-        assert set(one.values()) == set(others)
-        assert counters(client)["placement.shuffles"] == 1
-
-
-def test_off_owners_are_those_of_dask(runs: list[dict[int, str]]) -> None:
-    with cluster(workers=3) as client:
-        workers = list(client.nthreads())
-        fill_up(client, workers[0])
-        assert len(merged(client).compute()) == 1000
-        for owners in runs:
-            first = workers.index(owners[0])
-            turned = workers[first:] + workers[:first]
-            assert owners == {output: turned[3 * output // len(owners)] for output in owners}
-        assert "placement.shuffles" not in counters(client)
 
 
 def test_owners_are_chosen_in_time_for_thousands_of_workers() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement.cost import NO_WAY, Route, Space
-from dask_gpurt.placement.replicas import Recipient, Replica, dropped, recipient
+from dask_gpurt.memory.ledger import FreeMemory
+from dask_gpurt.placement.cost import Route
+from dask_gpurt.placement.replicas import Recipient, Replica, choose_dropped, choose_recipient
 from dask_gpurt.topology import SHIPPED, Link
 
 GB = 10**9
@@ -23,11 +24,15 @@ def over(*links: Link) -> float:
     return sum(SHIPPED[link].seconds(NBYTES) for link in links)
 
 
-def space(free: float, below: float = 100, spill: Route = PINNED) -> Space:
-    return Space(free * GB, below * GB, spill)
+def space(free: float, below: float = 100) -> FreeMemory:
+    return FreeMemory(free * GB, below * GB)
 
 
-ROOMY, SHORT, FULL = space(40), space(1), space(1, below=0, spill=NO_WAY)
+def replica(worker: str, reach: float, memory: FreeMemory, spill: Route = PINNED, **options: Any) -> Replica:
+    return Replica(worker, reach, memory, spill, **options)
+
+
+ROOMY, SHORT, FULL = space(40), space(1), space(1, below=0)
 
 #: In each the first one is who takes it.
 TAKING = {
@@ -64,84 +69,84 @@ TAKING = {
         Recipient("a", over(Link.NVLINK), FULL, asked=True),
     ],
     "who holds less where memory has no limit": [
-        Recipient("b", over(Link.TCP), Space(math.inf), held=1),
-        Recipient("a", over(Link.TCP), Space(math.inf), held=2),
+        Recipient("b", over(Link.TCP), FreeMemory(math.inf), held=1),
+        Recipient("a", over(Link.TCP), FreeMemory(math.inf), held=2),
     ],
 }
 
 #: In each the first one goes.
 GOING = {
     "the live one that is in the way, where another lies live with room": [
-        Replica("a", 0, SHORT),
-        Replica("b", 0, ROOMY),
+        replica("a", 0, SHORT),
+        replica("b", 0, ROOMY),
     ],
     "the live one that is in the way, where another is spilled": [
-        Replica("a", 0, SHORT),
-        Replica("b", over(Link.PINNED), SHORT, live=False),
+        replica("a", 0, SHORT),
+        replica("b", over(Link.PINNED), SHORT, live=False),
     ],
     "the spilled one where the live one is in nobody's way": [
-        Replica("a", over(Link.PINNED), SHORT, live=False),
-        Replica("b", 0, ROOMY),
+        replica("a", over(Link.PINNED), SHORT, live=False),
+        replica("b", 0, ROOMY),
     ],
     "the one on disk, where the live one goes to pinned memory and comes back sooner": [
-        Replica("a", over(Link.DISK), ROOMY, live=False),
-        Replica("b", 0, SHORT),
+        replica("a", over(Link.DISK), ROOMY, live=False),
+        replica("b", 0, SHORT),
     ],
     "the live one in the way that could only go to disk": [
-        Replica("a", 0, space(1, spill=DISK)),
-        Replica("b", over(Link.DISK), ROOMY, live=False),
+        replica("a", 0, SHORT, spill=DISK),
+        replica("b", over(Link.DISK), ROOMY, live=False),
     ],
     "the live one that could go nowhere": [
-        Replica("a", 0, FULL),
-        Replica("b", over(Link.DISK, Link.TCP), SHORT, live=False),
+        replica("a", 0, FULL),
+        replica("b", over(Link.DISK, Link.TCP), SHORT, live=False),
     ],
     "the one far from who needs it": [
-        Replica("a", over(Link.TCP), ROOMY),
-        Replica("b", over(Link.NVLINK), ROOMY),
+        replica("a", over(Link.TCP), ROOMY),
+        replica("b", over(Link.NVLINK), ROOMY),
     ],
-    "the one with less room beside it": [Replica("a", 0, space(20)), Replica("b", 0, space(40))],
-    "the one where most is short": [Replica("a", 0, space(-3)), Replica("b", 0, space(1))],
+    "the one with less room beside it": [replica("a", 0, space(20)), replica("b", 0, space(40))],
+    "the one where most is short": [replica("a", 0, space(-3)), replica("b", 0, space(1))],
     "the one of a worker that leaves": [
-        Replica("a", 0, ROOMY, leaving=True),
-        Replica("b", over(Link.DISK), FULL, live=False),
+        replica("a", 0, ROOMY, leaving=True),
+        replica("b", over(Link.DISK), FULL, live=False),
     ],
     "not the one that a task reads": [
-        Replica("a", 0, ROOMY),
-        Replica("b", over(Link.DISK), FULL, live=False, kept=True),
+        replica("a", 0, ROOMY),
+        replica("b", over(Link.DISK), FULL, live=False, kept=True),
     ],
     "the one of who holds more where memory has no limit": [
-        Replica("a", 0, Space(math.inf), held=2),
-        Replica("b", 0, Space(math.inf), held=1),
+        replica("a", 0, FreeMemory(math.inf), held=2),
+        replica("b", 0, FreeMemory(math.inf), held=1),
     ],
 }
 
 
 @pytest.mark.parametrize("candidates", TAKING.values(), ids=TAKING)
 def test_the_recipient_that_a_person_would_pick(candidates: list[Recipient]) -> None:
-    assert recipient(candidates, NBYTES) == candidates[0]
+    assert choose_recipient(candidates, NBYTES) == candidates[0]
 
 
 @pytest.mark.parametrize("replicas", GOING.values(), ids=GOING)
 def test_the_replica_that_a_person_would_drop(replicas: list[Replica]) -> None:
-    assert dropped(replicas, NBYTES) == replicas[0]
+    assert choose_dropped(replicas, NBYTES) == replicas[0]
 
 
 def test_nobody_takes_what_there_is_no_room_for() -> None:
-    assert recipient([Recipient("a", 0, FULL), Recipient("b", 0, space(-200))], NBYTES) is None
-    assert recipient([], NBYTES) is None
+    assert choose_recipient([Recipient("a", 0, FULL), Recipient("b", 0, space(-200))], NBYTES) is None
+    assert choose_recipient([], NBYTES) is None
 
 
 seconds, amounts = st.floats(0, 1e3), st.floats(0, 1e12)
 routes = st.builds(Route, st.floats(0, 1), st.floats(1e-13, 1e-6))
-spaces = st.builds(Space, st.floats(-1e12, 1e12), amounts, routes)
+memories = st.builds(FreeMemory, st.floats(-1e12, 1e12), amounts)
 some_recipients = st.lists(
-    st.builds(Recipient, st.uuids().map(str), seconds, spaces, amounts, st.booleans()),
+    st.builds(Recipient, st.uuids().map(str), seconds, memories, amounts, st.booleans()),
     max_size=12,
     unique_by=lambda each: each.worker,
 )
 flags = (st.booleans(), st.booleans(), st.booleans())
 some_replicas = st.lists(
-    st.builds(Replica, st.uuids().map(str), seconds, spaces, *flags, amounts),
+    st.builds(Replica, st.uuids().map(str), seconds, memories, routes, *flags, amounts),
     max_size=12,
     unique_by=lambda each: each.worker,
 )
@@ -149,13 +154,13 @@ shuffled: Any = st.randoms(use_true_random=False)
 
 
 def fits(each: Recipient | Replica, nbytes: float) -> bool:
-    return nbytes <= each.space.free or nbytes <= each.space.free + each.space.below
+    return nbytes <= each.memory.free or nbytes <= each.memory.free + each.memory.below
 
 
 @given(some_recipients, amounts)
 def test_a_recipient_has_room_and_there_is_one_if_anybody_has(found: list[Recipient], nbytes: float) -> None:
     able = [each for each in found if fits(each, nbytes)]
-    chosen = recipient(found, nbytes)
+    chosen = choose_recipient(found, nbytes)
     assert (chosen in able) if able else chosen is None
 
 
@@ -164,14 +169,14 @@ def test_nothing_is_spilled_for_a_replica_while_one_has_live_room(
     found: list[Recipient], nbytes: float
 ) -> None:
     new = [each._replace(asked=False) for each in found]
-    chosen = recipient(new, nbytes)
-    if chosen is not None and any(nbytes <= each.space.free for each in new):
-        assert nbytes <= chosen.space.free
+    chosen = choose_recipient(new, nbytes)
+    if chosen is not None and any(nbytes <= each.memory.free for each in new):
+        assert nbytes <= chosen.memory.free
 
 
 @given(some_replicas, amounts)
 def test_the_last_replica_stays_and_so_does_what_must(found: list[Replica], nbytes: float) -> None:
-    chosen = dropped(found, nbytes)
+    chosen = choose_dropped(found, nbytes)
     free = [each for each in found if not each.kept]
     if len(found) < 2 or not free:
         assert chosen is None
@@ -183,7 +188,7 @@ def test_the_last_replica_stays_and_so_does_what_must(found: list[Replica], nbyt
 @given(some_replicas, amounts)
 def test_dropping_all_that_may_go_leaves_one(found: list[Replica], nbytes: float) -> None:
     left = [each._replace(kept=False) for each in found]
-    while (chosen := dropped(left, nbytes)) is not None:
+    while (chosen := choose_dropped(left, nbytes)) is not None:
         left.remove(chosen)
     assert len(left) == min(1, len(found))
 
@@ -192,11 +197,11 @@ def test_dropping_all_that_may_go_leaves_one(found: list[Replica], nbytes: float
 def test_the_order_in_which_they_are_looked_at_does_not_matter(
     takers: list[Recipient], holders: list[Replica], nbytes: float, order: Any
 ) -> None:
-    taker, goes = recipient(takers, nbytes), dropped(holders, nbytes)
+    taker, goes = choose_recipient(takers, nbytes), choose_dropped(holders, nbytes)
     order.shuffle(takers)
     order.shuffle(holders)
-    assert recipient(takers, nbytes) == taker
-    assert dropped(holders, nbytes) == goes
+    assert choose_recipient(takers, nbytes) == taker
+    assert choose_dropped(holders, nbytes) == goes
 
 
 @given(some_recipients, some_replicas, amounts, st.sampled_from([2.0**k for k in range(1, 21)]))
@@ -204,13 +209,19 @@ def test_the_unit_of_bytes_does_not_matter(
     takers: list[Recipient], holders: list[Replica], nbytes: float, unit: float
 ) -> None:
     def scaled(each: Any) -> Any:
-        free, below, (latency, pace) = each.space
-        return each._replace(
-            space=Space(free * unit, below * unit, Route(latency, pace / unit)), held=each.held * unit
-        )
+        memory = FreeMemory(each.memory.free * unit, each.memory.below * unit)
+        each = each._replace(memory=memory, held=each.held * unit)
+        if isinstance(each, Recipient):
+            return each
+        latency, seconds_per_byte = each.spill
+        return each._replace(spill=Route(latency, seconds_per_byte / unit))
 
     def name(each: Any) -> str | None:
         return None if each is None else each.worker
 
-    assert name(recipient(map(scaled, takers), nbytes * unit)) == name(recipient(takers, nbytes))
-    assert name(dropped([*map(scaled, holders)], nbytes * unit)) == name(dropped(holders, nbytes))
+    assert name(choose_recipient(map(scaled, takers), nbytes * unit)) == name(
+        choose_recipient(takers, nbytes)
+    )
+    assert name(choose_dropped([*map(scaled, holders)], nbytes * unit)) == name(
+        choose_dropped(holders, nbytes)
+    )

@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import dask
-import placement as bare
 import pytest
 from dask._task_spec import Task, TaskRef
 
+from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
 from tests.helpers.placed_cluster import GB, Cluster, run
@@ -44,11 +44,11 @@ def test_the_queue_respects_headroom_and_moves_on_when_room_comes() -> None:
     full = cluster.addresses[:3]
     cluster.rooms.free.update(dict.fromkeys(full, 0.0))
     for address in full:
-        cluster.placement.changed(address)
+        cluster.placement.on_place_changed(address)
     cluster.state.submit(*bare.graph_of(loads(50)))
     assert {address for address, _ in cluster.state.sent} == {cluster.addresses[3]}
     cluster.rooms.free[full[0]] = 80 * GB
-    cluster.placement.changed(full[0])
+    cluster.placement.on_place_changed(full[0])
     assert {address for address, _ in cluster.state.sent} == {cluster.addresses[3], full[0]}
 
 
@@ -56,7 +56,7 @@ def test_the_queue_moves_when_nobody_has_room() -> None:
     cluster = Cluster(4)
     cluster.rooms.free.update(dict.fromkeys(cluster.addresses, 0.0))
     for address in cluster.addresses:
-        cluster.placement.changed(address)
+        cluster.placement.on_place_changed(address)
     assert len(run(cluster.state, loads(50))) == 50
 
 

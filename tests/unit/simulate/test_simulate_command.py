@@ -65,14 +65,14 @@ def test_as_many_workers_as_you_like() -> None:
         "--cluster",
         "tcp",
         "--workers",
-        "2048",
+        "1024",
         "--workload",
         "tree-reduction",
         "--partitions",
-        "512",
+        "256",
         "--json",
     )
-    assert json.loads(done.stdout)["results"][0]["workers"] == 2048
+    assert json.loads(done.stdout)["results"][0]["workers"] == 1024
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import dask
@@ -30,7 +29,6 @@ from dask_gpurt.simulate.placements import PLACEMENTS, simulate
 from dask_gpurt.simulate.simulation import WorkloadFailed
 from dask_gpurt.simulate.workloads import Scale
 from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
-from tests.helpers.commands import answer
 
 MB = 10**6
 
@@ -305,26 +303,6 @@ def test_each_task_of_a_workload_runs_once(name: str, placement: str) -> None:
     assert done.runs == dict.fromkeys(built.works, 1)
     assert sum(done.result.bytes.values()) >= done.result.between_hosts
     assert done.result.fallbacks == 0
-
-
-@each_placement
-def test_the_same_seed_gives_the_same_figures_in_any_process(placement: str, tmp_path: Path) -> None:
-    script = tmp_path / "same.py"
-    script.write_text(
-        "import json, sys\n"
-        "from dask_gpurt.simulate import build_cluster, build_workload\n"
-        "from dask_gpurt.simulate.placements import simulate\n"
-        "cluster = build_cluster('mixed', 16)\n"
-        "workload = build_workload('pipeline', cluster, partitions=20, seed=int(sys.argv[2]))\n"
-        "figures = simulate(cluster, workload, sys.argv[1]).result.to_dict()\n"
-        "print(json.dumps({k: v for k, v in figures.items() if not k.endswith('_us')}))\n"
-    )
-    one, same, other = (
-        answer(script, placement, seed, PYTHONHASHSEED=hashes)
-        for seed, hashes in (("1", "1"), ("1", "2"), ("2", "1"))
-    )
-    assert one == same
-    assert one["makespan"] != other["makespan"]
 
 
 # ---- workloads and clusters ----------------------------------------------------------

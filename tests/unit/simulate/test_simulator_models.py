@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import dask
@@ -13,9 +14,8 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.simulate import Capacity, Cluster, Machine, Result, Simulation, Submission, Work, Workload
 from dask_gpurt.simulate.clock import Clock, Name
 from dask_gpurt.simulate.network import Network
-from dask_gpurt.simulate.tiered_worker import TieredWorker
-from dask_gpurt.simulate.tiers import Tiers
-from dask_gpurt.simulate.worker import VirtualWorker
+from dask_gpurt.simulate.tiers import RuntimeTiers, Tiers
+from dask_gpurt.simulate.worker import TieredWorker, VirtualWorker
 from dask_gpurt.topology import Link, Place, Speed, Topology
 from tests.helpers.clusters_of_machines import GB, NO_OVERHEADS
 
@@ -192,7 +192,7 @@ def test_what_is_held_stays_and_the_worker_is_over() -> None:
     assert mine.over
     assert mine.peak == 130
     assert mine.free == -30
-    mine.let_go(["a", "b"], 30)
+    mine.release(["a", "b"], 30)
     assert mine.free == 0
 
 
@@ -201,7 +201,7 @@ def test_what_is_let_go_may_go_down(keys: Any) -> None:
     mine = tiers()
     mine["a"] = 60
     mine.hold(keys, 0)
-    mine.let_go(keys, 0)
+    mine.release(keys, 0)
     mine["b"] = 60
     assert mine.tier("a") is Tier.HOST
     assert not mine.over
@@ -218,14 +218,74 @@ def test_what_is_lent_stays_where_it_lies() -> None:
     assert not mine.fits("c", 21), "b can not go down"
 
 
+def runtime_tiers(next_use: Mapping[Any, int], pinned: int = 50) -> RuntimeTiers:
+    """Tiers of 100 bytes and less, with the priorities at which keys are needed next."""
+
+    def soonest(key: Any) -> tuple[int, ...] | None:
+        return (next_use[key],) if key in next_use else None
+
+    return RuntimeTiers(Capacity(100, pinned, 100), lambda link: Speed(10.0, 1.0), soonest)
+
+
+def test_the_runtime_spills_what_is_needed_last() -> None:
+    mine = runtime_tiers({"a": 1, "b": 3, "c": 2})
+    for key in "abc":
+        mine[key] = 40
+    assert [mine.tier(key) for key in "abc"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE]
+    # No task needs d, so that it goes before a and c; the pinned tier has no room for it.
+    mine["d"] = 30
+    assert [mine.tier(key) for key in "abcd"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE, Tier.HOST]
+
+
+def test_what_the_runtime_has_spilled_stays_where_it_is() -> None:
+    mine = runtime_tiers({}, pinned=40)
+    for key in "abcd":
+        mine[key] = 40
+    assert [mine.tier(key) for key in "abcd"] == [Tier.PINNED, Tier.HOST, Tier.DEVICE, Tier.DEVICE]
+
+
+@pytest.mark.parametrize(("worker", "spilled"), [(VirtualWorker, 160), (TieredWorker, 120)])
+def test_a_worker_of_the_runtime_keeps_what_its_next_task_reads(
+    worker: type[VirtualWorker], spilled: int
+) -> None:
+    """Three kept results of 40 bytes are read one by one where two fit: LRU spills each before it is read."""
+    kept = [Work(Name(f"('kept', {i})"), (), 1.0, 40) for i in range(3)]
+    # Of different names, so that Dask does not hold them back in its queue of root tasks.
+    read = [Work(Name(f"('read{i}', 0)"), (kept[i].key,), 1.0, 0) for i in range(3)]
+    submissions = [
+        Submission(kept, frozenset(one.key for one in kept), keep=True),
+        Submission(read, frozenset(one.key for one in read)),
+    ]
+    machine = Machine(Place("host0", device="gpu0"), Capacity(100, 0, 1000))
+    cluster = Cluster("one", [machine], speeds={Link.PAGEABLE: Speed(10.0, 0.0)})
+    result = Simulation(
+        cluster, Workload("in turn", submissions), overheads=NO_OVERHEADS, worker=worker
+    ).run()
+    assert result.spilled == spilled
+    assert result.over_memory == 0
+
+
 keys = st.sets(st.integers(0, 7))
 
 
-@given(st.lists(st.integers(1, 60), min_size=8, max_size=8), keys, keys, st.integers(0, 120))
+either_tiers = pytest.mark.parametrize(
+    "make",
+    [tiers, lambda: runtime_tiers({f"k{number}": number for number in range(5)})],
+    ids=["Dask", "runtime"],
+)
+
+
+@either_tiers
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=8, max_size=8),
+    held=keys,
+    wanted=keys,
+    reserve=st.integers(0, 120),
+)
 def test_what_fits_leaves_a_worker_within_its_memory(
-    sizes: list[int], held: set[int], wanted: set[int], reserve: int
+    make: Callable[[], Tiers], sizes: list[int], held: set[int], wanted: set[int], reserve: int
 ) -> None:
-    mine = tiers()
+    mine = make()
     for key, nbytes in enumerate(sizes):
         mine[key] = nbytes
     mine.lend(held)
@@ -298,14 +358,17 @@ def test_without_a_device_work_is_done_in_the_host_tier() -> None:
     assert mine.tier("a") is Tier.DISK
 
 
+@either_tiers
 @given(
-    st.lists(
+    steps=st.lists(
         st.tuples(st.sampled_from(["put", "drop", "hold", "go"]), st.integers(0, 9), st.integers(0, 80)),
         max_size=80,
     )
 )
-def test_tiers_add_up_and_are_over_only_by_what_is_held(steps: list[tuple[str, int, int]]) -> None:
-    mine = tiers()
+def test_tiers_add_up_and_are_over_only_by_what_is_held(
+    make: Callable[[], Tiers], steps: list[tuple[str, int, int]]
+) -> None:
+    mine = make()
     held: list[tuple[str, int]] = []
     for what, number, nbytes in steps:
         key = f"k{number}"
@@ -318,7 +381,7 @@ def test_tiers_add_up_and_are_over_only_by_what_is_held(steps: list[tuple[str, i
             held.append((key, nbytes))
         elif held:
             key, reserved = held.pop(0)
-            mine.let_go([key], reserved)
+            mine.release([key], reserved)
         pinned = {key for key, _ in held if mine.tier(key) is mine.live}
         reserved_now = sum(reserved for _, reserved in held)
         total = sum(mine[key] for key in mine)

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.topology import SHIPPED, Link, Place, Topology, nvml, system
-from dask_gpurt.topology import discover as discovery
-from dask_gpurt.topology.hosts import Host, Join, Lanes
+from dask_gpurt.topology import SHIPPED, Link, Place, Topology, detect
+from dask_gpurt.topology.model import GpuLink, Host, Lanes
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml, bridged, cut_up, pcie_only, switched
 
 
 def host(library: FakeNvml) -> Host:
-    return discovery.discover(library)
+    return detect.discover(library)
 
 
 def links(found: Host) -> list[list[str]]:
@@ -151,9 +150,9 @@ def test_every_worker_of_a_rotated_list_is_somewhere_else() -> None:
 
 def test_a_process_without_gpu_is_on_the_host() -> None:
     found = host(switched())
-    place = discovery.own_place(found, "0", on_gpu=False, rdma=True)
-    assert place == Place(system.here(), numa=place.numa)
-    assert discovery.own_place(found, "1", on_gpu=True, rdma=True).device == FakeGpu(1).uuid
+    place = detect.own_place(found, "0", on_gpu=False, rdma=True)
+    assert place == Place(detect.here(), numa=place.numa)
+    assert detect.own_place(found, "1", on_gpu=True, rdma=True).device == FakeGpu(1).uuid
 
 
 # ---- the operating system ------------------------------------------------------------
@@ -179,38 +178,38 @@ def sys(tmp_path: Path) -> Path:
 
 
 def test_numa_nodes(sys: Path) -> None:
-    assert system.numa_nodes(sys) == {0: {0, 1, 4}, 1: {2, 3}}
-    assert system.node_of_device("00000000:0A:00.0", sys) == 1
-    assert system.node_of_device("00000000:0B:00.0", sys) is None
-    assert system.node_of_device("00000000:0C:00.0", sys) is None
-    assert system.node_of_device("", sys) is None
+    assert detect.numa_nodes(sys) == {0: {0, 1, 4}, 1: {2, 3}}
+    assert detect.node_of_device("00000000:0A:00.0", sys) == 1
+    assert detect.node_of_device("00000000:0B:00.0", sys) is None
+    assert detect.node_of_device("00000000:0C:00.0", sys) is None
+    assert detect.node_of_device("", sys) is None
 
 
 def test_only_devices_for_rdma_that_are_up_count(sys: Path, tmp_path: Path) -> None:
-    (nic,) = [nic for nic in system.nics(sys) if nic.rdma]
+    (nic,) = [nic for nic in detect.nics(sys) if nic.rdma]
     assert (nic.name, nic.speed, nic.numa) == ("mlx5_0", 50e9, 1)
-    with_rdma, without = Host("a", nics=system.nics(sys)), Host("b", nics=system.nics(tmp_path / "nothing"))
+    with_rdma, without = Host("a", nics=detect.nics(sys)), Host("b", nics=detect.nics(tmp_path / "nothing"))
     assert with_rdma.place("a", None, rdma=True).rdma
     assert not with_rdma.place("a", None, rdma=False).rdma
     assert not without.place("b", None, rdma=True).rdma
 
 
 def test_this_host_is_described() -> None:
-    found = discovery.discover()
-    assert found.name == system.host_name()
-    assert system.here().startswith(found.name)
+    found = detect.discover()
+    assert found.name == detect.host_name()
+    assert detect.here().startswith(found.name)
     assert all(nic.name != "lo" for nic in found.nics)
 
 
 @pytest.mark.parametrize("text", ["nvlink x18", "pcie PIX", "pcie", "shared-memory", "same-device"])
 def test_joins_are_read_as_they_are_written(text: str) -> None:
-    assert str(Join.parse(text)) == text
+    assert str(GpuLink.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "nvlnk", "nvlink 18", "pcie NEAR", "shared-memory x2"])
 def test_other_joins_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        Join.parse(text)
+        GpuLink.parse(text)
 
 
 @given(st.sets(st.frozensets(st.integers(0, 6), min_size=2, max_size=2)))
@@ -230,5 +229,5 @@ def test_nvlink_domains_are_apart_and_without_gaps(cables: set[frozenset[int]]) 
 
 def test_pynvml_has_what_is_asked_of_it() -> None:
     pynvml = pytest.importorskip("pynvml")
-    asked = set(re.findall(r"\b(?:nvml[A-Z]|NVML|c_nvml)\w+", Path(nvml.__file__).read_text()))
+    asked = set(re.findall(r"\b(?:nvml[A-Z]|NVML|c_nvml)\w+", Path(detect.__file__).read_text()))
     assert {name for name in asked if not hasattr(pynvml, name)} == set()

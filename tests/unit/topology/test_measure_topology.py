@@ -2,93 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from dask_gpurt.topology import Link
-from dask_gpurt.topology.discover import discover
-from dask_gpurt.topology.file import load
-from dask_gpurt.topology.hosts import Host, Nic
-from dask_gpurt.topology.measure import NIC_SHARE, measure
-from dask_gpurt.topology.measure_gpu import LARGE, measure_gpus
-from tests.helpers.commands import run
+from dask_gpurt.topology.detect import discover
+from dask_gpurt.topology.measure import LARGE_COPY_BYTES, NIC_SHARE, measure, measure_gpus
+from dask_gpurt.topology.model import Host, Nic
 from tests.helpers.fake_nvml import FakeGpu, pcie_only, switched
-
-
-def topology(*arguments: str | Path, code: int = 0, **settings: str) -> Any:
-    return run(sys.executable, "-m", "dask_gpurt", "topology", *arguments, code=code, **settings)
-
+from tests.helpers.shared_memory import alone_in_shm
 
 # ---- this host -----------------------------------------------------------------------
 
 
-def test_this_host_is_measured_and_the_file_is_read_back(tmp_path: Path) -> None:
-    done = topology("--measure", "--json")
-    file = tmp_path / "measured.json"
-    file.write_text(done.stdout)
-    speeds = load(file).speeds
-    assert {Link.SHARED_MEMORY, Link.TCP, Link.DISK} <= set(speeds)
-    assert all(1e6 < speed.bandwidth < 1e14 and speed.latency < 1 for speed in speeds.values())
-    again = topology("--load", file, "--json")
-    assert json.loads(again.stdout) == json.loads(done.stdout)
-
-
 def test_a_slow_nic_limits_tcp() -> None:
-    assert measure(Host("x", nics=(Nic("eth0", 1e6),)))[Link.TCP].bandwidth == 1e6 * NIC_SHARE
-
-
-def test_the_page_shows_the_matrix(tmp_path: Path) -> None:
-    file = tmp_path / "topology.yaml"
-    file.write_text(
-        "{version: 1, hosts: {dgx: {gpus: [{id: GPU-a}, {id: GPU-b}], "
-        "links: [[same-device, nvlink x18], [nvlink x18, same-device]], nics: [{name: ib0, rdma: true}]}}, "
-        "workers: {alice: {host: dgx, gpu: GPU-b}}, speeds: {tcp: {bandwidth: 7 GB/s, latency: 1 ms}}}"
-    )
-    shown = topology("--load", file, COLUMNS="120").stdout
-    for text in (
-        "dgx",
-        "2 GPUs",
-        "ib0 RDMA",
-        "nvlink x18",
-        "GPU-b",
-        "alice",
-        "7 GB/s",
-        "391 GB/s",
-        "by default",
-    ):
-        assert text in shown
-
-
-def test_it_says_why_no_gpu_is_found() -> None:
-    shown = topology(DASK_DISTRIBUTED__DIAGNOSTICS__NVML="False").stdout
-    assert ("nvml' is false" if importlib.util.find_spec("pynvml") else "not installed") in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("--load", "nowhere.yaml"), 1, "nowhere.yaml can not be read"),
-        (("--measure", "--load", "x"), 2, "give one"),
-        (("--scheduler", "tcp://127.0.0.1:1"), 1, "no scheduler answers at tcp://127.0.0.1:1"),
-    ],
-)
-def test_commands_that_can_not_be_served(arguments: tuple[str, ...], code: int, said: str) -> None:
-    done = topology(*arguments, code=code, DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT="1s")
-    assert said in done.stderr
-
-
-def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "topology.yaml"
-    file.write_text("version: 1\nspeeds:\n  tcp: {bandwidth: -1, latency: 0}\n")
-    assert "topology.yaml, line 3: a bandwidth is -1" in topology("--load", file, code=1).stderr
+    with alone_in_shm():
+        found = measure(Host("x", nics=(Nic("eth0", 1e6),)))
+    assert found[Link.TCP].bandwidth == 1e6 * NIC_SHARE
 
 
 # ---- GPUs ----------------------------------------------------------------------------
@@ -177,7 +111,7 @@ def test_only_gpus_that_cuda_shows_are_tried(monkeypatch: pytest.MonkeyPatch) ->
     played(monkeypatch, runtime)
     found = measure_gpus(discover(switched()), runtime.best)
     assert found[Link.NVLINK].bandwidth == pytest.approx(50e9, rel=1e-6)
-    assert LARGE / found[Link.NVLINK].bandwidth > 100 * found[Link.NVLINK].latency
+    assert LARGE_COPY_BYTES / found[Link.NVLINK].bandwidth > 100 * found[Link.NVLINK].latency
 
 
 def test_without_a_gpu_there_is_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:

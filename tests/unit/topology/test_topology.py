@@ -9,9 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, HostLinks, Link, Place, Speed, Topology
-from dask_gpurt.topology.contacts import FIRST, MOST_PEERS, WEIGHT
-from dask_gpurt.topology.learned import DEPARTS, WINDOW
-from dask_gpurt.topology.places import MOST_PAIRS
+from dask_gpurt.topology.estimate import (
+    FIRST_TRANSFER_S,
+    FIRST_TRANSFER_WEIGHT,
+    MOST_PEERS,
+    OVERRIDE_FACTOR,
+    WINDOW_S,
+)
+from dask_gpurt.topology.model import MOST_PAIRS
 
 MIB = 2**20
 
@@ -176,10 +181,10 @@ def test_a_pair_that_departs_has_its_own_speed_and_comes_back() -> None:
         everybody(0.2e9)
     assert topology.speed("w7", "w0").bandwidth == pytest.approx(0.2e9, rel=0.2)
     assert topology.speed("w0", "w3").bandwidth > 0.7e9
-    assert topology.departing == 1
+    assert topology.overrides == 1
     for _ in range(300):
         everybody(1.1e9)
-    assert topology.departing == 0
+    assert topology.overrides == 0
     assert topology.speed("w7", "w0") == topology.speed("w0", "w3")
 
 
@@ -188,7 +193,7 @@ def test_what_was_learned_of_a_cable_outlives_the_workers() -> None:
     for _ in range(100):
         topology.observe("w0", "w1", 100 * MIB, 1)
     slow = topology.speed("w0", "w1")
-    assert slow.bandwidth < SHIPPED[Link.TCP].bandwidth / DEPARTS
+    assert slow.bandwidth < SHIPPED[Link.TCP].bandwidth / OVERRIDE_FACTOR
     for worker in ("w0", "w1"):
         topology.remove(worker)
     topology.add("new", Place("h0"))
@@ -218,7 +223,7 @@ def test_memory_does_not_grow_with_pairs() -> None:
     for i in range(100):
         for j in range(i):
             topology.observe(f"w{i}", f"w{j}", MIB, 10.0)
-    assert topology.departing <= MOST_PAIRS
+    assert topology.overrides <= MOST_PAIRS
 
 
 @given(
@@ -251,7 +256,7 @@ def test_what_can_not_be_counts_for_nothing(nbytes: int, seconds: float, transfe
 def test_an_old_speed_is_forgotten_after_a_window() -> None:
     topology = hosts(2)
     for bandwidth in (1e8, 4e9):
-        for _ in range(round(5 * WINDOW)):
+        for _ in range(round(5 * WINDOW_S)):
             topology.observe("w0", "w1", round(bandwidth), 1.0)
         assert topology.learned()[Link.TCP].bandwidth == pytest.approx(bandwidth, rel=0.05)
 
@@ -281,7 +286,7 @@ def test_only_the_classes_that_are_given_are_not_as_shipped() -> None:
 
 
 def gpus(number: int, **more: Any) -> Topology:
-    topology = Topology(first=FIRST)
+    topology = Topology(first=FIRST_TRANSFER_S)
     for index in range(number):
         topology.add(f"w{index}", gpu("a", index, nvlink="a", **more))
     return topology
@@ -289,16 +294,16 @@ def gpus(number: int, **more: Any) -> Topology:
 
 def test_the_first_transfer_between_two_gpus_takes_longer_and_tells_nothing_of_the_link() -> None:
     topology = gpus(3)
-    before, first = topology.learned(), FIRST[Link.NVLINK]
-    assert topology.contact(Link.NVLINK, "w0", "w1") == first
+    before, first = topology.learned(), FIRST_TRANSFER_S[Link.NVLINK]
+    assert topology.connection_setup(Link.NVLINK, "w0", "w1") == first
     topology.observe("w0", "w1", 512 * MIB, 0.5, by_comms=True)
-    assert topology.contact(Link.NVLINK, "w0", "w1") == 0
+    assert topology.connection_setup(Link.NVLINK, "w0", "w1") == 0
     assert topology.learned() == before
-    assert not topology.departing
+    assert not topology.overrides
     # The other way, and with others, they have not met; but what it took is learned.
-    expected = first + WEIGHT * (0.5 - SHIPPED[Link.NVLINK].seconds(512 * MIB) - first)
+    expected = first + FIRST_TRANSFER_WEIGHT * (0.5 - SHIPPED[Link.NVLINK].seconds(512 * MIB) - first)
     for pair in (("w1", "w0"), ("w0", "w2"), ("w2", "w1")):
-        assert topology.contact(Link.NVLINK, *pair) == pytest.approx(expected)
+        assert topology.connection_setup(Link.NVLINK, *pair) == pytest.approx(expected)
     topology.observe("w0", "w1", 512 * MIB, 0.5, by_comms=True)
     assert topology.learned() != before
 
@@ -306,14 +311,14 @@ def test_the_first_transfer_between_two_gpus_takes_longer_and_tells_nothing_of_t
 def test_shards_do_not_make_dasks_comms_meet() -> None:
     topology = gpus(2)
     topology.observe("w0", "w1", 512 * MIB, 0.5)
-    assert topology.contact(Link.NVLINK, "w0", "w1") > 0
+    assert topology.connection_setup(Link.NVLINK, "w0", "w1") > 0
     assert topology.learned()[Link.NVLINK] != SHIPPED[Link.NVLINK]
 
 
 def test_by_tcp_the_first_transfer_is_like_the_others() -> None:
     topology = gpus(2, by_tcp=True)
     topology.observe("w0", "w1", 512 * MIB, 5.0, by_comms=True)
-    assert topology.contact(Link.LOOPBACK, "w0", "w1") == 0
+    assert topology.connection_setup(Link.LOOPBACK, "w0", "w1") == 0
     assert topology.learned()[Link.LOOPBACK].bandwidth < SHIPPED[Link.LOOPBACK].bandwidth
 
 
@@ -321,12 +326,12 @@ def test_by_tcp_the_first_transfer_is_like_the_others() -> None:
 def test_who_comes_back_is_met_anew(leaves: str) -> None:
     topology = gpus(2)
     topology.observe("w0", "w1", 512 * MIB, 0.001, by_comms=True)
-    assert topology.contact(Link.NVLINK, "w0", "w1") == 0
+    assert topology.connection_setup(Link.NVLINK, "w0", "w1") == 0
     place = topology.place(leaves)
     assert place is not None
     topology.remove(leaves)
     topology.add(leaves, place)
-    assert topology.contact(Link.NVLINK, "w0", "w1") > 0
+    assert topology.connection_setup(Link.NVLINK, "w0", "w1") > 0
 
 
 def test_as_many_peers_are_remembered_as_one_may_have() -> None:
@@ -334,6 +339,8 @@ def test_as_many_peers_are_remembered_as_one_may_have() -> None:
     for index in range(1, MOST_PEERS + 2):
         topology.observe(f"w{index}", "w0", 512 * MIB, 0.5, by_comms=True)
     met = [
-        index for index in range(1, MOST_PEERS + 2) if not topology.contact(Link.NVLINK, f"w{index}", "w0")
+        index
+        for index in range(1, MOST_PEERS + 2)
+        if not topology.connection_setup(Link.NVLINK, f"w{index}", "w0")
     ]
     assert met == list(range(2, MOST_PEERS + 2))

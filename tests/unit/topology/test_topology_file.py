@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import Link, Speed
-from dask_gpurt.topology.discover import discover
+from dask_gpurt.topology.detect import discover
 from dask_gpurt.topology.file import (
     Description,
     TopologyError,
@@ -22,7 +22,7 @@ from dask_gpurt.topology.file import (
     parse,
     parse_host,
 )
-from dask_gpurt.topology.hosts import Nic
+from dask_gpurt.topology.model import Nic
 from tests.helpers.fake_nvml import bridged, cut_up, pcie_only, switched
 
 GOOD = """\
@@ -74,7 +74,7 @@ def test_figures_survive(bandwidth: float, latency: float) -> None:
 
 
 def test_the_file_in_the_documentation_is_one() -> None:
-    page = (Path(__file__).parents[3] / "docs/topology.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/guides/topology.md").read_text()
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     found = parse(example)
     (worker,) = found.workers.values()

@@ -1,0 +1,1 @@
+"""Measure the runtime: ``python -m benchmarks.TOPIC`` from the root of a checkout."""

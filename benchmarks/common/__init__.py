@@ -1,0 +1,1 @@
+"""Share rows, processes, measurements and command lines among the benchmarks."""

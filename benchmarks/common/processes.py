@@ -1,0 +1,125 @@
+"""Processes of a benchmark: what they yield is handed over, and they meet at a barrier."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import connection, get_context
+from pathlib import Path
+from threading import BrokenBarrierError
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+
+SPAWN = get_context("spawn")
+#: Seconds that processes have to end in; so much of a time limit is kept for that.
+GRACE = 5.0
+
+
+class Barrier:
+    """Let processes of one host meet: each counts its arrivals in its own line of a mapped file.
+
+    Left by an exception it is broken, and the others raise with the same reason when they arrive.
+    """
+
+    LINE = 8  # of 8 bytes: no two processes write to the same cache line
+    PAUSE = 20e-6  # in which the threads that copy can run
+    BROKEN = np.iinfo(np.int64).min
+
+    def __init__(self, file: Path, rank: int, parties: int):
+        self._arrivals = np.memmap(file, np.int64, mode="r+", shape=(parties, self.LINE))[:, 0]
+        self._rank = rank
+        self._reason = file.with_suffix(".broken")
+
+    @classmethod
+    def prepare(cls, file: Path, parties: int) -> Path:
+        """Make the file."""
+        np.zeros((parties, cls.LINE), np.int64).tofile(file)
+        return file
+
+    def meet(self) -> None:
+        """Wait for all the others."""
+        self._arrivals[self._rank] += 1
+        mine = int(self._arrivals[self._rank])
+        while (self._arrivals < mine).any():
+            if (self._arrivals == self.BROKEN).any():
+                raise BrokenBarrierError(self._reason.read_text())
+            time.sleep(self.PAUSE)
+
+    def __enter__(self) -> Barrier:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None and not isinstance(error, BrokenBarrierError):
+            self._reason.write_text("".join(traceback.format_exception(error)))
+            self._arrivals[self._rank] = self.BROKEN
+
+
+class Child:
+    """A process that runs a generator and hands over what it yields."""
+
+    def __init__(self, generator: Callable[..., Iterator[Any]], *arguments: Any):
+        self.pipe, theirs = SPAWN.Pipe(duplex=False)
+        self.process = SPAWN.Process(target=hand_over, args=(theirs, generator, *arguments))
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> Any:
+        """Wait for the next value; EOFError after the last one."""
+        try:
+            failed, value = self.pipe.recv()
+        except EOFError:
+            self.process.join(GRACE)
+            if self.process.exitcode == 0:
+                raise
+            raise RuntimeError(f"a process ended with exit code {self.process.exitcode}") from None
+        if failed:
+            raise RuntimeError(value)
+        return value
+
+    def values(self, limit: float) -> Iterator[Any]:
+        """Receive all values, within ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        with suppress(EOFError):
+            # Also when there is always another value.
+            while (left := deadline - time.monotonic()) > 0 and self.pipe.poll(left):
+                yield self.receive()
+            raise TimeoutError(f"it was not done after {limit:.0f} s")
+
+    def end(self) -> None:
+        """End the process, and those that it started, where they have not ended."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            for one in [process, *process.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+        self.process.join(GRACE)
+
+
+def hand_over(pipe: Any, generator: Callable[..., Iterator[Any]], *arguments: Any) -> None:
+    """Send what a generator yields, and what it raises as text, which any process can read."""
+    try:
+        for value in generator(*arguments):
+            pipe.send((False, value))
+    except Exception:
+        pipe.send((True, traceback.format_exc()))
+
+
+def one_of_each(children: Sequence[Child]) -> list[Any]:
+    """Receive the next value of every child, from whichever has one; the first failure is raised."""
+    values: dict[int, Any] = {}
+    waiting: dict[Any, int] = {child.pipe: rank for rank, child in enumerate(children)}
+    while waiting:
+        for pipe in connection.wait(list(waiting)):
+            rank = waiting.pop(pipe)
+            values[rank] = children[rank].receive()
+    return [values[rank] for rank in range(len(children))]
+
+
+def say(line: str) -> None:
+    """Tell how it goes, apart from the results."""
+    Console(stderr=True).print(line, style="dim", highlight=False)

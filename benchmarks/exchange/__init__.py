@@ -1,0 +1,1 @@
+"""Time the exchange alone, and what compression makes of its shards."""

@@ -1,0 +1,1 @@
+"""Time shuffles larger than memory, spilling, disks and ledgers."""

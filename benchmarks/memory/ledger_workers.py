@@ -1,0 +1,134 @@
+"""The processes of the benchmark of the ledgers: a scheduler, and workers whose ledgers change."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import dask
+from distributed import Scheduler, Worker
+
+from dask_gpurt.memory.ledger import KINDS, PARTITIONS, Label, Ledger
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.plugins import tiers
+from dask_gpurt.plugins.memory_reports import Reporter
+
+#: By worker and tier: bytes by kind, and by prefix.
+Truth = dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]]
+CELLS = tuple(itertools.product(Tier, KINDS))
+#: Of partitions, each in turn.
+PREFIXES = tuple(f"prefix-{letter}" for letter in "abcdefgh")
+#: Seconds between two looks at how many changes are due.
+TICK = 0.001
+#: Seconds, in the place of those after which a worker writes its own figures over ours.
+NEVER = 1e6
+#: Of the workers, not of the scheduler: what they do for themselves takes the cores that make the changes.
+QUIET = {
+    "gpurt.exchange.pool": "1 MiB",
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "2s",
+    "distributed.admin.system-monitor.interval": "10s",
+}
+
+
+def change(ledger: Ledger, step: int, number: int) -> None:
+    """Make one change: of each cell in turn, and in each round of another prefix."""
+    turn, cell = divmod(step, len(CELLS))
+    tier, kind = CELLS[cell]
+    if kind == PARTITIONS:
+        ledger.add(tier, Label(kind, PREFIXES[turn % len(PREFIXES)]), 1)
+    else:
+        ledger.set(tier, kind, number)
+
+
+class Senders:
+    """The workers of one process, and what they are asked to do."""
+
+    def __init__(self, workers: Sequence[Any], rate: float):
+        self.workers = workers
+        self.rate = rate
+        self.made = 0
+
+    def tiers(self) -> list[Any]:
+        """Return the runtime's tiers of the workers."""
+        return [worker.plugins["gpurt"].tiers for worker in self.workers]
+
+    async def begin(self) -> None:
+        """Report, and change."""
+        for worker, own in zip(self.workers, self.tiers(), strict=True):
+            own.reporter = Reporter(worker, own.ledger)
+        self.changes = asyncio.create_task(self._change())
+
+    async def _change(self) -> None:
+        pairs = [(own.ledger, own.reporter) for own in self.tiers()]
+        start, done = time.perf_counter(), 0
+        while True:
+            due = int((time.perf_counter() - start) * self.rate)
+            for step in range(done, due):
+                self._change_each(pairs, step)
+            done = due
+            await asyncio.sleep(TICK)
+
+    def _change_each(self, pairs: Sequence[tuple[Ledger, Reporter]], step: int) -> None:
+        for ledger, reporter in pairs:
+            self.made += 1
+            change(ledger, step, self.made)
+            reporter.changed()
+
+    async def count(self) -> dict[str, float]:
+        """Tell what was done so far, and how many messages a second are due when nothing is late."""
+        streams = [worker.batched_stream for worker in self.workers]
+        sent = sum(stream.message_count - len(stream.buffer) for stream in streams)
+        due = sum(1 / (own.reporter.pause + TICK) for own in self.tiers())
+        return {"changes": self.made, "messages": sent, "senders": time.process_time(), "due": due}
+
+    async def halt(self) -> Truth:
+        """Change no more; tell what the ledgers say, by worker and tier."""
+        self.changes.cancel()
+        return {
+            (worker.address, str(tier)): (
+                {kind: own.ledger.cell(tier, kind) for kind in KINDS},
+                own.ledger.prefixes(tier),
+            )
+            for worker, own in zip(self.workers, self.tiers(), strict=True)
+            for tier in Tier
+        }
+
+    async def end(self) -> None:
+        """Report no more, not with heartbeats either."""
+        for own in self.tiers():
+            own.reporter.close()
+
+
+async def schedule(pipe: Connection) -> None:
+    """Be the scheduler; send its address."""
+    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler:
+        pipe.send(scheduler.address)
+        await scheduler.finished()
+
+
+async def send(pipe: Connection, address: str, count: int, rate: float) -> None:
+    """Be ``count`` workers that do what comes through the pipe."""
+    tiers.LOOK = NEVER
+    with dask.config.set(QUIET):
+        async with AsyncExitStack() as stack:
+            workers = [Worker(address, nthreads=1, dashboard=False, memory_limit=0) for _ in range(count)]
+            await asyncio.gather(*map(stack.enter_async_context, workers))
+            senders = Senders(workers, rate)
+            gc.freeze()  # or each collection goes over all that so many workers are made of
+            pipe.send(len(workers))
+            while name := await asyncio.to_thread(pipe.recv):
+                pipe.send(await getattr(senders, name)())
+
+
+def run(function: Callable[..., Any], *args: Any) -> None:
+    """Be a process."""
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    asyncio.run(function(*args))

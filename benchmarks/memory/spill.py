@@ -1,0 +1,204 @@
+"""Measure how fast objects move from the device into the lower tiers and back while it computes.
+
+    python -m benchmarks.memory.spill --size 4GiB --object 256MiB --disk /tmp
+
+A ladder as a worker has it, without a worker: frames are put on the device, spilled, and made live again, in
+turns with the plain copies that show what the bus does. On a host without a GPU it measures copies in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from dask.utils import parse_bytes
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common.commandline import write
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.device.discover import discover
+from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
+from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.store import TieredBuffer
+from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.observe import Metrics
+
+GB = 1e9
+
+
+def new_ladder(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> TieredBuffer:
+    """A ladder of whose memory tiers at most one has a size, so that it is clear where things go."""
+    pool = BlockPool(pinned, register=getattr(device, "register", None))
+    pool.ready.wait()
+    return TieredBuffer(
+        Limits(1 << 40, pinned, host, None),
+        {
+            Tier.PINNED: PinnedTier(pool),
+            Tier.HOST: HostTier(host),
+            Tier.DISK: DiskTier(directory, None, files or device.files(click.echo)),
+        },
+        home=lambda value: Tier.DEVICE,
+        device=device,
+        ledger=Ledger(dict.fromkeys(Tier, 1 << 40)),
+        metrics=Metrics(),
+        priority_of=lambda key: None,
+        changed=lambda: None,
+    )
+
+
+def disk_ladders(device: Any, directory: Path) -> dict[str, TieredBuffer]:
+    """Ladders without memory tiers, one for each way into files."""
+    ladders = {"disk tier": new_ladder(device, str(directory), 0, 0)}
+    if not device.on_host:
+        from dask_gpurt.device.cuda_files import CudaFiles
+
+        files = CudaFiles(device, click.echo, with_kvikio=False)
+        ladders["disk tier without kvikio"] = new_ladder(device, str(directory), 0, 0, files)
+    return ladders
+
+
+def frames(on_host: bool, size: int, each: int) -> list[Any]:
+    """Frames of four columns each."""
+    rows = each // 32
+    if on_host:
+        import pandas as library
+    else:
+        import cudf as library
+    column = np.arange(rows)
+    return [
+        library.DataFrame({name: column + part for name in "abcd"}) for part in range(max(1, size // each))
+    ]
+
+
+@contextlib.contextmanager
+def busy(on_host: bool, wanted: bool) -> Iterator[Callable[[], int]]:
+    """Keep the device computing on a thread of its own; gives the count of rounds so far."""
+    stop, rounds = threading.Event(), [0]
+
+    def compute() -> None:
+        if on_host:
+            import numpy as arrays
+        else:
+            import cupy as arrays
+        left = arrays.ones((4096, 4096), dtype="f4")
+        while not stop.is_set():
+            left = left @ left * 1e-4
+            if not on_host:
+                arrays.cuda.get_current_stream().synchronize()
+            rounds[0] += 1
+
+    thread = threading.Thread(target=compute)
+    if wanted:
+        thread.start()
+    try:
+        yield lambda: rounds[0]
+    finally:
+        stop.set()
+        if wanted:
+            thread.join()
+
+
+def turn(ladder: TieredBuffer, objects: list[Any]) -> dict[str, float]:
+    """Bytes per second down and up, of one turn."""
+    for at, frame in enumerate(objects):
+        ladder[f"x{at}"] = frame
+    nbytes = ladder.live_bytes(Tier.DEVICE)
+    began = time.perf_counter()
+    freed = ladder.spill(nbytes)
+    down = time.perf_counter() - began
+    if freed != nbytes:
+        raise RuntimeError(f"{freed} of {nbytes} bytes were spilled: {ladder._metrics.snapshot()}")
+    began = time.perf_counter()
+    ladder.release(ladder.hold(list(ladder)))
+    up = time.perf_counter() - began
+    for key in list(ladder):
+        del ladder[key]
+    return {"down": nbytes / down, "up": nbytes / up}
+
+
+def plain(device: Any, nbytes: int, pinned: bool) -> dict[str, float]:
+    """Bytes per second of one copy of an array, down and up: pinned as the tier is, or pageable."""
+    memory = np.zeros(nbytes, np.uint8)
+    undo = device.register(memory) if pinned and hasattr(device, "register") else None
+    buffer, fence = device.gather([memory])
+    fence()
+    began = time.perf_counter()
+    device.scatter([buffer], [[memory]])()
+    down = time.perf_counter() - began
+    began = time.perf_counter()
+    device.gather([memory])[1]()
+    up = time.perf_counter() - began
+    if undo:
+        undo()
+    return {"down": nbytes / down, "up": nbytes / up}
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--size", default="1GiB", show_default=True, help="All objects together.")
+@click.option("--object", "each", default="64MiB", show_default=True, help="One object.")
+@click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--disk", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Files go here.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(size: str, each: str, repeat: int, disk: Path | None, output: Path | None) -> None:
+    nbytes, one = parse_bytes(size), parse_bytes(each)
+    devices = discover(nbytes * 4)
+    device = devices.get("cuda", devices["host"])
+    if not device.on_host:
+        import rmm
+
+        # cudaMalloc and cudaFree would wait for all kernels: a pool is what people use.
+        rmm.reinitialize(pool_allocator=True, initial_pool_size=6 * nbytes)
+    found: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        ladders = {
+            "pinned tier": new_ladder(device, directory, 2 * nbytes, 0),
+            "host tier": new_ladder(device, directory, 0, 2 * nbytes),
+            **(disk_ladders(device, disk) if disk else {}),
+        }
+        for _ in range(repeat + 1):
+            for load in (False, True):
+                with busy(device.on_host, load):
+                    name = "busy" if load else "idle"
+                    for tier, ladder in ladders.items():
+                        objects = frames(device.on_host, nbytes, one)
+                        found.setdefault(f"{tier}, {name}", []).append(turn(ladder, objects))
+                        del objects
+                    for pinned in (True, False):
+                        what = f"one {'pinned' if pinned else 'pageable'} copy, {name}"
+                        found.setdefault(what, []).append(plain(device, one, pinned))
+        for ladder in ladders.values():
+            ladder.close()
+    figures = {
+        what: {way: statistics.median(t[way] for t in turns[1:]) for way in ("down", "up")}
+        for what, turns in found.items()
+    }
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": {"size": nbytes, "object": one, "repeat": repeat, "device": device.kind},
+        **environment(),
+        "bytes_per_second": figures,
+        "turns": found,
+    }
+    write(results, output)
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("what", "down GB/s", "up GB/s"):
+        table.add_column(heading)
+    for what, figure in figures.items():
+        table.add_row(what, f"{figure['down'] / GB:.1f}", f"{figure['up'] / GB:.1f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

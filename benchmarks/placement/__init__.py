@@ -1,0 +1,1 @@
+"""Time placement: its decisions, real clusters, and the simulator's accuracy."""

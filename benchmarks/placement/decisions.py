@@ -1,0 +1,238 @@
+"""Measure the scheduler's cost of a decision: Dask's and ours, on its real state without workers.
+
+    python -m benchmarks.placement.decisions --workers 64,256,1024,2048 --tasks 40000 --json placement.json
+
+Each worker count runs the same graphs with Dask's choices and with ours: ``pairs`` are root tasks, and tasks
+with two of their results as inputs; ``tree`` sums results eight at a time. It prints microseconds of CPU time
+a task for all that the scheduler does between its arrival and its end, how much of that comes after the graph
+has been taken and put in order, and how much is the choice of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import dask
+from dask._task_spec import Task, TaskRef
+from dask.typing import Key
+from distributed.scheduler import Scheduler
+
+from benchmarks.common.commandline import write
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.memory.ledger import Ledger, Picture
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import FreeMemory, LedgerHeadroom, Placement
+from dask_gpurt.simulate.clock import Clock
+from dask_gpurt.simulate.scheduler import VirtualScheduler
+from dask_gpurt.topology import Place, Topology
+
+PER_HOST = 8
+NBYTES = 64 << 20
+#: Dask and ours. And what is timed: everything, what follows on the graph's arrival, and the choices alone.
+SIDES = ("stock", "ours")
+PARTS = ("", "state_", "choice_")
+LINE = (
+    "{graph:8}{workers:8}{stock_us:9.1f}{ours_us:9.1f}{stock_state_us:15.1f}{ours_state_us:8.1f}"
+    "{stock_choice_us:17.1f}{ours_choice_us:8.1f}"
+)
+
+
+class BareState(VirtualScheduler):
+    """Dask's scheduler with workers that are only said to be there: what is sent to them is kept."""
+
+    def __init__(self, workers: int, threads: int = 1):
+        with dask.config.set({"distributed.scheduler.work-stealing": False}):
+            super().__init__(Clock(), 0.0, _nobody_listens)
+        self.sent: deque[tuple[str, Any]] = deque()
+        for number in range(workers):
+            host, device = divmod(number, PER_HOST)
+            address = f"tcp://10.{host // 250}.{host % 250}.1:{device + 1}"
+            self.join(address, threads, 80 << 30, partial(self._keep, address))
+
+    def _keep(self, address: str, *messages: dict[str, Any]) -> None:
+        self.sent.extend((address, m["key"]) for m in messages if m["op"] == "compute-task")
+
+    def run(self) -> list[tuple[Any, str]]:
+        """Finish what was sent, in that order; return which worker each task went to."""
+        done = []
+        while self.sent:
+            address, key = self.sent.popleft()
+            self.finish(key, address)
+            done.append((key, address))
+        return done
+
+    def finish(self, key: Any, address: str, nbytes: int = NBYTES) -> None:
+        """A worker has fetched what a task needs, and run it."""
+        ts, ws = self.tasks[key], self.workers[address]
+        for dts in ts.dependencies:
+            self.add_replica(dts, ws)
+        self.handle_task_finished(
+            key=key,
+            worker=address,
+            stimulus_id="finish",
+            run_id=ts.run_id,
+            metadata={},
+            nbytes=nbytes,
+            type=b"",
+            typename="int",
+            startstops=[{"action": "compute", "start": 0.0, "stop": 0.1}],
+        )
+
+
+def _nobody_listens(*messages: Any) -> None:
+    """Reports to the client go nowhere."""
+
+
+def headroom_of(state: Scheduler) -> LedgerHeadroom:
+    """Room for everything, as the ledgers of all workers have told."""
+    picture, capacity = Picture(), {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0}
+    for address in state.workers:
+        picture.apply(address, Ledger(capacity).snapshot())
+    return LedgerHeadroom(picture, state.workers)
+
+
+class Roomy:
+    """Room for everything, and all data in its live tier."""
+
+    def free_memory(self, worker: str) -> FreeMemory:
+        return FreeMemory(60 << 30, 100 << 30, Tier.PINNED)
+
+    def has_reported(self, worker: str) -> bool:
+        return True
+
+    def tier(self, worker: str, key: Any) -> Tier:
+        return Tier.DEVICE
+
+
+def graph_of(inputs: Mapping[Key, Sequence[Key]]) -> tuple[dict[Key, Task], set[Key]]:
+    """Return tasks by their inputs, and the keys without dependents, which a client wants."""
+    graph = {key: Task(key, tuple, *map(TaskRef, names)) for key, names in inputs.items()}
+    return graph, set(graph) - {name for names in inputs.values() for name in names}
+
+
+def pairs(tasks: int) -> dict[Key, list[Key]]:
+    half = tasks // 2
+    load: dict[Key, list[Key]] = {("load", i): [] for i in range(half)}
+    return load | {("add", i): [("load", i), ("load", (i + 1) % half)] for i in range(half)}
+
+
+def tree(tasks: int) -> dict[Key, list[Key]]:
+    level, width = 0, tasks * 7 // 8
+    found: dict[Key, list[Key]] = {("sum0", i): [] for i in range(width)}
+    while width > 1:
+        level, before, width = level + 1, width, -(-width // 8)
+        for i in range(width):
+            inputs = range(8 * i, min(8 * i + 8, before))
+            found[f"sum{level}", i] = [(f"sum{level - 1}", j) for j in inputs]
+    return found
+
+
+def topology_of(state: Scheduler) -> Topology:
+    topology = Topology()
+    for address in state.workers:
+        host, _, device = address.rpartition(":")
+        topology.add(address, Place(host, f"{host}/{device}", 0, host, rdma=True))
+    return topology
+
+
+class Timed:
+    """Counts the time in a scheduler's choices."""
+
+    def __init__(self, state: Any):
+        self.seconds = 0.0
+        for name in (
+            "decide_worker_non_rootish",
+            "decide_worker_rootish_queuing_enabled",
+            "check_idle_saturated",
+        ):
+            setattr(state, name, self._timed(getattr(state, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            found = call(*args, **kwargs)
+            self.seconds += time.process_time() - began
+            return found
+
+        return timed
+
+
+class Stopwatch:
+    """Counts the time from when the graph has been taken: tasks are made and in order, and none is placed."""
+
+    def __init__(self, state: Any):
+        self._state, self._transitions = state, state.transitions
+        state.transitions = self._first
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        self._state.transitions = self._transitions
+        self._began = time.process_time()
+        return self._transitions(*args, **kwargs)
+
+    @property
+    def seconds(self) -> float:
+        return time.process_time() - self._began
+
+
+def measure(graph: Callable[[int], Any], workers: int, tasks: int, ours: bool, part: str) -> float:
+    """Microseconds a task, of one of :data:`PARTS`."""
+    state = BareState(workers)
+    if ours:
+        Placement(state, topology_of(state), headroom_of(state), Metrics()).bind()
+    watch = {"": None, "state_": Stopwatch, "choice_": Timed}[part]
+    watched = watch(state) if watch else None
+    submitted = graph_of(graph(tasks))
+    began = time.process_time()
+    state.submit(*submitted)
+    done = state.run()
+    seconds = watched.seconds if watched else time.process_time() - began
+    assert len(done) == len(state.tasks), f"{len(done)} of {len(state.tasks)} tasks ran"
+    return 1e6 * seconds / len(done)
+
+
+def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int) -> dict[str, Any]:
+    """The figures of one graph on so many workers: Dask and ours take turns."""
+    found: dict[str, list[float]] = {f"{side}_{part}us": [] for part in PARTS for side in SIDES}
+    for _, part, side in product(range(repeat), PARTS, SIDES):
+        found[f"{side}_{part}us"].append(measure(graph, workers, tasks, side == "ours", part))
+    return {"graph": graph.__name__, "workers": workers, **{name: median(us) for name, us in found.items()}}
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--workers", default="64,256,1024,2048", show_default=True, help="Numbers of workers.")
+@click.option("--tasks", type=click.IntRange(min=100), default=40_000, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(workers: str, tasks: int, repeat: int, output: Path | None) -> None:
+    logging.getLogger("distributed.scheduler").setLevel(logging.WARNING)
+    rows = []
+    click.echo(
+        "graph    workers    stock     ours    stock, state    ours  chosen by stock   by us   (µs a task)"
+    )
+    for graph, number in product((pairs, tree), map(int, workers.split(","))):
+        rows.append(row := compared(graph, number, tasks, repeat))
+        click.echo(LINE.format(**row))
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": {"tasks": tasks, "repeat": repeat},
+        "load": os.getloadavg()[0],
+        **environment(),
+        "rows": rows,
+    }
+    write(results, output)
+
+
+if __name__ == "__main__":
+    main()

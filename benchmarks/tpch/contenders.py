@@ -1,0 +1,84 @@
+"""Who takes part: a cluster with the runtime on, and one of Dask's as shipped, with its ways to shuffle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+from distributed import Client
+
+import dask_gpurt
+from dask_gpurt.cli.cluster import local_cluster
+
+from .budget import TaskLog
+from .gpu import Utilisation
+
+GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
+CONTENDERS = (GPURT, TASKS, P2P, CUDF_POLARS)
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What all clusters have in common."""
+
+    backend: str
+    workers: int
+    threads: int
+    protocol: str | None
+    rmm_pool_size: str | float | None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A client with a way to shuffle."""
+
+    name: str
+    client: Client
+    on_gpu: bool
+
+    @property
+    def has_runtime(self) -> bool:
+        """Tell whether the runtime is on."""
+        return self.name == GPURT
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Compute what is computed on this cluster, shuffled in this way."""
+        # With the runtime on, a user sets nothing.
+        method = None if self.has_runtime else self.name
+        with self.client.as_current(), dask.config.set({"dataframe.shuffle.method": method}):
+            yield
+
+
+def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the contenders of each cluster that is needed: ``tasks`` and ``p2p`` share one."""
+    plain = tuple(name for name in names if name in (TASKS, P2P))
+    return [each for each in [(GPURT,) if GPURT in names else (), plain] if each]
+
+
+@contextmanager
+def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[list[Contender]]:
+    """Start a cluster for each group of contenders; all of them are there at the same time."""
+    with ExitStack() as stack:
+        found: list[Contender] = []
+        for names in groups:
+            cluster = stack.enter_context(
+                local_cluster(
+                    options.backend,
+                    options.workers,
+                    options.protocol,
+                    options.rmm_pool_size,
+                    threads=options.threads,
+                )
+            )
+            client: Any = stack.enter_context(Client(cluster, set_as_default=False))
+            if GPURT in names:
+                dask_gpurt.enable(client)
+            client.register_plugin(TaskLog(), name=TaskLog.name)
+            if options.backend == "cudf":
+                client.register_plugin(Utilisation(), name=Utilisation.name)
+            found += [Contender(name, client, options.backend == "cudf") for name in names]
+        yield found

@@ -1,0 +1,188 @@
+"""What comes of timed queries: medians with intervals, ratios, budgets, and how they are printed."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .budget import PHASES, planning
+from .measure import Run
+
+#: Of intervals.
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+#: Figures that a JSON file keeps of a number.
+SIGNIFICANT_DIGITS = 4
+MIB = 2**20
+#: Columns of text, where the output is no terminal.
+TABLE_WIDTH = 140
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and an interval of the median that needs no model of the noise.
+
+    The interval runs from one order statistic to another and has the median with a probability of at least
+    95%; where there are too few values for that, fewer than six, from the least to the most.
+    """
+    ordered, n = sorted(values), len(values)
+    cut = 0
+    # P(fewer than k of n values are below the median) is binomial.
+    while 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 1 - CONFIDENCE and cut + 1 < n // 2:
+        cut += 1
+    return {"median": statistics.median(ordered), "low": ordered[cut], "high": ordered[n - 1 - cut], "n": n}
+
+
+def warm_seconds(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
+    """Collect the seconds of all but first runs, by contender and query."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        if run.turn > 0 and not run.error:
+            found.setdefault(run.contender, {}).setdefault(run.query, []).append(run.seconds)
+    return found
+
+
+def ratios(runs: Sequence[Run], of: str) -> dict[str, dict[str, float]]:
+    """Return how many times as long each other contender takes as ``of``.
+
+    It is the geometric mean of the ratios of medians, over the queries that both ran. The interval is of
+    resampled warm runs: it tells what the noise of runs does, not what other queries would.
+    """
+    warm, rng, found = warm_seconds(runs), random.Random(0), {}
+    for name, by_query in warm.items():
+        both = sorted(set(by_query) & set(warm.get(of, ())))
+        if name == of or not both:
+            continue
+        pairs = [(by_query[number], warm[of][number]) for number in both]
+        means = sorted(
+            _geometric(
+                [(rng.choices(one, k=len(one)), rng.choices(other, k=len(other))) for one, other in pairs]
+            )
+            for _ in range(RESAMPLES)
+        )
+        tail = int(RESAMPLES * (1 - CONFIDENCE) / 2)
+        found[name] = {
+            "ratio": _geometric(pairs),
+            "low": means[tail],
+            "high": means[-1 - tail],
+            "queries": len(both),
+            "sum": sum(statistics.median(one) for one, _ in pairs),
+            f"sum_{of}": sum(statistics.median(other) for _, other in pairs),
+        }
+    return found
+
+
+def _geometric(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+    return statistics.geometric_mean(
+        statistics.median(one) / statistics.median(other) for one, other in pairs
+    )
+
+
+def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Derive the figures of each query and contender from its runs.
+
+    The first run is told apart. The budget is that of the warm run of median length, whole, so that its parts
+    add up.
+    """
+    found = []
+    for number, contender in dict.fromkeys((run.query, run.contender) for run in runs):
+        mine = [run for run in runs if (run.query, run.contender) == (number, contender)]
+        warm = sorted((run for run in mine if run.turn > 0 and not run.error), key=lambda run: run.seconds)
+        figure: dict[str, Any] = {
+            "query": number,
+            "contender": contender,
+            "first": [run.seconds for run in mine if run.turn == 0],
+            "first_phases": next(run.budget.get("seconds") for run in mine if run.turn == 0),
+            "errors": [run.error for run in mine if run.error],
+        }
+        if warm:
+            figure |= {
+                "warm": spread([run.seconds for run in warm]),
+                "seconds": [run.seconds for run in warm],
+                "budget": warm[(len(warm) - 1) // 2].budget | traced_of(warm),
+            }
+        found.append(figure)
+    return found
+
+
+def traced_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return what CUPTI saw of the GPUs in the run that was not timed; nothing where there was none."""
+    for run in runs:
+        if "gpu_busy" in run.budget:
+            return {name: run.budget[name] for name in ("gpu_busy", "kernels")}
+    return {}
+
+
+def rounded(value: Any) -> Any:
+    """Round all numbers in a result to a few significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {str(name): rounded(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    return value
+
+
+def print_summary(results: Mapping[str, Any]) -> None:
+    """Print one line per query and contender, and the ratios."""
+    parameters, console = results["parameters"], Console()
+    console = console if console.is_terminal else Console(width=TABLE_WIDTH)
+    console.print(
+        f"TPC-H at scale {parameters['scale']:g} in {parameters['parts']} parts, {parameters['backend']}, "
+        f"{parameters['workers']} workers of {parameters['threads']} threads"
+    )
+    console.print(_table(results["figures"]))
+    for name, of in results["ratios"].items():
+        first, second = parameters["contenders"][0], name
+        console.print(
+            f"{second} takes {of['ratio']:.2f} times as long as {first} (95%: {of['low']:.2f} to "
+            f"{of['high']:.2f}; geometric mean of {of['queries']} queries, warm); "
+            f"{of['sum']:.1f} against {of[f'sum_{first}']:.1f} s in all"
+        )
+
+
+def _table(figures: Sequence[Mapping[str, Any]]) -> Table:
+    caption = (
+        "Seconds of the first run, the median of warm runs with its interval, and the parts of the median "
+        "run; plan: build, optimise and graph; busy: of the threads, while computing; MiB"
+    )
+    table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("query", "contender"):
+        table.add_column(heading, no_wrap=True)
+    for heading in (
+        *("first", "warm", "interval", "plan", "to task", "compute", "collect"),
+        *("tasks", "busy", "gpu", "read", "moved", "spilled"),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for figure in figures:
+        table.add_row(str(figure["query"]), figure["contender"], *_cells(figure))
+    return table
+
+
+def _cells(figure: Mapping[str, Any]) -> list[str]:
+    if figure["errors"]:
+        return [escape(figure["errors"][0])]
+    warm, spent = figure.get("warm"), figure.get("budget", {})
+    cells = [f"{figure['first'][0]:.2f}"]
+    cells += [f"{warm['median']:.2f}", f"{warm['low']:.2f}-{warm['high']:.2f}"] if warm else ["", ""]
+    if "seconds" not in spent:  # no warm run, or another program, which has no such log
+        return cells
+    seconds = spent["seconds"]
+    parts = [planning(seconds), *(seconds[phase] for phase in PHASES[3:])]
+    gpu = spent.get("gpu_busy", spent.get("gpu_busy_nvml"))
+    return [
+        *cells,
+        *(f"{part:.2f}" for part in parts),
+        str(sum(int(of["count"]) for of in spent["tasks"].values())),
+        f"{spent['thread_busy']:.0%}",
+        "" if gpu is None else f"{gpu:.0%}",
+        *(f"{spent[f'{what}_bytes'] / MIB:.0f}" for what in ("read", "moved", "spilled")),
+    ]

@@ -1,0 +1,132 @@
+"""Run queries with all contenders in turns, check each result, and keep a budget of each run."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+from distributed import Client
+from distributed.metrics import time
+
+from .budget import budget, take_log
+from .contenders import Contender
+from .counters import difference, read_counters
+from .gpu import begin_trace, end_trace, take_utilisation
+from .queries import QUERIES, Query
+from .reference import check, collected
+from .tables import ParquetTables
+
+FORGET_TIMEOUT_S, FORGET_POLL_INTERVAL_S = 30.0, 0.005
+
+
+@dataclass
+class Run:
+    """One timed run of a query. ``turn`` 0 is the first of its contender on a new cluster."""
+
+    query: int
+    contender: str
+    round: int
+    turn: int
+    seconds: float = 0.0
+    budget: dict[str, Any] = field(default_factory=dict)
+    #: Of a run that failed, or had a wrong result: it has no time.
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, how often, and what has to come of it."""
+
+    tables: ParquetTables
+    queries: Sequence[int]
+    #: Results by query; one that is not there is not checked.
+    wanted: Mapping[int, pd.DataFrame]
+    #: Runs after each first one.
+    warm: int
+    #: Task threads of all workers of a cluster.
+    threads: int
+
+
+def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, traced: bool) -> Iterator[Run]:
+    """Run every query with every contender: once first, then ``plan.warm`` times; in turns.
+
+    All contenders are asked before any is asked again, beginning with another one each time. One that fails
+    is not asked for this query again.
+
+    Parameters
+    ----------
+    contenders
+        With clusters that are ready.
+    plan
+        What is run.
+    round_number
+        Which time it is that clusters were started.
+    traced
+        Whether there is one more run of each query, which is not timed, with CUPTI.
+    """
+    for number in plan.queries:
+        last: dict[str, Run] = {}
+        for turn in range(plan.warm + 1):
+            first = (turn + number) % len(contenders)
+            for contender in [*contenders[first:], *contenders[:first]]:
+                if contender.name in last and last[contender.name].error:
+                    continue
+                run = last[contender.name] = Run(number, contender.name, round_number, turn)
+                try:
+                    run.seconds, run.budget = timed_run(contender, QUERIES[number], plan)
+                except Exception as error:  # what fails is a finding, and the others go on
+                    run.error = repr(error)
+                yield run
+        for contender in contenders if traced else ():
+            if not last[contender.name].error:
+                last[contender.name].budget |= traced_run(contender, QUERIES[number], plan.tables)
+
+
+def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, dict[str, Any]]:
+    """Run a query and check its result; return its seconds and where they went."""
+    client = contender.client
+    forget(client)
+    client.run(gc.collect)
+    counted = read_counters(client, contender.has_runtime)
+    take_log(client)
+    if contender.on_gpu:
+        take_utilisation(client)
+    with contender.chosen():
+        began = time()
+        lazy = query.build(plan.tables)
+        built = time()
+        found = collected(query, lazy.compute())
+        ended = time()
+    spent = budget(began, built, ended, take_log(client), plan.threads)
+    if contender.on_gpu:
+        spent["gpu_busy_nvml"] = take_utilisation(client)
+    spent |= difference(counted, read_counters(client, contender.has_runtime))
+    if query.number in plan.wanted:
+        check(query, found, plan.wanted[query.number])
+    return ended - began, spent
+
+
+def traced_run(contender: Contender, query: Query, tables: ParquetTables) -> dict[str, Any]:
+    """Run a query once more and return what its GPUs did."""
+    forget(contender.client)
+    begin_trace(contender.client)
+    with contender.chosen():
+        query.build(tables).compute()
+    return end_trace(contender.client)
+
+
+def forget(client: Client) -> None:
+    """Wait until the scheduler has no task left, so that no result of a run before is used again."""
+    client.run_on_scheduler(_forgotten)
+
+
+async def _forgotten(dask_scheduler: Any) -> None:
+    deadline = time() + FORGET_TIMEOUT_S
+    while dask_scheduler.tasks:
+        if time() > deadline:
+            raise TimeoutError(f"the scheduler still has {len(dask_scheduler.tasks)} tasks of a run before")
+        await asyncio.sleep(FORGET_POLL_INTERVAL_S)

@@ -1,0 +1,204 @@
+"""Write the pages of the documentation that come from the code: settings, command line and API.
+
+MkDocs loads this file as a hook (``hooks`` in ``mkdocs.yml``). The functions that write a page need neither
+MkDocs nor a GPU, so that ``tests/unit/docs/test_docs.py`` compares them with the code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "dask_gpurt"
+
+#: The modules whose public names the API reference lists, with its headings.
+API = {"dask_gpurt": "On and off", "dask_gpurt.overlap": "Residency caps", "dask_gpurt.simulate": "Simulator"}
+
+SETTINGS_INTRODUCTION = """\
+# Settings
+
+All settings are keys under `gpurt` in Dask's configuration: a YAML file, an environment variable such as
+`DASK_GPURT__EXCHANGE__POOL="2 GiB"`, or `dask.config.set({"gpurt.exchange.pool": "2 GiB"})`. The defaults
+are meant to be left alone.
+
+**When they apply.** Settings are read when the runtime is switched on, and stay until it is switched off.
+To change one, change it, then call `dask_gpurt.disable(client)` and `dask_gpurt.enable(client)`.
+
+**Precedence.** The process that switches the runtime on, such as a client, sends its settings to the
+scheduler and the workers. Settings of a scheduler or a worker itself come first. Later clients do not
+change what is in force; `dask gpurt doctor` shows where they differ.
+
+**Values.** Sizes are numbers of bytes, or strings with a unit: `"2 GiB"`, `"256 MiB"`, `"1.5 GB"`. Shares
+are percentages above 0 and at most 100: `"30%"`. Wrong values and unknown keys are rejected when the
+runtime is switched on, with an error that names the key and the expected value. `dask gpurt doctor` finds
+them beforehand.
+
+This page is written from `dask_gpurt/gpurt-schema.yaml` and the defaults in `dask_gpurt/gpurt.yaml`.
+"""
+
+CLI_INTRODUCTION = """\
+# Command line
+
+`dask gpurt COMMAND` and `python -m dask_gpurt COMMAND` are the same. This page is written from the
+commands' own help. """
+
+
+def settings() -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+    """Yield the key, the schema and the default of each setting, in the order of the schema."""
+    schema = yaml.safe_load((PACKAGE / "gpurt-schema.yaml").read_text())["properties"]["gpurt"]
+    defaults = yaml.safe_load((PACKAGE / "gpurt.yaml").read_text())["gpurt"]
+
+    def leaves(
+        node: Mapping[str, Any], values: Any, key: str
+    ) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+        if "properties" not in node:
+            yield key, node, values
+        for name, inner in node.get("properties", {}).items():
+            yield from leaves(inner, values[name], f"{key}.{name}")
+
+    return leaves(schema, defaults, "gpurt")
+
+
+def _values(schema: Mapping[str, Any], default: Any = None) -> str:
+    """Return the values that a schema allows, as a cell of a table."""
+    kinds = {"boolean": "true or false", "integer": "a whole number", "string": "a path", "null": "null"}
+    if schema.get("type") == ["string", "integer"]:
+        return "`auto`, a size or a share" if default == "auto" else "a size"
+    if "oneOf" in schema:
+        return ", or ".join(_values(one) for one in schema["oneOf"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        # YAML reads a bare `off` as false, which the schema allows beside the string.
+        return ", ".join(f"`{value}`" for value in schema["enum"] if value is not False)
+    if schema["type"] == "array":
+        return f"a list out of {_values(schema['items'])}"
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    least = f", at least {schema['minimum']}" if "minimum" in schema else ""
+    return " or ".join(kinds[name] for name in types) + least
+
+
+def _default(value: Any) -> str:
+    # As it has to be written in YAML: the string "off" in quotes, since a bare one is false.
+    text = json.dumps(value) if value == "off" else yaml.safe_dump(value)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def settings_page() -> str:
+    """Return the reference of all settings, from the schema and the defaults."""
+    overview = ["| key | default | values |", "|---|---|---|"]
+    sections = []
+    for key, schema, default in settings():
+        anchor = re.sub(r"[^\w-]", "", key)
+        overview.append(f"| [`{key}`](#{anchor}) | `{_default(default)}` | {_values(schema, default)} |")
+        sections.append(f"## `{key}`\n\n{schema['description'].rstrip()}\n")
+    defaults = (PACKAGE / "gpurt.yaml").read_text()
+    head = "\n".join(overview)
+    return "\n".join(
+        [
+            SETTINGS_INTRODUCTION,
+            f"## Defaults\n\n```yaml\n{defaults}```\n",
+            f"## Overview\n\n{head}\n",
+            *sections,
+        ]
+    )
+
+
+def commands() -> Mapping[str, click.Command]:
+    """Return the subcommands of ``dask gpurt`` by name."""
+    from dask_gpurt.cli import main
+
+    context = click.Context(main)
+    found = ((name, main.get_command(context, name)) for name in main.list_commands(context))
+    return {name: command for name, command in found if command is not None}
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|\[\]])", r"\\\1", " ".join(text.split()))
+
+
+def _option(context: click.Context, option: click.Option) -> str:
+    """Return the row of one option."""
+    _, described = option.get_help_record(context) or ("", "")
+    names = " / ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    value = "" if option.is_flag else option.make_metavar(context)
+    return f"| {names} {_cell(value.replace('|', ', '))} | {_cell(described)} |"
+
+
+def cli_page() -> str:
+    """Return the reference of the command line, from the commands themselves."""
+    sections = [CLI_INTRODUCTION]
+    for name, command in commands().items():
+        context = click.Context(command, info_name=f"dask gpurt {name}")
+        usage = command.get_usage(context).removeprefix("Usage: ")
+        rows = [_option(context, option) for option in command.params if isinstance(option, click.Option)]
+        table = "\n".join(["| option | meaning |", "|---|---|", *rows])
+        sections.append(
+            f"## {name}\n\n```text\n{usage}\n```\n\n{inspect.cleandoc(command.help or '')}\n\n{table}\n"
+        )
+    return "\n".join(sections)
+
+
+def api() -> Iterator[tuple[str, str, str]]:
+    """Yield the public module, the name and the place of definition of each public function and class."""
+    for module in API:
+        for name in importlib.import_module(module).__all__:
+            found = getattr(importlib.import_module(module), name)
+            if inspect.isfunction(found) or inspect.isclass(found):
+                yield module, name, f"{found.__module__}.{found.__qualname__}"
+
+
+def api_page() -> str:
+    """Return the reference of the public names; mkdocstrings fills in the docstrings."""
+    lines = ["# API", "", "With an asynchronous client, await the results.", ""]
+    heading = None
+    for module, name, path in api():
+        if module != heading:
+            lines += [f"## {API[module]}", "", f"From `{module}`:", ""]
+            heading = module
+        lines += [
+            f"::: {path}",
+            "    options:",
+            f"      heading: {module}.{name}",
+            "      heading_level: 3",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def root_page(name: str) -> str:
+    """Return a page that lies beside the documentation, its links as seen from there."""
+    return (ROOT / name).read_text().replace("](docs/", "](")
+
+
+#: The pages that are written here, by where they are in the documentation.
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/settings.md": settings_page,
+    "reference/cli.md": cli_page,
+    "reference/api.md": api_page,
+    "contributing.md": lambda: root_page("CONTRIBUTING.md"),
+    "changelog.md": lambda: root_page("CHANGELOG.md"),
+}
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links to pages beside the documentation to where they are in the site."""
+    up = "../" * page.file.src_uri.count("/")
+    return markdown.replace(f"]({up}../CONTRIBUTING.md", f"]({up}contributing.md")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages to those that MkDocs has found."""
+    from mkdocs.structure.files import File
+
+    for path, write in PAGES.items():
+        files.append(File.generated(config, path, content=write()))
+    return files

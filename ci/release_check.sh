@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# A tag, the package and the changelog have to state the same version.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tag=${1:?a tag, such as v0.1.0}
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' dask_gpurt/_version.py)
+[ "$tag" = "v$version" ] || { echo "the tag is $tag, the package has $version"; exit 1; }
+grep -q "^## $version " CHANGELOG.md || { echo "CHANGELOG.md has no section for $version"; exit 1; }

@@ -1,0 +1,297 @@
+"""Switch the runtime on and off from a client, and ask it what it has done."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import dask
+import pandas as pd
+from dask.typing import Key
+from distributed import Client, default_client
+
+from dask_gpurt import config, dask_hooks
+from dask_gpurt._version import __version__
+from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.observe.report import RuntimeReport
+
+# Modules that import private parts of Dask are imported where they are used, once these are known to exist.
+
+#: The name of the runtime's plugins, and of its extension on the scheduler.
+NAME = "gpurt"
+
+_enabled: WeakSet[Client] = WeakSet()
+_lock = threading.Lock()
+
+
+def enable(client: Client | None = None) -> Any:
+    """Switch the runtime on for a client and its cluster; again does nothing.
+
+    Afterwards it is on, on the scheduler and on all workers, or an error was raised and it is off. Where
+    another client is just switching the same cluster on or off, that is waited for.
+
+    Parameters
+    ----------
+    client
+        The current one if not given. With an asynchronous client, await the result.
+
+    Raises
+    ------
+    ConfigError
+        When a setting under ``gpurt`` makes no sense.
+    UnsupportedError
+        When this is not Linux, or a process of the cluster has a Dask that differs where the runtime replaces
+        parts of it.
+    RuntimeError
+        When the scheduler or a worker can not load the package, or does not answer; and when another client
+        has switched it off again meanwhile.
+    """
+    client = client or default_client()
+    config.load()
+    return client.sync(activate, client)
+
+
+def disable(client: Client | None = None) -> Any:
+    """Give Dask back, to this client and to its cluster.
+
+    What runs through the runtime fails and says why; of clients that do not know the runtime it begins
+    again by Dask's own p2p. Collections that were built while it was on are computed by Dask's default
+    method.
+
+    Parameters
+    ----------
+    client
+        The current one if not given. With an asynchronous client, await the result.
+
+    Raises
+    ------
+    RuntimeError
+        When something is left on workers, with what and where. The cluster is off all the same.
+    """
+    client = client or default_client()
+    _leave(client)
+    if client.status == "closed" and not client.asynchronous:
+        return None  # its loop has ended
+    return client.sync(_deactivate, client)
+
+
+def is_enabled(client: Client | None = None) -> bool:
+    """Tell whether shuffles of this client go through the runtime."""
+    try:
+        return (client or default_client()) in _enabled
+    except ValueError:
+        return False
+
+
+def report(client: Client | None = None, *, connect: bool = False) -> RuntimeReport:
+    """Return what the runtime on the cluster has, did and fell back from.
+
+    Parameters
+    ----------
+    client
+        The current one if not given. With an asynchronous client, await the result.
+    connect
+        Whether the workers shall find out the paths to all their peers first.
+
+    Returns
+    -------
+    RuntimeReport
+        For the cluster, and in ``workers`` for each worker: ``counters``, ``fallbacks`` and more. Its fields
+        can be read as items too: ``report(client)["counters"]``.
+    """
+    client = client or default_client()
+    found: RuntimeReport = client.sync(_report, client, connect)
+    return found
+
+
+#: The columns of a frame of :func:`memory_usage`, by what there is a row for.
+_COLUMNS = {
+    "tier": ["worker", "tier", "capacity", "headroom", *KINDS],
+    "prefix": ["worker", "tier", "kind", "prefix", "bytes"],
+}
+
+
+def memory_usage(client: Client | None = None, *, by: str = "tier") -> pd.DataFrame:
+    """Return what the tiers of all workers hold.
+
+    Parameters
+    ----------
+    client
+        The current one if not given. With an asynchronous client, await the result.
+    by
+        What there is a row for in each tier of each worker: ``"tier"`` for one row, ``"prefix"``
+        for one with each task prefix.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Bytes. By tier: the tier's ``capacity``; in it ``partitions``, ``shards`` that were pulled
+        and ``reservations``, which leave its ``headroom``; next to it ``published``, the shards in
+        the exchange pools, ``cudf``, what cudf has spilled by itself, and ``unmanaged``, what the process
+        has besides.
+
+        By prefix: the ``bytes`` of the ``partitions`` that tasks with a ``prefix`` have made. The
+        ``kind`` may also be ``shards`` or ``reservations``, which is their prefix too. Memory that
+        keys share counts for the first of them that is still there. Rows without bytes are left
+        out; of more than 50 prefixes on a worker, what comes later goes as ``(others)``.
+
+        There are no rows where the runtime is off. Where only ``gpurt.memory.tiers`` is off,
+        Dask keeps the partitions, and the tiers have nothing but shards.
+
+    Raises
+    ------
+    ValueError
+        When there is no such ``by``.
+    """
+    if by not in _COLUMNS:
+        raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
+    client = client or default_client()
+    found: pd.DataFrame = client.sync(_memory_usage, client, by)
+    return found
+
+
+def explain(client: Client | None, key: Key) -> pd.DataFrame:
+    """Return why a task went where it went.
+
+    Parameters
+    ----------
+    client
+        The current one if None. With an asynchronous client, await the result.
+    key
+        Of the task. What is no key of the last 20,000 that were decided about has no reasons any more.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each worker that was looked at in the last decision about the task, the best first: its
+        address as ``worker``, whether it was ``chosen``, the ``seconds`` that the task was expected to take
+        until it had run there and the bytes of inputs ``missing`` there. Then the terms of these seconds:
+        ``waiting`` for the work before it, ``running``, ``moving`` inputs and making ``room``; and whether
+        its inputs and its result ``fits`` there at all.
+
+    Raises
+    ------
+    RuntimeError
+        When the runtime does not choose workers on this cluster.
+    """
+    client = client or default_client()
+    found: pd.DataFrame = client.sync(_explain, client, key)
+    return found
+
+
+class _CallableModule(ModuleType):
+    """Keep ``dask_gpurt.memory(client)`` alive for one release; it goes with version 0.2.
+
+    The import system binds the name to the package, so that only the package itself can answer the call.
+    """
+
+    def __call__(self, client: Client | None = None, *, by: str = "tier") -> pd.DataFrame:
+        warnings.warn(
+            "dask_gpurt.memory(client) is called dask_gpurt.memory_usage(client) now",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return memory_usage(client, by=by)
+
+
+sys.modules["dask_gpurt.memory"].__class__ = _CallableModule
+
+
+async def activate(client: Client) -> None:
+    """Switch on; a coroutine, for preload hooks."""
+    dask_hooks.require(expressions=True)
+    from dask_gpurt.dataframe import choose
+    from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
+
+    teach_method()
+    plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})))
+    try:
+        await client.register_plugin(plugin, NAME)
+    except ImportError as error:
+        raise RuntimeError(
+            f"the scheduler at {_address(client)} can not load dask_gpurt ({error}): install "
+            f"dask-gpurt {__version__} there and on all workers, with a Dask from {dask_hooks.OLDEST} to "
+            f"{dask_hooks.NEWEST}"
+        ) from error
+    with _lock:
+        _enabled.add(client)
+        choose(is_enabled)
+    if not await _stays_on(client):
+        _leave(client)
+        raise RuntimeError("the runtime was switched off by another client while it was switched on")
+
+
+def teach_method() -> None:
+    """Make "gpurt" a method that Dask knows; clients without the runtime get Dask's default by it."""
+    from dask_gpurt.dataframe import teach
+
+    teach(is_enabled)
+
+
+def _leave(client: Client) -> None:
+    with _lock:
+        # The cluster is switched off, so other clients of it can not go on either.
+        for other in list(_enabled):
+            of_the_cluster = other is client or _address(other) == _address(client) is not None
+            if of_the_cluster or other.status == "closed":
+                _enabled.discard(other)
+        if not _enabled and (method := sys.modules.get("dask_gpurt.dataframe.method")):
+            method.leave()
+
+
+async def _deactivate(client: Client) -> None:
+    if client.status != "closed" and await _is_on(client):
+        try:
+            await _scheduler(client).gpurt_disable()
+        finally:
+            _leave(client)  # once more, with those that have come in the middle
+
+
+async def _report(client: Client, connect: bool) -> RuntimeReport:
+    if not await _is_on(client):
+        return RuntimeReport()
+    return RuntimeReport.of(await _scheduler(client).gpurt_report(connect=connect))
+
+
+async def _explain(client: Client, key: Key) -> pd.DataFrame:
+    rows = await _scheduler(client).gpurt_explain(key=key) if await _is_on(client) else None
+    if rows is None:
+        raise RuntimeError(
+            "Dask chooses the workers of this cluster, and keeps no reasons: set 'gpurt.placement.enabled' "
+            "to true before the runtime is switched on"
+        )
+    from dask_gpurt.placement import Terms
+
+    return pd.DataFrame(rows, columns=["worker", "chosen", "seconds", "missing", *Terms._fields])
+
+
+async def _memory_usage(client: Client, by: str) -> pd.DataFrame:
+    rows = await _scheduler(client).gpurt_memory(by=by) if await _is_on(client) else []
+    return pd.DataFrame(rows, columns=_COLUMNS[by])
+
+
+def _scheduler(client: Client) -> Any:
+    return client.scheduler  # untyped, since Dask does not know our handlers
+
+
+def _address(client: Client) -> str | None:
+    return getattr(client.scheduler, "address", None)  # None once it is closed
+
+
+async def _stays_on(client: Client) -> bool:
+    """Tell whether the cluster is on once everything under way has ended."""
+
+    async def settled(dask_scheduler: Any) -> bool:
+        runtime = dask_scheduler.extensions.get("gpurt")
+        return runtime is not None and await runtime.switch.settled()
+
+    return bool(await client.run_on_scheduler(settled))
+
+
+async def _is_on(client: Client) -> bool:
+    # By value, for a scheduler that does not have the package.
+    return bool(await client.run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions))

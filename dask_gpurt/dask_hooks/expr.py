@@ -1,0 +1,178 @@
+"""Name the expressions of dataframes, read them, and replace how they are lowered.
+
+dask-expr has no registry of shuffle methods: ``Shuffle._lower`` knows a fixed list of names, and so does
+``Merge``. Replacements are put on the classes, for all clients of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from dask.dataframe.dask_expr import _shuffle
+from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection, RenameFrame, ResetIndex
+from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge, create_assign_index_merge_transfer
+from dask.dataframe.dask_expr._reductions import ShuffleReduce
+from dask.dataframe.dask_expr._shuffle import (
+    AssignPartitioningIndex,
+    P2PShuffle,
+    RearrangeByColumn,
+    SetIndexBlockwise,
+    Shuffle,
+)
+from dask.dataframe.dask_expr._shuffle import _SetPartitionsPreSetIndex as SetPartitionsPreSetIndex
+from dask.dataframe.dask_expr._util import _convert_to_list as convert_to_list
+
+from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
+from dask_gpurt.dask_hooks.seams import EXPRESSIONS, Seam
+
+__all__ = [
+    "Assign",
+    "AssignPartitioningIndex",
+    "Blockwise",
+    "Fused",
+    "HashJoinP2P",
+    "Merge",
+    "P2PShuffle",
+    "Projection",
+    "RearrangeByColumn",
+    "RenameFrame",
+    "ResetIndex",
+    "SetIndexBlockwise",
+    "SetPartitionsPreSetIndex",
+    "Shuffle",
+    "ShuffleReduce",
+    "convert_to_list",
+    "create_assign_index_merge_transfer",
+    "default_shuffle_method",
+    "defaults",
+    "is_aligned",
+    "layer_of",
+    "meta",
+    "name_of",
+    "parameters",
+    "replace_default_method",
+    "replace_lowering",
+    "task_of",
+]
+
+#: A replacement that gets the original as its first argument.
+Replacement = Callable[..., Any]
+
+
+# ---- reading expressions ---------------------------------------------------------------------------
+
+
+def meta(expr: Any) -> Any:
+    """Return the empty frame that describes the result of an expression or a collection."""
+    return expr._meta
+
+
+def name_of(expr: Any) -> str:
+    """Return the name of an expression, which is the first part of its keys."""
+    return str(expr._name)
+
+
+def parameters(kind: type) -> list[str]:
+    """Return the names of the operands of a class of expressions."""
+    found: list[str] = kind._parameters  # type: ignore[attr-defined]
+    return found
+
+
+def defaults(kind: type) -> Mapping[str, Any]:
+    """Return the defaults of the operands of a class of expressions."""
+    found: Mapping[str, Any] = kind._defaults  # type: ignore[attr-defined]
+    return found
+
+
+def layer_of(expr: Any) -> dict[Any, Any]:
+    """Return the tasks of an expression that is lowered."""
+    layer: dict[Any, Any] = expr._layer()
+    return layer
+
+
+def task_of(expr: Any, key: Any, index: int) -> Any:
+    """Return the task that makes a partition of a blockwise expression."""
+    return expr._task(key, index)
+
+
+def is_aligned(merge: Any, side: Any, on: Any) -> bool:
+    """Whether a side of a join is partitioned by its keys already."""
+    return bool(merge._on_condition_already_partitioned(side, on))
+
+
+# ---- replacing how they are lowered ----------------------------------------------------------------
+
+
+def replace_lowering(
+    patches: PatchSet,
+    *,
+    shuffle: Replacement,
+    reduction: Replacement,
+    merge: Replacement,
+    is_broadcast_join: Replacement,
+) -> None:
+    """Replace how shuffles, reductions that shuffle and joins are lowered.
+
+    Each replacement is called as ``replacement(original, expr)``, and ends in ``original(expr)`` for whatever
+    it does not concern.
+
+    Parameters
+    ----------
+    shuffle, reduction, merge
+        In the place of ``_lower`` of ``Shuffle``, ``ShuffleReduce`` and ``Merge``.
+    is_broadcast_join
+        In the place of the property of ``Merge``.
+
+    Raises
+    ------
+    UnsupportedError
+        When one of these is not as it is known.
+    """
+    patches.replace_all(
+        {
+            _seam("Shuffle._lower"): _instead(shuffle),
+            _seam("ShuffleReduce._lower"): _instead(reduction),
+            _seam("Merge._lower"): _instead(merge),
+            _seam("Merge.is_broadcast_join"): _instead(is_broadcast_join),
+        }
+    )
+
+
+def replace_default_method(
+    patches: PatchSet, *, default_method: Replacement, preferring_order: Replacement
+) -> None:
+    """Replace the choice of a shuffle method where none is set.
+
+    Parameters
+    ----------
+    default_method
+        Called as ``default_method(original)``, for the name of a method.
+    preferring_order
+        Called as ``preferring_order(original, method)`` where Dask wants one that keeps the order of rows.
+
+    Raises
+    ------
+    UnsupportedError
+        When one of the functions is not as it is known.
+    """
+    # Each module has its own reference to the function.
+    default = [seam for seam in EXPRESSIONS.seams if seam.attribute == "get_default_shuffle_method"]
+    wraps = dict.fromkeys(default, _instead(default_method))
+    patches.replace_all({**wraps, _seam("_get_shuffle_preferring_order"): _instead(preferring_order)})
+
+
+def default_shuffle_method() -> str:
+    """Return the method of shuffles for which none is set, with replacements."""
+    return str(vars(_shuffle)["get_default_shuffle_method"]())
+
+
+def _seam(short: str) -> Seam:
+    (found,) = (seam for seam in EXPRESSIONS.seams if seam.short == short)
+    return found
+
+
+def _instead(replacement: Replacement) -> Wrap:
+    """Hand the original to a replacement as its first argument."""
+    return lambda original: partial(replacement, original)

@@ -1,0 +1,8 @@
+"""Name the tasks that graphs consist of, and what Dask's tasks of dataframes call."""
+
+from __future__ import annotations
+
+from dask._task_spec import Alias, GraphNode, Task, TaskRef
+from dask.dataframe.core import _concat as concat
+
+__all__ = ["Alias", "GraphNode", "Task", "TaskRef", "concat"]

@@ -1,0 +1,168 @@
+"""Name the parts of Dask's p2p shuffles, call them, and replace them on single instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distributed.shuffle._core import (
+    P2PBarrierTask,
+    SchedulerShuffleState,
+    ShuffleSpec,
+    barrier_key,
+    id_from_key,
+)
+from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._limiter import ResourceLimiter
+from distributed.shuffle._merge import merge_transfer
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
+from distributed.shuffle._shuffle import _get_worker_for_range_sharding as worker_for_range_sharding
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
+from dask_gpurt.dask_hooks.seams import RUN_LOOKUP, SCHEDULER_SHUFFLES
+from dask_gpurt.dask_hooks.types import SchedulerTask
+
+__all__ = [
+    "DataFrameShuffleSpec",
+    "P2PBarrierTask",
+    "P2PConsistencyError",
+    "ResourceLimiter",
+    "SchedulerShuffleState",
+    "ShuffleClosedError",
+    "ShuffleSpec",
+    "ShuffleWorkerPlugin",
+    "acquired",
+    "active_runs",
+    "barrier_key",
+    "end_run",
+    "id_from_key",
+    "merge_transfer",
+    "replace_on_extension",
+    "replace_run_lookup",
+    "restart",
+    "restart_without",
+    "restrict_again",
+    "runs_of",
+    "set_restriction",
+    "worker_for_range_sharding",
+]
+
+
+# ---- on the scheduler ------------------------------------------------------------------------------
+
+
+def replace_on_extension(
+    patches: PatchSet,
+    extension: Any,
+    *,
+    retrieve_spec: Wrap,
+    create: Wrap,
+    calculate_worker_for: Wrap,
+    restart_recommendations: Wrap,
+    restart_shuffle: Wrap,
+    transition: Wrap,
+    remove_worker: Wrap,
+    valid_workers_downscaling: Wrap,
+) -> None:
+    """Replace how the scheduler's shuffle extension makes runs; each wraps the method of its name.
+
+    Parameters
+    ----------
+    retrieve_spec
+        ``(shuffle_id)``: the spec of a shuffle.
+    create
+        ``(shuffle_id, key, worker)``: a new run, when a task with ``key`` has asked for it.
+    calculate_worker_for
+        ``(spec)``: the owner of each output partition.
+    restart_recommendations
+        ``(shuffle_id)``: the transitions that have a shuffle begin again.
+    restart_shuffle
+        ``(shuffle_id, scheduler, *, stimulus_id)``: has it begin again.
+    transition, remove_worker, valid_workers_downscaling
+        The hooks of its plugin: what tasks become, a worker that leaves, and which may be retired.
+
+    Raises
+    ------
+    UnsupportedError
+        When one of the methods is not as it is known.
+    """
+    patches.replace_all(
+        {
+            SCHEDULER_SHUFFLES["_retrieve_spec"]: retrieve_spec,
+            SCHEDULER_SHUFFLES["_create"]: create,
+            SCHEDULER_SHUFFLES["_calculate_worker_for"]: calculate_worker_for,
+            SCHEDULER_SHUFFLES["_restart_recommendations"]: restart_recommendations,
+            SCHEDULER_SHUFFLES["_restart_shuffle"]: restart_shuffle,
+            SCHEDULER_SHUFFLES["transition"]: transition,
+            SCHEDULER_SHUFFLES["remove_worker"]: remove_worker,
+            SCHEDULER_SHUFFLES["valid_workers_downscaling"]: valid_workers_downscaling,
+        },
+        on=extension,
+    )
+
+
+def runs_of(extension: Any, shuffle_id: Any) -> Iterable[Any]:
+    """Return all runs of a shuffle that the scheduler knows, those that have ended included."""
+    runs: Iterable[Any] = extension._shuffles.get(shuffle_id, ())
+    return runs
+
+
+def set_restriction(extension: Any, task: SchedulerTask, worker: str) -> None:
+    """Restrict an output task to a worker, in the way that the extension takes back by itself."""
+    extension._set_restriction(task, worker)
+
+
+def restrict_again(extension: Any, task: SchedulerTask, worker: str | None) -> None:
+    """Restrict an output task to another worker; for None to none, other than its user has asked for."""
+    extension._unset_restriction(task)
+    if worker is not None:
+        extension._set_restriction(task, worker)
+
+
+def restart(extension: Any, scheduler: Any, shuffle_id: Any, stimulus_id: str) -> None:
+    """Have a shuffle begin again."""
+    extension._restart_shuffle(shuffle_id, scheduler, stimulus_id=stimulus_id)
+
+
+def end_run(extension: Any, run: Any, message: str, stimulus_id: str) -> None:
+    """End a run, on all workers with a message."""
+    extension._fail_on_workers(run, message)
+    extension._clean_on_scheduler(run.id, stimulus_id)
+
+
+def restart_without(extension: Any, scheduler: Any, run: Any, message: str, stimulus_id: str) -> None:
+    """End a run on all workers with a message, and have its shuffle begin again from the start."""
+    end_run(extension, run, message, stimulus_id)
+    restart(extension, scheduler, run.id, stimulus_id)
+
+
+# ---- on a worker -----------------------------------------------------------------------------------
+
+
+def active_runs(plugin: Any) -> Mapping[Any, Any]:
+    """Return the runs that a worker's shuffle plugin takes part in, by shuffle; the live mapping."""
+    runs: Mapping[Any, Any] = plugin.shuffle_runs._active_runs
+    return runs
+
+
+def replace_run_lookup(patches: PatchSet, plugin: Any, find: Wrap) -> None:
+    """Replace how a worker's tasks find their run.
+
+    Parameters
+    ----------
+    find
+        Wraps ``get_or_create_shuffle(shuffle_id)`` and ``get_shuffle_run(shuffle_id, run_id)``; called on the
+        threads of tasks.
+
+    Raises
+    ------
+    UnsupportedError
+        When one of the two is not as it is known; then none is replaced.
+    """
+    patches.replace_all(dict.fromkeys(RUN_LOOKUP.seams, find), on=plugin)
+
+
+def acquired(limiter: ResourceLimiter[Any]) -> int:
+    """Return how much of a limiter's resource is in use."""
+    return int(limiter._acquired)

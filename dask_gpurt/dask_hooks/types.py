@@ -1,0 +1,309 @@
+"""Say what is used of Dask's workers and schedulers, as protocols that mypy compares with Dask's own classes.
+
+Each names the class of Dask that it is a part of; what is not listed is not used. Attributes that are only
+read are properties, so that stand-ins may compute them. The functions at the end make mypy fail where a Dask
+has another type for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Reversible
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import distributed
+    from dask.typing import Key
+    from distributed import scheduler, worker_memory, worker_state_machine
+    from distributed.core import Status
+    from distributed.worker_state_machine import StateMachineEvent
+    from tornado.ioloop import IOLoop, PeriodicCallback
+
+
+# ---- on a worker -----------------------------------------------------------------------------------
+
+
+class WorkerTask(Protocol):
+    """A task on a worker: ``distributed.worker_state_machine.TaskState``."""
+
+    priority: tuple[int, ...] | None
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def run_id(self) -> int: ...
+    @property
+    def run_spec(self) -> Any: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def nbytes(self) -> int | None: ...
+    @property
+    def dependencies(self) -> AbstractSet[WorkerTask]: ...
+    @property
+    def dependents(self) -> AbstractSet[WorkerTask]: ...
+    def get_nbytes(self) -> int: ...
+
+
+class WorkerStateMachine(Protocol):
+    """The tasks of a worker and what comes next: ``distributed.worker_state_machine.WorkerState``."""
+
+    data: MutableMapping[Key, object]
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def tasks(self) -> Mapping[Key, WorkerTask]: ...
+    @property
+    def ready(self) -> Any: ...  # a heap of tasks: it takes Dask's own, and nothing that is like them
+    @property
+    def data_needed(self) -> Any: ...  # the same by worker
+    @property
+    def in_flight_workers(self) -> Mapping[str, AbstractSet[Key]]: ...
+    @property
+    def busy_workers(self) -> AbstractSet[str]: ...
+    @property
+    def rng(self) -> Any: ...
+
+
+class MemoryManager(Protocol):
+    """The memory limits of a worker: ``distributed.worker_memory.WorkerMemoryManager``."""
+
+    data: MutableMapping[Key, object]
+    memory_limit: int | None
+    memory_target_fraction: float | Literal[False]
+    memory_spill_fraction: float | Literal[False]
+
+
+class Monitor(Protocol):
+    """The figures of a process: ``distributed.system_monitor.SystemMonitor``."""
+
+    def get_process_memory(self) -> int: ...
+
+
+class Stream(Protocol):
+    """Messages that are sent in order, some at a time: ``distributed.batched.BatchedSend``."""
+
+    def send(self, *messages: Any) -> None: ...
+
+
+class WorkerServer(Protocol):
+    """A worker: ``distributed.Worker``."""
+
+    metrics: dict[str, Callable[[Any], Any]]
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def status(self) -> Status: ...
+    @property
+    def state(self) -> WorkerStateMachine: ...
+    @property
+    def data(self) -> MutableMapping[Key, object]: ...
+    @property
+    def memory_manager(self) -> MemoryManager: ...
+    @property
+    def monitor(self) -> Monitor: ...
+    @property
+    def local_directory(self) -> str: ...
+    @property
+    def loop(self) -> IOLoop: ...
+    @property
+    def scheduler(self) -> Any: ...  # its attributes are the scheduler's handlers
+    @property
+    def plugins(self) -> MutableMapping[str, Any]: ...
+    @property
+    def executors(self) -> MutableMapping[str, Executor]: ...
+    @property
+    def handlers(self) -> MutableMapping[str, Callable[..., Any]]: ...
+    @property
+    def stream_handlers(self) -> MutableMapping[str, Callable[..., Any]]: ...
+    @property
+    def periodic_callbacks(self) -> Mapping[str, PeriodicCallback]: ...
+    @property
+    def batched_stream(self) -> Stream: ...
+    @property
+    def transfer_incoming_log(self) -> Reversible[Mapping[str, Any]]: ...
+    def handle_stimulus(self, *stims: StateMachineEvent) -> None: ...
+    async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent: ...
+    async def gather_dep(
+        self, worker: str, to_gather: Collection[Key], total_nbytes: int, *, stimulus_id: str
+    ) -> StateMachineEvent: ...
+
+
+# ---- on the scheduler ------------------------------------------------------------------------------
+
+
+class TaskPrefix(Protocol):
+    """Tasks with one prefix: ``distributed.scheduler.TaskPrefix``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def duration_average(self) -> float: ...
+    @property
+    def nbytes_total(self) -> int: ...
+    @property
+    def states(self) -> Mapping[Any, int]: ...
+
+
+class TaskGroup(Protocol):
+    """Tasks of one prefix in one graph: ``distributed.scheduler.TaskGroup``."""
+
+    last_worker_tasks_left: int
+
+    def __len__(self) -> int: ...
+
+
+class SchedulerTask(Protocol):
+    """A task on the scheduler: ``distributed.scheduler.TaskState``."""
+
+    retries: int
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def run_spec(self) -> Any: ...
+    @property
+    def priority(self) -> tuple[float, ...] | None: ...
+    @property
+    def actor(self) -> bool: ...
+    @property
+    def prefix(self) -> TaskPrefix: ...
+    @property
+    def group(self) -> Any: ...  # a TaskGroup, which refers to workers of Dask's own
+    @property
+    def dependencies(self) -> AbstractSet[SchedulerTask]: ...
+    @property
+    def dependents(self) -> AbstractSet[SchedulerTask]: ...
+    @property
+    def waiters(self) -> AbstractSet[SchedulerTask] | None: ...
+    @property
+    def who_has(self) -> AbstractSet[WorkerState] | None: ...
+    @property
+    def who_wants(self) -> Collection[Any] | None: ...
+    @property
+    def processing_on(self) -> WorkerState | None: ...
+    @property
+    def worker_restrictions(self) -> Collection[str] | None: ...
+    @property
+    def loose_restrictions(self) -> bool: ...
+    def get_nbytes(self) -> int: ...
+
+
+class WorkerState(Protocol):
+    """A worker on the scheduler: ``distributed.scheduler.WorkerState``."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def name(self) -> Any: ...
+    @property
+    def status(self) -> Status: ...
+    @property
+    def nthreads(self) -> int: ...
+    @property
+    def memory_limit(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def occupancy(self) -> float: ...
+    @property
+    def metrics(self) -> Mapping[str, Any]: ...
+    @property
+    def processing(self) -> Collection[SchedulerTask]: ...
+    @property
+    def has_what(self) -> Collection[SchedulerTask]: ...
+    @property
+    def needs_what(self) -> Mapping[Any, int]: ...
+    @property
+    def task_prefix_count(self) -> Mapping[str, int]: ...
+
+
+class SchedulerState(Protocol):
+    """The tasks and workers of a cluster, and what moves them on.
+
+    This is the part of ``distributed.Scheduler`` that has no server, so that simulations can have one.
+    """
+
+    WORKER_SATURATION: float
+
+    @property
+    def tasks(self) -> Mapping[Key, Any]: ...
+    @property
+    def workers(self) -> Mapping[str, Any]: ...
+    @property
+    def running(self) -> AbstractSet[Any]: ...
+    @property
+    def idle_task_count(self) -> set[Any]: ...
+    @property
+    def queued(self) -> Any: ...
+    @property
+    def task_prefixes(self) -> Mapping[str, Any]: ...
+    @property
+    def total_nthreads(self) -> int: ...
+    @property
+    def bandwidth(self) -> float: ...
+    @property
+    def extensions(self) -> MutableMapping[str, Any]: ...
+    def check_idle_saturated(self, ws: Any, occ: float = -1.0) -> None: ...
+    def valid_workers(self, ts: Any) -> Any: ...
+    def stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None: ...
+    def transitions(self, recommendations: dict[Key, Any], stimulus_id: str) -> None: ...
+
+
+class SchedulerServer(SchedulerState, Protocol):
+    """A scheduler: ``distributed.Scheduler``."""
+
+    @property
+    def plugins(self) -> MutableMapping[str, Any]: ...
+    @property
+    def worker_plugins(self) -> MutableMapping[str, bytes]: ...
+    @property
+    def handlers(self) -> MutableMapping[str, Callable[..., Any]]: ...
+    @property
+    def stream_handlers(self) -> MutableMapping[str, Callable[..., Any]]: ...
+    @property
+    def rpc(self) -> Any: ...
+    def add_plugin(self, plugin: Any, *, name: str | None = None) -> None: ...
+    def remove_replica(self, ts: Any, ws: Any) -> None: ...
+    async def broadcast(
+        self, *, msg: dict[str, Any], workers: list[str] | None = None, on_error: Any = "raise"
+    ) -> dict[str, Any]: ...
+
+
+# ---- compared with Dask's own ----------------------------------------------------------------------
+
+if TYPE_CHECKING:
+
+    def _worker(of_dask: distributed.Worker) -> WorkerServer:
+        return of_dask
+
+    def _state_machine(of_dask: worker_state_machine.WorkerState) -> WorkerStateMachine:
+        return of_dask
+
+    def _worker_task(of_dask: worker_state_machine.TaskState) -> WorkerTask:
+        return of_dask
+
+    def _memory_manager(of_dask: worker_memory.WorkerMemoryManager) -> MemoryManager:
+        return of_dask
+
+    def _scheduler(of_dask: distributed.Scheduler) -> SchedulerServer:
+        return of_dask
+
+    def _task_prefix(of_dask: scheduler.TaskPrefix) -> TaskPrefix:
+        return of_dask
+
+    def _scheduler_task(of_dask: scheduler.TaskState) -> SchedulerTask:
+        return of_dask
+
+    def _task_group(of_dask: scheduler.TaskGroup) -> TaskGroup:
+        return of_dask
+
+    def _worker_state(of_dask: scheduler.WorkerState) -> WorkerState:
+        return of_dask

@@ -1,0 +1,82 @@
+"""Wrap what a worker does with tasks and data, and reach what it keeps to itself.
+
+Each wrapper is put on one worker, by a set of replacements whose layer says which of several is called first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any, cast
+
+from dask.typing import Key
+
+from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
+from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER, UnsupportedError
+from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
+
+
+def wrap_execute(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
+    """Wrap the coroutine ``execute(key, *, stimulus_id)``, which runs a task and returns an event.
+
+    Raises
+    ------
+    UnsupportedError
+        When it is not as it is known.
+    """
+    patches.replace(WORKER["execute"], wrap, on=worker)
+
+
+def wrap_data_access(
+    patches: PatchSet, worker: WorkerServer, *, execute: Wrap, gather_dep: Wrap, get_data: Wrap
+) -> None:
+    """Wrap all that reads or stores a worker's data, or nothing.
+
+    Parameters
+    ----------
+    execute
+        The coroutine ``execute(key, *, stimulus_id)``, which runs a task and returns an event.
+    gather_dep
+        The coroutine ``gather_dep(worker, to_gather, total_nbytes, *, stimulus_id)``, which fetches.
+    get_data
+        The handler ``get_data(comm, keys, who, serializers)``, which serves peers.
+
+    Raises
+    ------
+    UnsupportedError
+        When one of them is not as it is known.
+    """
+    if (difference := WORKER["get_data"].difference()) is not None:
+        raise UnsupportedError(difference)
+    patches.replace_all({WORKER["execute"]: execute, WORKER["gather_dep"]: gather_dep}, on=worker)
+    patches.put_item(worker.handlers, "get_data", get_data)
+
+
+def wrap_submit(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
+    """Wrap how tasks are handed over to the threads that they run on."""
+    patches.put(worker.executors["default"], "submit", wrap)
+
+
+def wrap_replica_choice(patches: PatchSet, state: WorkerStateMachine, wrap: Wrap) -> None:
+    """Wrap ``(state)``, which yields the workers that are fetched from next, each with the tasks it has.
+
+    Raises
+    ------
+    UnsupportedError
+        When it, or its body, is not as it is known.
+    """
+    patches.put_class(state, REPLICA_CHOICE["_select_workers_for_gather"], wrap)
+
+
+def replace_data(worker: WorkerServer, data: MutableMapping[Key, object]) -> None:
+    """Put another mapping in the place of a worker's data, for all that refers to it."""
+    worker.memory_manager.data = worker.state.data = data
+
+
+def call_soon(server: Any, function: Callable[..., Any], *args: Any) -> None:
+    """Run a coroutine function on a server's loop; cancelled when the server closes."""
+    server._ongoing_background_tasks.call_soon(function, *args)
+
+
+def is_finalizing(server: Any) -> bool:
+    """Whether the interpreter is shutting down, as a server sees it."""
+    return cast(bool, server._is_finalizing())

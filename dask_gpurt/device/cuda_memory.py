@@ -1,0 +1,104 @@
+"""Memory of a GPU: views of it, buffers cut from one allocation, copies and what waits for them.
+
+Each call of CUDA lets other threads have Python's lock and has to wait for it afterwards. On a host of
+H200s 256 copies by 256 calls were begun in 1.0 ms by the only thread of a process, and in 185 ms beside six
+busy ones; by one call in 1.0 and 2.3 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import cupy
+import numpy as np
+import rmm
+from cuda.bindings import runtime as bindings
+from cupy.cuda import runtime
+from rmm.pylibrmm.stream import Stream
+
+from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.base import Buffer, Fence
+from dask_gpurt.device.copies import Copy
+
+#: Since CUDA 12.8, as the driver counts.
+BATCHES_SINCE = 12080
+
+
+@dataclass(frozen=True)
+class DeviceSpan:
+    """``size`` bytes of device memory from ``ptr``; keeps ``owner`` alive."""
+
+    ptr: int
+    size: int
+    owner: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.size
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "data": (self.ptr, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class CudaStreams(Protocol):
+    """The part of a :class:`~dask_gpurt.device.cuda.CudaDevice` that its codecs and files work with."""
+
+    index: int
+
+    def stream(self) -> tuple[Stream, Any]: ...
+
+    def after_compute(self) -> tuple[Stream, Any]: ...
+
+    def empty(self, sizes: Iterable[int]) -> list[Buffer]: ...
+
+    def from_host(self, sources: Sequence[np.ndarray]) -> list[Buffer]: ...
+
+    def scatter(
+        self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True
+    ) -> Fence: ...
+
+
+def copy_async(copies: Sequence[Copy], stream: int) -> None:
+    """Begin copies in the order of a stream, which must not be a default stream of CUDA's.
+
+    Raises
+    ------
+    RuntimeError
+        When CUDA refuses them.
+    """
+    copies = [copy for copy in copies if copy.nbytes]
+    if len(copies) < 2 or runtime.driverGetVersion() < BATCHES_SINCE:
+        for copy in copies:
+            runtime.memcpyAsync(copy.to, copy.at, copy.nbytes, runtime.memcpyDefault, stream)
+        return
+    in_order = bindings.cudaMemcpyAttributes()
+    in_order.srcAccessOrder = bindings.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    to, at, sizes = (list(column) for column in zip(*copies, strict=True))
+    error, *_ = bindings.cudaMemcpyBatchAsync(to, at, sizes, len(copies), [in_order], [0], 1, stream)
+    if error != bindings.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"{len(copies)} copies in one call: {error.name}")
+
+
+def behind(stream: Any) -> Fence:
+    """Waits until what a stream has been given so far is done, sleeping meanwhile."""
+    event = cupy.cuda.Event(block=True, disable_timing=True)
+    event.record(stream)
+    wait: Fence = event.synchronize
+    return wait
+
+
+def cut(sizes: Sequence[int], stream: Stream) -> list[DeviceSpan]:
+    """New buffers in one allocation: of many small ones each would take its time."""
+    starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    whole = rmm.DeviceBuffer(size=starts[-1], stream=stream)
+    return [DeviceSpan(whole.ptr + start, size, whole) for start, size in zip(starts, sizes, strict=False)]

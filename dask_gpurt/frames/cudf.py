@@ -1,0 +1,439 @@
+"""cudf partitions, packed column by column, or by libcudf's contiguous split.
+
+Splitting and packing run on the communication stream, behind the user's work. Outputs are
+put together on the user's stream, since that is the stream their memory is freed on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import cudf
+import pylibcudf as plc
+import rmm
+from cudf.core.column import ColumnBase, NumericalColumn, StringColumn
+from cudf.core.column.utils import access_columns
+from pylibcudf.libcudf.partitioning import hash_id
+from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+from dask_gpurt.dask_hooks.graph import concat
+from dask_gpurt.device import Block, Device, Pool, PoolFull
+from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.base import Buffer
+from dask_gpurt.device.copies import Copy, address
+from dask_gpurt.device.cuda import CudaDevice
+from dask_gpurt.device.cuda_memory import DeviceSpan, copy_async
+from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Room, Routed
+
+IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Columns without their names, and the header that brings the names and dtypes back."""
+
+    table: plc.Table
+    header: bytes
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """What a ``plc.Table`` does not know of the frame it was."""
+
+    columns: tuple[Any, ...]
+    #: None where the index was left behind.
+    index: tuple[Any, ...] | None
+    dtypes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, frame: cudf.DataFrame, columns: Sequence[Any], *, index: bool) -> _Schema:
+        names = tuple(frame._index_names) if index else None
+        return cls(tuple(frame._column_names), names, tuple(_portable(column.dtype) for column in columns))
+
+    def frame(self, table: plc.Table, like: cudf.DataFrame) -> cudf.DataFrame:
+        dtypes = [dtype() if isinstance(dtype, _Nested) else dtype for dtype in self.dtypes]
+        columns = [
+            ColumnBase.create(column, dtype) for column, dtype in zip(table.columns(), dtypes, strict=True)
+        ]
+        return like._from_columns_like_self(columns, self.columns, self.index)
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """A list or struct dtype by way of Arrow; cudf can not pickle those that hold strings."""
+
+    kind: type[cudf.ListDtype] | type[cudf.StructDtype]
+    arrow: Any
+
+    def __call__(self) -> Any:
+        return self.kind.from_arrow(self.arrow)
+
+
+def _portable(dtype: Any) -> Any:
+    if type(dtype) in (cudf.ListDtype, cudf.StructDtype):
+        return _Nested(type(dtype), dtype.to_arrow())
+    return dtype
+
+
+class CudfTable:
+    """cudf frames in the memory of one GPU."""
+
+    name = "cudf"
+
+    def __init__(self, device: Device):
+        assert isinstance(device, CudaDevice)
+        self.device = device
+        #: Of pieces that have their blocks, until they are settled.
+        self._copies: list[Copy] = []
+
+    def split(
+        self,
+        frame: cudf.DataFrame | Routed,
+        column: str,
+        groups: Sequence[Sequence[int]],
+        npartitions: int,
+        *,
+        drop_column: bool,
+        ignore_index: bool,
+    ) -> list[Piece | None]:
+        frame, keys, function = _hashing(frame, column, drop_column=drop_column)
+        index = [] if ignore_index and frame._columns else self._index_of(frame)
+        columns = [*index, *frame._columns]
+        header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
+        table, ends = self._partitioned(columns, keys, function, npartitions)
+        layout = Layout.of(table, header)
+        header = pickle.dumps(layout) if layout else header
+        return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
+
+    def _index_of(self, frame: cudf.DataFrame) -> list[ColumnBase]:
+        """The columns of an index. cudf would make those of a range on the user's stream, and wait for it."""
+        index = frame.index
+        if not isinstance(index, cudf.RangeIndex) or not len(index):
+            return list(index._columns)
+        stream, _ = self.device.stream()
+        int64 = plc.DataType(plc.TypeId.INT64)
+        first, step = (plc.Scalar.from_py(n, int64, stream=stream) for n in (index.start, index.step))
+        return [ColumnBase.create(plc.filling.sequence(len(index), first, step, stream=stream), index.dtype)]
+
+    def _partitioned(
+        self, columns: list[ColumnBase], keys: list[ColumnBase], function: hash_id, npartitions: int
+    ) -> tuple[plc.Table, list[int]]:
+        """The rows of ``columns`` by output partition, and the row at which each partition ends."""
+        stream, raw = self.device.after_compute()
+        with access_columns(*columns, *keys, mode="read", scope="internal") as accessed:
+            plain = [c.plc_column for c in accessed]
+            kept, by = plc.Table(plain[: len(columns)]), plain[len(columns) :]
+            if function == MURMUR:
+                by = _as_dask_casts(by, stream)
+            table, offsets = plc.partitioning.hash_partition(
+                kept, plc.Table(by), npartitions, function, stream=stream
+            )
+            raw.synchronize()
+        ends = [*list(offsets)[1:npartitions], table.num_rows()]
+        return table, ends + [table.num_rows()] * (npartitions - len(ends))
+
+    def _piece(
+        self,
+        table: plc.Table,
+        header: bytes,
+        layout: Layout | None,
+        partitions: Sequence[int],
+        ends: list[int],
+    ) -> Piece | None:
+        spans = [(ends[p - 1] if p else 0, ends[p]) for p in partitions]
+        offsets = [0]
+        for start, stop in spans:
+            offsets.append(offsets[-1] + stop - start)
+        if not offsets[-1]:
+            return None
+        if layout is not None:
+            return Piece(PlainRows.of(table, layout, header, spans), tuple(partitions), tuple(offsets))
+        stream, _ = self.device.stream()
+        if all(left[1] == right[0] for left, right in pairwise(spans)):
+            (rows,) = plc.copying.slice(table, [spans[0][0], spans[-1][1]], stream=stream)
+        else:
+            cuts = [edge for span in spans for edge in span]
+            rows = plc.concatenate.concatenate(plc.copying.slice(table, cuts, stream=stream), stream=stream)
+        return Piece(_Rows(rows, header), tuple(partitions), tuple(offsets))
+
+    def cut(self, rows: _Rows | PlainRows, start: int, stop: int) -> _Rows | PlainRows:
+        if isinstance(rows, PlainRows):
+            return rows.between(start, stop)
+        stream, _ = self.device.stream()
+        (part,) = plc.copying.slice(rows.table, [start, stop], stream=stream)
+        return _Rows(part, rows.header)
+
+    def pack(self, piece: Piece, room: Room) -> Packed:
+        if isinstance(piece.rows, PlainRows):
+            block = room.allocate(piece.rows.layout.starts(len(piece))[-1])
+            self._copies += piece.rows.copies(block.buffer.ptr)
+            return Packed(block, piece.rows.header)
+        return self._split_contiguously(piece, room)
+
+    def _split_contiguously(self, piece: Piece, room: Room) -> Packed:
+        stream, _ = self.device.stream()
+        blocks: dict[int, Block] = {}
+        full: list[PoolFull] = []
+
+        def take(nbytes: int, _stream: Any) -> int:
+            try:
+                block = room.allocate(nbytes)
+            except PoolFull as error:
+                full.append(error)  # libcudf turns every exception into one of its own
+                raise MemoryError from error
+            blocks[block.buffer.ptr] = block
+            return int(block.buffer.ptr)
+
+        def drop(ptr: int, _nbytes: int, _stream: Any) -> None:
+            if ptr in blocks:
+                room.give_back(blocks.pop(ptr))
+
+        memory = rmm.mr.CallbackMemoryResource(take, drop)
+        try:
+            metadata, data = plc.contiguous_split.pack(piece.rows.table, stream=stream, mr=memory).release()
+        except MemoryError:
+            if full:
+                raise full[0] from None
+            raise
+        # The block is ours from here on; libcudf gives back what else it took.
+        block = blocks.pop(data.ptr) if len(data) else room.allocate(0)
+        del data
+        return Packed(block, pickle.dumps((bytes(metadata), piece.rows.header)))
+
+    def settle(self) -> None:
+        _, raw = self.device.stream()
+        copies, self._copies = self._copies, []
+        copy_async(copies, raw.ptr)
+        raw.synchronize()
+
+    def assemble(
+        self, parts: Sequence[Part], meta: cudf.DataFrame, *, ignore_index: bool, order_by: Any = None
+    ) -> cudf.DataFrame:
+        if not parts:
+            return meta.copy()
+        read = pickle.loads(parts[0].header)
+        if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
+            table = read.read(parts, self.device)
+            plain: cudf.DataFrame = pickle.loads(read.schema).frame(table, meta)
+            return plain
+        opened = [_opened(part) for part in parts]
+        tables = [tables[part.index] for part, (_, tables) in zip(parts, opened, strict=True)]
+        headers = [header for header, _ in opened]
+        if len(set(headers)) == 1:
+            return pickle.loads(headers[0]).frame(_concatenated(tables), meta)
+        # Categories differ, or types do: cudf knows how to bring them together.
+        frames = [
+            pickle.loads(header).frame(_concatenated([table]), meta)
+            for header, table in zip(headers, tables, strict=True)
+        ]
+        return concat(frames, ignore_index)
+
+    def fence(self) -> Callable[[], None]:
+        wait: Callable[[], None] = self.device.compute_event().synchronize
+        return wait
+
+    def warm_up(self) -> None:
+        """Load the kernels that every shuffle needs; libcudf would load them on first use."""
+        frame = cudf.DataFrame({"_partitions": [0, 1], "a": [0, 1], "b": [0.0, 1.0]})
+        pool = self.device.create_pool(1 << 16)
+        for piece in self.split(frame, "_partitions", [[0, 1]], 2, drop_column=True, ignore_index=False):
+            assert piece is not None
+            packed = self.pack(piece, _Spare(pool))
+            self.settle()
+            part = Part(packed.header, packed.block.buffer, piece.offsets, 0, {})
+            self.assemble([part, part], frame[["a", "b"]], ignore_index=False)
+            self.fence()()
+        pool.close()
+
+
+class _Spare:
+    """Room in a pool of its own."""
+
+    def __init__(self, pool: Pool):
+        self.allocate, self.give_back = pool.allocate, pool.free
+
+
+def _hashing(
+    frame: cudf.DataFrame | Routed, column: str, *, drop_column: bool
+) -> tuple[cudf.DataFrame, list[ColumnBase], hash_id]:
+    """The rows to split, the columns to hash, and the function that gives output partitions then.
+
+    Rows go to their hash, which is the one of `hash_values`, or to the identity of a number,
+    modulo the count: many times as fast as libcudf's split by a map.
+    """
+    if isinstance(frame, Hashed):
+        keys = _hashable(frame) if drop_column else None
+        if keys is not None:
+            return frame.frame, keys, MURMUR
+    if isinstance(frame, Routed):
+        frame = frame.assign()
+    target = frame[column]._column
+    numbers = target if target.dtype.kind in "iu" else target.astype("int32")
+    # Not by ``drop``, which copies the other columns.
+    others = frame[[name for name in frame._column_names if name != column]] if drop_column else frame
+    return others, [numbers], IDENTITY
+
+
+def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
+    """The key columns, where libcudf's hash of them is all that Dask computes; else None."""
+    if hashed.by is None:
+        return None
+    columns = [hashed.keys[name]._column for name in hashed.by]
+    expected = [hashed.like[name]._column for name in hashed.by]
+    # Categories above all are not: Dask hashes what they stand for, or their codes uncast.
+    for plain in (NumericalColumn, StringColumn):
+        if all(type(column) is plain for column in (*columns, *expected)):
+            return columns
+    return None
+
+
+def _as_dask_casts(keys: list[plc.Column], stream: Any) -> list[plc.Column]:
+    """Numbers as float64: Dask hashes them like this, so that types that differ still meet."""
+    float64 = plc.DataType(plc.TypeId.FLOAT64)
+    return [plc.unary.cast(k, float64, stream=stream) if plc.traits.is_numeric(k.type()) else k for k in keys]
+
+
+def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
+    """The schema of a packed piece and a table for each output partition in it, read once."""
+    if "opened" not in part.memo:
+        read = pickle.loads(part.header)
+        if isinstance(read, Layout):
+            header, table = read.schema, read.view(part.buffer, part.offsets[-1])
+        else:
+            metadata, header = read
+            table = plc.contiguous_split.unpack_from_memoryviews(
+                memoryview(metadata), plc.gpumemoryview(part.buffer), stream=DEFAULT_STREAM
+            )
+        edges = [edge for pair in pairwise(part.offsets) for edge in pair]
+        part.memo["opened"] = header, plc.copying.slice(table, edges, stream=DEFAULT_STREAM)
+    opened: tuple[bytes, list[plc.Table]] = part.memo["opened"]
+    return opened
+
+
+def _concatenated(tables: list[plc.Table]) -> plc.Table:
+    """One table, never a view of what it was made from."""
+    if len(tables) == 1:
+        empty = plc.copying.slice(tables[0], [0, 0], stream=DEFAULT_STREAM)[0]
+        tables = [tables[0], empty]
+    return plc.concatenate.concatenate(tables, stream=DEFAULT_STREAM)
+
+
+# ---- rows of fixed width and without nulls, column by column ---------------------------------
+#
+# libcudf's contiguous split takes about a millisecond for each piece, however small it is; a copy
+# takes microseconds, and nothing has to be unpacked.
+
+#: The first row, and the one behind the last.
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What columns lie one behind the other in a buffer.
+
+    Attributes
+    ----------
+    types
+        The type of each column, its scale, and the bytes of one row of it.
+    schema
+        What else there is to know of the frame, as whoever packs it says.
+    """
+
+    types: tuple[tuple[int, int, int], ...]
+    schema: bytes
+
+    @classmethod
+    def of(cls, table: plc.Table, schema: bytes) -> Layout | None:
+        """That of a table; None where a column has nulls, or rows of different sizes."""
+        columns = table.columns()
+        if not columns or not all(
+            plc.traits.is_fixed_width(c.type()) and not c.null_count() for c in columns
+        ):
+            return None
+        kinds = [column.type() for column in columns]
+        return cls(tuple((int(kind.id()), kind.scale(), plc.types.size_of(kind)) for kind in kinds), schema)
+
+    def starts(self, rows: int) -> list[int]:
+        """Where the columns begin in a buffer of so many rows, and where the last one ends."""
+        sizes = (-(-rows * size // ALIGNMENT) * ALIGNMENT for _, _, size in self.types)
+        return list(accumulate(sizes, initial=0))
+
+    def view(self, buffer: Buffer, rows: int) -> plc.Table:
+        """The columns in a buffer, where they lie."""
+        base = address(buffer)
+        return plc.Table(
+            [
+                plc.Column(kind, rows, DeviceSpan(base + start, rows * size, buffer), None, 0, 0, [])
+                for (kind, size), start in zip(self._kinds(), self.starts(rows), strict=False)
+            ]
+        )
+
+    def read(self, parts: Sequence[Part], device: CudaDevice) -> plc.Table:
+        """Parts one behind the other, in memory of the user's stream; complete in its order."""
+        rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
+        kinds = list(self._kinds())
+        buffers = [rmm.DeviceBuffer(size=rows * size, stream=DEFAULT_STREAM) for _, size in kinds]
+        copies: list[Copy] = []
+        end = 0
+        for part in parts:
+            start, stop = part.offsets[part.index : part.index + 2]
+            begin, end = end, end + stop - start
+            sources = self.starts(part.offsets[-1])
+            for (_, size), buffer, source in zip(kinds, buffers, sources, strict=False):
+                at = part.buffer.ptr + source + start * size
+                copies.append(Copy(buffer.ptr + begin * size, at, size * (stop - start)))
+        device.copy_in_order(copies)
+        return plc.Table(
+            [
+                plc.Column.from_rmm_buffer(buffer, kind, rows, [])
+                for buffer, (kind, _) in zip(buffers, kinds, strict=True)
+            ]
+        )
+
+    def _kinds(self) -> Iterator[tuple[plc.DataType, int]]:
+        for kind, scale, size in self.types:
+            yield plc.DataType(plc.TypeId(kind), scale), size
+
+
+@dataclass(frozen=True)
+class PlainRows:
+    """Some rows of a table of a layout; ``header`` is what is needed to read them."""
+
+    table: plc.Table
+    layout: Layout
+    header: bytes
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, table: plc.Table, layout: Layout, header: bytes, spans: Sequence[Span]) -> PlainRows:
+        """Rows from spans; those that adjoin are copied as one."""
+        joined: list[Span] = []
+        for start, stop in spans:
+            if joined and joined[-1][1] == start:
+                joined[-1] = joined[-1][0], stop
+            else:
+                joined.append((start, stop))
+        return cls(table, layout, header, tuple(joined))
+
+    def between(self, start: int, stop: int) -> PlainRows:
+        """Some of these rows."""
+        ends = accumulate((b - a for a, b in self.spans), initial=0)
+        cut = [
+            (first + max(start - before, 0), last - max(after - stop, 0))
+            for (first, last), (before, after) in zip(self.spans, pairwise(ends), strict=True)
+        ]
+        return PlainRows(self.table, self.layout, self.header, tuple((a, b) for a, b in cut if a < b))
+
+    def copies(self, ptr: int) -> Iterator[Copy]:
+        """What to copy to where their layout fits."""
+        rows = sum(stop - start for start, stop in self.spans)
+        starts = self.layout.starts(rows)
+        for column, (_, _, size), into in zip(self.table.columns(), self.layout.types, starts, strict=False):
+            base = column.data().ptr + column.offset() * size
+            for first, last in self.spans:
+                yield Copy(ptr + into, base + first * size, (last - first) * size)
+                into += (last - first) * size

@@ -1,0 +1,75 @@
+"""Find the backend of a frame, and load the libraries of backends ahead of their first use."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Mapping
+
+from dask_gpurt.device import Device
+from dask_gpurt.frames.backend import Frame, Table
+
+
+def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
+    """The backend that understands ``frame``.
+
+    Parameters
+    ----------
+    frame
+        A partition, or the empty frame that describes one.
+    devices
+        Finds the device of this worker by its kind.
+
+    Raises
+    ------
+    TypeError
+        When no backend does.
+    """
+    match library(frame):
+        case "cudf":
+            from dask_gpurt.frames.cudf import CudfTable
+
+            return CudfTable(devices("cuda"))
+        case "pandas":
+            from dask_gpurt.frames.pandas import PandasTable
+
+            return PandasTable(devices("host"))
+    raise TypeError(
+        f"partitions of type {type(frame).__qualname__} can not be shuffled: pandas and cudf frames can"
+    )
+
+
+def library(frame: Frame) -> str | None:
+    """Whose frame it is, or a subclass of: "pandas", "cudf", or None that no backend knows."""
+    for kind in type(frame).__mro__:
+        root = kind.__module__.partition(".")[0]
+        if root in ("pandas", "cudf"):
+            return root
+    return None
+
+
+def import_backends(devices: Mapping[str, Device]) -> None:
+    """Import the libraries of all devices at once.
+
+    Dask's and cudf's modules import each other in circles: a first import on two threads at
+    the same time fails now and then, so it is done before there is a second one.
+    """
+    importlib.import_module("dask_gpurt.frames.pandas")
+    if "cuda" in devices:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("dask_cudf")
+        importlib.import_module("dask_gpurt.frames.cudf")
+
+
+def warm_up(devices: Mapping[str, Device]) -> None:
+    """Load what the first shuffle on a GPU would otherwise wait for. Blocks.
+
+    Parameters
+    ----------
+    devices
+        Those of this worker, by kind.
+    """
+    if "cuda" in devices:
+        from dask_gpurt.frames.cudf import CudfTable
+
+        CudfTable(devices["cuda"]).warm_up()

@@ -1,0 +1,402 @@
+"""Objects taken apart, in host memory: the pageable tier, and the one that a device may have registered.
+
+Registering memory is slow and takes it from everybody else, so it is done once, for a fixed
+piece. Objects take blocks of it wherever they are free: there is no fragmentation beyond the
+last block of each, and nothing has to move.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+from sortedcontainers import SortedDict
+
+from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.base import PAGE, Device, Fence, passed
+from dask_gpurt.memory.serialize import Frames, Scattered, on_device
+from dask_gpurt.memory.tiers import NoRoom, Tier
+
+#: Threads that touch memory before it is registered. On a host of H200s 8 GiB take 0.4 s in all then, 1.9 s
+#: where registering is what brings huge pages in, 3.5 s with small ones.
+TOUCHERS = 8
+
+
+def pairs(targets: Scattered, sources: Scattered) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cut two scattered buffers of one length into parts that go one into the other."""
+    rest = iter(sources)
+    source = np.empty(0, np.uint8)
+    for target in targets:
+        while target.size:
+            while not source.size:
+                source = next(rest)
+            size = min(target.size, source.size)
+            yield target[:size], source[:size]
+            target, source = target[size:], source[size:]
+
+
+def fill(targets: Iterable[Scattered], sources: Iterable[Scattered]) -> None:
+    """Copy buffers into buffers of the same sizes."""
+    for target, source in zip(targets, sources, strict=True):
+        for into, part in pairs(target, source):
+            np.copyto(into, part)
+
+
+def sizes(frames: Frames) -> list[int]:
+    """The bytes in each buffer."""
+    return [sum(piece.size for piece in buffer) for buffer in frames.buffers]
+
+
+class MemoryTier(MutableMapping[str, Frames]):
+    """Keep objects in host memory of its own, all of an object or nothing of it. Thread-safe.
+
+    What it returns refers to that memory: use it before the key goes or gets another value. It is a
+    :class:`~dask_gpurt.memory.lower_tiers.LowerTier`.
+    """
+
+    reads_block = False
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[Frames, Scattered]] = {}
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
+        """Room for an object, and what to free when it goes; raises NoRoom."""
+
+    @abstractmethod
+    def _free(self, pieces: Scattered) -> None: ...
+
+    @property
+    @abstractmethod
+    def used(self) -> int:
+        """Bytes that are taken."""
+
+    def __setitem__(self, key: str, frames: Frames) -> None:
+        copy, pieces = self._allocate(frames.header, sizes(frames))
+        try:
+            fill(copy.buffers, frames.buffers)
+        except BaseException:
+            self._free(pieces)
+            raise
+        self._keep(key, copy, pieces)
+
+    def put(self, key: str, frames: Frames, device: Device, *, ordered: bool) -> Fence:
+        """Begin to store an object, whose buffers may lie on a device; returns what waits for the copy."""
+        if not any(map(on_device, frames.buffers)):
+            self[key] = frames
+            return passed
+        sources = [buffer[0] for buffer in frames.buffers]
+        into = self.adopt(key, frames.header, [source.nbytes for source in sources])
+        try:
+            return device.scatter(sources, into.buffers, ordered=ordered)
+        except BaseException:
+            del self[key]
+            raise
+
+    def adopt(self, key: str, header: bytes, sizes: Sequence[int]) -> Frames:
+        """Make room under ``key`` for buffers that the caller fills, through a device maybe."""
+        frames, pieces = self._allocate(header, sizes)
+        self._keep(key, frames, pieces)
+        return frames
+
+    def _keep(self, key: str, frames: Frames, pieces: Scattered) -> None:
+        with self._lock:
+            before = self._entries.get(key)
+            self._entries[key] = frames, pieces
+        if before is not None:
+            self._free(before[1])
+
+    def __getitem__(self, key: str) -> Frames:
+        return self._entries[key][0]
+
+    def to_device(self, key: str) -> Frames:
+        """Return an object as it lies: the reader has a device gather it."""
+        return self[key]
+
+    def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
+        """Return one buffer of an object; it refers to the memory of this mapping too."""
+        return self._entries[key][0].buffers[which]
+
+    def part_to_device(self, key: str, which: int) -> Scattered:
+        """Return one buffer as it lies: the reader has a device gather it."""
+        return self.part(key, which)
+
+    def part_room(self, key: str, which: int) -> int:
+        """Return 0: a buffer is read as it lies."""
+        return 0
+
+    def part_size(self, key: str, which: int) -> int:
+        """Bytes of one buffer of an object."""
+        return sum(piece.size for piece in self.part(key, which))
+
+    def stored(self, key: str) -> int:
+        """Bytes that an object takes here."""
+        return self._size(self._entries[key][1])
+
+    def _size(self, pieces: Scattered) -> int:
+        return sum(piece.size for piece in pieces)
+
+    def __delitem__(self, key: str) -> None:
+        with self._lock:
+            _, pieces = self._entries.pop(key)
+        self._free(pieces)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def close(self) -> None:
+        """Delete everything."""
+        self.clear()
+
+
+class HostTier(MemoryTier):
+    """A mapping into memory of the system's allocator, one array for each buffer.
+
+    Parameters
+    ----------
+    capacity
+        Bytes of buffers that fit.
+    """
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
+        nbytes = sum(sizes)
+        with self._lock:
+            if self._used + nbytes > self.capacity:
+                raise NoRoom(Tier.HOST, nbytes)
+            self._used += nbytes
+        try:
+            pieces = [np.empty(size, np.uint8) for size in sizes]
+        except MemoryError as error:
+            with self._lock:
+                self._used -= nbytes
+            raise NoRoom(Tier.HOST, nbytes) from error
+        return Frames(header, tuple([piece] for piece in pieces)), pieces
+
+    def _free(self, pieces: Scattered) -> None:
+        with self._lock:
+            self._used -= self._size(pieces)
+
+
+class BlockPool:
+    """Page-aligned memory, cut into blocks of one size. Thread-safe.
+
+    The system provides a page when it is first touched, or registered.
+
+    Parameters
+    ----------
+    capacity
+        Bytes; rounded down to whole blocks.
+    block
+        Bytes in a block, a multiple of 256.
+    register
+        Called once with the whole memory, on a thread; returns what undoes it. Until then
+        there is no room.
+
+    Attributes
+    ----------
+    ready
+        Set once there is room, or never will be.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        block: int = 1 << 20,
+        register: Callable[[np.ndarray], Callable[[], None]] | None = None,
+    ):
+        if block <= 0 or block % ALIGNMENT:
+            raise ValueError(f"a block of {block} bytes: expected a multiple of {ALIGNMENT}")
+        count = max(capacity, 0) // block
+        self.capacity = count * block
+        self.used = 0
+        self._block = block
+        self._memory = np.empty(0, np.uint8)
+        if count:
+            memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if register:
+                _advise(memory)
+            self._memory = np.frombuffer(memory, np.uint8)
+        self._base = self._memory.ctypes.data
+        #: Runs of adjacent blocks: the number of the first, and how many.
+        self._free = SortedDict({0: count} if count else {})
+        self._taken: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._undo: Callable[[], None] | None = None
+        self.error: Exception | None = None
+        self.ready = threading.Event()
+        if register and count:
+            self._registering = threading.Thread(
+                target=self._register, args=[register], name="gpurt-pin", daemon=True
+            )
+            self._registering.start()
+        else:
+            self.ready.set()
+
+    def _register(self, register: Callable[[np.ndarray], Callable[[], None]]) -> None:
+        try:
+            _touch(self._memory)
+            self._undo = register(self._memory)
+        except Exception as error:  # kept for whoever asks for room
+            self.error = error
+        self.ready.set()
+
+    def allocate(self, nbytes: int) -> Scattered:
+        """Take blocks, as one run where there is one that is long enough, or as few as there may be.
+
+        Returns
+        -------
+        list of numpy.ndarray
+            Pieces of ``nbytes`` bytes together, each a run of blocks, the last one trimmed.
+
+        Raises
+        ------
+        NoRoom
+            Without enough free blocks.
+        """
+        if not self.ready.is_set() or self.error is not None:
+            raise NoRoom(Tier.PINNED, nbytes, f"could not be pinned: {self.error}" if self.error else "")
+        need = -(-nbytes // self._block)
+        with self._lock:
+            if need * self._block > self.capacity - self.used:
+                raise NoRoom(Tier.PINNED, nbytes)
+            runs = list(self._take(need))
+        pieces = [self._memory[first * self._block : (first + count) * self._block] for first, count in runs]
+        if pieces:
+            pieces[-1] = pieces[-1][: nbytes - sum(piece.size for piece in pieces[:-1])]
+        return pieces
+
+    def _take(self, need: int) -> Iterator[tuple[int, int]]:
+        # The first that fits: the low end is used again before more memory is touched.
+        first = next((run for run in self._free.items() if run[1] >= need), None)
+        runs = [first] if first else sorted(self._free.items(), key=lambda run: -run[1])
+        for start, length in runs:
+            count = min(need, length)
+            if not count:
+                return
+            del self._free[start]
+            if length > count:
+                self._free[start + count] = length - count
+            self._taken[start] = count
+            self.used += count * self._block
+            need -= count
+            yield start, count
+
+    def free(self, pieces: Iterable[np.ndarray]) -> None:
+        """Give back what :meth:`allocate` returned; KeyError for anything else."""
+        with self._lock:
+            for piece in pieces:
+                start = self._first(piece)
+                count = self._taken.pop(start)
+                self.used -= count * self._block
+                self._merge(start, count)
+
+    def size(self, pieces: Iterable[np.ndarray]) -> int:
+        """Bytes in the blocks of what :meth:`allocate` returned."""
+        with self._lock:
+            return sum(self._taken[self._first(piece)] for piece in pieces) * self._block
+
+    def _first(self, piece: np.ndarray) -> int:
+        return int(piece.ctypes.data - self._base) // self._block
+
+    def _merge(self, start: int, count: int) -> None:
+        count += self._free.pop(start + count, 0)
+        index = self._free.bisect_left(start) - 1
+        if index >= 0:
+            before, length = self._free.peekitem(index)
+            if before + length == start:
+                start, count = before, length + count
+        self._free[start] = count
+
+    def close(self) -> None:
+        """Take no more; pieces that are still around stay readable, and keep the memory."""
+        self.ready.wait()
+        with self._lock:
+            undo, self._undo = self._undo, None
+            self.capacity = 0
+            self._memory = np.empty(0, np.uint8)
+        if undo:
+            undo()
+
+
+def _advise(memory: mmap.mmap) -> None:
+    """Prepare memory for being registered as a whole."""
+    with suppress(OSError):  # a kernel without huge pages pins small ones, which takes longer
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # A forked process would have copies of the pages, and which of them the device writes to is not said.
+    memory.madvise(mmap.MADV_DONTFORK)
+
+
+def _touch(memory: np.ndarray) -> None:
+    """Have the system provide all pages; several threads at once."""
+    with ThreadPoolExecutor(TOUCHERS, thread_name_prefix="gpurt-touch") as threads:
+        list(threads.map(lambda part: part[::PAGE].fill(0), np.array_split(memory, TOUCHERS)))
+
+
+class PinnedTier(MemoryTier):
+    """A mapping into the blocks of a pool, one allocation for each object."""
+
+    def __init__(self, pool: BlockPool):
+        super().__init__()
+        self._pool = pool
+
+    @property
+    def capacity(self) -> int:
+        return self._pool.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes in blocks that are taken."""
+        return self._pool.used
+
+    def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
+        ends, end = [], 0
+        for size in sizes:
+            end = -(-end // ALIGNMENT) * ALIGNMENT + size
+            ends.append(end)
+        pieces = self._pool.allocate(end)
+        buffers = tuple(_cut(pieces, end - size, end) for end, size in zip(ends, sizes, strict=True))
+        return Frames(header, buffers), pieces
+
+    def _free(self, pieces: Scattered) -> None:
+        self._pool.free(pieces)
+
+    def _size(self, pieces: Scattered) -> int:
+        return self._pool.size(pieces)
+
+    def close(self) -> None:
+        """Delete everything, and give the pool back."""
+        super().close()
+        self._pool.close()
+
+
+def _cut(pieces: Scattered, start: int, end: int) -> Scattered:
+    """The bytes of ``pieces`` from ``start`` to ``end``; one empty piece if there are none."""
+    found, offset = [], 0
+    for piece in pieces:
+        part = piece[max(start - offset, 0) : max(end - offset, 0)]
+        offset += piece.size
+        if part.size:
+            found.append(part)
+    return found or [np.empty(0, np.uint8)]

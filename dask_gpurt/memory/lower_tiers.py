@@ -1,0 +1,223 @@
+"""The tiers below the live ones as one place: what is put goes to the first that has room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from dask_gpurt.device import Device
+from dask_gpurt.device.base import Fence
+from dask_gpurt.memory.disk import aligned
+from dask_gpurt.memory.ledger import Label, Ledger
+from dask_gpurt.memory.serialize import Frames, Scattered
+from dask_gpurt.memory.tiers import NoRoom, Tier
+
+_ORDER = list(Tier)
+#: Files that are read at once: one after the other a disk is idle in between.
+READERS = 4
+
+#: One buffer of an object: its tier, its name, and which one.
+PartOf = tuple[Tier, str, int]
+
+
+class LowerTier(Protocol):
+    """A tier below the live ones: objects taken apart, by name. Thread-safe; all methods may block.
+
+    Whatever has these methods can be a tier. What they return may refer to the memory of the tier: an object
+    must not be deleted while it is read, which :meth:`EntryTable.retain` sees to. A name is used once.
+
+    Attributes
+    ----------
+    reads_block
+        Whether reading waits for a disk or the like, so that several reads are better made side by side.
+    """
+
+    reads_block: bool
+
+    @property
+    def used(self) -> int:
+        """Bytes that the tier takes, the padding of its blocks included."""
+        ...
+
+    def put(self, name: str, frames: Frames, device: Device, /, *, ordered: bool) -> Fence:
+        """Begin to store an object; its buffers have to stay until the fence that is returned.
+
+        Parameters
+        ----------
+        device
+            Where buffers lie that are not in host memory.
+        ordered
+            Whether work that the device was given so far may still write the buffers.
+
+        Raises
+        ------
+        NoRoom
+            When the object does not fit; then nothing of it stays.
+        """
+        ...
+
+    def __getitem__(self, name: str, /) -> Frames:
+        """Return an object with all of its buffers in host memory."""
+        ...
+
+    def to_device(self, name: str, /) -> Frames:
+        """Return an object, with buffers on the device already where the tier has a way for that."""
+        ...
+
+    def part(self, name: str, which: int, into: np.ndarray | None = None, /) -> Scattered:
+        """Return one buffer, read ``into`` memory of its :meth:`part_room` where that is given."""
+        ...
+
+    def part_to_device(self, name: str, which: int, /) -> Scattered:
+        """Return one buffer of an object, on the device already where the tier has a way for that."""
+        ...
+
+    def part_room(self, name: str, which: int, /) -> int:
+        """Return the bytes of new memory that reading one buffer takes: 0 where it is read as it lies."""
+        ...
+
+    def part_size(self, name: str, which: int, /) -> int:
+        """Return the bytes of one buffer of an object."""
+        ...
+
+    def stored(self, name: str, /) -> int:
+        """Return the bytes that an object takes in this tier."""
+        ...
+
+    def __delitem__(self, name: str, /) -> None: ...
+
+    def close(self) -> None:
+        """Delete everything, and give the memory or the files back."""
+        ...
+
+
+class LowerTiers:
+    """Objects taken apart, by tier and name. Thread-safe.
+
+    Parameters
+    ----------
+    tiers
+        The lower tiers, from fast to slow.
+    device
+        Where buffers lie that are not in host memory.
+    ledger
+        Told of each change.
+    host_has_room
+        Tells whether so many bytes more fit into the host tier, which live objects use too.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[Tier, LowerTier],
+        device: Device,
+        ledger: Ledger,
+        host_has_room: Callable[[int], bool],
+    ):
+        self._tiers = dict(tiers)
+        self._device = device
+        self._ledger = ledger
+        self._host_has_room = host_has_room
+        self._stored: dict[tuple[Tier, str], tuple[Label, int]] = {}
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gpurt-read")
+
+    def put(
+        self, name: str, frames: Frames, label: Label, above: Tier, *, ordered: bool = True
+    ) -> tuple[Tier, Fence]:
+        """Begin to store an object in the first tier under ``above`` with room.
+
+        Parameters
+        ----------
+        name
+            New, and not used again.
+        label
+            What it is to the ledger.
+        ordered
+            Whether work that the device was given so far may still write the buffers.
+
+        Returns
+        -------
+        tuple
+            The tier, and what waits until the copy is complete. Until then the buffers of
+            ``frames`` have to stay.
+
+        Raises
+        ------
+        NoRoom
+            When no tier has room; it names the reason of each.
+        """
+        why: list[str] = []
+        for tier, store in self._tiers.items():
+            if _ORDER.index(tier) <= _ORDER.index(above):
+                continue
+            if tier is Tier.HOST and not self._host_has_room(frames.nbytes):
+                continue
+            try:
+                fence = store.put(name, frames, self._device, ordered=ordered)
+            except NoRoom as error:
+                why.append(str(error))
+                continue
+            self._count(tier, name, label, store.stored(name))
+            return tier, fence
+        raise NoRoom(_ORDER[-1], frames.nbytes, "; ".join(why) or "there is no lower tier")
+
+    def _count(self, tier: Tier, name: str, label: Label, nbytes: int) -> None:
+        self._stored[tier, name] = label, nbytes
+        self._ledger.add(tier, label, nbytes)
+
+    def get(self, tier: Tier, name: str, *, to_device: bool = False) -> Frames:
+        """Return an object; it refers to the tier's memory, so it must not be discarded while it is read.
+
+        Parameters
+        ----------
+        to_device
+            Whether buffers that came from the device may go there at once.
+        """
+        store = self._tiers[tier]
+        return store.to_device(name) if to_device else store[name]
+
+    def part_size(self, part: PartOf) -> int:
+        """Return the bytes of one buffer of an object."""
+        tier, name, which = part
+        return self._tiers[tier].part_size(name, which)
+
+    def parts(self, wanted: Sequence[tuple[PartOf, bool]]) -> list[Scattered]:
+        """Return some buffers, which refer to the tiers' memory too; files are read side by side.
+
+        Parameters
+        ----------
+        wanted
+            Each with whether it may go to the device at once.
+        """
+        if not any(self._tiers[tier].reads_block for (tier, _, _), _ in wanted):
+            return [self._part(part) for part in wanted]
+        rooms = [0 if to_device else self._part_room(part) for part, to_device in wanted]
+        memory = np.split(aligned(sum(rooms)), np.cumsum(rooms)[:-1])
+        return list(self._readers.map(self._part, wanted, memory))
+
+    def _part_room(self, part: PartOf) -> int:
+        tier, name, which = part
+        return self._tiers[tier].part_room(name, which)
+
+    def _part(self, wanted: tuple[PartOf, bool], memory: np.ndarray | None = None) -> Scattered:
+        (tier, name, which), to_device = wanted
+        store = self._tiers[tier]
+        return store.part_to_device(name, which) if to_device else store.part(name, which, memory)
+
+    def discard(self, tier: Tier, name: str) -> None:
+        """Delete an object."""
+        del self._tiers[tier][name]
+        label, nbytes = self._stored.pop((tier, name))
+        self._ledger.add(tier, label, -nbytes)
+
+    def total(self, tier: Tier) -> int:
+        """Return the bytes that a tier says it uses."""
+        return self._tiers[tier].used if tier in self._tiers else 0
+
+    def close(self) -> None:
+        """Delete everything, files included. Blocks."""
+        self._readers.shutdown()
+        for store in self._tiers.values():
+            store.close()

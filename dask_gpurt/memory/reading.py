@@ -1,0 +1,164 @@
+"""Read objects of the lower tiers where they lie, without making them live."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from dask.typing import Key
+from distributed.protocol.serialize import Serialized
+
+from dask_gpurt.device import Device
+from dask_gpurt.device.base import Buffer, Fence
+from dask_gpurt.memory.entries import EntryTable, StoredCopy
+from dask_gpurt.memory.reservations import Reservations
+from dask_gpurt.memory.serialize import Scattered, joined, message, on_device, put_together
+from dask_gpurt.memory.tiers import Tier
+
+#: A buffer, and what its reader remembers of it.
+Part = tuple[Buffer, dict[str, Any]]
+
+
+class Reader:
+    """Reads the entries of a table. Thread-safe; its methods block."""
+
+    def __init__(self, table: EntryTable, reservations: Reservations):
+        self._table = table
+        self._reservations = reservations
+
+    def read(self, copy: StoredCopy, stack: ExitStack) -> Any:
+        """Return an object out of its copy; it is complete when ``stack`` has been left."""
+        as_it_lies = self._is_read_as_it_lies(copy)
+        gather = _Gather(None if as_it_lies else self._table.device)
+        stack.callback(gather.wait)
+        return put_together(self._table.lower.get(copy.tier, copy.name, to_device=not as_it_lies), gather)
+
+    def _is_read_as_it_lies(self, copy: StoredCopy) -> bool:
+        """Return whether an object belongs in host memory, as its copy does or will when it is read."""
+        return copy.entry.home in self._table.host_tiers
+
+    def copies(self, keys: Iterable[Key]) -> tuple[dict[Key, Any], list[Key]]:
+        """Return objects, and the keys of those that lie in another mapping still."""
+        table = self._table
+        found: dict[Key, Any] = {}
+        foreign: list[Key] = []
+        with ExitStack() as stack:
+            retained = {}
+            with table.lock:
+                for key, entry in ((key, table.by_key[key]) for key in keys if key in table.by_key):
+                    if entry.live:
+                        found[key] = entry.value
+                    elif entry.foreign is not None:
+                        foreign.append(key)
+                    else:
+                        retained[key] = table.retain(entry, stack)
+            found |= {key: self.read(copy, stack) for key, copy in retained.items()}
+        return found, foreign
+
+    def messages(self, keys: Iterable[Key], stack: ExitStack) -> dict[Key, Serialized]:
+        """Return what Dask sends of objects in lower tiers; it refers to those until ``stack`` is left.
+
+        Nothing is put together, and nothing goes to the device. Keys of which that can not be sent are
+        left out.
+        """
+        table = self._table
+        with table.lock:
+            known = [table.by_key[key] for key in keys if key in table.by_key]
+            lower = [entry for entry in known if not entry.live and entry.foreign is None]
+            retained = [table.retain(entry, stack) for entry in lower]
+        found = {copy.entry.key: message(table.lower.get(copy.tier, copy.name)) for copy in retained}
+        return {key: sent for key, sent in found.items() if sent is not None}
+
+    @contextmanager
+    def parts(
+        self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
+    ) -> Iterator[dict[tuple[Key, int], Part]]:
+        """Read some buffers of :class:`Raw` objects, for as long as the body runs.
+
+        This is for what is read once: it stays in the tier where it lies, is copied where the
+        device needs that, and there is room for the copies.
+
+        Parameters
+        ----------
+        wanted
+            Keys, each with the number of a buffer.
+        reserved
+            The key under which its reader has reserved room, which is meant for the copies too.
+        """
+        table = self._table
+        found: dict[tuple[Key, int], Part] = {}
+        retained: dict[tuple[Key, int], StoredCopy] = {}
+        with ExitStack() as stack:
+            with table.lock:
+                for key, which in wanted:
+                    entry = table.by_key[key]
+                    if entry.live:
+                        entry.holders += 1
+                        stack.callback(table.release, [entry])
+                        found[key, which] = entry.value.buffers[which], entry.value.memos[which]
+                    else:
+                        retained[key, which] = table.retain(entry, stack)
+            self._reserve_for(retained, reserved, stack)
+            found |= self._read_parts(retained, stack)
+            yield found
+
+    def _read_parts(
+        self, retained: dict[tuple[Key, int], StoredCopy], stack: ExitStack
+    ) -> dict[tuple[Key, int], Part]:
+        found: dict[tuple[Key, int], Part] = {}
+        scattered: dict[tuple[Key, int], Scattered] = {}
+        wanted = [
+            ((copy.tier, copy.name, which), not self._is_read_as_it_lies(copy))
+            for (_, which), copy in retained.items()
+        ]
+        read = self._table.lower.parts(wanted)
+        for (at, copy), pieces in zip(retained.items(), read, strict=True):
+            if on_device(pieces):
+                found[at] = pieces[0], {}
+            elif self._is_read_as_it_lies(copy):
+                found[at] = (pieces[0] if len(pieces) == 1 else joined(pieces)), {}
+            else:
+                scattered[at] = pieces
+        if scattered:
+            buffers, complete = self._table.device.gather_all(list(scattered.values()))
+            stack.callback(complete)  # before the copies are released, should anything fail
+            found.update((at, (buffer, {})) for at, buffer in zip(scattered, buffers, strict=True))
+            complete()
+        return found
+
+    def _reserve_for(
+        self, retained: dict[tuple[Key, int], StoredCopy], reserved: Key | None, stack: ExitStack
+    ) -> None:
+        """Reserve room for what reading takes, beyond what the reader has reserved."""
+        sizes: Counter[Tier] = Counter()
+        for (_, which), copy in retained.items():
+            if not self._is_read_as_it_lies(copy) or copy.tier is Tier.DISK:
+                sizes[copy.entry.home] += self._table.lower.part_size((copy.tier, copy.name, which))
+        for home, nbytes in sizes.items():
+            missing = max(0, nbytes - self._table.live.reserved(reserved, home))
+            key = ("reading", id(stack), home)
+            stack.callback(self._reservations.cancel, key)
+            self._reservations.reserve(key, missing, home)
+
+
+class _Gather:
+    """Brings buffers up: to the device, or into new host memory without one."""
+
+    def __init__(self, device: Device | None):
+        self._device = device
+        self._fence: Fence | None = None
+
+    def __call__(self, pieces: Scattered) -> Buffer:
+        if on_device(pieces):
+            return pieces[0]
+        if self._device is None:
+            return joined(pieces)
+        buffer, self._fence = self._device.gather(pieces)
+        return buffer
+
+    def wait(self) -> None:
+        # One thread's copies are made in order, so the last fence is behind all of them.
+        if self._fence is not None:
+            self._fence()

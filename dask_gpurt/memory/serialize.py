@@ -1,0 +1,195 @@
+"""Objects taken apart: what pickles, and the memory of their arrays, without a copy."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from dask.utils import typename
+from distributed.protocol import pickle as dask_pickle
+from distributed.protocol.serialize import Serialized, deserialize, serialize
+
+from dask_gpurt.device.base import is_of, lives_on_device
+
+#: One buffer, in one or several pieces: arrays of bytes, or one object on a device.
+Scattered = list[Any]
+_RAW = b"raw"
+#: Bytes that stay with the header, which is not counted.
+_SMALL = 4096
+#: Those that register serializers with Dask for the device and for the host.
+_SAME_ON_HOST = frozenset({"cudf", "cupy", "rmm"})
+
+#: Whether Dask's error about what it can not pickle is an answer here, and nothing to log.
+_asking: ContextVar[bool] = ContextVar("asking", default=False)
+dask_pickle.logger.addFilter(lambda record: not _asking.get())
+
+
+class NotMovable(Exception):
+    """An object can not be taken apart; the message names its type and says why."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """An object taken apart.
+
+    Attributes
+    ----------
+    header
+        What brings it back, given its buffers.
+    buffers
+        The memory of its arrays.
+    """
+
+    header: bytes
+    buffers: tuple[Scattered, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for buffer in self.buffers for piece in buffer)
+
+
+@dataclass(eq=False)
+class Raw:
+    """Bytes that mean nothing here: a shard of somebody's.
+
+    Attributes
+    ----------
+    buffers
+        On the device, or arrays of bytes in host memory.
+    memos
+        What their readers remember of each, for as long as they stay where they are.
+    """
+
+    buffers: list[Any]
+    memos: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memos = [{} for _ in self.buffers]
+
+
+def on_device(buffer: Scattered) -> bool:
+    """Whether a buffer lies on a device."""
+    return not all(isinstance(piece, np.ndarray) for piece in buffer)
+
+
+def take_apart(value: Any) -> Frames:
+    """The header and the buffers of an object; the buffers are its own memory.
+
+    Raises
+    ------
+    NotMovable
+        When it can not be serialised.
+    """
+    if isinstance(value, Raw):
+        return raw_frames(value.buffers)
+    try:
+        with _unlogged():
+            return _device_frames(value) if lives_on_device(value) else _host_frames(value)
+    except Exception as error:
+        raise NotMovable(f"a {type(value).__qualname__} can not be serialised: {error}") from error
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    token = _asking.set(True)
+    try:
+        yield
+    finally:
+        _asking.reset(token)
+
+
+def raw_frames(buffers: Iterable[Any]) -> Frames:
+    """Buffers as they are, which come back as a :class:`Raw`."""
+    return Frames(_RAW, tuple([buffer] for buffer in buffers))
+
+
+def _host_frames(value: Any) -> Frames:
+    buffers: list[pickle.PickleBuffer] = []
+    body = dask_pickle.dumps(value, buffer_callback=buffers.append)
+    arrays = tuple([np.frombuffer(buffer.raw(), np.uint8)] for buffer in buffers)
+    writeable = [not memoryview(buffer).readonly for buffer in buffers]
+    if len(body) <= _SMALL:
+        return Frames(pickle.dumps(("host", body, writeable)), arrays)
+    # Strings and the like are all in the body, which takes room like any other buffer.
+    return Frames(pickle.dumps(("host", None, writeable)), ([np.frombuffer(body, np.uint8)], *arrays))
+
+
+def _device_frames(value: Any) -> Frames:
+    header, frames = serialize(value, serializers=("cuda", "dask", "pickle"), on_error="raise")
+    flags = [hasattr(frame, "__cuda_array_interface__") for frame in frames]
+    buffers = tuple(
+        [frame if there else np.frombuffer(memoryview(frame).cast("B"), np.uint8)]
+        for frame, there in zip(frames, flags, strict=True)
+    )
+    return Frames(pickle.dumps(("device", header, flags)), buffers)
+
+
+def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
+    """The object again, in memory of its own.
+
+    Parameters
+    ----------
+    to_device
+        Makes a device buffer out of the pieces of one.
+    """
+    if frames.header == _RAW:
+        return Raw([to_device(pieces) for pieces in frames.buffers])
+    kind, body, flags = pickle.loads(frames.header)
+    if kind == "host":
+        arrays = [joined(pieces) for pieces in frames.buffers]
+        if body is None:
+            body = arrays.pop(0).data
+        for array, writeable in zip(arrays, flags, strict=True):
+            array.flags.writeable = writeable
+        return dask_pickle.loads(body, buffers=arrays)
+    buffers = [
+        to_device(pieces) if there else joined(pieces).data
+        for pieces, there in zip(frames.buffers, flags, strict=True)
+    ]
+    return deserialize(body, buffers)
+
+
+def message(frames: Frames) -> Serialized | None:
+    """What Dask sends of an object, out of frames in host memory; None where that takes the object.
+
+    Whoever gets it puts the object together as always, on his device where it was on one.
+    """
+    if frames.header == _RAW:
+        return None
+    kind, body, flags = pickle.loads(frames.header)
+    buffers = [(pieces[0] if len(pieces) == 1 else joined(pieces)).data for pieces in frames.buffers]
+    if kind == "host":
+        header = {"serializer": "pickle", "writeable": tuple(flags)}
+        return Serialized(header, buffers if body is None else [body, *buffers])
+    on_host = _from_host(body)
+    return None if on_host is None else Serialized(on_host, buffers)
+
+
+def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
+    """Dask's header for the same frames in host memory; None if it can not be said of an object's type."""
+    header = {name: value for name, value in header.items() if name != "compression"}
+    if "sub-headers" in header:
+        below = [_from_host(one) for one in header["sub-headers"]]
+        return None if None in below else {**header, "sub-headers": below}
+    if header["serializer"] != "cuda":
+        return header
+    type_ = pickle.loads(header["type-serialized"])
+    if not is_of(type_, _SAME_ON_HOST):
+        return None
+    # Their serializers for the host make the same frames and headers as those for the device.
+    return {**header, "serializer": "dask", "type": typename(type_)}
+
+
+def joined(pieces: Scattered) -> np.ndarray:
+    """A buffer in one piece, in new memory."""
+    joined = np.empty(sum(piece.nbytes for piece in pieces), np.uint8)
+    at = 0
+    for piece in pieces:
+        joined[at : at + piece.nbytes] = piece
+        at += piece.nbytes
+    return joined

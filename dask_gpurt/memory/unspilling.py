@@ -1,0 +1,148 @@
+"""Make objects live again that lie in lower tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.memory.accounting import owned
+from dask_gpurt.memory.entries import Entry, EntryTable
+from dask_gpurt.memory.reading import Reader
+from dask_gpurt.memory.reservations import Reservations
+from dask_gpurt.memory.spilling import Spiller
+
+
+@dataclass(frozen=True)
+class _Unspill:
+    """An object that is being copied up; it is complete when ``reading`` has been left."""
+
+    entry: Entry
+    value: Any
+    reading: ExitStack
+    began: float
+
+
+class Unspiller:
+    """Makes entries of a table live. Thread-safe; its methods block."""
+
+    def __init__(self, table: EntryTable, spiller: Spiller, reservations: Reservations, reader: Reader):
+        self._table = table
+        self._spiller = spiller
+        self._reservations = reservations
+        self._reader = reader
+
+    def make_live(self, wanted: list[Entry]) -> None:
+        """Make entries live that their callers hold. All copies are begun before the first is waited for."""
+        table = self._table
+        while wanted := self._not_live(wanted):
+            for home in {entry.home for entry in wanted}:
+                self._spiller.make_room(sum(entry.nbytes for entry in wanted if entry.home is home), home)
+            begun: list[_Unspill] = []
+            try:
+                for entry in wanted:
+                    if unspill := self._begin(entry):
+                        begun.append(unspill)
+            finally:  # also when one could not be read: others are complete
+                for unspill in begun:
+                    self._end(unspill)
+            # Other threads move the rest. A thread gets here only when its own moves have ended, so two
+            # threads never wait for each other:
+            #   Thread 1 wants x, y: moves x          Thread 2 wants y, x: moves y
+            #   ends the move of x, waits for y       ends the move of y, and finds x live
+            with table.lock:
+                while (rest := self._not_live(wanted)) and all(entry.moving for entry in rest):
+                    table.lock.wait()
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Make keys live, in order, as far as there is room without spilling, also when they arrive."""
+        for key in keys:
+            with self._table.lock:
+                entry = self._table.by_key.get(key)
+            if entry is None or not self._reservations.has_room(entry.nbytes, entry.home):
+                return
+            try:
+                if unspill := self._begin(entry):
+                    self._end(unspill)
+            except MemoryError:
+                return  # whatever needs it makes room
+
+    def _not_live(self, wanted: list[Entry]) -> list[Entry]:
+        with self._table.lock:
+            return [entry for entry in wanted if not entry.live and self._table.is_current(entry)]
+
+    def _begin(self, entry: Entry) -> _Unspill | None:
+        """Begin to copy an object up: the first step of a move. None where there is nothing to do."""
+        table = self._table
+        with table.lock:
+            if entry.live or entry.moving or not table.is_current(entry):
+                return None
+            entry.moving = True
+            began, reading = perf_counter(), ExitStack()
+            copy = table.retain(entry, reading)
+        try:
+            self._reservations.reserve(entry.key, entry.nbytes, entry.home)
+            value = entry.foreign.take() if entry.foreign else self._reader.read(copy, reading)
+        except BaseException:
+            reading.close()
+            self._give_up(entry)
+            raise
+        return _Unspill(entry, value, reading, began)
+
+    def _end(self, unspill: _Unspill) -> None:
+        """Put the object into the table, unless it is of no use any more: the second step of a move.
+
+        While the object was read other threads did with its key what they liked::
+
+            Thread 1 (unspills x)                     Thread 2
+            _begin: x is moving, reads the copy
+                                                      deletes x, or gives the key another object: the entry
+                                                      leaves the table; as it is moving its copy stays
+            _end: the entry is not current any more.
+            Its copy is deleted; what was read too
+
+            _begin, by prefetch: x is moving
+                                                      reserves the room, which is not there twice
+            _end: x would go above the limit, and it
+            has no holder. What was read is dropped,
+            and x stays where it is
+        """
+        table, entry, came_from = self._table, unspill.entry, unspill.entry.tier
+        try:
+            unspill.reading.close()
+            roots = owned(unspill.value)
+        except BaseException:
+            self._give_up(entry)
+            raise
+        with table.lock:
+            if self._is_in_the_way(entry):
+                self._give_up(entry)
+                return
+            table.live.cancel(entry.key)
+            table.delete_copy(entry)
+            entry.foreign = None
+            if table.is_current(entry):
+                entry.value, entry.live, entry.nbytes = unspill.value, True, sum(roots.values())
+                entry.home = entry.tier = table.home(unspill.value)
+                table.live.add(entry.key, entry.home, entry.label, roots)
+            table.stop_moving(entry)
+            table.account(entry.home)
+        table.record_move(came_from, entry.home, entry.nbytes, perf_counter() - unspill.began)
+
+    def _is_in_the_way(self, entry: Entry) -> bool:
+        """Return whether an object that comes up for later finds its room taken by what is needed now."""
+        return not entry.holders and entry.foreign is None and self._table.excess(0, entry.home) > 0
+
+    def _give_up(self, entry: Entry) -> None:
+        """Leave an object where it is; if its key has gone meanwhile, its copy goes too."""
+        table = self._table
+        with table.lock:
+            table.live.cancel(entry.key)
+            if not table.is_current(entry):
+                table.delete_copy(entry)
+            table.stop_moving(entry)
+            table.account()

@@ -1,0 +1,150 @@
+"""Estimate quantities from noisy samples, as they come: means with their uncertainty, and ratios. Pure.
+
+Samples of a mean are weighted as in an exponential average once there are ``WINDOW_SAMPLES`` of them, so
+that a slow drift is followed. A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous
+inspection schemes, Biometrika 41, 1954), on residuals in units of their standard deviation.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+
+#: Samples that a mean extends over.
+WINDOW_SAMPLES = 200
+#: The noise that is assumed beforehand, as a share of the quantity, and the samples that this counts as.
+PRIOR_NOISE, PRIOR_SAMPLES = 0.1, 3
+#: Standard errors between the mean and its bounds: a bound is wrong once in 740 times.
+CONFIDENCE_ERRORS = 3.0
+#: Of the CUSUM test, in standard deviations. A change by three of them is found after
+#: CUSUM_ALARM / (3 - CUSUM_SLACK) samples; noise alone sets it off once in about 500,000
+#: (D. Siegmund, Sequential Analysis, 1985).
+CUSUM_SLACK, CUSUM_ALARM = 0.5, 12.0
+#: A residual counts no more than this, so that a few outliers are no change, and not before so many samples.
+OUTLIER_DEVIATIONS, SETTLED_SAMPLES = 3.0, 10
+
+
+class MeanEstimate:
+    """Estimate the mean of a quantity.
+
+    Parameters
+    ----------
+    count, mean, scatter, size
+        The values of :meth:`plain`; a new estimate has no samples.
+    """
+
+    def __init__(self, count: float = 0, mean: float = 0.0, scatter: float = 0.0, size: float = 0.0):
+        self.count = count
+        self.mean = mean
+        #: The mean of the whole that the quantity is a part of: the noise is proportional to the whole.
+        self.size = size
+        #: The sum of squared residuals over the samples that are remembered.
+        self._scatter = scatter
+        self._risen = self._fallen = 0.0
+
+    def add(self, value: float, size: float | None = None) -> bool:
+        """Take a sample; tell whether the quantity has changed since the others.
+
+        Parameters
+        ----------
+        size
+            The whole that the value is a part of, such as a time that it is the difference to; the value by
+            default.
+        """
+        changed = self.count >= SETTLED_SAMPLES and self._leaves(value)
+        keep = 1 - 1 / WINDOW_SAMPLES if self.count >= WINDOW_SAMPLES else 1.0
+        self.count = self.count * keep + 1
+        step = (value - self.mean) / self.count
+        self._scatter = self._scatter * keep + (value - self.mean) * (value - self.mean - step)
+        self.mean += step
+        self.size += ((value if size is None else size) - self.size) / self.count
+        return changed
+
+    def _leaves(self, value: float) -> bool:
+        # A quantity that was always 0 has no deviation.
+        residual = (value - self.mean) / (self.deviation or sys.float_info.min)
+        residual = max(-OUTLIER_DEVIATIONS, min(OUTLIER_DEVIATIONS, residual))
+        self._risen = max(0.0, self._risen + residual - CUSUM_SLACK)
+        self._fallen = max(0.0, self._fallen - residual - CUSUM_SLACK)
+        return max(self._risen, self._fallen) > CUSUM_ALARM
+
+    @property
+    def deviation(self) -> float:
+        """Return the standard deviation of a sample."""
+        prior = PRIOR_SAMPLES * (PRIOR_NOISE * self.size) ** 2
+        return math.sqrt((self._scatter + prior) / (self.count + PRIOR_SAMPLES))
+
+    @property
+    def uncertainty(self) -> float:
+        """Return how far the mean may be off; infinity without samples."""
+        return CONFIDENCE_ERRORS * self.deviation / math.sqrt(self.count) if self.count else math.inf
+
+    def plain(self) -> list[float]:
+        """Return everything as values that JSON holds."""
+        return [self.count, self.mean, self._scatter, self.size]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> MeanEstimate:
+        """Return the estimate that :meth:`plain` has made the values of.
+
+        Raises
+        ------
+        ValueError
+            When the values are of another form, or out of range.
+        """
+        count, mean, scatter, size = (float(value) for value in values)
+        if not math.isfinite(mean) or not all(0 <= value < math.inf for value in (count, scatter, size)):
+            raise ValueError(f"{list(values)} is no estimate: expected count, mean, scatter and size")
+        return cls(count, mean, scatter, size)
+
+
+def pooled(several: Iterable[MeanEstimate]) -> MeanEstimate:
+    """Pool the estimates of one quantity by several observers into that of an average one.
+
+    Observers count by their samples. The differences between them are part of the scatter.
+    """
+    found = [one for one in several if one.count]
+    if not found:
+        return MeanEstimate()
+    samples = sum(one.count for one in found)
+    mean = sum(one.count * one.mean for one in found) / samples
+    size = sum(one.count * one.size for one in found) / samples
+    scatter = sum(one._scatter + one.count * (one.mean - mean) ** 2 for one in found)
+    return MeanEstimate(samples / len(found), mean, scatter / len(found), size)
+
+
+class WindowedRatio:
+    """Estimate the ratio of two quantities that are measured in pairs, such as bytes and seconds.
+
+    Both are summed. Once the second sum has grown beyond the window both are scaled back to it, so that older
+    pairs count for exponentially less, each by its size and not by its number.
+
+    Parameters
+    ----------
+    amount, measure
+        The sums to begin with: the pair that is known beforehand.
+    window
+        The most that the sum of ``measure`` grows to, in its unit.
+    """
+
+    __slots__ = ("_amount", "_measure", "_window")
+
+    def __init__(self, amount: float, measure: float, window: float):
+        self._amount, self._measure, self._window = amount, measure, window
+
+    def observe(self, amount: float, measure: float) -> None:
+        """Take a pair, or the sums of several."""
+        amount, measure = self._amount + amount, self._measure + measure
+        scale = self._window / max(self._window, measure)
+        self._amount, self._measure = amount * scale, measure * scale
+
+    @property
+    def ratio(self) -> float:
+        """Return amount per measure."""
+        return self._amount / self._measure
+
+    @property
+    def inverse(self) -> float:
+        """Return measure per amount."""
+        return self._measure / self._amount

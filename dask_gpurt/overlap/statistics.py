@@ -1,0 +1,504 @@
+"""Keep statistics of kernels beside communication: estimate, average over workers, store, drop on change.
+
+A setting is judged by what compute and communication cost each other: the seconds that a byte of
+communication adds to the tasks beside it, and the seconds by which a second of compute delays
+communication. Which of the two counts depends on what a program waits for. Both are measured over a whole
+step, from the begin of one run to that of the next: a run first splits, then moves, then waits for others,
+and a single task sees only one of these.
+
+Workers of the same run wait for the slowest, so a setting pays only once all use it. They therefore decide
+from the average of their statistics. A file for each kind of device and libraries keeps the statistics
+between clusters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from dask_gpurt.observe.estimators import MeanEstimate, pooled
+from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSample, StepSample
+
+#: The weight of the work of a step in the next one: about ten steps are remembered.
+STEP_DECAY = 0.9
+#: Steps without use after which the samples of a setting are dropped: it may be better now.
+STALE_STEPS = 2000
+#: Kernels that are kept; of more, those with the fewest samples are dropped.
+MOST_KERNELS = 500
+#: The least share of its bytes that communication is assumed to have moved beside tasks.
+LEAST_BESIDE_SHARE = 0.2
+#: Samples of tasks alone, and of steps of communication alone, before their speed counts as known.
+MIN_SOLO_SAMPLES, MIN_SOLO_STEPS = 5, 3
+#: Kernels with less than this share of all compute are not shared with other workers.
+MINOR_COMPUTE_SHARE = 0.01
+#: The layout of the file, as this version of the package writes it.
+FILE_FORMAT = 3
+
+
+class Costs(NamedTuple):
+    """Hold what compute and communication cost each other.
+
+    Parameters
+    ----------
+    adds
+        Seconds that a byte of communication adds to compute.
+    delays
+        Seconds that a second of compute delays communication; None until its speed alone is known.
+    """
+
+    adds: float
+    delays: float | None
+
+
+@dataclass
+class InterferenceStats:
+    """Estimate the interference under a setting: the kernel's work per second, and the costs of both.
+
+    ``at`` is the number of steps of the kernel at the last one with this setting.
+    """
+
+    compute: MeanEstimate = field(default_factory=MeanEstimate)
+    adds: MeanEstimate = field(default_factory=MeanEstimate)
+    delays: MeanEstimate = field(default_factory=MeanEstimate)
+    at: int = 0
+
+    def bounds(self, off: float) -> Costs:
+        """Return the costs, shifted by ``off`` times their uncertainty."""
+        adds, delays = (
+            estimate.mean + off * estimate.uncertainty if estimate.count else None
+            for estimate in (self.adds, self.delays)
+        )
+        return Costs(adds or 0.0, delays)
+
+
+@dataclass
+class KernelStatistics:
+    """Keep the statistics of a kernel.
+
+    They are its work per second ``alone``, the interference ``beside`` communication by setting, the number
+    of its ``steps``, and its ``work`` in the last ones. ``usual`` is the work per second that costs are
+    relative to while the kernel never runs alone.
+    """
+
+    alone: MeanEstimate = field(default_factory=MeanEstimate)
+    beside: dict[Setting, InterferenceStats] = field(default_factory=dict)
+    steps: int = 0
+    work: float = 0.0
+    usual: float = 0.0
+
+    @property
+    def samples(self) -> float:
+        """Count the samples, of steps and of tasks alone."""
+        return self.steps + self.alone.count
+
+    def seconds(self) -> float:
+        """Return the work of the last steps, in seconds alone."""
+        return self.work / speed if (speed := self.speed()) else 0.0
+
+    def speed(self) -> float:
+        """Return the work per second alone; until that is measured, that of the first steps.
+
+        While no task ever runs alone the value does not favour a setting, as long as it stays the same.
+        """
+        if self.alone.count < MIN_SOLO_SAMPLES and PRIORITY in self.beside:
+            return self.usual or self.beside[PRIORITY].compute.mean
+        return self.alone.mean
+
+    def add(self, ran: OverlapSample, costs: Costs | None, seconds: float, work: float, moved: float) -> bool:
+        """Take the part of this kernel in a step; tell whether its costs have changed.
+
+        Parameters
+        ----------
+        costs
+            The costs of the step; None if they are not known.
+        seconds, work, moved
+            The seconds of the step, those of its tasks alone, and its bytes.
+        """
+        self.steps += 1
+        beside = self.beside.setdefault(ran.setting, InterferenceStats())
+        beside.at = self.steps
+        self.beside = {setting: of for setting, of in self.beside.items() if self.steps - of.at < STALE_STEPS}
+        beside.compute.add(ran.work / ran.seconds)
+        if not self.usual and ran.setting == PRIORITY and beside.compute.count >= MIN_SOLO_SAMPLES:
+            self.usual = beside.compute.mean
+            if self.alone.count < MIN_SOLO_SAMPLES:
+                self._begin_again()
+                return False
+        if costs is None:
+            return False
+        changed = beside.adds.add(costs.adds, seconds / moved)
+        if costs.delays is not None:
+            changed |= beside.delays.add(costs.delays, seconds / work)
+        return changed
+
+    def _begin_again(self) -> None:
+        """Drop costs that are relative to another speed."""
+        for beside in self.beside.values():
+            beside.adds, beside.delays = MeanEstimate(), MeanEstimate()
+
+    def forget(self) -> None:
+        """Drop what was measured beside communication."""
+        self.beside.clear()
+        self.usual = 0.0
+
+
+class OverlapStatistics:
+    """Keep the statistics of all kernels on a device."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, KernelStatistics] = {}
+        #: Bytes of communication of the last steps, and how many steps these were.
+        self.moved = self.steps = 0.0
+        #: Seconds that a byte of communication takes alone.
+        self.seconds_per_byte = MeanEstimate()
+
+    def compute(self) -> float:
+        """Return the work of all tasks in the last steps, in seconds alone."""
+        return sum(kernel.seconds() for kernel in self.kernels.values())
+
+    def communication(self) -> float | None:
+        """Return the seconds that communication of the last steps takes alone; None if not known yet."""
+        return (
+            self.moved * self.seconds_per_byte.mean if self.seconds_per_byte.count >= MIN_SOLO_STEPS else None
+        )
+
+    def total(self, costs: Costs) -> float:
+        """Return the seconds of the last steps, if compute and communication cost each other so much.
+
+        Both run side by side until one is done, then the other goes on alone. So this is the longer of
+        compute with the seconds that communication adds, and communication with the seconds that compute
+        delays it.
+        """
+        alone = self.communication()
+        total = self.compute() + self.moved * costs.adds
+        if alone is None or costs.delays is None:
+            return total
+        return max(total, alone + self.compute() * costs.delays)
+
+    def add(self, alone: SoloSample) -> str | None:
+        """Take a task without communication; return its kernel if that has changed, and so was dropped."""
+        kernel = self._kernel(alone.kernel)
+        kernel.work += alone.work
+        if not kernel.alone.add(alone.work / alone.seconds):
+            if kernel.alone.count == MIN_SOLO_SAMPLES:
+                kernel.beside.clear()  # costs so far are relative to another speed
+            return None
+        self.kernels[alone.kernel] = KernelStatistics(work=kernel.work)
+        return alone.kernel
+
+    def add_step(self, step: StepSample, of: str | None = None) -> str | None:
+        """Take a step; return the kernels that have changed, and so were dropped.
+
+        Parameters
+        ----------
+        of
+            The only kernel to learn of from the step; None for all of them.
+        """
+        self.moved = self.moved * STEP_DECAY + step.moved
+        self.steps = self.steps * STEP_DECAY + 1
+        for kernel in self.kernels.values():
+            kernel.work *= STEP_DECAY
+        for name, ran in step.ran.items():
+            self._kernel(name).work += ran.work
+        if not step.steady or not step.moved:
+            return None
+        if not step.ran:
+            self._alone(step)
+            return None
+        costs, work = self.costs(step), self._work(step)
+        changed = [
+            name
+            for name, ran in step.ran.items()
+            if of in (None, name) and self.kernels[name].add(ran, costs, step.seconds, work, step.moved)
+        ]
+        for name in changed:
+            self.kernels[name].forget()
+        return ", ".join(changed) or None
+
+    def _alone(self, step: StepSample) -> None:
+        self.seconds_per_byte.add(step.idle / step.moved)
+        if self.seconds_per_byte.count == MIN_SOLO_STEPS:
+            for kernel in self.kernels.values():
+                kernel.beside.clear()  # costs so far were told apart in another way
+
+    def costs(self, step: StepSample) -> Costs | None:
+        """Return the costs in a step; None until the speed of its kernels is known."""
+        if not (work := self._work(step)):
+            return None
+        if self.communication() is None:
+            return Costs((step.seconds - work) / step.moved, None)
+        seconds_per_byte = self.seconds_per_byte.mean
+        # In seconds without a task communication goes on as fast as it does alone.
+        beside = max(step.moved - step.idle / seconds_per_byte, LEAST_BESIDE_SHARE * step.moved)
+        return Costs(
+            (step.seconds - step.idle - work) / beside, (step.seconds - step.moved * seconds_per_byte) / work
+        )
+
+    def _work(self, step: StepSample) -> float:
+        """Return the work of the tasks of a step, in seconds alone; 0 until their speed is known."""
+        speeds = {name: self.kernels[name].speed() for name in step.ran}
+        if not all(speeds.values()):
+            return 0.0
+        return sum(ran.work / speeds[name] for name, ran in step.ran.items())
+
+    def _kernel(self, name: str) -> KernelStatistics:
+        if name not in self.kernels and len(self.kernels) >= MOST_KERNELS:
+            del self.kernels[min(self.kernels, key=lambda other: self.kernels[other].samples)]
+        return self.kernels.setdefault(name, KernelStatistics())
+
+    # ---- as plain values ---------------------------------------------------------------
+
+    def plain(self) -> dict[str, Any]:
+        """Return everything as values that JSON holds."""
+        return {
+            "moved": self.moved,
+            "steps": self.steps,
+            "pace": self.seconds_per_byte.plain(),
+            "kernels": {name: _plain(kernel) for name, kernel in self.kernels.items()},
+        }
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> OverlapStatistics:
+        """Return the statistics that :meth:`plain` has made the values of.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            When the values are of another form.
+        """
+        known = cls()
+        known.moved, known.steps = float(values["moved"]), float(values["steps"])
+        known.seconds_per_byte = MeanEstimate.of(values["pace"])
+        known.kernels = {str(name): _kernel(of) for name, of in values["kernels"].items()}
+        return known
+
+
+def _plain(kernel: KernelStatistics) -> dict[str, Any]:
+    return {
+        "steps": kernel.steps,
+        "work": kernel.work,
+        "usual": kernel.usual,
+        "alone": kernel.alone.plain(),
+        "beside": {
+            str(setting): [beside.at, *(one.plain() for one in (beside.compute, beside.adds, beside.delays))]
+            for setting, beside in kernel.beside.items()
+        },
+    }
+
+
+def _kernel(values: Mapping[str, Any]) -> KernelStatistics:
+    beside = {
+        Setting.parse(name): InterferenceStats(
+            MeanEstimate.of(compute), MeanEstimate.of(adds), MeanEstimate.of(delays), int(at)
+        )
+        for name, (at, compute, adds, delays) in values["beside"].items()
+    }
+    numbers = int(values["steps"]), float(values["work"]), float(values["usual"])
+    return KernelStatistics(MeanEstimate.of(values["alone"]), beside, *numbers)
+
+
+# ---- of several workers ----------------------------------------------------------------
+
+
+def significant(known: OverlapStatistics) -> OverlapStatistics:
+    """Return the statistics of a worker without the kernels that its last steps hardly had."""
+    least = MINOR_COMPUTE_SHARE * known.compute()
+    kernels = {name: kernel for name, kernel in known.kernels.items() if kernel.seconds() > least}
+    return _with_kernels(known, kernels)
+
+
+def average(several: Sequence[OverlapStatistics]) -> OverlapStatistics:
+    """Average the statistics of workers, for all kernels that any of them has.
+
+    Sample counts are averaged, not summed: workers wait for each other within a step, so their samples of
+    it are correlated.
+    """
+    found = OverlapStatistics()
+    if several:
+        found.moved, found.steps = fmean(one.moved for one in several), fmean(one.steps for one in several)
+    found.seconds_per_byte = pooled(one.seconds_per_byte for one in several)
+    names = dict.fromkeys(name for one in several for name in one.kernels)
+    found.kernels = {
+        name: _common([one.kernels[name] for one in several if name in one.kernels]) for name in names
+    }
+    return found
+
+
+def overlaid(agreed: OverlapStatistics, own: OverlapStatistics) -> OverlapStatistics:
+    """Return the average, and a worker's own statistics of kernels that are not in it."""
+    return _with_kernels(agreed, {**own.kernels, **agreed.kernels})
+
+
+def _with_kernels(known: OverlapStatistics, kernels: dict[str, KernelStatistics]) -> OverlapStatistics:
+    found = OverlapStatistics()
+    found.moved, found.steps, found.seconds_per_byte, found.kernels = (
+        known.moved,
+        known.steps,
+        known.seconds_per_byte,
+        kernels,
+    )
+    return found
+
+
+def _common(kernels: Sequence[KernelStatistics]) -> KernelStatistics:
+    settings = dict.fromkeys(setting for kernel in kernels for setting in kernel.beside)
+    usual = [kernel.usual for kernel in kernels if kernel.usual]  # 0 where it is not known yet
+    return KernelStatistics(
+        pooled(kernel.alone for kernel in kernels),
+        {
+            setting: _beside(kernel.beside[setting] for kernel in kernels if setting in kernel.beside)
+            for setting in settings
+        },
+        round(fmean(kernel.steps for kernel in kernels)),
+        fmean(kernel.work for kernel in kernels),
+        fmean(usual) if usual else 0.0,
+    )
+
+
+def _beside(several: Iterable[InterferenceStats]) -> InterferenceStats:
+    found = list(several)
+    compute, adds, delays = (
+        pooled(getattr(one, name) for one in found) for name in ("compute", "adds", "delays")
+    )
+    return InterferenceStats(compute, adds, delays, max(one.at for one in found))
+
+
+# ---- in a file -------------------------------------------------------------------------
+
+
+class StatisticsFileError(ValueError):
+    """Refuse a file of statistics; the message says why, and what would be right."""
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """Identify the device and the libraries that statistics hold for.
+
+    Parameters
+    ----------
+    device
+        The name of the device.
+    libraries
+        Versions by name of those that launch kernels.
+    """
+
+    device: str
+    libraries: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return ", ".join([self.device, *(f"{name} {number}" for name, number in self.libraries.items())])
+
+
+def directory() -> Path:
+    """Return the folder of the files whose path is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dask-gpurt")
+
+
+def default_path(cache_key: CacheKey) -> Path:
+    """Return the path of the file for a device and its libraries."""
+    name = re.sub(r"[^\w.]+", "-", str(cache_key)).strip("-")
+    return directory() / f"overlap-{name}.json"
+
+
+def read(path: Path, cache_key: CacheKey) -> OverlapStatistics:
+    """Read statistics; empty ones while there is no file.
+
+    Raises
+    ------
+    StatisticsFileError
+        When the file can not be read, or is of another device or other libraries.
+    """
+    if not path.exists():
+        return OverlapStatistics()
+    found, known = load(path)
+    if found != cache_key:
+        raise StatisticsFileError(
+            f"{path} was learnt on {found}, and here is {cache_key}: "
+            "remove it, or set 'gpurt.overlap.learned' to another path"
+        )
+    return known
+
+
+def load(path: Path) -> tuple[CacheKey, OverlapStatistics]:
+    """Read a file of any device.
+
+    Raises
+    ------
+    StatisticsFileError
+        When it can not be read.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+        if values["format"] != FILE_FORMAT:
+            raise ValueError(f"its format is {values['format']}, expected {FILE_FORMAT}")
+        cache_key = CacheKey(str(values["device"]), {str(k): str(v) for k, v in values["libraries"].items()})
+        return cache_key, OverlapStatistics.of(values["known"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StatisticsFileError(
+            f"{path} can not be read as what was learnt of kernels ({type(error).__name__}: {error}): "
+            "remove it, or set 'gpurt.overlap.learned' to another path"
+        ) from error
+
+
+def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
+    """Write statistics, and keep the kernels that the file has more samples of.
+
+    Raises
+    ------
+    StatisticsFileError
+        When the file that is there is of no use here; it stays as it is.
+    OSError
+        When it can not be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        values = {
+            "format": FILE_FORMAT,
+            "device": cache_key.device,
+            "libraries": dict(cache_key.libraries),
+            "known": merged(read(path, cache_key), known).plain(),
+        }
+        _replace(path, values)
+
+
+def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistics:
+    """Return for each kernel the statistics with more samples; on a tie, those of ``other``."""
+    found = OverlapStatistics()
+    latest = other if other.steps else one
+    found.moved, found.steps = latest.moved, latest.steps
+    found.kernels = {**one.kernels}
+    for name, kernel in other.kernels.items():
+        if name not in found.kernels or kernel.samples >= found.kernels[name].samples:
+            found.kernels[name] = kernel
+    return found
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Lock the file against other workers, from reading to replacing it."""
+    import fcntl  # missing on some systems, which `dask gpurt doctor` refuses
+
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        yield
+
+
+def _replace(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace the file at once: workers share it, and a reader never finds half of it."""
+    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with open(handle, "w") as file:
+            json.dump(values, file)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

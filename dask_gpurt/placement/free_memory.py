@@ -1,0 +1,118 @@
+"""Free memory of workers and the tiers of their data: from their ledgers, or else from Dask's own counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from dask.typing import Key
+from dask.utils import key_split
+from sortedcontainers import SortedKeyList
+
+from dask_gpurt.memory.ledger import FreeMemory, Picture
+from dask_gpurt.memory.tiers import Tier
+
+
+class Headroom(Protocol):
+    """Free memory of all workers, as they have reported it.
+
+    Each decision asks several times, so answers come from what is known on the scheduler.
+    """
+
+    def free_memory(self, worker: str) -> FreeMemory:
+        """Return the free memory of a worker."""
+
+    def has_reported(self, worker: str) -> bool:
+        """Tell whether a worker has reported its memory.
+
+        Otherwise its free memory is a guess, and what it may spill is unknown.
+        """
+
+    def tier(self, worker: str, key: Key) -> Tier:
+        """Return the tier of a key on a worker that holds it; ``Tier.DEVICE`` if unknown."""
+
+
+class LedgerHeadroom:
+    """Read free memory from the ledgers of all workers; for a worker that has sent none, from Dask.
+
+    Parameters
+    ----------
+    ledgers
+        As the scheduler's plugin keeps them.
+    workers
+        Dask's ``WorkerState`` by address.
+    """
+
+    def __init__(self, ledgers: Picture, workers: Mapping[str, Any]):
+        self._ledgers = ledgers
+        self._workers = workers
+
+    def free_memory(self, worker: str) -> FreeMemory:
+        """Return the free memory of a worker; infinite on one that has left or has no memory limit."""
+        return self._ledgers.room(worker) or self._known_to_dask(worker)
+
+    def has_reported(self, worker: str) -> bool:
+        """Tell whether a worker has sent its ledger."""
+        return self._ledgers.room(worker) is not None
+
+    def _known_to_dask(self, worker: str) -> FreeMemory:
+        state = self._workers.get(worker)
+        if not state or not state.memory_limit:
+            return FreeMemory(math.inf)
+        return FreeMemory(state.memory_limit - state.nbytes, live=state.memory_limit)
+
+    def tier(self, worker: str, key: Key) -> Tier:
+        """Return the tier with most of the bytes that tasks of the same prefix have left on a worker."""
+        if not self._ledgers.spilled(worker):
+            return Tier.DEVICE
+        return self._ledgers.fullest(worker, key_split(key)) or Tier.DEVICE
+
+
+class FreeMemoryIndex:
+    """Keep free memory by worker while replicas are handed out, and count each replica at once. Pure.
+
+    Parameters
+    ----------
+    look_up
+        Returns the free memory of a worker; called once for each.
+    """
+
+    def __init__(self, look_up: Callable[[str], FreeMemory]):
+        self._look_up = look_up
+        self._workers: dict[str, FreeMemory] = {}
+        #: By free bytes and by free bytes of all tiers, the most last; made on the first look-up.
+        self._orders: list[SortedKeyList] = []
+
+    def __getitem__(self, worker: str) -> FreeMemory:
+        memory = self._workers.get(worker)
+        if memory is None:
+            memory = self._workers[worker] = self._look_up(worker)
+        return memory
+
+    def take(self, worker: str, nbytes: float) -> None:
+        """Count ``nbytes`` more in the live tier of a worker, or less if below 0."""
+        memory = self[worker]
+        orders = [order for order in self._orders if worker in order]
+        for order in orders:
+            order.remove(worker)
+        self._workers[worker] = memory._replace(free=memory.free - nbytes)
+        for order in orders:
+            order.add(worker)
+
+    def most_free(self, workers: Iterable[str]) -> tuple[Iterator[str], Iterator[str]]:
+        """Return all workers twice, most free bytes first: of the live tier, and of all tiers.
+
+        Parameters
+        ----------
+        workers
+            All that there are. They are put in order once.
+        """
+        if not self._orders:
+            names = list(workers)
+            self._orders = [
+                SortedKeyList(names, key=lambda worker: (self[worker].free, worker)),
+                SortedKeyList(names, key=lambda worker: (self[worker].free + self[worker].below, worker)),
+            ]
+        live, total = self._orders
+        return reversed(live), reversed(total)

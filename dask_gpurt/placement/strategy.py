@@ -1,0 +1,346 @@
+"""The placement strategy on a scheduler of Dask's: bound in place of its own choices, and unbound again."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
+from math import floor
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.placement import cost
+from dask_gpurt.placement.candidates import CandidateSelector
+from dask_gpurt.placement.cost import Candidate
+from dask_gpurt.placement.free_memory import Headroom
+from dask_gpurt.placement.history import MAX_KEYS, History
+from dask_gpurt.placement.outputs import ShuffleInputs, assign, possible_owners
+from dask_gpurt.placement.queueing import IdleWorkerFilter, SiblingQueue
+from dask_gpurt.placement.replicas import ReplicaPlacement
+from dask_gpurt.topology import Topology
+
+#: Thieves of a neighbourhood whose costs are compared, and the least loaded workers that they are taken from.
+MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
+
+
+class Placement:
+    """Choose workers for a scheduler of Dask's.
+
+    The owner of the state calls ``on_…`` for events that Dask has no seam for. If a choice raises, or Dask's
+    method has other parameters than the known ones, Dask decides.
+
+    A bare ``SchedulerState`` will do if its class has a ``__dict__``. It has no
+    ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body, and call it after
+    each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
+
+    Parameters
+    ----------
+    state
+        Dask's ``SchedulerState``; if it has the extensions ``stealing`` and ``amm``, these are bound, too.
+    topology
+        Where workers are. It may learn that before or after Dask does, see :meth:`on_place_changed`.
+    headroom
+        Free memory of the workers.
+    metrics
+        Counts decisions and fallbacks.
+    history
+        The most keys whose last decision is kept.
+
+    Examples
+    --------
+    >>> placement = Placement(state, topology, headroom, Metrics())  # doctest: +SKIP
+    >>> placement.bind()  # doctest: +SKIP
+    >>> state.transitions({"x": "processing"}, "start")  # doctest: +SKIP
+    >>> placement.explain("x")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        topology: Topology,
+        headroom: Headroom,
+        metrics: Metrics,
+        history: int = MAX_KEYS,
+    ):
+        self._state = state
+        self._topology = topology
+        self._headroom = headroom
+        self._metrics = metrics
+        self._candidates = CandidateSelector(state, topology, headroom)
+        self._estimates = self._candidates.estimates
+        self._available = self._candidates.available
+        self._idle = IdleWorkerFilter(state, self._available)
+        self._roots = SiblingQueue(state)
+        self._history = History(history)
+        #: The root task that Dask is about to ask a worker for, without naming it, and the worker with a
+        #: slot.
+        self._root: Any = None
+        self._slot: Any = None
+        self._overrides = Overrides(lambda name, why: metrics.fallback(Fallback.PLACEMENT, why, name))
+        self._originals = self._overrides.originals
+
+    # ---- on and off --------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Choose from now on; workers and tasks may be there already."""
+        self._overrides.scheduler(self._state, lambda name: getattr(self, f"_{name}"))
+        if (extension := self._state.extensions.get("stealing")) is not None:
+            self._overrides.stealing(extension, lambda name: getattr(self, name))
+        if (manager := self._state.extensions.get("amm")) is not None:
+            ours = ReplicaPlacement(manager, self._state, self._topology, self._headroom, self._metrics)
+            ours.bind(self._overrides)
+        for ws in list(self._state.workers.values()):
+            self._state.check_idle_saturated(ws)
+        for ts in list(self._state.queued.sorted()):
+            self._roots.on_queued(ts)
+
+    def unbind(self) -> None:
+        """Have Dask choose again, as shipped."""
+        self._overrides.restore()
+        for ws in list(self._state.workers.values()):
+            self._state.check_idle_saturated(ws)
+
+    # ---- events ------------------------------------------------------------------------
+
+    def on_graph(self, keys: Iterable[Key]) -> None:
+        """Take notice of a new graph, before any of its tasks is placed."""
+        self._overrides.guarded("submitted", self._on_graph, lambda _: None)(keys)
+
+    def _on_graph(self, keys: Iterable[Key]) -> None:
+        found = [ts for key in keys if (ts := self._state.tasks.get(key)) is not None and _is_ready(ts)]
+        is_rootish = self._originals["is_rootish"]
+        self._candidates.on_graph([ts for ts in found if not is_rootish(ts)])
+
+    def on_task_ended(self, key: Key, worker: str | None = None, seconds: float = 0.0) -> None:
+        """Take notice that a task is no longer on a worker, after Dask has counted that.
+
+        Parameters
+        ----------
+        worker, seconds
+            The worker that has done it, and the work that it took; left out for a task that is not done.
+        """
+        self._candidates.on_task_ended(key)
+        ts = self._state.tasks.get(key)
+        if ts is not None and worker is not None:
+            self._estimates.on_task_finished(ts, worker, seconds)
+
+    def on_memory_reported(self, worker: str) -> None:
+        """Take notice that a worker has reported its memory."""
+        ws = self._state.workers.get(worker)
+        if ws is not None:
+            self._estimates.on_memory_reported(ws)
+            self._check(ws)
+
+    def on_place_changed(self, worker: str) -> None:
+        """Take notice that the topology has another place for a worker than before."""
+        ws = self._state.workers.get(worker)
+        if ws is not None:
+            self._candidates.on_place_changed(ws)
+            self._check(ws)
+
+    def _check(self, ws: WorkerState) -> None:
+        """Have Dask and the filter judge a worker again, and the queue move."""
+        if ws in self._state.running:
+            self._state.check_idle_saturated(ws)
+            self._open_queue("gpurt-room")
+
+    def on_worker_removed(self, worker: str) -> None:
+        """Forget a worker that Dask has removed."""
+        self._candidates.on_worker_removed(worker)
+        self._idle.discard(worker)
+        self._idle.admit()
+        self._open_queue("gpurt-left")
+
+    def _open_queue(self, stimulus_id: str) -> None:
+        if self._state.queued and self._state.idle_task_count:
+            self._state.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
+
+    def explain(self, key: Key) -> list[dict[str, Any]]:
+        """Return a row for each candidate of the last decision about a key, see :class:`History`."""
+        return self._history.explain(key)
+
+    # ---- tasks with inputs, and all that Dask does not queue -------------------------------
+
+    def _decide_worker_non_rootish(self, ts: SchedulerTask) -> Any:
+        state = self._state
+        self._candidates.on_placing(ts)
+        if not state.running or ts.actor:
+            return self._originals["decide_worker_non_rootish"](ts)
+        valid = state.valid_workers(ts)
+        if valid is not None and not valid:
+            if not ts.loose_restrictions:
+                return None
+            valid = None
+        if ts.dependencies or valid is not None:
+            candidates = self._candidates.for_task(ts, valid)
+        else:
+            candidates = self._candidates.for_root(ts, state.running)
+        if not candidates:
+            return self._originals["decide_worker_non_rootish"](ts)
+        return self._decide(ts, candidates, state.running if valid is None else valid)
+
+    def _decide(self, ts: SchedulerTask, candidates: list[Candidate], allowed: Any) -> Any:
+        """Return the worker of the best candidate, and keep the decision."""
+        chosen = cost.best(candidates) if len(candidates) > 1 else candidates[0]
+        ws = self._state.workers.get(chosen.worker)
+        if ws is None or ws not in allowed:
+            raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
+        self._estimates.on_decided(ts, chosen, ws)
+        self._history.add(ts.key, chosen.worker, candidates)
+        self._metrics.add("placement.decisions")
+        return ws
+
+    def _get_comm_cost(self, ts: SchedulerTask, ws: WorkerState) -> float:
+        return self._estimates.fetch(self._estimates.inputs(ts), ws).seconds
+
+    # ---- shuffles ----------------------------------------------------------------------
+
+    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
+        """Return the owner of each output of a shuffle, see :mod:`dask_gpurt.placement.outputs`.
+
+        Parameters
+        ----------
+        barrier
+            The task that waits for all its transfers.
+        chosen
+            The owners that Dask has chosen. Ours begin with the same worker, so that small shuffles take
+            turns.
+        """
+        guarded = self._overrides.guarded("owners", self._owners, lambda _, chosen: chosen)
+        found: dict[int, str] = guarded(barrier, chosen)
+        return found
+
+    def _owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
+        valid = self._state.valid_workers(barrier)
+        workers = sorted(self._state.running if valid is None else valid, key=lambda ws: ws.address)
+        if not workers or not chosen:
+            return chosen
+        first = bisect_left([ws.address for ws in workers], chosen[min(chosen)])
+        inputs = ShuffleInputs(barrier)
+        found = possible_owners(inputs, workers[first:] + workers[:first], self._estimates)
+        self._metrics.add("placement.shuffles")
+        return assign(chosen, found, inputs.nbytes)
+
+    # ---- root tasks --------------------------------------------------------------------
+
+    def _is_rootish(self, ts: SchedulerTask) -> bool:
+        rootish: bool = self._originals["is_rootish"](ts)
+        self._root, self._slot = ts if rootish else None, None
+        return rootish
+
+    def _decide_worker_rootish_queuing_enabled(self) -> Any:
+        ts, slot, self._root, self._slot = self._root, self._slot, None, None
+        idle = self._state.idle_task_count
+        if ts is None:
+            return self._originals["decide_worker_rootish_queuing_enabled"]()
+        if not idle:
+            self._roots.on_queued(ts)
+            return None
+        candidates = self._candidates.for_root(ts, idle, slot)
+        if not candidates:
+            return self._originals["decide_worker_rootish_queuing_enabled"]()
+        ws = self._decide(ts, candidates, idle)
+        self._roots.on_started(ts, self._available.home(ws))
+        return ws
+
+    def _decide_worker_rootish_queuing_disabled(self, ts: SchedulerTask) -> Any:
+        group, state = ts.group, self._state
+        if not (ws := group.last_worker) or ws not in self._available or not group.last_worker_tasks_left:
+            candidates = self._candidates.for_root(ts, state.running)
+            if candidates:
+                ws = self._decide(ts, candidates, state.running)
+                # Dask goes on with the worker of the batch, and does the accounting.
+                group.last_worker = ws
+                share = floor(len(group) / state.total_nthreads * ws.nthreads)
+                group.last_worker_tasks_left = max(1, share)
+        return self._originals["decide_worker_rootish_queuing_disabled"](ts)
+
+    def _stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None:
+        state = self._state
+        self._candidates.on_graph_placed()
+        if not state.queued:
+            return
+        for ws in self._idle.some_excluded():
+            state.check_idle_saturated(ws)
+        while state.queued and state.idle_task_count:
+            ts = self._next_root()
+            state.transitions({ts.key: "processing"}, stimulus_id)
+            if ts.state == "queued":
+                return
+
+    def _next_root(self) -> Any:
+        self._slot = slot = self._idle.slot()
+        self._root = (
+            self._roots.next(self._available.home(slot)) if slot is not None else self._state.queued.peek()
+        )
+        return self._root
+
+    def _check_idle_saturated(self, ws: WorkerState, occ: float = -1.0) -> None:
+        self._originals["check_idle_saturated"](ws, occ)
+        self._idle.check(ws)
+
+    # ---- stealing ----------------------------------------------------------------------
+
+    def _get_thief(
+        self, scheduler: Any, ts: SchedulerTask, potential_thieves: set[Any], *, occupancies: Any
+    ) -> Any:
+        victim = ts.processing_on
+        if ts.actor or victim is None:
+            return self._originals["_get_thief"](scheduler, ts, potential_thieves, occupancies=occupancies)
+        valid = scheduler.valid_workers(ts)
+        if valid is not None and ((able := potential_thieves & valid) or not ts.loose_restrictions):
+            potential_thieves = able
+        in_flight = scheduler.extensions["stealing"].in_flight_occupancy
+        found = self._thief(ts, victim, potential_thieves, lambda ws: occupancies[ws] + in_flight.get(ws, 0))
+        if found is None:
+            return None
+        ws, candidate = found
+        stays = self._estimates.cost(self._estimates.demand(ts), victim)
+        self._history.add(ts.key, candidate.worker, [stays, candidate])
+        return ws
+
+    def _thief(
+        self,
+        ts: SchedulerTask,
+        victim: WorkerState,
+        thieves: Collection[WorkerState],
+        occupancy: Callable[[WorkerState], float],
+    ) -> tuple[WorkerState, Candidate] | None:
+        """Return the nearest worker with free memory that is done with a task earlier; None without one.
+
+        Parameters
+        ----------
+        victim
+            The worker that has the task.
+        thieves
+            The workers that may take it.
+        occupancy
+            Returns seconds of work of a worker; tasks that are being stolen count where they go.
+        """
+        demand = self._estimates.demand(ts)
+        wait = occupancy(victim) / victim.nthreads
+        for name in self._available.neighbourhoods(victim):
+            least_loaded = self._available.least_loaded(name, MAX_THIEVES_LOOKED_UP)
+            near = (ws for ws in least_loaded if ws in thieves and ws is not victim)
+            found = {ws.address: ws for ws in islice(near, MAX_THIEVES)}
+            costs = [
+                _with_waiting(self._estimates.cost(demand, ws), occupancy(ws) / ws.nthreads)
+                for ws in found.values()
+            ]
+            fitting = [candidate for candidate in costs if candidate.terms.fits]
+            if fitting and (candidate := cost.best(fitting)).terms.seconds < wait:
+                return found[candidate.worker], candidate
+        return None
+
+
+def _with_waiting(candidate: Candidate, waiting: float) -> Candidate:
+    return candidate._replace(terms=candidate.terms._replace(waiting=waiting))
+
+
+def _is_ready(ts: SchedulerTask) -> bool:
+    """Tell whether all inputs of a released task are there, and it has some."""
+    return ts.state == "released" and bool(ts.dependencies) and all([dts.who_has for dts in ts.dependencies])

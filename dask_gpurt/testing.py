@@ -1,0 +1,450 @@
+"""Faults and checkers that wrap a running runtime from the outside: for tests, and for ``dask gpurt chaos``.
+
+Register :class:`Instruments` with a client, and each worker's runtime is wrapped as it is switched on::
+
+    client.register_plugin(dask_gpurt.testing.Instruments(handovers=True))
+    dask_gpurt.enable(client)
+
+The runtime itself knows none of these: the wrappers take the place of methods of its objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from random import Random
+from typing import Any
+
+from distributed import WorkerPlugin
+from distributed.worker_state_machine import ExecuteFailureEvent
+
+from dask_gpurt.config import Settings
+from dask_gpurt.device import Device, Pool
+from dask_gpurt.device.base import Fence, passed
+from dask_gpurt.device.copies import address
+from dask_gpurt.frames import Packed, Part, Piece, Table
+from dask_gpurt.observe import Fallback
+
+#: Methods of a device that allocate memory of it and may raise MemoryError, where it has them.
+ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")
+
+#: The first byte, and the one behind the last.
+Span = tuple[int, int]
+#: The stream that user code computes on, in whose order all threads are.
+COMPUTE = "compute"
+
+
+# ---- on the workers of a cluster -------------------------------------------------------------
+
+
+class Instruments(WorkerPlugin):
+    """Wrap the runtime of each worker, the one that is on and those that are switched on later.
+
+    Parameters
+    ----------
+    failures
+        One of so many allocations of a worker fails, and as many of its tasks, drawn at random; 0 for none.
+    handovers
+        Whether memory that changes hands is checked, by :class:`HandoverChecker`. What it finds is counted as
+        the fallback ``overlap.handed-over-early``, and the doctor tells of it.
+    """
+
+    name = "gpurt-instruments"
+    idempotent = True
+
+    def __init__(self, failures: int = 0, *, handovers: bool = False):
+        self.failures = failures
+        self.handovers = handovers
+
+    def setup(self, worker: Any) -> None:
+        _INSTRUMENTS[worker.address] = self
+        runtime = worker.plugins.get("gpurt")
+        if runtime is not None and runtime.is_on:
+            self.wrap(runtime)
+
+    def teardown(self, worker: Any) -> None:
+        _INSTRUMENTS.pop(worker.address, None)
+
+    def wrap(self, runtime: Any) -> None:
+        """Wrap the runtime of a worker, its :class:`~dask_gpurt.plugins.worker.GpurtWorkerPlugin`."""
+        if self.handovers:
+            too_early = partial(runtime.metrics.fallback, Fallback.OVERLAP_HANDED_OVER_EARLY)
+            checker = HandoverChecker(too_early, partial(runtime.metrics.add, "overlap.handovers"))
+            checker.watch_exchange(runtime.exchange)
+            checker.watch_frees(runtime.tiers.pinned, list)
+        if self.failures:
+            faults = FailingAllocations(runtime.exchange.pools.devices.values(), self.failures)
+            if runtime.data is not None:
+                runner = runtime.data._runner
+                runner.execute = _failing_tasks(runtime.worker, faults, runner.execute)
+
+
+#: By the address of the worker: a process may have several.
+_INSTRUMENTS: dict[str, Instruments] = {}
+
+
+def instrument(runtime: Any, settings: Settings) -> None:
+    """Wrap a runtime that has been switched on, where its worker has :class:`Instruments`.
+
+    The deprecated settings ``gpurt.memory.failures`` and ``gpurt.overlap.check`` ask for them too.
+    """
+    if (instruments := _INSTRUMENTS.get(runtime.worker.address)) is not None:
+        instruments.wrap(runtime)
+    elif settings.memory.failures or settings.overlap.check:
+        Instruments(settings.memory.failures, handovers=settings.overlap.check).wrap(runtime)
+
+
+# ---- faults ----------------------------------------------------------------------------------
+
+
+class FailingAllocations:
+    """Have one of so many allocations of some devices raise MemoryError, drawn at random. Thread-safe.
+
+    Attributes
+    ----------
+    hits
+        How many have failed so far.
+    """
+
+    def __init__(self, devices: Iterable[Any], one_in: int, seed: int | None = None):
+        self._random = Random(seed)
+        self._one_in = one_in
+        self._before: list[tuple[Any, str, Any]] = []
+        self.hits = 0
+        for device in devices:
+            for name in ALLOCATING:
+                if hasattr(device, name):
+                    self._before.append((device, name, vars(device).get(name)))
+                    setattr(device, name, self._failing(getattr(device, name)))
+
+    def draw(self) -> None:
+        """Raise MemoryError now and then."""
+        if self._random.randrange(self._one_in) == 0:
+            self.hits += 1
+            raise MemoryError("injected for a test")
+
+    def _failing(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(allocate)
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            self.draw()
+            return allocate(*args, **kwargs)
+
+        return failing
+
+    def stop(self) -> None:
+        """Let allocations succeed again."""
+        for device, name, before in self._before:
+            put_back(device, name, before)
+
+
+def put_back(owner: Any, name: str, before: Any) -> None:
+    """Undo the replacement of a method; ``before`` is what the instance had, None for nothing."""
+    if before is None:
+        vars(owner).pop(name, None)
+    else:
+        setattr(owner, name, before)
+
+
+def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..., Any]) -> Any:
+    """Have tasks of a worker run out of memory as allocations do."""
+
+    async def failing(key: Any, *, stimulus_id: str) -> Any:
+        try:
+            faults.draw()
+        except MemoryError as error:
+            return ExecuteFailureEvent.from_exception(
+                error,
+                key=key,
+                run_id=worker.state.tasks[key].run_id,
+                stimulus_id=f"gpurt-failure-{stimulus_id}",
+            )
+        return await execute(key, stimulus_id=stimulus_id)
+
+    return failing
+
+
+# ---- memory that changes hands ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What goes on: what it reads and writes, and the stream in whose order it is."""
+
+    name: str
+    stream: Hashable
+    reads: list[Span]
+    writes: list[Span]
+
+    def conflicts_with(self, other: _Operation) -> bool:
+        """Return whether it makes a difference which of two operations comes first."""
+        return (
+            overlap(self.writes, other.writes)
+            or overlap(self.writes, other.reads)
+            or overlap(self.reads, other.writes)
+        )
+
+
+class HandoverChecker:
+    """Detect buffers published, freed or reused while an asynchronous copy on them is pending. Thread-safe.
+
+    Copies go on after the call that has begun them. Before their memory is given back, shown to a peer or
+    used for something else, their fence has to be waited for, or the next work has to follow on the
+    same stream.
+    What counts is what has been waited for: a device that happened to be quick enough excuses nothing.
+
+    Parameters
+    ----------
+    report
+        Called with a sentence where memory changes hands too early.
+    count
+        Called for each time that was checked.
+    """
+
+    def __init__(self, report: Callable[[str], None], count: Callable[[], None] = passed):
+        self._report = report
+        self._count = count
+        self._pending: dict[int, _Operation] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    def begin(
+        self,
+        name: str,
+        *,
+        reads: Iterable[Any] = (),
+        writes: Iterable[Any] = (),
+        stream: Hashable | None = None,
+    ) -> Fence:
+        """Note that an operation begins; return what to call when it has been waited for, again does nothing.
+
+        Parameters
+        ----------
+        name
+            For people.
+        reads, writes
+            Buffers, or arrays.
+        stream
+            The one in whose order it is: this thread's own for communication, if not given.
+        """
+        begun = _Operation(name, stream or threading.get_ident(), spans(reads), spans(writes))
+        with self._lock:
+            number = next(self._numbers)
+            others = [other for other in self._pending.values() if other.stream != begun.stream]
+            self._pending[number] = begun
+        self._check(begun, others, f"{name} begins")
+        return partial(self._end, number, begun.stream)
+
+    def hand_over(self, name: str, buffers: Iterable[Any], *, readable: bool = False) -> None:
+        """Note that memory belongs to another user from now on.
+
+        Parameters
+        ----------
+        name
+            For people.
+        readable
+            Whether it goes on being read: then only what writes it is too early.
+        """
+        found = spans(buffers)
+        next_use = _Operation(name, None, found if readable else [], [] if readable else found)
+        with self._lock:
+            others = list(self._pending.values())
+        self._check(next_use, others, name)
+
+    def _check(self, mine: _Operation, others: Iterable[_Operation], how: str) -> None:
+        self._count()
+        for other in others:
+            if mine.conflicts_with(other):
+                self._report(f"{how} before {other.name} has been waited for, which has the same memory")
+
+    def _end(self, number: int, stream: Hashable) -> None:
+        """End all that is in the order of a stream, up to a number."""
+        with self._lock:
+            for each in [n for n, begun in self._pending.items() if n <= number and begun.stream == stream]:
+                del self._pending[each]
+
+    # ---- what is watched ---------------------------------------------------------------
+
+    def watch_exchange(self, exchange: Any) -> None:
+        """Watch the devices, pools and frames of an exchange, and what it publishes and releases."""
+        for device in exchange.pools.devices.values():
+            self.watch_device(device)
+        for kind in exchange.pools.devices:
+            outbox = exchange.pools.known(kind)
+            self.watch_frees(outbox.pool, lambda block: [block.buffer])
+            self._watch_publishing(outbox)
+        table, release_soon = exchange.table, exchange._release_soon
+
+        def watched_table(frame: Any) -> Table:
+            return watch_table(table(frame), self)
+
+        def watched_release_soon(path: Any, shard: Any) -> None:
+            if path.mapping is not None:
+                blocks = [path.mapping.view(each.offset, each.nbytes) for each in shard.sections]
+                self.hand_over("a shard is let go", blocks)
+            release_soon(path, shard)
+
+        exchange.table, exchange._release_soon = watched_table, watched_release_soon
+
+    def _watch_publishing(self, outbox: Any) -> None:
+        publish = outbox.publish
+
+        def watched(run: Any, share: int, owner: str, blocks: Iterable[Any]) -> Any:
+            shown = tuple(blocks)
+            self.hand_over("a shard is published", [block.buffer for block in shown], readable=True)
+            return publish(run, share, owner, shown)
+
+        outbox.publish = watched
+
+    def watch_device(self, device: Device) -> None:
+        """Watch the copies that a device makes, and the blocks of the pools that it makes from now on."""
+        create_pool = device.create_pool
+
+        def watched_pool(nbytes: int) -> Pool:
+            pool = create_pool(nbytes)
+            self.watch_frees(pool, lambda block: [block.buffer])
+            return pool
+
+        watched = {
+            "create_pool": watched_pool,
+            "scatter": self._watched_scatter(device.scatter),
+            "gather": self._watched_gather(device.gather),
+            "gather_all": self._watched_gather(device.gather_all),
+            "land": self._watched_land(device.land),
+        }
+        for name, method in watched.items():
+            setattr(device, name, method)
+
+    def watch_frees(self, pool: Any, buffers: Callable[[Any], Iterable[Any]]) -> None:
+        """Watch what a pool gets back by ``free``; ``buffers`` returns what memory that is."""
+        free = pool.free
+
+        def watched(given: Any) -> None:
+            self.hand_over("memory is given back", buffers(given))
+            free(given)
+
+        pool.free = watched
+
+    def _watched_scatter(self, scatter: Callable[..., Fence]) -> Callable[..., Fence]:
+        @wraps(scatter)
+        def watched(sources: Sequence[Any], into: Sequence[list[Any]], **options: Any) -> Fence:
+            pieces = itertools.chain.from_iterable(into)
+            end = self.begin("a copy to host memory", reads=sources, writes=pieces)
+            return _until_fence(end, partial(scatter, sources, into, **options))
+
+        return watched
+
+    def _watched_gather(self, gather: Callable[..., tuple[Any, Fence]]) -> Callable[..., tuple[Any, Fence]]:
+        @wraps(gather)
+        def watched(pieces: Sequence[Any]) -> tuple[Any, Fence]:
+            sources = itertools.chain.from_iterable(
+                piece if isinstance(piece, list) else [piece] for piece in pieces
+            )
+            end = self.begin("a copy from host memory", reads=sources)
+            made: list[Any] = []
+
+            def begin() -> Fence:
+                buffer, fence = gather(pieces)
+                made.append(buffer)
+                return fence
+
+            fence = _until_fence(end, begin)
+            return made[0], fence
+
+        return watched
+
+    def _watched_land(self, land: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        @wraps(land)
+        def watched(sources: Sequence[Any]) -> list[Any]:
+            end = self.begin("a pull", reads=sources)
+            try:
+                return land(sources)  # which waits by itself
+            finally:
+                end()
+
+        return watched
+
+
+def watch_table(table: Table, checker: HandoverChecker) -> Table:
+    """Watch the blocks that a backend packs into until it settles, and those it reads until its fence."""
+    pack, settle, assemble, fence = table.pack, table.settle, table.assemble, table.fence
+    stream = None if table.device.on_host else COMPUTE
+    packing: list[Fence] = []
+    reading: list[Fence] = []
+
+    def watched_pack(piece: Piece, room: Any) -> Packed:
+        packed = pack(piece, room)
+        packing.append(checker.begin("packing", writes=[packed.block.buffer]))
+        return packed
+
+    def watched_settle() -> None:
+        settle()
+        _end_all(packing)
+
+    def watched_assemble(parts: Sequence[Part], meta: Any, **options: Any) -> Any:
+        buffers = {id(part.buffer): part.buffer for part in parts}
+        end = checker.begin("putting an output together", reads=buffers.values(), stream=stream)
+        try:
+            frame = assemble(parts, meta, **options)
+        except BaseException:
+            end()
+            raise
+        reading.append(end)
+        return frame
+
+    def watched_fence() -> Callable[[], None] | None:
+        read, found = list(reading), fence()
+        reading.clear()
+        if found is None:
+            _end_all(read)
+            return None
+        return _until_fence(partial(_end_all, read), lambda: found)
+
+    for method in (watched_pack, watched_settle, watched_assemble, watched_fence):
+        setattr(table, method.__name__.removeprefix("watched_"), method)
+    return table
+
+
+def _until_fence(end: Fence, begin: Callable[[], Fence | None]) -> Fence:
+    """Begin what ends behind its fence, or at once where that is passed already or it fails."""
+    try:
+        fence = begin()
+    except BaseException:
+        end()
+        raise
+    if fence is None or fence is passed:
+        end()
+        return passed
+
+    def wait() -> None:
+        fence()
+        end()
+
+    return wait
+
+
+def _end_all(ends: list[Fence]) -> None:
+    for end in ends:
+        end()
+    ends.clear()
+
+
+def spans(buffers: Iterable[Any]) -> list[Span]:
+    """Return where buffers lie, in order; those without a byte are left out."""
+    return sorted((at := address(each), at + each.nbytes) for each in buffers if each.nbytes)
+
+
+def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Return whether spans in order and others in order have a byte in common."""
+    mine, theirs = iter(some), iter(others)
+    one, other = next(mine, None), next(theirs, None)
+    while one and other:
+        if one[0] < other[1] and other[0] < one[1]:
+            return True
+        if one[1] <= other[1]:
+            one = next(mine, None)
+        else:
+            other = next(theirs, None)
+    return False

@@ -1,0 +1,310 @@
+"""Detect the devices of this host and the place of this process, through NVML and the operating system."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dask_gpurt.topology.links import Link
+from dask_gpurt.topology.model import Devices, Gpu, GpuLink, Host, Lanes, Nic, Place
+
+SYS = Path("/sys")
+#: The generation of NVLink by the number that NVML has for its version; 2.2 and 3.1 have one of their own.
+NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
+#: ``NVML_P2P_CAPS_INDEX_READ`` by number, since nvidia-ml-py has a tuple there.
+READ_CAPABILITY = 0
+
+
+def discover(library: Any | None = None) -> Host:
+    """Ask NVML and the operating system for the devices of this host. It may take a second.
+
+    Parameters
+    ----------
+    library
+        ``pynvml`` or a module with the same functions; imported if not given. Without it no GPU is found.
+    """
+    library = library or nvml_library()
+    host = Host(host_name(), nics=nics(), numa_nodes=len(numa_nodes()))
+    if library is None:
+        return host
+    known = Nvml(library, node_of_device)
+    gpus = known.gpus()
+    return replace(host, gpus=gpus, joins=known.joins(gpus))
+
+
+def visible_devices() -> str | None:
+    """Return the devices that CUDA shows to this process; None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_tcp: bool = False) -> Place:
+    """Return the place of this process.
+
+    Parameters
+    ----------
+    host
+        This one.
+    visible
+        Its ``CUDA_VISIBLE_DEVICES``.
+    on_gpu
+        Whether it keeps its data on the first of them.
+    rdma
+        Whether it sends by RDMA where there is a NIC for it.
+    by_tcp
+        Whether Dask's comms to it are TCP.
+    """
+    gpu = host.find(visible) if on_gpu else None
+    return host.place(here(), gpu, numa=own_node(), rdma=rdma, by_tcp=by_tcp)
+
+
+# ---- GPUs, by NVML -----------------------------------------------------------------------
+
+
+def nvml_library() -> Any | None:
+    """Return ``pynvml``, initialised; None if it or the driver is missing, or Dask's setting forbids it."""
+    from distributed.diagnostics import nvml
+
+    nvml.init_once()
+    return import_module("pynvml") if nvml.is_initialized() else None
+
+
+def nvml_missing() -> str | None:
+    """Return why there is no :func:`nvml_library`; None when there is one."""
+    from distributed.diagnostics import nvml
+
+    if nvml_library() is not None:
+        return None
+    reasons = {
+        nvml.NVMLState.DISABLED_PYNVML_NOT_AVAILABLE: "nvidia-ml-py is not installed",
+        nvml.NVMLState.DISABLED_CONFIG: "'distributed.diagnostics.nvml' is false",
+    }
+    return reasons.get(nvml.NVML_STATE, "there is no NVIDIA driver that it can ask")
+
+
+class Nvml:
+    """Ask NVML about GPUs and their links. Features that a driver or device lacks count as absent.
+
+    Parameters
+    ----------
+    library
+        ``pynvml``, or a module with the same functions.
+    numa
+        Returns the NUMA node of a device by its address on the PCI bus.
+    """
+
+    def __init__(self, library: Any, numa: Callable[[str], int | None]):
+        self._library = library
+        self._numa = numa
+        self._handles = {
+            index: library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())
+        }
+
+    def _ask(self, question: str, *about: Any, default: Any = None) -> Any:
+        try:
+            return getattr(self._library, question)(*about)
+        except (self._library.NVMLError, AttributeError):  # the driver, or nvidia-ml-py, is too old for it
+            return default
+
+    # ---- devices ---------------------------------------------------------------------
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """List all GPUs in the order of the bus; of a GPU partitioned by MIG, its instances."""
+        return tuple(gpu for index, handle in self._handles.items() for gpu in self._parts(index, handle))
+
+    def _parts(self, index: int, handle: Any) -> Iterator[Gpu]:
+        whole = Gpu(
+            _text(self._library.nvmlDeviceGetUUID(handle)),
+            index,
+            _text(self._ask("nvmlDeviceGetName", handle)),
+            numa=self._numa(self._bus(handle)),
+            pcie=self._pcie(handle),
+        )
+        if not self._ask("nvmlDeviceGetMigMode", handle, default=(0, 0))[0]:
+            yield replace(whole, nvlink=self._nvlinks(handle), fabric=self._fabric(handle))
+            return
+        for number in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle, default=0)):
+            part = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+            if part is not None:
+                yield replace(whole, id=_text(self._library.nvmlDeviceGetUUID(part)), parent=whole.id)
+
+    def _bus(self, handle: Any) -> str:
+        info = self._ask("nvmlDeviceGetPciInfo", handle)
+        return "" if info is None else _text(info.busId).lower()
+
+    def _pcie(self, handle: Any) -> Lanes | None:
+        # The current generation is lower while a GPU idles.
+        generation = self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle)
+        width = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
+        return Lanes(generation, width) if generation and width else None
+
+    def _nvlinks(self, handle: Any) -> Lanes | None:
+        up = list(self._links_up(handle))
+        version = self._ask("nvmlDeviceGetNvLinkVersion", handle, up[0], default=0) if up else 0
+        return Lanes(NVLINK_GENERATIONS.get(version, 0), len(up)) if up else None
+
+    def _links_up(self, handle: Any) -> Iterator[int]:
+        for link in range(self._library.NVML_NVLINK_MAX_LINKS):
+            if self._ask("nvmlDeviceGetNvLinkState", handle, link, default=0):
+                yield link
+
+    def _fabric(self, handle: Any) -> str | None:
+        """Return the domain of a GPU whose NVLink switch joins hosts; None within one host."""
+        try:
+            info = self._library.c_nvmlGpuFabricInfo_t()
+            self._library.nvmlDeviceGetGpuFabricInfo(handle, info)
+        except (self._library.NVMLError, AttributeError):
+            return None
+        cluster = bytes(info.clusterUuid)
+        complete = info.state == self._library.NVML_GPU_FABRIC_STATE_COMPLETED
+        return f"{cluster.hex()}/{info.cliqueId}" if complete and any(cluster) else None
+
+    # ---- pairs -----------------------------------------------------------------------
+
+    def joins(self, gpus: tuple[Gpu, ...]) -> dict[Devices, GpuLink]:
+        """Return the link between every two of :meth:`gpus`."""
+        return {frozenset((one.id, other.id)): self._join(one, other) for one, other in combinations(gpus, 2)}
+
+    def _join(self, one: Gpu, other: Gpu) -> GpuLink:
+        if one.parent or other.parent:  # instances of MIG have no peers, not even in their own GPU
+            return GpuLink(Link.SHARED_MEMORY)
+        pair = self._handles[one.index], self._handles[other.index]
+        if self._can(pair, self._library.NVML_P2P_CAPS_INDEX_NVLINK):
+            return GpuLink(Link.NVLINK, nvlinks=self._nvlinks_between(*pair))
+        if self._can(pair, READ_CAPABILITY):
+            return GpuLink(Link.PCIE, path=self._path(pair))
+        return GpuLink(Link.SHARED_MEMORY)
+
+    def _can(self, pair: tuple[Any, Any], capability: int) -> bool:
+        answer = self._ask("nvmlDeviceGetP2PStatus", *pair, capability)
+        return bool(answer == self._library.NVML_P2P_STATUS_OK)
+
+    def _nvlinks_between(self, handle: Any, peer: Any) -> int:
+        """Count the NVLinks to a peer, or to a switch, through which each of them reaches every peer."""
+        bus, switch = self._bus(peer), self._library.NVML_NVLINK_DEVICE_TYPE_SWITCH
+        count = 0
+        for link in self._links_up(handle):
+            ends_at = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            kind = self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            count += kind == switch or (ends_at is not None and _text(ends_at.busId).lower() == bus)
+        return count
+
+    def _path(self, pair: tuple[Any, Any]) -> str:
+        level = self._ask("nvmlDeviceGetTopologyCommonAncestor", *pair)
+        names = {
+            self._library.NVML_TOPOLOGY_INTERNAL: "PIX",
+            self._library.NVML_TOPOLOGY_SINGLE: "PIX",
+            self._library.NVML_TOPOLOGY_MULTIPLE: "PXB",
+            self._library.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
+            self._library.NVML_TOPOLOGY_NODE: "NODE",
+            self._library.NVML_TOPOLOGY_SYSTEM: "SYS",
+        }
+        return names.get(level, "")
+
+
+def _text(value: Any) -> str:
+    """Return text, also of older versions of nvidia-ml-py, which return bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value or "")
+
+
+# ---- the host, by the operating system ---------------------------------------------------
+
+
+def host_id() -> str:
+    """Return an id that all processes of one running kernel share."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def host_name() -> str:
+    """Return the name of this host."""
+    return socket.gethostname()
+
+
+def here() -> str:
+    """Return the id of this host for a :class:`~dask_gpurt.topology.Place`.
+
+    Containers of one machine have names of their own, and mostly can not map each other's memory.
+    """
+    return f"{host_name()}/{host_id()[:8]}"
+
+
+# ---- NUMA ----------------------------------------------------------------------------
+
+
+def numa_nodes(sys: Path = SYS) -> dict[int, set[int]]:
+    """Return the processors of each NUMA node; one empty node if the system does not tell."""
+    folder = sys / "devices/system/node"
+    nodes = {int(node.name[4:]): _processors(_read(node / "cpulist")) for node in folder.glob("node[0-9]*")}
+    return nodes or {0: set()}
+
+
+def _processors(listed: str) -> set[int]:
+    """Return the numbers in a list such as "0-3,8"."""
+    spans = [part.partition("-") for part in listed.split(",") if part]
+    return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
+
+
+def own_node(sys: Path = SYS) -> int | None:
+    """Return the NUMA node that this process is bound to; None if it runs on several."""
+    nodes = numa_nodes(sys)
+    try:
+        mine = set(psutil.Process().cpu_affinity())
+    except (AttributeError, psutil.Error):  # no such thing on this system
+        return None
+    within = [node for node, processors in nodes.items() if mine and mine <= processors]
+    return within[0] if len(nodes) > 1 and within else None
+
+
+def node_of_device(bus: str, sys: Path = SYS) -> int | None:
+    """Return the NUMA node of a device by its address on the PCI bus; None if the system does not tell."""
+    # NVML writes the domain with eight digits, the kernel with four.
+    address = re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower())
+    return _node(sys / "bus/pci/devices" / address / "numa_node") if address else None
+
+
+def _node(file: Path) -> int | None:
+    text = _read(file)
+    return int(text) if text.isdecimal() else None  # "-1": the system does not know
+
+
+# ---- NICs ----------------------------------------------------------------------------
+
+
+def nics(sys: Path = SYS) -> tuple[Nic, ...]:
+    """List the network devices that are up, those for RDMA first; the loopback device is left out."""
+    return (*_rdma(sys), *_ethernet(sys))
+
+
+def _rdma(sys: Path) -> Iterator[Nic]:
+    for device in sorted((sys / "class/infiniband").glob("*")):
+        ports = [port for port in device.glob("ports/*") if "ACTIVE" in _read(port / "state")]
+        rates = [float(found[0]) for port in ports if (found := re.match(r"[\d.]+", _read(port / "rate")))]
+        if ports:
+            speed = max(rates, default=0) * 1e9 / 8  # "400 Gb/sec (4X NDR)"
+            yield Nic(device.name, speed or None, True, _node(device / "device/numa_node"))
+
+
+def _ethernet(sys: Path) -> Iterator[Nic]:
+    for name, found in sorted(psutil.net_if_stats().items()):
+        if found.isup and "loopback" not in found.flags:
+            speed = found.speed * 1e6 / 8 if found.speed > 0 else None  # in Mbit/s
+            yield Nic(name, speed, False, _node(sys / "class/net" / name / "device/numa_node"))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

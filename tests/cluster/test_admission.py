@@ -1,0 +1,213 @@
+"""Tasks and fetches that wait for room in the memory of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from dask.utils import key_split
+from distributed import Client, SchedulerPlugin, wait, worker_client
+from distributed.utils_test import gen_cluster
+
+import dask_gpurt
+from dask_gpurt.memory import admission
+from dask_gpurt.observe import Fallback
+from tests.helpers.clusters import Library, cluster, counters
+
+MIB = 2**20
+
+
+TIGHT = {
+    "memory__device": 8 * MIB,
+    "memory__pinned": 8 * MIB,
+    "memory__host": 0,
+    "exchange__pool": 4 * MIB,
+}
+
+
+def wide(seconds: float = 0.0) -> Any:
+    time.sleep(seconds)
+    return np.ones(5 * MIB, np.uint8)
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with cluster("pandas", workers=1, threads=2, failures=0, **TIGHT) as client:
+        yield client
+
+
+def test_a_task_without_room_waits_until_another_has_finished(two_threads: Client) -> None:
+    two_threads.submit(wide, pure=False).result()  # what the prefix needs is known now
+    at_once = two_threads.map(_overlap, range(6), key=[f"overlap-{i}" for i in range(6)])
+    assert max(two_threads.gather(at_once)) == 2, "small tasks run beside each other"
+    for future in two_threads.map(wide, [0.05] * 6, pure=False):
+        future.release()
+    futures = two_threads.map(wide, [0.05] * 6, pure=False)
+    wait(futures)
+    assert counters(two_threads)["memory.waits"] > 0
+    assert [future.result().nbytes for future in futures] == [5 * MIB] * 6
+
+
+_at_once: Counter[str] = Counter()
+
+
+_lock = threading.Lock()
+
+
+def _overlap(_: int) -> int:
+    with _lock:
+        _at_once["running"] += 1
+    time.sleep(0.1)
+    with _lock:
+        found = _at_once["running"]
+    time.sleep(0.1)
+    with _lock:
+        _at_once["running"] -= 1
+    return found
+
+
+def _slow_sum(*parts: Any) -> int:
+    time.sleep(0.2)
+    return sum(int(part[-1]) for part in parts)
+
+
+def test_what_peers_send_waits_for_room_as_tasks_do() -> None:
+    """Two workers that want each other's data, three times as much as fits, one by one."""
+    one_by_one = dask.config.set({"distributed.worker.transfer.message-bytes-limit": MIB})
+    with one_by_one, cluster("pandas", workers=2, threads=1, failures=0, **TIGHT) as client:
+        here, there = client.nthreads()
+        made = {
+            name: client.map(np.full, [3 * MIB] * 8, range(8), dtype="u1", workers=[name], pure=False)
+            for name in (here, there)
+        }
+        wait([*made[here], *made[there]])
+        sums = [
+            client.submit(_slow_sum, *two, workers=[name], pure=False)
+            for name, other in ((here, there), (there, here))
+            for two in zip(*[iter(made[other])] * 2, strict=True)
+        ]
+        assert client.gather(sums) == [1, 5, 9, 13] * 2
+        peaks = client.run(lambda dask_worker: dask_worker.plugins["gpurt"].metrics.snapshot())
+        assert max(one["counters"]["memory.device.peak"] for one in peaks.values()) <= 8 * MIB
+
+
+def test_a_task_that_waits_for_tasks_of_its_own_does_not_stop_them(two_threads: Client) -> None:
+    def parent() -> int:
+        held = np.ones(5 * MIB, np.uint8)
+        with worker_client() as client:  # secedes
+            return int(client.submit(wide, pure=False).result().nbytes + held.nbytes)
+
+    two_threads.submit(wide, pure=False).result()
+    parents = two_threads.map(lambda _: parent(), range(3), pure=False)
+    assert two_threads.gather(parents) == [10 * MIB] * 3
+
+
+_met: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+
+def _meet(mine: str, other: str, _: Any = None) -> bool:
+    held = np.ones(5 * MIB, np.uint8)
+    _met[mine].set()
+    return _met[other].wait(60) and bool(held.all())
+
+
+@pytest.mark.parametrize("of", ["tasks", "a task and a fetch"])
+def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in whose place the other one would have to wait, until it ends, which it does not."""
+    monkeypatch.setattr(admission, "ADMISSION_PATIENCE_S", 0.2)
+    monkeypatch.setattr(sys.modules[__name__], "_met", defaultdict(threading.Event))
+    config = {f"gpurt.{name.replace('__', '.')}": value for name, value in TIGHT.items()}
+    workers = [("127.0.0.1", 2), ("127.0.0.1", 1)]
+
+    @gen_cluster(client=True, nthreads=workers, timeout=120, config=config)
+    async def run(client: Any, scheduler: Any, here: Any, there: Any) -> None:
+        await dask_gpurt.enable(client)
+        await client.submit(wide, key="meet-0", workers=[here.address])  # what the prefix needs is known now
+        far = None
+        if of == "a task and a fetch":
+            far = client.submit(np.ones, 5 * MIB, np.uint8, key="far", workers=[there.address])
+            await far
+        one = client.submit(_meet, "first", "second", key="meet-1", workers=[here.address])
+        while not _met["first"].is_set():
+            await asyncio.sleep(0.01)
+        two = client.submit(_meet, "second", "first", far, key="meet-2", workers=[here.address])
+        assert await client.gather([one, two]) == [True, True]
+        report = await dask_gpurt.report(client)
+        assert report["counters"]["memory.waits.overdue"] >= 1
+        assert Fallback.MEMORY_ADMITTED_OVERDUE.id in report["workers"][here.address]["fallbacks"]
+        await dask_gpurt.disable(client)
+
+    run()
+
+
+def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> None:
+    with cluster("pandas", workers=1, failures=0) as client:
+        tiny, kept = client.submit(int, 7, pure=False), client.submit(wide, pure=False)
+        client.submit(lambda _: wide(), tiny, key="grow-1").result()
+        client.submit(lambda array: array[:1], kept, key="grow-2").result()
+        assert not [name for name in counters(client) if name.startswith("memory.spill.bytes")]
+
+
+def test_nothing_is_spilled_for_a_trifle(two_threads: Client) -> None:
+    """The tier is full of what can go; a few bytes do not make it go."""
+    kept = two_threads.map(lambda i: np.full(MIB, i, np.uint8), range(7), pure=False)
+    rest = two_threads.submit(np.ones, MIB - 1, np.uint8, pure=False)
+    wait([*kept, rest])
+    wait(two_threads.map(str, range(50), pure=False))
+    assert not [name for name in counters(two_threads) if name.startswith("memory.spill.bytes")]
+
+
+def test_a_need_above_the_limit_does_not_keep_a_task_from_running(two_threads: Client) -> None:
+    def huge(_: int) -> int:
+        return int(np.ones(20 * MIB, np.uint8).nbytes)
+
+    assert two_threads.gather(two_threads.map(huge, range(4), pure=False)) == [20 * MIB] * 4
+
+
+class InMemory(SchedulerPlugin):
+    """The most keys of a prefix that are in memory at once."""
+
+    def __init__(self, prefix: str):
+        self.prefix, self.keys, self.most = prefix, set[Any](), 0
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if key_split(key).startswith(self.prefix):
+            (self.keys.add if finish == "memory" else self.keys.discard)(key)
+            self.most = max(self.most, len(self.keys))
+
+
+def part(i: int) -> pd.DataFrame:
+    return pd.DataFrame({"key": np.arange(i, i + 2**16), "payload": 1.0})
+
+
+def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
+    with cluster(failures=0, **TIGHT) as client:
+        read = InMemory("part")
+        client.cluster.scheduler.add_plugin(read)
+        frame = dd.from_map(part, range(80))  # 80 MiB, through 16
+        assert frame.shuffle("key").payload.sum().compute() == 80 * 2**16
+    assert 0 < read.most <= 8, "per worker the ones in use, those next, and no more"
+
+
+@pytest.mark.parametrize("one_in", [5])
+def test_with_allocations_that_fail_at_random_all_comes_out_right(library: Library, one_in: int) -> None:
+    frame = pd.DataFrame({"key": np.arange(200_000) * 7 % 200_003, "payload": np.arange(200_000)})
+    with cluster(library.name, failures=one_in, memory__retries=30, **TIGHT) as client:
+        ours = dd.from_pandas(frame, npartitions=12)
+        if library.name == "cudf":
+            ours = ours.to_backend("cudf")
+        joined = ours.shuffle("key").merge(ours.shuffle("key"), on="key")
+        assert int(joined.payload_x.sum().compute()) == int(frame.payload.sum())
+        assert counters(client)["memory.retries"] > 0
+        assert dask_gpurt.is_enabled(client)

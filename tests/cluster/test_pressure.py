@@ -1,0 +1,49 @@
+"""Data that a worker has in its tiers are spilled when Dask's monitor finds the process too large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+from distributed.spill import ManualEvictProto
+from distributed.utils_test import gen_cluster
+
+import dask_gpurt
+from tests.helpers.in_process import until
+
+BYTES = 2**20
+#: The limit is below what this process has already. Tasks are not to be paused for it.
+MEMORY = {
+    "distributed.worker.memory.spill": 0.9,
+    "distributed.worker.memory.target": 0.8,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.monitor-interval": "20ms",
+}
+
+
+@pytest.mark.parametrize("spill", [0.9, False])
+def test_the_monitor_of_dask_has_data_spilled(spill: float | bool) -> None:
+    limit = psutil.Process().memory_info().rss
+
+    @gen_cluster(
+        client=True,
+        nthreads=[("127.0.0.1", 1)],
+        config={**MEMORY, "distributed.worker.memory.spill": spill},
+        worker_kwargs={"memory_limit": limit},
+    )
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        await dask_gpurt.enable(client)
+        data: ManualEvictProto = a.data
+        assert data.fast
+        kept = await client.scatter({"data": bytes(BYTES)})
+        key = kept["data"].key
+        if spill:
+            await until(lambda: a.data.not_live([key]) == [key])
+        else:
+            await a.memory_manager.memory_monitor(a)
+            assert a.data.not_live([key]) == []
+        assert a.data[key] == bytes(BYTES)
+        await dask_gpurt.disable(client)
+
+    run()

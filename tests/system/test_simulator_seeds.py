@@ -1,0 +1,32 @@
+"""A simulation with the same seed gives the same figures in any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dask_gpurt.simulate.placements import PLACEMENTS
+from tests.helpers.commands import answer
+
+SCRIPT = """\
+import json, sys
+from dask_gpurt.simulate import build_cluster, build_workload
+from dask_gpurt.simulate.placements import PLACEMENTS, simulate
+
+def figures(placement):
+    cluster = build_cluster("mixed", 16)
+    workload = build_workload("pipeline", cluster, partitions=20, seed=int(sys.argv[1]))
+    found = simulate(cluster, workload, placement).result.to_dict()
+    return {name: figure for name, figure in found.items() if not name.endswith("_us")}
+
+print(json.dumps({placement: figures(placement) for placement in PLACEMENTS}))
+"""
+
+
+def test_the_same_seed_gives_the_same_figures_in_any_process(tmp_path: Path) -> None:
+    script = tmp_path / "same.py"
+    script.write_text(SCRIPT)
+    one, same, other = (
+        answer(script, seed, PYTHONHASHSEED=hashes) for seed, hashes in (("1", "1"), ("1", "2"), ("2", "1"))
+    )
+    assert one == same
+    assert all(one[placement]["makespan"] != other[placement]["makespan"] for placement in PLACEMENTS)

@@ -1,0 +1,42 @@
+"""The TPC-H benchmark on clusters of processes, run the way a user types it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tpch.budget import PHASES
+from tests.helpers.tpch import SCALE, small_tables
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:
+    # Dask reads several small files as one partition; there have to be some for a join to be shuffled.
+    tables, output = small_tables(tmp_path / "tables", parts=12), tmp_path / "results.json"
+    options = ["--data", str(tables.directory), "--scale", str(SCALE), "--parts", str(tables.parts)]
+    options += ["--queries", "3,6", "--backend", "pandas", "--repeat", "1", "--json", str(output)]
+    command = [sys.executable, "-m", "benchmarks.tpch", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(output.read_text())
+    figures = {(each["query"], each["contender"]): each for each in results["figures"]}
+    assert set(figures) == set(itertools.product([3, 6], ["gpurt", "tasks", "p2p"]))
+    for figure in figures.values():
+        seconds = figure["budget"]["seconds"]
+        assert list(seconds) == list(PHASES)
+        assert sum(seconds.values()) == pytest.approx(figure["warm"]["median"], rel=0.01)
+        assert figure["budget"]["read_bytes"] > 0
+    # A join of several partitions is shuffled by whom it should be.
+    assert figures[3, "gpurt"]["budget"]["shuffles"] > 0
+    assert figures[3, "tasks"]["budget"]["shuffles"] == 0
+    assert "hash-join-transfer" in figures[3, "p2p"]["budget"]["tasks"]
+    assert "hash-join-transfer" not in figures[3, "tasks"]["budget"]["tasks"]
+    assert set(results["ratios"]) == {"tasks", "p2p"}

@@ -1,0 +1,64 @@
+"""The queries of TPC-H against DuckDB, on small tables in which every query finds something."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import dask
+import pyarrow as pa
+import pytest
+
+from benchmarks.tpch.queries import QUERIES
+from benchmarks.tpch.reference import WrongResultError, check, collected, expected, numbers_of
+from benchmarks.tpch.tables import ParquetTables, convert
+from tests.helpers.tpch import small_tables
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> ParquetTables:
+    return small_tables(tmp_path_factory.mktemp("tpch") / "tables", parts=4)
+
+
+@pytest.mark.parametrize("number", QUERIES)
+def test_results_are_duckdbs(tables: ParquetTables, number: int) -> None:
+    query, wanted = QUERIES[number], expected(tables, [number])[number]
+    assert len(wanted) > 0
+    assert not wanted.isnull().any().any()
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "threads"}):
+        check(query, collected(query, query.build(tables).compute()), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda frame: frame.iloc[1:], "rows"),
+        (lambda frame: frame[frame.columns[::-1]], "columns"),
+        (lambda frame: frame.assign(c_count=frame.c_count + 1), "c_count"),
+        (lambda frame: frame.iloc[::-1], "order by custdist"),
+    ],
+)
+def test_a_wrong_result_is_told(tables: ParquetTables, change: Any, reason: str) -> None:
+    wanted = expected(tables, [13])[13]
+    with pytest.raises(WrongResultError, match=reason):
+        check(QUERIES[13], change(wanted), wanted)
+
+
+def test_a_double_may_differ_by_rounding_only(tables: ParquetTables) -> None:
+    wanted = expected(tables, [6])[6]
+    check(QUERIES[6], wanted * (1 + 1e-12), wanted)
+    with pytest.raises(WrongResultError, match="revenue"):
+        check(QUERIES[6], wanted * (1 + 1e-6), wanted)
+
+
+def test_decimals_become_the_nearest_doubles() -> None:
+    cents = range(-1000, 100_000)
+    column = pa.chunked_array([pa.array([Decimal(n) / 100 for n in cents], pa.decimal128(15, 2))])
+    assert convert(column).to_pylist() == [n / 100 for n in cents]
+
+
+def test_queries_are_named_by_numbers_and_ranges() -> None:
+    assert numbers_of("all") == list(range(1, 23))
+    assert numbers_of("1,7-9") == [1, 7, 8, 9]
+    with pytest.raises(ValueError, match="23"):
+        numbers_of("22-23")

@@ -1,0 +1,222 @@
+"""What is replaced in Dask comes back as it was, whatever others have replaced meanwhile."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import pytest
+
+from dask_gpurt.dask_hooks import PatchOrderError, PatchSet, Seam, UnsupportedError
+
+
+class Dasks:
+    """As a class of Dask's."""
+
+    def method(self, at: int) -> list[Any]:
+        return ["Dask", at]
+
+    @cached_property
+    def once(self) -> list[str]:
+        return ["Dask"]
+
+
+def ours(original: Any) -> Any:
+    return lambda *args: ["ours", *original(*args)]
+
+
+class Theirs:
+    """Another package that wraps a method, and puts back what it found."""
+
+    def __init__(self, owner: Any):
+        self.owner, self.found = owner, owner.method
+        self.was_there = "method" in vars(owner)
+        owner.method = lambda *args: ["theirs", *self.found(*args)]
+
+    def restore(self) -> None:
+        if self.was_there:
+            self.owner.method = self.found
+        else:
+            del self.owner.method
+
+
+def test_what_was_not_an_attribute_of_the_instance_is_none_again() -> None:
+    dasks, patches = Dasks(), PatchSet()
+    patches.put(dasks, "method", ours)
+    assert dasks.method(1) == ["ours", "Dask", 1]
+    patches.restore()
+    assert not vars(dasks)
+    patches.restore()
+
+
+def test_a_wrapper_that_was_there_before_is_there_again() -> None:
+    dasks, patches = Dasks(), PatchSet()
+    theirs = Theirs(dasks)
+    patches.put(dasks, "method", ours)
+    assert dasks.method(1) == ["ours", "theirs", "Dask", 1]
+    patches.restore()
+    assert dasks.method(1) == ["theirs", "Dask", 1]
+    theirs.restore()
+    assert not vars(dasks)
+
+
+def test_a_wrapper_that_came_later_stays_and_goes_past_ours() -> None:
+    dasks, patches = Dasks(), PatchSet()
+    patches.put(dasks, "method", ours)
+    theirs = Theirs(dasks)
+    patches.restore()
+    assert dasks.method(1) == ["theirs", "Dask", 1]
+    patches.put(dasks, "method", ours)
+    assert dasks.method(1) == ["ours", "theirs", "Dask", 1]
+    patches.restore()
+    theirs.restore()
+    assert dasks.method(1) == ["Dask", 1]
+
+
+def test_two_sets_nest() -> None:
+    dasks, inner, outer = Dasks(), PatchSet(), PatchSet()
+    inner.put(dasks, "method", ours)
+    outer.put(dasks, "method", ours)
+    inner.restore()
+    assert dasks.method(1) == ["ours", "Dask", 1]
+    outer.restore()
+    assert dasks.method(1) == ["Dask", 1]
+
+
+def test_a_cached_property_of_a_class_is_replaced_and_comes_back() -> None:
+    class Kind(Dasks):
+        once = Dasks.__dict__["once"]
+
+    before, patches = vars(Kind)["once"], PatchSet()
+    patches.put(Kind, "once", ours)
+    found = Kind()
+    assert found.once == ["ours", "Dask"]
+    assert found.once is found.once
+    patches.restore()
+    assert vars(Kind)["once"] is before
+    assert Kind().once == ["Dask"]
+
+
+def test_what_was_given_back_while_it_could_not_leave_goes_with_the_last() -> None:
+    dasks, inner, outer = Dasks(), PatchSet(), PatchSet()
+    inner.put(dasks, "method", ours)
+    outer.put(dasks, "method", ours)
+    inner.restore()
+    outer.restore()
+    assert not vars(dasks)
+
+
+def test_a_higher_layer_is_called_first_and_a_lower_one_can_not_go_over_it() -> None:
+    dasks, inner, outer = Dasks(), PatchSet(layer=1), PatchSet(layer=2)
+    inner.put(dasks, "method", ours)
+    theirs = Theirs(dasks)
+    outer.put(dasks, "method", lambda original: lambda *args: ["outer", *original(*args)])
+    assert dasks.method(1) == ["outer", "theirs", "ours", "Dask", 1]
+    with pytest.raises(PatchOrderError, match="layer 2"):
+        PatchSet(layer=1).put(dasks, "method", ours)
+    assert dasks.method(1) == ["outer", "theirs", "ours", "Dask", 1]
+    outer.restore()
+    PatchSet(layer=1).put(dasks, "method", ours)
+    assert dasks.method(1) == ["ours", "theirs", "ours", "Dask", 1]
+    assert theirs.found(1) == ["ours", "Dask", 1]
+
+
+def test_handlers_are_wrapped_and_come_back() -> None:
+    handlers: dict[str, Any] = {"get": lambda at: ["Dask", at]}
+    before, inner, outer = dict(handlers), PatchSet(), PatchSet()
+    inner.put_item(handlers, "get", ours)
+    outer.put_item(handlers, "get", ours)
+    assert handlers["get"](1) == ["ours", "ours", "Dask", 1]
+    inner.restore()
+    assert handlers["get"](1) == ["ours", "Dask", 1]
+    outer.restore()
+    assert handlers == before
+
+
+def test_what_is_added_goes_and_what_was_there_comes_back() -> None:
+    handlers: dict[str, Any] = {"kept": "theirs"}
+    patches, added = PatchSet(), object()
+    patches.add_item(handlers, "kept", added)
+    patches.add_item(handlers, "new", added)
+    patches.add_item(handlers, "taken", added)
+    assert set(handlers.values()) == {added}
+    handlers["taken"] = "theirs"
+    patches.restore()
+    assert handlers == {"kept": "theirs", "taken": "theirs"}
+
+
+class Slotted:
+    """As a state of Dask's that has no room for attributes."""
+
+    __slots__ = ()
+
+    def method(self, at: int) -> list[Any]:
+        return ["Dask", at]
+
+
+METHOD = Seam(f"{__name__}:Slotted.method", "self at")
+
+
+def test_an_instance_with_slots_gets_a_class_of_its_own() -> None:
+    one, other, inner, outer = Slotted(), Slotted(), PatchSet(), PatchSet()
+    inner.put_class(one, METHOD, ours)
+    outer.put_class(one, METHOD, ours)
+    assert one.method(1) == ["ours", "ours", "Dask", 1]
+    assert other.method(1) == ["Dask", 1]
+    inner.restore()
+    assert one.method(1) == ["ours", "Dask", 1]
+    outer.restore()
+    assert type(one) is Slotted
+
+
+def test_what_differs_is_not_replaced() -> None:
+    dasks, patches = Dasks(), PatchSet()
+    with pytest.raises(UnsupportedError, match=r"method\(at\), known is \(at, more\)"):
+        patches.replace(Seam(f"{__name__}:Dasks.method", "self at more"), ours, on=dasks)
+    assert not vars(dasks)
+    assert not patches
+
+
+class Calls:
+    """As a server of Dask's."""
+
+    def call(self, key: str, *, stimulus_id: str) -> str:
+        return f"{key} {stimulus_id}"
+
+    def other(self, at: int) -> list[Any]:
+        return ["Dask", at]
+
+
+CALL, OTHER = (
+    Seam(f"{__name__}:Calls.call", "self key stimulus_id"),
+    Seam(f"{__name__}:Calls.other", "self at"),
+)
+
+
+def test_wrappers_of_others_may_take_other_keywords() -> None:
+    calls, patches = Calls(), PatchSet()
+    original = calls.call
+    calls.call = lambda key, **named: "theirs " + original(key, **named)  # type: ignore[method-assign]
+    patches.replace(
+        CALL, lambda original: lambda key, *, stimulus_id: original(key, stimulus_id=key), on=calls
+    )
+    assert calls.call("a", stimulus_id="b") == "theirs a a"
+    patches.restore()
+    assert calls.call("a", stimulus_id="b") == "theirs a b"
+
+
+def test_wrappers_of_others_that_can_not_be_called_so_are_left_alone() -> None:
+    calls, patches = Calls(), PatchSet()
+    calls.call = lambda task, **named: task  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match="task, named"):
+        patches.replace(CALL, ours, on=calls)
+
+
+def test_all_are_replaced_or_none() -> None:
+    calls, patches = Calls(), PatchSet()
+    with pytest.raises(UnsupportedError, match="nothing is not there"):
+        patches.replace_all({OTHER: ours, Seam(f"{__name__}:Calls.nothing"): ours}, on=calls)
+    assert not vars(calls)
+    patches.replace_all({OTHER: ours, CALL: lambda original: lambda key, stimulus_id: "ours"}, on=calls)
+    assert calls.other(1) == ["ours", "Dask", 1]
+    assert calls.call("a", stimulus_id="b") == "ours"

@@ -1,0 +1,162 @@
+"""Dask's private parts are touched in ``dask_hooks`` alone, whoever writes the next line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import dask
+import distributed
+import pytest
+
+import dask_gpurt
+
+PACKAGE = Path(dask_gpurt.__file__).parent
+#: The one place that may.
+SEAM = PACKAGE / "dask_hooks"
+#: The packages whose private parts are meant.
+DASK = ("dask", "distributed")
+#: Private names of objects of other packages and of Python, and why they are touched; none is of Dask.
+ALLOWED: Mapping[str, str] = {
+    "_replace": "published by namedtuple",
+    "_asdict": "published by namedtuple",
+    "_fields": "published by namedtuple",
+    "_hash": "ours: of the simulator's names",
+    "_scatter": "ours: of an estimate",
+    "_current_frames": "sys: the stacks of threads, for whoever looks into a process that stands still",
+    "_threads": "ThreadPoolExecutor: how many there are",
+    "_work_queue": "ThreadPoolExecutor: how much waits",
+    "_mgr": "pandas: the blocks of a frame",
+    "_categories": "cudf: a column of a categorical type",
+    "_column": "cudf: the column of a series",
+    "_columns": "cudf: the columns of a frame",
+    "_column_names": "cudf: their names",
+    "_index_names": "cudf: the names of the index",
+    "_from_columns_like_self": "cudf: a frame of columns",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def parsed(folder: Path) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(folder.rglob("*.py")):
+        if "tests" not in path.relative_to(folder).parts:
+            yield path, ast.parse(path.read_text(), str(path))
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Yield the private names that classes of a module define: methods, annotations and what they store."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name), *_]):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+@cache
+def names_of_dask() -> frozenset[str]:
+    """Return the private names of Dask's that a server, a task, a shuffle or an expression may have."""
+    found = set[str]()
+    for package, folder in ((distributed, "."), (dask, "dataframe/dask_expr")):
+        for _, tree in parsed(Path(package.__file__).parent / folder):
+            found |= {name for name in defined(tree) if is_private(name)}
+    return frozenset(found)
+
+
+def touched(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Yield private attributes of all but ``self``, ``cls`` and ``super()``: line, expression, name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super"))):
+                continue
+            case ast.Attribute(attr=name) if is_private(name):
+                yield node.lineno, ast.unparse(node), name
+            case ast.Call(
+                func=ast.Name(id="getattr" | "setattr" | "hasattr" | "delattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ) if is_private(name):
+                yield node.lineno, ast.unparse(node), name
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the imports of private modules and names of Dask's."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                whole = [f"{module}.{alias.name}" for alias in names]
+            case ast.Import(names=names):
+                whole = [alias.name for alias in names]
+            case _:
+                continue
+        for name in whole:
+            first, *rest = name.split(".")
+            if first in DASK and any(map(is_private, rest)):
+                yield node.lineno, name
+
+
+def complaints(source: str, own: frozenset[str]) -> list[str]:
+    """Say what a module touches that is Dask's, or of which it is not known whose it is."""
+    tree = ast.parse(source)
+    found = [f"{line}: imports {name}" for line, name in imported(tree)]
+    for line, expression, name in touched(tree):
+        if name not in ALLOWED and (name not in own or name in names_of_dask()):
+            found.append(f"{line}: {expression}")
+    return found
+
+
+@cache
+def own_names() -> frozenset[str]:
+    return frozenset(name for _, tree in parsed(PACKAGE) for name in defined(tree) if is_private(name))
+
+
+def test_only_the_seam_touches_private_parts_of_dask() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): complaints(path.read_text(), own_names())
+        for path, _ in parsed(PACKAGE)
+        if SEAM not in path.parents
+    }
+    assert {path: said for path, said in found.items() if said} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from distributed.shuffle._core import barrier_key",
+        "from distributed.shuffle import _core",
+        "import dask.dataframe.dask_expr._merge as merge",
+        "from dask.dataframe.core import _concat",
+        "def f(worker):\n    from distributed.shuffle._limiter import ResourceLimiter",
+        "worker._ongoing_background_tasks.call_soon(f)",
+        "self._scheduler._network_occ",
+        "frame._meta",
+        "getattr(state, '_select_workers_for_gather', None)",
+        "setattr(state, '_select_workers_for_gather', f)",
+        "thing._that_no_class_of_ours_has",
+    ],
+)
+def test_what_is_touched_is_found(source: str) -> None:
+    assert complaints(source, own_names()) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from dask.utils import key_split", "self._meta", "super()._layer()", "row._asdict()", "x.__class__"],
+)
+def test_what_is_public_or_ones_own_is_not(source: str) -> None:
+    assert complaints(source, own_names()) == []
+
+
+def test_each_exception_is_needed() -> None:
+    needed = {
+        name for path, tree in parsed(PACKAGE) if SEAM not in path.parents for _, _, name in touched(tree)
+    }
+    assert set(ALLOWED) <= needed

@@ -1,0 +1,80 @@
+"""In which ways the installed Dask differs from the one that is known."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.stealing import WorkStealing
+
+from dask_gpurt.dask_hooks import CHOICES, PARTS, Seam, State, differences, table
+from dask_gpurt.dask_hooks.seams import hash_of_body
+
+#: All that is known of Dask.
+SEAMS = [seam for part in PARTS for seam in part.seams]
+
+
+def test_this_dask_is_known() -> None:
+    assert differences(SEAMS) == []
+
+
+@pytest.mark.parametrize(
+    ("seam", "said"),
+    [
+        (Seam("distributed.scheduler:Scheduler.nothing_of_the_kind"), "nothing_of_the_kind is not there"),
+        (Seam("distributed.no_such_module:f"), "f is not there"),
+        (
+            Seam("distributed.worker:Worker.execute", "self key"),
+            r"execute\(self, key, stimulus_id\), known is",
+        ),
+        (
+            Seam("distributed.worker:Worker.execute", "self key stimulus_id", bodies=("0123456789ab",)),
+            "the body of Worker.execute is [0-9a-f]{12}, known is 0123456789ab",
+        ),
+    ],
+)
+def test_what_differs_is_told(seam: Seam, said: str) -> None:
+    (found,) = differences([seam])
+    assert re.search(said, found)
+
+
+def test_a_wrapper_that_passes_everything_on_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = ShuffleSchedulerPlugin._create
+    monkeypatch.setattr(ShuffleSchedulerPlugin, "_create", lambda *args, **kwargs: create(*args, **kwargs))
+    assert differences(SEAMS) == []
+
+
+def test_layout_and_comments_are_no_part_of_a_body() -> None:
+    def plain(x: int) -> int:
+        y = x + 1
+        return y
+
+    def adorned(x: int) -> int:
+        """Say more."""
+        y = (
+            x + 1  # as above
+        )
+
+        return y
+
+    def other(x: int) -> int:
+        y = x + 2
+        return y
+
+    assert hash_of_body(plain) == hash_of_body(adorned) != hash_of_body(other)
+
+
+def test_the_table_has_a_state_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {row.state for row in table()} == {State.KNOWN}
+    assert len(table()) == len(SEAMS)
+    monkeypatch.setattr(WorkStealing, "_get_thief", lambda self, level: None)
+    (row,) = (row for row in table() if row.state is not State.KNOWN)
+    assert row.name == "WorkStealing._get_thief"
+    assert row.difference.endswith(
+        "known is (self, scheduler, ts, potential_thieves, occupancies): "
+        "Dask chooses who takes tasks from others"
+    )
+    states = {row.name: row.state for row in table(unused=CHOICES)}
+    assert states["WorkStealing._get_thief"] == State.UNUSED
+    assert states["Worker.execute"] == State.KNOWN

@@ -1,0 +1,428 @@
+"""Python objects and other columns that are not plain numbers: all of their bytes lie in the pool.
+
+Headers travel inside of offers, which the event loop unpickles: their size does not depend on the data.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pandas.testing import assert_frame_equal
+from pandas.tests.extension.decimal import DecimalArray, DecimalDtype
+
+from dask_gpurt.device import Block, PoolFull
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.shard import Section, Shard
+from dask_gpurt.frames import Packed, Part, Piece
+from dask_gpurt.frames.pandas import PandasTable
+from dask_gpurt.frames.pickled import Chunks, Pickled
+from dask_gpurt.memory.accounting import owned
+from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
+from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.observe import Metrics
+from tests.helpers.ladders import new_ladder
+
+OUTPUTS = 5
+ROWS = 100_000
+KIB, MIB = 2**10, 2**20
+
+
+class Heap:
+    """Room without an end, or none at all for so many times."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.refusals = refusals
+
+    def allocate(self, nbytes: int) -> Block:
+        if self.refusals:
+            self.refusals -= 1
+            raise PoolFull(nbytes)
+        return Block(0, nbytes, np.empty(nbytes, np.uint8))
+
+    def give_back(self, block: Block) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def table() -> PandasTable:
+    return PandasTable(HostDevice(1 << 30))
+
+
+def pieces(
+    table: PandasTable, frame: pd.DataFrame, groups: list[list[int]], *, ignore_index: bool = False
+) -> list[Piece]:
+    how: Any = {"drop_column": True, "ignore_index": ignore_index}
+    split = table.split(frame, "_partitions", groups, OUTPUTS, **how)
+    return [piece for piece in split if piece is not None]
+
+
+def one_piece(table: PandasTable, frame: pd.DataFrame) -> Piece:
+    """All rows, evenly over the outputs."""
+    targets = np.arange(len(frame)) * OUTPUTS // max(1, len(frame))
+    (piece,) = pieces(table, frame.assign(_partitions=targets), [list(range(OUTPUTS))])
+    return piece
+
+
+def parts_of(piece: Piece, packed: Packed) -> dict[int, Part]:
+    return {
+        output: Part(packed.header, packed.block.buffer, piece.offsets, at, {})
+        for at, output in enumerate(piece.partitions)
+    }
+
+
+def objects(values: Sequence[Any]) -> np.ndarray:
+    """An array of objects, whatever they are; numpy would look into lists."""
+    array = np.empty(len(values), object)
+    for at, value in enumerate(values):
+        array[at] = value
+    return array
+
+
+def column(values: Sequence[Any]) -> pd.Series:
+    """A column of objects, also of strings, of which pandas would make a column of its own kind."""
+    return pd.Series(objects(values), dtype=object)
+
+
+# ---- rows ----------------------------------------------------------------------------------
+
+LEAVES = st.one_of(
+    st.none(),
+    st.just(float("nan")),
+    st.integers(),
+    st.booleans(),
+    st.text(max_size=3),
+    st.text(min_size=50, max_size=300),
+    st.binary(max_size=9),
+    st.decimals(allow_nan=False),
+    st.dates(),
+    st.just(pd.NaT),
+)
+CELLS = LEAVES | st.lists(LEAVES, max_size=2) | st.tuples(LEAVES, st.lists(LEAVES, max_size=1))
+NAMES = ("a", "number", "b", "text", "when", "kind")
+ROW = st.tuples(st.integers(0, OUTPUTS - 1), CELLS, CELLS)
+
+
+def mixed(rows: Sequence[tuple[int, Any, Any]], names: Sequence[str]) -> pd.DataFrame:
+    """Columns of objects beside others."""
+    numbers = np.arange(len(rows))
+    made = {
+        "a": column([a for _, a, _ in rows]),
+        "number": numbers / 7,
+        "b": column([b for _, _, b in rows]),
+        "text": pd.array([f"text {at}" for at in numbers], dtype="string"),
+        "when": pd.Timestamp("2020") + pd.to_timedelta(numbers, "D"),
+        "kind": pd.Categorical([["u", "v", None][at % 3] for at in numbers], categories=["u", "v"]),
+    }
+    targets = np.array([target for target, _, _ in rows], int)
+    return pd.DataFrame({"_partitions": targets, **{name: made[name] for name in names}})
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(ROW, max_size=6), min_size=1, max_size=3),
+    st.lists(st.sampled_from(NAMES), unique=True),
+    st.sampled_from(["counted", "of objects"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_rows_of_objects_are_those_of_pandas(
+    drawn: list[list[Any]], names: list[str], index: str, twice: bool, ignore_index: bool, halves: bool
+) -> None:
+    inputs = [mixed(rows, names) for rows in drawn]
+    for frame in inputs:
+        if index == "of objects":
+            frame.index = pd.Index([f"row {at}" for at in range(len(frame))], object, name="row")
+        if twice:  # labels may come more than once
+            frame.columns = pd.Index(["_partitions", *("same" for _ in names)])
+    table, groups = PandasTable(HostDevice(1 << 30)), [[3, 0], [1, 2, 4]]
+    parts: dict[int, list[Part]] = {output: [] for output in range(OUTPUTS)}
+    for frame in inputs:
+        for whole in pieces(table, frame, groups, ignore_index=ignore_index):
+            for piece in whole.halves(table.cut) if halves else [whole]:
+                if not len(piece):
+                    continue
+                for output, part in parts_of(piece, table.pack(piece, Heap())).items():
+                    start, stop = part.offsets[part.index : part.index + 2]
+                    if start < stop:
+                        parts[output].append(part)
+    meta = inputs[0].iloc[:0].drop(columns="_partitions")
+    for output, mine in parts.items():
+        found = table.assemble(mine, meta, ignore_index=ignore_index)
+        rows = [frame[frame["_partitions"] == output].drop(columns="_partitions") for frame in inputs]
+        wanted = pd.concat([frame for frame in rows if len(frame)] or rows[:1])
+        if ignore_index:
+            wanted = wanted.reset_index(drop=True)
+        assert cells(found) == cells(wanted)
+        if mine:
+            assert found.dtypes.tolist() == wanted.dtypes.tolist()
+
+
+def cells(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """What is in a frame, so that nan is nan, and 1 is neither 1.0 nor True."""
+    return list(frame.columns), [[repr(cell) for cell in row] for row in frame.itertuples(name=None)]
+
+
+# ---- every dtype ---------------------------------------------------------------------------
+
+
+class DecimalsDtype(DecimalDtype):
+    @classmethod
+    def construct_array_type(cls) -> type:
+        return Decimals
+
+
+class Decimals(DecimalArray):
+    """An extension array of another library: that it holds objects is not known of it."""
+
+    dtype = DecimalsDtype()
+
+
+class Subclass(pd.DataFrame):
+    """A frame that pickles in its own way."""
+
+    @property
+    def _constructor(self) -> Any:
+        return Subclass
+
+    def __reduce__(self) -> Any:
+        return Subclass, (dict(self.items()),)
+
+
+TEXTS = [f"a text of row {at}, not a short one" for at in range(ROWS)]
+DAYS = pd.Timestamp("2020") + pd.to_timedelta(np.arange(ROWS), "s")
+COLUMNS: dict[str, Any] = {
+    "objects": column(TEXTS),
+    "lists": column([[at, str(at)] for at in range(ROWS)]),
+    "bytes": column([bytes(50) for _ in range(ROWS)]),
+    "python strings": pd.array(TEXTS, dtype=pd.StringDtype("python")),
+    "arrow strings": pd.array(TEXTS, dtype=pd.StringDtype("pyarrow")),
+    "arrow": pd.array(np.arange(ROWS), dtype=pd.ArrowDtype(pa.int64())),
+    "arrow lists": pd.array([["x", "y"]] * ROWS, dtype=pd.ArrowDtype(pa.list_(pa.string()))),
+    "nullable": pd.array(np.arange(ROWS), dtype="Int64"),
+    "flags": pd.array(np.arange(ROWS) % 2 == 0, dtype="boolean"),
+    "category": pd.Categorical(TEXTS),
+    "category of objects": pd.Categorical(pd.Index(TEXTS, dtype=object)),
+    "category of days": pd.Categorical(DAYS),
+    "days": DAYS,
+    "days somewhere": DAYS.tz_localize("CET"),
+    "spans": pd.to_timedelta(np.arange(ROWS), "s"),
+    "months": pd.period_range("2020", periods=ROWS, freq="h"),
+    "intervals": pd.IntervalIndex.from_breaks(np.arange(ROWS + 1)),
+    "intervals of days": pd.IntervalIndex.from_breaks(DAYS.append(DAYS[-1:] + pd.Timedelta(1, "s"))),
+    "sparse": pd.arrays.SparseArray(np.arange(ROWS) % 3),
+    "complex": np.arange(ROWS) * 1j,
+    "another library's": Decimals([decimal.Decimal(at) for at in range(ROWS)]),
+}
+INDEXES: dict[str, Any] = {
+    "index of objects": pd.Index(TEXTS, dtype=object),
+    "index of strings": pd.Index(TEXTS, dtype="str"),
+    "index of days": DAYS,
+    "levels": pd.MultiIndex.from_arrays(
+        [pd.Index(TEXTS, dtype=object), np.arange(ROWS)], names=["text", "n"]
+    ),
+}
+
+
+def frame_of(name: str) -> pd.DataFrame:
+    numbers = np.arange(ROWS)
+    if name in INDEXES:
+        return pd.DataFrame({"number": numbers}, index=INDEXES[name])
+    if name == "subclass":
+        return Subclass({"number": numbers, "text": COLUMNS["objects"]})
+    return pd.DataFrame({"number": numbers, "it": COLUMNS[name]})
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, *INDEXES, "subclass"])
+def test_the_header_is_small_and_rows_are_their_own(table: PandasTable, name: str) -> None:
+    frame = frame_of(name)
+    piece = one_piece(table, frame)
+    packed = table.pack(piece, Heap())
+    assert len(packed.header) < KIB
+    part = parts_of(piece, packed)[2]
+    start, stop = piece.offsets[2:4]
+    found = table.assemble([part], frame[:0], ignore_index=False)
+    whole = table.assemble(list(parts_of(piece, packed).values())[:2], frame[:0], ignore_index=False)
+    packed.block.buffer[:] = 255  # as when a pool gives the block to another shard
+    assert_frame_equal(found, frame.iloc[start:stop])
+    wanted = pd.concat([frame[a:b] for a, b in list(pairwise(piece.offsets))[:2]])  # in its own dtypes
+    assert_frame_equal(whole, wanted, check_categorical=False)
+
+
+def test_an_index_that_is_that_of_the_columns_too() -> None:
+    labels = pd.Index(["a", "b", "c"], dtype=object)
+    frame = pd.DataFrame(objects(range(9)).reshape(3, 3))
+    frame._mgr.axes = [labels, labels]  # as some version of pandas has it of one index for both
+    packed = Chunks(frame, (0, 2, 3)).pack(Heap())
+    read: Pickled = pickle.loads(packed.header)
+    for at, rows in enumerate((frame[:2], frame[2:])):
+        assert_frame_equal(read.read(Part(packed.header, packed.block.buffer, (0, 2, 3), at, {})), rows)
+
+
+# ---- objects -------------------------------------------------------------------------------
+
+made, pickled = list[int](), list[int]()
+
+
+class Counted:
+    """An object that tells when it is pickled, and when it is made of a pickle."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        pickled.append(self.number)
+        return make, (self.number,)
+
+
+def make(number: int) -> Counted:
+    made.append(number)
+    return Counted(number)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_made() -> None:
+    made.clear()
+    pickled.clear()
+
+
+def test_one_output_is_read_without_the_objects_of_others(table: PandasTable) -> None:
+    frame = pd.DataFrame({"a": [Counted(at) for at in range(50)]})
+    piece = one_piece(table, frame)
+    parts = parts_of(piece, table.pack(piece, Heap()))
+    pickle.loads(pickle.dumps([part.header for part in parts.values()]))  # as the event loop does
+    assert made == []
+    for output, (start, stop) in enumerate(pairwise(piece.offsets)):
+        made.clear()
+        found = table.assemble([parts[output]], frame[:0], ignore_index=False)
+        assert made == [one.number for one in found["a"]] == list(range(start, stop))
+
+
+def test_objects_are_pickled_once_however_often_the_pool_is_full(table: PandasTable) -> None:
+    piece = one_piece(table, pd.DataFrame({"a": [Counted(at) for at in range(50)]}))
+    room = Heap(refusals=3)
+    for _ in range(3):
+        with pytest.raises(PoolFull):
+            table.pack(piece, room)
+    table.pack(piece, room)
+    assert sorted(pickled) == list(range(50))
+    for half in piece.halves(table.cut):  # whose rows are others than what was pickled
+        (part, *_) = parts_of(half, table.pack(half, Heap())).values()
+        start, stop = part.offsets[:2]
+        assert len(table.assemble([part], piece.rows.frame[:0], ignore_index=False)) == stop - start
+
+
+def test_objects_beside_what_has_to_be_copied_are_not_pickled_again(table: PandasTable) -> None:
+    """Arrow's memory still lies in the buffer after rows were brought together."""
+    frame = pd.DataFrame({"a": [Counted(at) for at in range(2000)], "text": COLUMNS["arrow strings"][:2000]})
+    piece = one_piece(table, frame)
+    parts = list(parts_of(piece, table.pack(piece, Heap())).values())
+    pickled.clear()
+    found = table.assemble(parts, frame[:0], ignore_index=False)
+    assert (len(found), pickled, len(made)) == (2000, [], 2000)
+
+
+def test_classes_that_only_cloudpickle_knows(table: PandasTable) -> None:
+    class Local:
+        pass
+
+    frame = pd.DataFrame({"a": [Local() for _ in range(10)]})
+    piece = one_piece(table, frame)
+    parts = parts_of(piece, table.pack(piece, Heap()))
+    found = table.assemble(list(parts.values()), frame[:0], ignore_index=False)
+    assert [type(one).__name__ for one in found["a"]] == ["Local"] * 10
+
+
+# ---- accounts ------------------------------------------------------------------------------
+
+
+def shard_of(piece: Piece, packed: Packed) -> Shard:
+    section = Section(piece.partitions, piece.offsets, 0, packed.block.nbytes, packed.header)
+    return Shard(0, "tcp://a", "host", 0, 0, 0, (section,))
+
+
+def test_the_ledger_sees_shards_of_objects(table: PandasTable, tmp_path: Any) -> None:
+    """10 MB of bytes: an offer of them is small, and in the tiers of their owner they are 10 MB."""
+    piece = one_piece(table, pd.DataFrame({"a": objects([bytes(at % 2000) for at in range(10_000)])}))
+    packed = table.pack(piece, Heap())
+    shard = shard_of(piece, packed)
+    assert shard.nbytes > 9 * MIB
+    assert len(pickle.dumps([shard])) < 2 * KIB
+    ladder, device = new_ladder(str(tmp_path), Limits(12 * MIB, 0, 0, None)), HostDevice(1 << 30)
+    landing = Landing(ladder, "host", Metrics())
+    for number in range(2):  # the second one finds no room beside the first
+        landing.put(f"shard-{number}", shard, [packed.block.buffer], device, device.land)
+    assert ladder.ledger.cell(Tier.DEVICE, SHARDS) > 9 * MIB
+    assert ladder.ledger.cell(Tier.DISK, SHARDS) > 9 * MIB
+    ladder.close()
+
+
+def test_the_ledger_sees_partitions_of_objects(tmp_path: Any) -> None:
+    ladder = new_ladder(str(tmp_path), Limits(100 * MIB, 0, 0, None))
+    ladder["a"] = frame = pd.DataFrame({"a": objects([bytes(1000) for _ in range(10_000)])})
+    ladder["view"] = frame[::2]
+    assert 0.9 < ladder.ledger.cell(Tier.DEVICE, PARTITIONS) / 1e7 < 1.2
+    ladder.close()
+
+
+def truth(value: Any, seen: set[int]) -> int:
+    """Bytes of an object and of all that it holds, each once."""
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
+    inner: Iterator[Any] = iter(())
+    if isinstance(value, dict):
+        inner = iter([*value, *value.values()])
+    elif isinstance(value, (list, tuple, set)):
+        inner = iter(value)
+    return sys.getsizeof(value) + sum(truth(each, seen) for each in inner)
+
+
+SHARED = [f"one of a few values, {at}" for at in range(2000)]
+SIZED: dict[str, Any] = {
+    "strings": [f"a text {at}" for at in range(20_000)],
+    "half are missing": [None if at % 2 else f"a text {at}" for at in range(20_000)],
+    "all are missing": [None] * 20_000,
+    "the same again": [SHARED[at * 7919 % 2000] for at in range(20_000)],
+    "bytes": [bytes(at % 1000) for at in range(20_000)],
+    "large ones": ["x" * 10**6 + str(at) for at in range(20)],
+    "lists": [[str(at)] * (at % 3) + [float(at)] for at in range(20_000)],
+    "long lists": [[float(at + each) for each in range(at % 200)] for at in range(2000)],
+    "lists of lists": [[[at + 0.5], [str(at)]] for at in range(2000)],
+    "dictionaries": [{"key": str(at), "other": [at + 0.5]} for at in range(2000)],
+    "decimals": [decimal.Decimal(at) for at in range(20_000)],
+    "dates": [datetime.date.fromordinal(at + 1) for at in range(20_000)],
+    "arrays": [np.full(100, at) for at in range(2000)],
+    "of all kinds": [[at * 1000, str(at), bytes(200), None, (at, str(at))][at % 5] for at in range(20_000)],
+    "none at all": [],
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes_of_objects_are_about_right(name: str) -> None:
+    array = objects(SIZED[name])
+    seen: set[int] = set()
+    real = 8 * len(array) + sum(truth(value, seen) for value in array)
+    values = (
+        array,
+        pd.Series(array, dtype=object),
+        pd.Index(array, dtype=object),
+        pd.DataFrame({"a": array}, dtype=object),
+    )
+    for value in values:
+        told = sum(owned(value).values())
+        assert real / 2 <= told <= 2 * real + 10_000
+        assert owned(value) == owned(value)

@@ -1,0 +1,192 @@
+"""pandas frames of plain numbers go through a packed buffer as all others do, without pickle."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
+from dask.dataframe.shuffle import set_partitions_pre
+from hypothesis import given
+from hypothesis import strategies as st
+from pandas.testing import assert_frame_equal
+
+from dask_gpurt.device import Block
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.frames import Hashed, Part, Ranged, Routed
+from dask_gpurt.frames.pandas import Layout, PandasTable, order_of
+
+OUTPUTS = 7
+
+
+class Heap:
+    """Room without an end."""
+
+    def allocate(self, nbytes: int) -> Block:
+        return Block(0, nbytes, np.empty(nbytes, np.uint8))
+
+    def give_back(self, block: Block) -> None:
+        pass
+
+
+def frame_of(index: pd.Index, seed: int = 0) -> pd.DataFrame:
+    random = np.random.default_rng(seed)
+    rows = len(index)
+    frame = pd.DataFrame(
+        {
+            "key": random.integers(-50, 50, rows),
+            "flag": random.random(rows) < 0.5,
+            "x": random.random(rows),
+            "small": random.integers(0, 9, rows).astype("int8"),
+            "y": random.random(rows),
+        },
+        index=index,
+    )
+    frame.columns = ["key", "flag", "x", "small", "x"]  # labels may come twice
+    return frame
+
+
+def hashed(frame: pd.DataFrame, by: list[str]) -> Hashed:
+    assign = functools.partial(
+        AssignPartitioningIndex.operation, frame, by, "_partitions", OUTPUTS, frame[:0], False
+    )
+    return Hashed(frame, tuple(by), frame, frame[:0], assign)
+
+
+def ranged(frame: pd.DataFrame, by: str, divisions: pd.Series) -> Ranged:
+    def assign() -> pd.DataFrame:
+        return frame.assign(_partitions=set_partitions_pre(frame[by], divisions))
+
+    return Ranged(frame, by, divisions, assign)
+
+
+def outputs(
+    table: PandasTable, frames: list[Any], groups: list[list[int]], order_by: Any = None, **how: Any
+) -> list[pd.DataFrame]:
+    parts: dict[int, list[Part]] = {output: [] for group in groups for output in group}
+    for frame in frames:
+        for piece in table.split(frame, "_partitions", groups, OUTPUTS, drop_column=True, **how):
+            if piece is not None:
+                packed = table.pack(piece, Heap())
+                for at, output in enumerate(piece.partitions):
+                    parts[output].append(Part(packed.header, packed.block.buffer, piece.offsets, at, {}))
+    meta = frames[0].frame[:0]
+    how = {"ignore_index": how["ignore_index"], "order_by": order_by}
+    return [table.assemble(parts[output], meta, **how) for output in sorted(parts)]
+
+
+def expected(frames: Sequence[Routed]) -> list[pd.DataFrame]:
+    rows = pd.concat([frame.assign() for frame in frames])
+    return [rows[rows["_partitions"] == p].drop(columns="_partitions") for p in range(OUTPUTS)]
+
+
+@pytest.mark.parametrize("by", [["key"], ["key", "small"]])
+@pytest.mark.parametrize("ignore_index", [False, True])
+@pytest.mark.parametrize(
+    "index",
+    [pd.RangeIndex(0, 60_000, 3), pd.Index(np.linspace(0, 1, 20_000), name="when")],
+    ids=["counted", "named"],
+)
+def test_rows_go_where_dask_sends_them(index: pd.Index, ignore_index: bool, by: list[str]) -> None:
+    frames = [hashed(frame_of(index, seed), by) for seed in range(3)]
+    table = PandasTable(HostDevice(1 << 30))
+    found = outputs(table, frames, [[2, 3, 5], [0, 1], [4, 6]], ignore_index=ignore_index)
+    for frame, wanted in zip(found, expected(frames), strict=True):
+        assert_frame_equal(frame, wanted.reset_index(drop=True) if ignore_index else wanted)
+        assert len(frame._mgr.blocks) == 4  # one for each dtype, in memory of their own
+
+
+def test_dtypes_that_differ_are_brought_together() -> None:
+    index = pd.RangeIndex(1000)
+    ints, floats = frame_of(index), frame_of(index, 1).astype({"key": "f8"})
+    frames = [hashed(frame, ["key"]) for frame in (ints, floats)]
+    table = PandasTable(HostDevice(1 << 30))
+    found = outputs(table, frames, [[p] for p in range(OUTPUTS)], ignore_index=False)
+    for frame, wanted in zip(found, expected(frames), strict=True):
+        assert_frame_equal(frame, wanted)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pd.DataFrame({"a": [1], "b": ["text"]}),
+        pd.DataFrame({"a": pd.array([1, None], "Int64")}),
+        pd.DataFrame({"a": [1]}, index=pd.MultiIndex.from_tuples([(1, 2)])),
+        pd.DataFrame({"a": [1]}, index=pd.date_range("2020", periods=1)),
+        pd.DataFrame(index=[1, 2]),
+    ],
+    ids=["text", "missing", "levels", "dates", "no columns"],
+)
+def test_others_are_pickled(frame: pd.DataFrame) -> None:
+    assert Layout.of(frame, ignore_index=False) is None
+
+
+DIVISIONS = {
+    "even": [-50, -30, -20, -5, 10, 12, 40, 49],
+    "twice": [-50, -50, -20, -20, 10, 12, 49, 49],
+    "rows before the first": [-20, -10, 0, 10, 20, 30, 40, 50],
+    "rows behind the last": [-50, -49, -48, -47, -46, -45, -44, -43],
+    "floats": np.linspace(-50.5, 50.5, OUTPUTS + 1),
+}
+
+
+@pytest.mark.parametrize("by", ["key", "small", "flag"])
+@pytest.mark.parametrize("ignore_index", [False, True])
+@pytest.mark.parametrize("divisions", DIVISIONS.values(), ids=list(DIVISIONS))
+def test_rows_go_into_the_ranges_that_dask_says(divisions: Any, ignore_index: bool, by: str) -> None:
+    frames = [ranged(frame_of(pd.RangeIndex(5000), seed), by, pd.Series(divisions)) for seed in range(3)]
+    table = PandasTable(HostDevice(1 << 30))
+    groups = [[2, 3, 5], [0, 1], [4, 6]]
+    found = outputs(table, frames, groups, by, ignore_index=ignore_index)
+    unordered = outputs(table, frames, groups, ignore_index=ignore_index)
+    for frame, other, wanted in zip(found, unordered, expected(frames), strict=True):
+        wanted = wanted.reset_index(drop=True) if ignore_index else wanted
+        assert_frame_equal(other, wanted)
+        # Keys are there many times: in which order these come is up to who sorts.
+        assert_frame_equal(frame, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int16"])
+def test_what_has_only_one_order_comes_in_that_order(dtype: str) -> None:
+    keys = np.random.default_rng(0).permutation(6000).astype(dtype)
+    whole = pd.DataFrame({"key": keys, "ratio": keys / 7})
+    divisions = pd.Series([0, 10, 1000, 1000, 4000, 5000, 5500, 5999], dtype=dtype)
+    frames = [ranged(whole[start : start + 2000], "key", divisions) for start in (0, 2000, 4000)]
+    table = PandasTable(HostDevice(1 << 30))
+    found = outputs(table, frames, [[2, 3, 5], [0, 1], [4, 6]], "key", ignore_index=True)
+    for frame, wanted in zip(found, expected(frames), strict=True):
+        assert_frame_equal(frame, wanted.sort_values("key", ignore_index=True))
+
+
+NUMBERS = st.sampled_from(["i1", "u1", "i4", "i8", "u8"]).flatmap(
+    lambda dtype: st.tuples(
+        st.just(dtype),
+        st.integers(int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)),
+        st.lists(st.integers(0, 2**70), max_size=50),
+    )
+)
+
+
+@given(NUMBERS)
+def test_numbers_are_ordered_as_by_a_stable_sort(drawn: tuple[str, int, list[int]]) -> None:
+    dtype, lowest, steps = drawn
+    highest = int(np.iinfo(dtype).max)
+    numbers = np.array([lowest + step % (highest - lowest + 1) for step in steps], dtype)
+    order = order_of(numbers)
+    if order is None:  # only where they are far apart
+        assert int(numbers.max()) - int(numbers.min()) >= 2**56
+    else:
+        assert order.tolist() == np.argsort(numbers, kind="stable").tolist()
+        only = order_of(numbers, distinct=True)
+        assert (None if only is None else only.tolist()) == (
+            order.tolist() if len(set(numbers.tolist())) == len(numbers) else None
+        )
+
+
+def test_what_is_no_whole_number_has_no_order() -> None:
+    assert order_of(np.array([0.5, np.nan])) is None
+    assert order_of(np.array([False, True])) is None

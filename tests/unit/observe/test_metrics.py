@@ -1,0 +1,198 @@
+"""The table of metrics and that of fallbacks: what is in them, what is refused, how they are put together."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_gpurt
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe.metrics import METRICS, Kind, Metric, Unit, UnknownMetricError, combine, find
+from dask_gpurt.observe.report import Fallbacks, RuntimeReport
+
+PACKAGE = Path(dask_gpurt.__file__).parent
+
+each_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+
+
+def used(method: str) -> Iterator[str]:
+    """The names that the package counts by a method, however it is handed over."""
+    for file in PACKAGE.rglob("*.py"):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            given = [call.func, *call.args]  # or as partial(metrics.add, name)
+            for function, name in pairwise(given):
+                if not isinstance(function, ast.Attribute) or function.attr != method:
+                    continue
+                if "metrics" in ast.unparse(function.value).lower():
+                    assert isinstance(name, ast.Constant), f"{file.name}: {ast.unparse(call)}"
+                    yield str(name.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("add", Kind.COUNTER), ("peak", Kind.GAUGE), ("seconds", Kind.COUNTER)]
+)
+def test_whatever_is_counted_is_in_the_table(method: str, kind: Kind) -> None:
+    names = set(used(method))
+    assert len(names) >= 3
+    assert {METRICS[name].kind for name in names} == {kind}
+    if method == "seconds":
+        assert {METRICS[name].unit for name in names} == {Unit.SECONDS}
+
+
+def test_whatever_is_in_the_table_is_counted() -> None:
+    names = {name for method in ("add", "peak", "seconds") for name in used(method)}
+    # Launches are counted by the interposer itself.
+    assert set(METRICS) - names == {"residency.{outcome}"}
+
+
+def test_what_is_not_in_the_table_is_refused() -> None:
+    metrics = Metrics()
+    with pytest.raises(UnknownMetricError, match=r"exchange\.byte"):
+        metrics.add("exchange.byte")
+    with pytest.raises(UnknownMetricError, match="path"):
+        metrics.add("exchange.bytes.{path}", 5)
+    with pytest.raises(UnknownMetricError, match="counter"):
+        metrics.peak("shuffle.runs", 3)
+    with pytest.raises(UnknownMetricError, match="gauge"):
+        metrics.add("exchange.pool.peak", 3)
+    assert metrics.snapshot() == {"counters": {}, "fallbacks": {}}
+
+
+@each_metric
+def test_a_filled_name_leads_back_to_its_metric(metric: Metric) -> None:
+    values = tuple(f"value-{number}" for number in range(len(metric.labels)))
+    assert find(metric.filled(values)) is metric
+
+
+def test_names_for_prometheus_are_different_and_end_in_their_unit() -> None:
+    names = [metric.prometheus for metric in METRICS.values()]
+    assert len(set(names)) == len(names)
+    for metric in METRICS.values():
+        assert re.fullmatch(r"gpurt(_[a-z]+)+", metric.prometheus)
+        assert metric.prometheus.endswith(metric.unit)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100))))
+def test_counters_of_several_are_summed_and_of_gauges_the_largest_is_kept(
+    several: list[tuple[int, int]],
+) -> None:
+    reports = []
+    for runs, peak in several:
+        metrics = Metrics()
+        metrics.add("shuffle.runs", runs)
+        metrics.peak("memory.{tier}.peak", peak, "device")
+        reports.append({**metrics.snapshot()["counters"], "of.another.version": 1})
+    combined = combine(reports)
+    if not several:
+        assert combined == {}
+        return
+    assert combined == {
+        "shuffle.runs": sum(runs for runs, _ in several),
+        "memory.device.peak": max(peak for _, peak in several),
+        "of.another.version": len(several),
+    }
+
+
+def test_fallbacks_are_counted_by_id_with_the_last_reason(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics()
+    for reason in ("one", "another"):
+        metrics.fallback(Fallback.EXCHANGE_COMMS, reason)
+        metrics.fallback(Fallback.PLACEMENT, reason, "is_rootish")
+    assert metrics.snapshot()["fallbacks"] == {
+        "exchange.comms": {"text": "bytes take Dask's comms", "reason": "another", "count": 2},
+        "placement.is_rootish": {
+            "text": "Dask decides in its method is_rootish",
+            "reason": "another",
+            "count": 2,
+        },
+    }
+    assert len(caplog.records) == 2
+    with pytest.raises(ValueError):
+        metrics.fallback(Fallback.PLACEMENT, "no method is named")
+
+
+def test_ids_and_texts_of_fallbacks_are_their_own() -> None:
+    assert len({fallback.id for fallback in Fallback}) == len(Fallback)
+    assert len({fallback.text for fallback in Fallback}) == len(Fallback)
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert {fallback.id.split(".")[0] for fallback in Fallback} <= rooms
+
+
+# ---- the report of a cluster ---------------------------------------------------------
+
+
+def reported() -> RuntimeReport:
+    """A report of two workers, of which one did not answer."""
+    metrics = Metrics()
+    metrics.add("exchange.bytes.{path}", 3 * 2**20, "comms")
+    metrics.add("exchange.seconds.pulling", 0.25)
+    metrics.fallback(Fallback.EXCHANGE_COMMS, "on another host")
+    worker = {"version": "0.1.0", "problems": ["a setting is wrong"], **metrics.snapshot(), "new": "unknown"}
+    return RuntimeReport.of(
+        {
+            "enabled": True,
+            "version": "0.1.0",
+            "takeover": True,
+            "counters": worker["counters"],
+            "fallbacks": {},
+            "workers": {"tcp://a:1": worker, "tcp://b:1": {"error": "it has left"}},
+        }
+    )
+
+
+def test_a_report_has_fields_and_is_the_mapping_that_it_was() -> None:
+    report = reported()
+    worker, gone = report.workers["tcp://a:1"], report.workers["tcp://b:1"]
+    assert report["workers"]["tcp://a:1"]["counters"] == report.counters
+    assert worker["fallbacks"]["exchange.comms"]["count"] == worker.fallbacks["exchange.comms"].count == 1
+    assert (worker["problems"], worker.get("error")) == (("a setting is wrong",), None)
+    assert (dict(gone), gone.counters) == ({"error": "it has left"}, {})
+    with pytest.raises(KeyError):
+        report["others"]
+    with pytest.raises(FrozenInstanceError):
+        report.enabled = False  # type: ignore[misc]
+    assert dict(RuntimeReport()) == {**dict(RuntimeReport()), "enabled": False, "counters": {}, "workers": {}}
+
+
+def test_a_report_is_readable_with_units() -> None:
+    printed = repr(reported())
+    for said in ("2 workers", "exchange.bytes.comms: 3.00 MiB", "exchange.seconds.pulling: 250.00 ms"):
+        assert said in printed
+    assert "tcp://a:1 fell back 1 times, bytes take Dask's comms (exchange.comms): on another host" in printed
+    assert "tcp://b:1 did not answer: it has left" in printed
+    assert repr(RuntimeReport()) == "<RuntimeReport: the runtime is off>"
+
+
+def test_a_report_can_be_written_as_json() -> None:
+    plain = reported().to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["workers"]["tcp://a:1"]["fallbacks"]["exchange.comms"]["reason"] == "on another host"
+
+
+def test_a_report_of_another_version_is_read_as_far_as_it_is_known() -> None:
+    worker = {"fallbacks": {"a text": {"reason": "why", "count": 2}}, "later": 1}
+    report = RuntimeReport.of(
+        {"enabled": True, "fallbacks": {}, "workers": {"tcp://a:1": worker}, "later": 1}
+    )
+    assert dict(report.workers["tcp://a:1"].fallbacks["a text"]) == {
+        "text": "a text",
+        "reason": "why",
+        "count": 2,
+    }
+
+
+def test_the_texts_that_were_the_keys_of_fallbacks_still_lead_to_them() -> None:
+    fallbacks = reported().workers["tcp://a:1"].fallbacks
+    with pytest.warns(DeprecationWarning, match=r"exchange\.comms"):
+        assert fallbacks["bytes take Dask's comms"] is fallbacks["exchange.comms"]
+    assert "an object stays live" not in fallbacks
+    assert list(Fallbacks()) == []

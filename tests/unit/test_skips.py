@@ -1,0 +1,26 @@
+"""Tests of GPUs that are skipped on a host with a GPU fail the run, unless the reason is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.gpus import unaccepted_skip
+
+
+def report(said: str, *marks: str) -> pytest.TestReport:
+    skip = ("test_file.py", 1, f"Skipped: {said}")
+    return pytest.TestReport(
+        "test_file.py::test", ("test_file.py", 1, "test"), dict.fromkeys(marks, 1), "skipped", skip, "setup"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "marks", "reason"),
+    [
+        ("cudf has no such column", ["gpu"], None),
+        ("no reason at all", ["gpu"], "no reason at all"),
+        ("no reason at all", [], None),
+    ],
+)
+def test_only_known_reasons_skip_a_test_of_gpus(said: str, marks: list[str], reason: str | None) -> None:
+    assert unaccepted_skip(report(said, *marks)) == reason
