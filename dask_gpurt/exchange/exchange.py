@@ -412,10 +412,11 @@ class Exchange:
         if key in self._receiving:  # what it has offered may still be on its way here
             self._receiving[key].add(peer)
         parcels = [parcel for parcel in self._parcels[peer] if parcel.run == key]
-        there = [parcel for parcel in parcels if parcel.place in (Place.PRODUCER, Place.MOVING)]
-        for parcel in there:
-            parcel.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
-        await self._let_go(there)
+        for parcel in parcels:
+            if parcel.place in (Place.PRODUCER, Place.MOVING):
+                parcel.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
+        # What has landed is ours. What is gone may still be read.
+        await self._let_go(parcel for parcel in parcels if parcel.place is not Place.LANDED)
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
         """Let go of what was offered for shares that others have now; return when it is not read."""

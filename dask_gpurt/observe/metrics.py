@@ -146,6 +146,7 @@ METRICS: Mapping[str, Metric] = {
         _counter(
             "exchange.messages.stale", "messages for an earlier life of this worker, which were refused"
         ),
+        _counter("exchange.retained.reclaimed", "bytes of read shards that made room for others", Unit.BYTES),
         _gauge("exchange.pool.peak", "the most bytes in the pool", Unit.BYTES),
         _gauge("exchange.inflight.peak", "the most bytes that were being pulled at a time", Unit.BYTES),
         # ---- memory

@@ -193,10 +193,10 @@ class Recovery:
 
     # ---- what workers ask ------------------------------------------------------------
 
-    def owners(self, id: Any, run_id: int) -> Any:
+    def owners(self, id: Any, run_id: int) -> dict[str, Any]:
         """Handler: the owners of a run; None when it is over."""
         owners = self._owners(id, run_id)
-        return None if owners is None else ToPickle(owners.snapshot())
+        return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
     def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
         """Handler: note that all owners have what there is; False when the epoch is not the current one."""

@@ -239,9 +239,11 @@ class ShuffleRun:
     async def _catch_up(self) -> None:
         """Ask the scheduler for the owners as they are now; raise ShuffleClosedError when the run is over."""
         reply = await getattr(self._worker.scheduler, OWNERS)(id=self.id, run_id=self.run_id)
-        if reply is None:
+        if (
+            reply is None or reply["owners"] is None
+        ):  # None is the answer where the runtime has been switched off
             raise ShuffleClosedError(f"{self} is over")
-        self.renew(reply)
+        self.renew(reply["owners"])
 
     async def _recover(self, reason: str, **what: Any) -> None:
         """Have the scheduler mend what is broken, unless it has changed owners since."""

@@ -33,7 +33,9 @@ def publish(exchange: Any, owner: str, nbytes: int) -> Shard:
     outbox = exchange.pools.outbox("host")
     block = filled(outbox.pool, nbytes)
     section = Section((0,), (0, 1), block.offset, nbytes, b"")
-    return Shard(outbox.publish(RUN, owner, [block]), exchange.me, "host", 0, Attempt(0, 0), 0, (section,))
+    return Shard(
+        outbox.publish(RUN, 0, owner, [block]), exchange.me, "host", 0, 0, Attempt(0, 0), 0, (section,)
+    )
 
 
 def read(exchange: Any, parcel: Parcel) -> int:

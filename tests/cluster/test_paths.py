@@ -38,7 +38,7 @@ def publish(exchange: Any, owner: str, data: np.ndarray) -> Shard:
         Section((at,), (0, 1), block.offset, block.nbytes, b"") for at, block in enumerate(blocks)
     )
     return Shard(
-        outbox.publish(RUN, owner, blocks), exchange.me, "accelerator", 0, Attempt(0, 0), 0, sections
+        outbox.publish(RUN, 0, owner, blocks), exchange.me, "accelerator", 0, 0, Attempt(0, 0), 0, sections
     )
 
 

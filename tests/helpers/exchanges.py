@@ -424,9 +424,9 @@ class Scheduler:
         active = self.active.get(id)
         return active if active is not None and active.run_spec.run_id == run_id else None
 
-    async def gpurt_owners(self, id: str, run_id: int) -> Owners | None:
+    async def gpurt_owners(self, id: str, run_id: int) -> dict[str, Owners | None]:
         active = self._of(id, run_id)
-        return active and active.owners.snapshot()
+        return {"owners": active and active.owners.snapshot()}
 
     async def gpurt_sealed(self, id: str, run_id: int, epoch: int) -> bool:
         active = self._of(id, run_id)
@@ -585,7 +585,8 @@ class Cluster:
         self.scheduler.end(shuffle)
         await self.hear()
         for process in self.network.processes.values():
-            assert process.outbox.pool.used == 0
+            if not self.scheduler.active:
+                assert process.outbox.pool.used == 0
             assert not any(process.exchange._parcels.values())
 
     def close(self) -> None:

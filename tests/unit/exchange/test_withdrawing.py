@@ -115,9 +115,9 @@ class Pair:
         self.outbox: Outbox = self.producer.pools.outbox("host")
         block = self.outbox.allocate(NBYTES)
         block.buffer[:] = OURS
-        number = self.outbox.publish(RUN, self.owner.worker.address, [block])
+        number = self.outbox.publish(RUN, 0, self.owner.worker.address, [block])
         section = Section((0,), (0, 1), block.offset, NBYTES, b"")
-        self.shard = Shard(number, self.producer.me, "host", 0, Attempt(0, 0), 0, (section,))
+        self.shard = Shard(number, self.producer.me, "host", 0, 0, Attempt(0, 0), 0, (section,))
         self.owner.run_begins(RUN)
         self.failed: list[Exception] = []
 

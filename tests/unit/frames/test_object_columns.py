@@ -351,7 +351,7 @@ def test_classes_that_only_cloudpickle_knows(table: PandasTable) -> None:
 
 def shard_of(piece: Piece, packed: Packed) -> Shard:
     section = Section(piece.partitions, piece.offsets, 0, packed.block.nbytes, packed.header)
-    return Shard(0, "tcp://a", "host", 0, 0, 0, (section,))
+    return Shard(0, "tcp://a", "host", 0, 0, 0, 0, (section,))
 
 
 def test_the_ledger_sees_shards_of_objects(table: PandasTable, tmp_path: Any) -> None:

@@ -206,7 +206,7 @@ def test_a_shard_that_the_device_has_no_room_for_lands_below(ladder: TieredBuffe
     metrics, given = Metrics(), array(1)
     landing = Landing(ladder, "host", metrics)
     section = Section((0,), (0, 1), 0, given.nbytes, b"")
-    shard = Shard(0, Peer("tcp://a:1", "life"), "host", 0, Attempt(0, 0), 0, (section,))
+    shard = Shard(0, Peer("tcp://a:1", "life"), "host", 0, 0, Attempt(0, 0), 0, (section,))
 
     def bring(sources: Any) -> Any:
         raise MemoryError("std::bad_alloc")
