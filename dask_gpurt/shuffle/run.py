@@ -239,9 +239,8 @@ class ShuffleRun:
     async def _catch_up(self) -> None:
         """Ask the scheduler for the owners as they are now; raise ShuffleClosedError when the run is over."""
         reply = await getattr(self._worker.scheduler, OWNERS)(id=self.id, run_id=self.run_id)
-        if (
-            reply is None or reply["owners"] is None
-        ):  # None is the answer where the runtime has been switched off
+        # None is the answer of a scheduler on which the runtime has been switched off.
+        if reply is None or reply["owners"] is None:
             raise ShuffleClosedError(f"{self} is over")
         self.renew(reply["owners"])
 
