@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     fork_with_imports()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return one process for each core; none for tests of a single file, nor where tests share GPUs."""
     files = {argument.split("::")[0] for argument in config.args}

@@ -348,7 +348,8 @@ def test_without_tiers_there_are_rows_of_what_shuffles_hold(library: Library) ->
     with cluster(library.name, workers=1, memory__tiers=False) as client:
         held = client.submit(make, library, 90_000, 1)
         wait(held)
-        rows = dask_gpurt.memory_usage(client)
+        while (rows := dask_gpurt.memory_usage(client)).empty:  # until a heartbeat has brought them
+            pass
         assert list(rows.tier) == [str(tier) for tier in Tier]
         assert not rows.partitions.any()
         assert dask_gpurt.memory_usage(client, by="prefix").empty

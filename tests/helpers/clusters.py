@@ -19,6 +19,7 @@ import dask_gpurt
 from dask_gpurt.observe import Fallback
 from dask_gpurt.testing import Instruments
 from tests.helpers import caps
+from tests.helpers.gpus import cuda_devices
 
 #: Whether the workers of all tests check memory that changes hands, which none of them may do too early.
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
@@ -31,14 +32,17 @@ IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.plugins.worker", "dask_
 QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
-    # As in Dask's own tests: workers are forked from a process that has done its imports.
-    METHOD: "forkserver",
+    # As in Dask's own tests: workers are forked from a process that has done its imports. Not where there are
+    # GPUs: these are hidden from workers on the host by their environment, which a fork does not look at.
+    METHOD: "spawn" if cuda_devices() else "forkserver",
     **caps.SETTINGS,
 }
 
 
 def fork_with_imports() -> None:
     """Have the process that workers are forked from import all that they need."""
+    if cuda_devices():
+        return
     with dask.config.set({METHOD: "forkserver"}):
         get_mp_context().set_forkserver_preload(IMPORTED)
 
