@@ -122,8 +122,18 @@ class Gpurt:
 
     def settle(self) -> None:
         self.barrier.meet()
-        sync(self.worker.loop, self.run.inputs_done)
+        sync(self.worker.loop, self.run._flush)
         self.barrier.meet()
+        sync(self.worker.loop, self._seal)
+
+    async def _seal(self) -> None:
+        """Do what the barrier task does: there is one attempt at each input, and all have been offered now."""
+        shares = self.run._consumer._shares.values()
+        inputs = {source: one.attempt for share in shares for source, one in share.inputs._inputs.items()}
+        if (missing := self.run._consumer.seal(inputs)) or (shares and len(inputs) != self.plan.partitions):
+            raise RuntimeError(
+                f"{len(inputs)} inputs of {self.plan.partitions} have arrived; not whole: {missing}"
+            )
 
     def consume(self) -> dict[int, Frame]:
         frames = {}
