@@ -132,7 +132,7 @@ class Gpurt:
         inputs = {source: one.attempt for share in shares for source, one in share.inputs._inputs.items()}
         if (missing := self.run._consumer.seal(inputs)) or (shares and len(inputs) != self.plan.partitions):
             raise RuntimeError(
-                f"{len(inputs)} inputs of {self.plan.partitions} have arrived; not whole: {missing}"
+                f"{len(inputs)} of {self.plan.partitions} inputs are there; not whole: {missing}"
             )
 
     def consume(self) -> dict[int, Frame]:
