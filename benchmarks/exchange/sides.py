@@ -127,7 +127,7 @@ class Gpurt:
         sync(self.worker.loop, self._seal)
 
     async def _seal(self) -> None:
-        """Do what the barrier task does: there is one attempt at each input, and all have been offered now."""
+        """Do what the barrier task does: each input has one attempt, and all have been offered now."""
         shares = self.run._consumer._shares.values()
         inputs = {source: one.attempt for share in shares for source, one in share.inputs._inputs.items()}
         if (missing := self.run._consumer.seal(inputs)) or (shares and len(inputs) != self.plan.partitions):
