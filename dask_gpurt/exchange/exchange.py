@@ -400,7 +400,7 @@ class Exchange:
         peer = Peer(*producer)
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
-        for parcel in sorted(self._parcels[peer], key=lambda parcel: parcel.shard.id):
+        for parcel in sorted(tuple(self._parcels[peer]), key=lambda parcel: parcel.shard.id):
             self._pull_soon(parcel)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
@@ -411,7 +411,7 @@ class Exchange:
         peer, key = Peer(*producer), (run[0], run[1])
         if key in self._receiving:  # what it has offered may still be on its way here
             self._receiving[key].add(peer)
-        parcels = [parcel for parcel in self._parcels[peer] if parcel.run == key]
+        parcels = [parcel for parcel in list(self._parcels[peer]) if parcel.run == key]
         for parcel in parcels:
             if parcel.place in (Place.PRODUCER, Place.MOVING):
                 parcel.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
@@ -420,7 +420,8 @@ class Exchange:
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
         """Let go of what was offered for shares that others have now; return when it is not read."""
-        mine = [(peer, parcel) for peer, parcels in self._parcels.items() for parcel in parcels]
+        # Copies: threads that let go of a parcel take it from its set meanwhile.
+        mine = [(peer, parcel) for peer, parcels in self._parcels.items() for parcel in list(parcels)]
         await self._let_go(
             parcel
             for peer, parcel in mine

@@ -100,7 +100,9 @@ class Parcel:
         if let_go:
             self._let_go()
         if not in_vain:
-            self._landed.set_result(None)
+            with self._lock:  # it may have failed meanwhile, since its producer closes: then it is lost
+                if not self._landed.done():
+                    self._landed.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Tell the readers, and the run, that the move has failed."""

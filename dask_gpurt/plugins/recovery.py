@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 #: States of outputs that a run has nothing to do for.
 IDLE = ("released", "forgotten", "erred")
-
-
 #: For how long outputs that are being put together are waited for, and the pause between looks, in seconds.
 PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
 
@@ -107,6 +105,7 @@ class Recovery:
     def begins(self, shuffle: Any) -> None:
         """Take care of a run that begins."""
         self._read[shuffle] = set()
+        self._losses.pop(shuffle, None)  # of the run before
         self._keep(shuffle)
 
     def forgotten(self, shuffle: Any) -> None:
@@ -123,9 +122,8 @@ class Recovery:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
         transfers = [task.key for task in barrier.dependencies]
         self._producers |= dict.fromkeys(transfers)
-        self._scheduler.client_desires_keys(
-            [barrier.key, *transfers], _client(shuffle)
-        )  # as published datasets
+        # As Dask keeps published datasets.
+        self._scheduler.client_desires_keys([barrier.key, *transfers], _client(shuffle))
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
         """Note what has become of a task; a run ends once none of its outputs is needed.
@@ -185,6 +183,7 @@ class Recovery:
         """Keep nothing of any shuffle."""
         for shuffle in list(self._kept):
             self.end(shuffle)
+        self._losses.clear()
         self._read.clear()
 
     def is_done(self, shuffle: Any) -> bool:

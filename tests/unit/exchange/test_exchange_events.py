@@ -20,7 +20,7 @@ from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import ShuffleClosedError
 
 import dask_gpurt
-from dask_gpurt.exchange import Attempt, ExchangeClosed
+from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.clusters import QUICK, instrument
@@ -528,4 +528,21 @@ async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it
     await b.exchange._pull(parcel)
     assert where
     assert threading.get_ident() not in where
+    cluster.close()
+
+
+@in_process
+async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
+    """The shard counts as lost; that it has landed all the same fails nothing."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    parcel = next(parcel for parcel in run._consumer._unread if parcel.shard.producer == a.exchange.me)
+    assert parcel.start_moving()
+    parcel.fail(PeerLost("it closes"))
+    parcel.land(lambda key: None)
+    await quiet()
+    run.raise_if_closed()
+    assert run._consumer.seal({parcel.shard.source: parcel.shard.attempt}) == {parcel.shard.source}
     cluster.close()
