@@ -315,12 +315,23 @@ class ExactlyOnce(RuleBasedStateMachine):
             if source not in self.active.transferred and not self.active.sealed:
                 self._do(self._transfer(alive[source % len(alive)], self.active, source))
                 self._until(self._nothing_waits, self._deliver_all)
+                if source not in self.active.transferred:
+                    self._make_room(alive)
         if len(self.active.transferred) == INPUTS and not self.active.sealed:
             self._do(self._barrier(alive[0], self.active))
             self._until(self._nothing_waits, self._deliver_all)
         if self.active.done:
             for output in range(OUTPUTS):
                 self._unpack_if_there(output)
+
+    def _make_room(self, alive: list[Process]) -> None:
+        """Give a transfer that found the pool full what it would have got by waiting.
+
+        Owners have read its blocks by now, but it has ended in place of going on, and would cut the same
+        blocks again around those it left.
+        """
+        for process in alive:
+            process.outbox.reclaim_all()
 
     def _unpack_if_there(self, output: int) -> None:
         process = self.network.processes.get(self.active.owners[output])
