@@ -37,13 +37,12 @@ def tiny(library: Library) -> Iterator[Client]:
         yield client
 
 
-def frames(library: Library, count: int = 24, rows: int = 1 << 17) -> Any:
+def parts(count: int = 24, rows: int = 1 << 17) -> list[pd.DataFrame]:
     """Partitions, of 2 MiB each unless there are fewer rows."""
-    parts = [
+    return [
         pd.DataFrame({"key": (np.arange(rows) * (i + 7)) % 997, "value": np.arange(rows) + i})
         for i in range(count)
     ]
-    return library.collection(parts)
 
 
 def on_workers(client: Client, function: Any) -> list[Any]:
@@ -51,7 +50,7 @@ def on_workers(client: Client, function: Any) -> list[Any]:
 
 
 def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Library) -> None:
-    collection = frames(library)
+    collection = library.collection(parts())
     wait(collection)
     rows = dask_gpurt.memory_usage(small)
     assert set(rows.worker) == set(small.nthreads())
@@ -68,7 +67,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
 def test_shuffles_larger_than_the_tiers_above_the_disk(
     tiny: Client, library: Library, operation: str
 ) -> None:
-    collection = frames(library, rows=1 << 15)
+    inputs = parts(rows=1 << 15)
 
     def run(frame: Any) -> Any:
         if operation == "shuffle":
@@ -76,18 +75,18 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
         if operation == "sort":
             return frame.sort_values("value")
         keys = frame.groupby("key").value.max().reset_index()
-        return frame.merge(keys, on="key", suffixes=("", "_max"), shuffle_method="gpurt", broadcast=False)
+        return frame.merge(keys, on="key", suffixes=("", "_max"), broadcast=False)
 
-    ours = partitions(run(collection))
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        theirs = partitions(run(collection))
+    ours = partitions(run(library.collection(inputs)))
+    theirs = library.by_tasks(run, inputs)
     if operation == "shuffle":
         assert_same_partitions(ours, theirs, in_order=False)
     else:
         mine, other = (
-            pd.concat(parts).sort_values(["value", "key"], ignore_index=True) for parts in (ours, theirs)
+            pd.concat(each).sort_values(["value", "key"], ignore_index=True) for each in (ours, theirs)
         )
         pd.testing.assert_frame_equal(mine, other)
+    assert counters(tiny)["shuffle.runs"]
     moved = {name: n for name, n in counters(tiny).items() if name.startswith("memory.spill.bytes")}
     assert moved
     assert not counters(tiny).get("memory.unspill.unheld", 0)  # which would have been on the event loop
@@ -136,7 +135,7 @@ def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None
 
 
 def test_the_picture_agrees_with_the_workers(small: Client, library: Library) -> None:
-    collection = frames(library, count=8)
+    collection = library.collection(parts(count=8))
     wait(collection)
 
     def held(dask_worker: Any) -> dict[str, int]:
