@@ -11,7 +11,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from tests.helpers.clusters import Library, assert_same_partitions, cluster, counters, partitions
+from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, cluster, counters, partitions
 
 PARTS, ROWS = 8, 40_000  # 640 kB each, in two columns
 
@@ -29,7 +29,7 @@ def assert_like_tasks(library: Library, parts: list[pd.DataFrame]) -> None:
         return df.shuffle("key", ignore_index=True)
 
     ours = partitions(build(library.collection(parts)))
-    assert_same_partitions(ours, library.by_tasks(build, parts), in_order=False, index=False)
+    assert_same_partitions(ours, by_tasks(build, library.lazy(parts)), in_order=False, index=False)
 
 
 def pools(client: Client) -> list[dict[str, int]]:
@@ -158,7 +158,7 @@ def test_four_workers(library: Library) -> None:
             return df.merge(other.rename(columns={"row": "other"}), on="key")
 
         rows = sum(map(len, partitions(joined(*map(library.collection, sides)))))
-        assert rows == sum(map(len, library.by_tasks(joined, *sides))) > 0
+        assert rows == sum(map(len, by_tasks(joined, *map(library.lazy, sides)))) > 0
         assert counters(client)["shuffle.runs"] == 3 * 4
 
 

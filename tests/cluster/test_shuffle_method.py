@@ -16,7 +16,7 @@ from distributed import Client, wait
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.clusters import Library, assert_same_partitions, canonical, counters, partitions
+from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, canonical, counters, partitions
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
@@ -52,10 +52,12 @@ def assert_like_tasks(
     runs: int = 1,
 ) -> None:
     """Shuffle collections with such partitions; ``runs`` is the least number of runs that takes."""
+    # The same collections, as quantiles are those of a sample that is drawn by their names.
+    collections = [library.lazy(parts) for parts in inputs]
     before = counters(client).get("shuffle.runs", 0)
-    ours = with_method("gpurt", lambda: build(*map(library.collection, inputs)))
+    ours = with_method("gpurt", lambda: build(*collections))
     assert counters(client)["shuffle.runs"] - before >= runs
-    assert_same_partitions(ours, library.by_tasks(build, *inputs), in_order=in_order, index=index)
+    assert_same_partitions(ours, by_tasks(build, *collections), in_order=in_order, index=index)
 
 
 def _some(df: Any, column: str) -> Any:
@@ -90,7 +92,7 @@ def test_shuffle(client: Client, library: Library, what: str) -> None:
     build = SHUFFLES[what]
     if what == "ignore_index":  # Dask's own methods do not agree on the index then
         ours = with_method("gpurt", lambda: build(library.collection(flights())))
-        theirs = library.by_tasks(build, flights())
+        theirs = by_tasks(build, library.lazy(flights()))
         assert_same_partitions(ours, theirs, in_order=False, index=False)
         assert all(list(part.index) == list(range(len(part))) for part in ours)
         return
@@ -156,7 +158,7 @@ def test_a_broadcast_join_stays_one(client: Client, library: Library) -> None:
         assert "broadcastjoin" in str(joined.optimize(fuse=False).expr.tree_repr()).lower()
         ours = partitions(joined)
     assert counters(client).get("shuffle.runs", 0) == before
-    assert_same_partitions(ours, library.by_tasks(build, *inputs), in_order=False, index=False)
+    assert_same_partitions(ours, by_tasks(build, *map(library.lazy, inputs)), in_order=False, index=False)
 
 
 def test_a_merge_after_a_shuffle_moves_only_the_other_side(client: Client, library: Library) -> None:
@@ -199,7 +201,7 @@ def test_a_groupby_moves_its_keys_and_values_and_no_numbers_of_rows(
     ours = with_method("gpurt", lambda: grouped(library.collection(inputs)))
     each = 8 * (2 if by == "key" else 3)
     assert 4 * rows * each <= offered(client) - before < 4 * rows * (each + 4)
-    assert_same_partitions(ours, library.by_tasks(grouped, inputs), in_order=False)
+    assert_same_partitions(ours, by_tasks(grouped, library.lazy(inputs)), in_order=False)
 
 
 def offered(client: Client) -> float:
@@ -250,7 +252,7 @@ def test_set_index_of_sorted_data_moves_nothing(client: Client, library: Library
     before = counters(client).get("shuffle.runs", 0)
     ours = with_method("gpurt", lambda: build(library.collection(flights())))
     assert counters(client).get("shuffle.runs", 0) == before
-    assert_same_partitions(ours, library.by_tasks(build, flights()), in_order=True)
+    assert_same_partitions(ours, by_tasks(build, library.lazy(flights())), in_order=True)
 
 
 def kinds(rows: int, part: int) -> dict[str, pd.DataFrame]:
@@ -320,7 +322,7 @@ def test_nested_columns_on_cudf(kind: str, client: Client, library: Library) -> 
         }[kind]
         parts.append(pd.DataFrame({"value": pd.Series(values, dtype=object), "key": np.arange(50) % 5}))
     ours = with_method("gpurt", lambda: library.collection(parts).shuffle("key"))
-    theirs = library.by_tasks(SHUFFLES["column"], parts)
+    theirs = by_tasks(SHUFFLES["column"], library.lazy(parts))
     for mine, other in zip(ours, theirs, strict=True):
         assert canonical(mine).astype(str).equals(canonical(other).astype(str))
 
@@ -434,4 +436,4 @@ def test_random_frames(
         return df.shuffle(by, npartitions=outputs)
 
     ours = with_method("gpurt", lambda: build(library.collection(parts)))
-    assert_same_partitions(ours, library.by_tasks(build, parts), in_order=False)
+    assert_same_partitions(ours, by_tasks(build, library.lazy(parts)), in_order=False)

@@ -16,7 +16,15 @@ import pytest
 from distributed import Client, wait
 
 import dask_gpurt
-from tests.helpers.clusters import Library, assert_same_partitions, cluster, counters, partitions, to_pandas
+from tests.helpers.clusters import (
+    Library,
+    assert_same_partitions,
+    by_tasks,
+    cluster,
+    counters,
+    partitions,
+    to_pandas,
+)
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 4 * MIB, "memory__host": 4 * MIB}
@@ -78,7 +86,7 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
         return frame.merge(keys, on="key", suffixes=("", "_max"), broadcast=False)
 
     ours = partitions(run(library.collection(inputs)))
-    theirs = library.by_tasks(run, inputs)
+    theirs = by_tasks(run, library.lazy(inputs))
     if operation == "shuffle":
         assert_same_partitions(ours, theirs, in_order=False)
     else:
