@@ -298,7 +298,7 @@ def _arrow(what: str) -> pd.ArrowDtype:
 
 @pytest.mark.parametrize("which", ["both", "pandas"])
 def test_every_kind_of_column_survives(client: Client, library: Library, which: str) -> None:
-    """All of them side by side; ``tests/unit/table`` has each kind by itself."""
+    """All of them side by side; ``tests/unit/frames`` has each kind by itself."""
     if which == "pandas" and library.name == "cudf":
         pytest.skip("cudf has no such column")
     parts = [
