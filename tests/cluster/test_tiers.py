@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.helpers.clusters import (
     partitions,
     to_pandas,
 )
+from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 4 * MIB, "memory__host": 4 * MIB}
@@ -150,13 +150,12 @@ def test_the_picture_agrees_with_the_workers(small: Client, library: Library) ->
         ledger = dask_worker.plugins["gpurt"].tiers.ledger
         return {tier: ledger.cell(tier, "partitions") for tier in ledger.capacity}
 
-    deadline = time.monotonic() + 10
-    while True:
+    def agree() -> bool:
         truth, rows = small.run(held), dask_gpurt.memory_usage(small)
-        if all(truth[row.worker][row.tier] == row.partitions for row in rows.itertuples()):
-            break
-        assert time.monotonic() < deadline
-    assert rows.partitions.sum() >= 8 * 2 * MIB
+        return all(truth[row.worker][row.tier] == row.partitions for row in rows.itertuples())
+
+    until(agree)
+    assert dask_gpurt.memory_usage(small).partitions.sum() >= 8 * 2 * MIB
 
 
 def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_path: Path) -> None:
@@ -235,8 +234,6 @@ def test_files_go_with_the_cluster(library: Library, tmp_path: Path) -> None:
 
 def test_what_is_loaded_is_no_garbage_until_the_runtime_goes() -> None:
     with cluster("pandas", workers=1) as client:
-        deadline = time.monotonic() + 20
-        while not all(on_workers(client, gc.get_freeze_count)):
-            assert time.monotonic() < deadline
+        until(lambda: all(on_workers(client, gc.get_freeze_count)))
         dask_gpurt.disable(client)
         assert on_workers(client, gc.get_freeze_count) == [0]

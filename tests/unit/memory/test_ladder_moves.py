@@ -17,6 +17,7 @@ from dask_gpurt.memory.serialize import raw_frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.ladders import KIB, array, new_ladder, put
+from tests.helpers.waiting import until
 
 ALL = 1 << 30
 
@@ -70,10 +71,7 @@ def files(directory: Path) -> list[Path]:
 
 def assert_gone(directory: Path) -> None:
     """No file is left; the tier removes them on a thread of its own."""
-    deadline = time.monotonic() + 5
-    while left := files(directory):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.001)
+    until(lambda: not files(directory), lambda: files(directory))
 
 
 def test_objects_that_share_memory_make_room_together(ladder: TieredBuffer) -> None:
