@@ -167,7 +167,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         run: ShuffleRun | None = process.run_of(self.shuffle)
         if run is None or run.run_id != self.active.run_spec.run_id:
             return
-        received = run._consumer._share_of.get(output)
+        received = run._receiver._share_of.get(output)
         parcels = received.outputs.get(output, ()) if received else ()
         if any(parcel.place is Place.MOVING and not parcel._landed.done() for parcel in parcels):
             return  # its thread would wait

@@ -41,7 +41,7 @@ class _Received:
     outputs: dict[int, dict[Parcel, list[tuple[int, int]]]] = field(default_factory=dict)
 
 
-class Consumer:
+class Receiver:
     """Holds what was offered to this worker until it has been read for good.
 
     A partition counts as read once the task that asked for it is in memory: a task that
