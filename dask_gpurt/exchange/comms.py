@@ -19,9 +19,9 @@ from dask_gpurt.device import Block, Device, PoolFull
 from dask_gpurt.device.base import Buffer, Codec
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import Compressor
-from dask_gpurt.exchange.inbox import Parcel
+from dask_gpurt.exchange.incoming import Parcel
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.exchange.outbox import COPIED
+from dask_gpurt.exchange.outgoing import COPIED
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer, PeerLost, RunKey

@@ -22,10 +22,10 @@ from dask_gpurt.device.base import CodecError
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.host_room import HostRoom
-from dask_gpurt.exchange.inbox import Parcel, Place, drop_pages
+from dask_gpurt.exchange.incoming import Parcel, Place, drop_pages
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.exchange.outbox import COPIED, Outbox
+from dask_gpurt.exchange.outgoing import COPIED, Outbox
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools

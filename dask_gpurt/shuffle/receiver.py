@@ -14,7 +14,7 @@ from dask.typing import Key
 
 from dask_gpurt.device.base import Buffer
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
-from dask_gpurt.exchange.inbox import Parcel, reading
+from dask_gpurt.exchange.incoming import Parcel, reading
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Part
 from dask_gpurt.shuffle.inputs import Inputs, Offered

@@ -13,7 +13,7 @@ from dask.sizeof import sizeof
 
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Packed, Piece, Routed, Table
 from dask_gpurt.shuffle.owners import Owners, Share

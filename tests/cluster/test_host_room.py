@@ -13,8 +13,8 @@ import pytest
 
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.exchange import Attempt, Exchange, Shard, host_room
-from dask_gpurt.exchange.inbox import Parcel, reading
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.incoming import Parcel, reading
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import Section
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import on_cluster

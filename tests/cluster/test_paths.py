@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.exchange.inbox import reading
+from dask_gpurt.exchange.incoming import reading
 from dask_gpurt.exchange.shard import Attempt, Section, Shard
 from tests.helpers.far_device import Accelerator
 from tests.helpers.in_process import all_placed, on_cluster, until

@@ -29,7 +29,7 @@ from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt import config
 from dask_gpurt.exchange import Exchange, Shard, exchange
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle import ShuffleSpec

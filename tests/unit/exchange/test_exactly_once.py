@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dask_gpurt.exchange.inbox import Place
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.incoming import Place
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.shuffle.run import ShuffleRun
 from tests.helpers.exchanges import (
     AttemptFailed,

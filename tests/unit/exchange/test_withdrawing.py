@@ -20,8 +20,8 @@ from distributed.core import AsyncTaskGroup
 
 from dask_gpurt import config
 from dask_gpurt.exchange import Exchange, Shard, exchange
-from dask_gpurt.exchange.inbox import Parcel, Place
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.incoming import Parcel, Place
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Attempt, Section
 from dask_gpurt.observe import Metrics
