@@ -31,7 +31,7 @@ class Place(Enum):
     GONE = "nowhere any more"
 
 
-class Parcel:
+class IncomingShard:
     """A shard that was offered to this worker. Thread-safe.
 
     Parameters
@@ -227,7 +227,7 @@ class Parcel:
 
 @contextmanager
 def reading(
-    wanted: Sequence[tuple[Parcel, int]], landing: Landing, check: Callable[[], None], task: Key
+    wanted: Sequence[tuple[IncomingShard, int]], landing: Landing, check: Callable[[], None], task: Key
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
     """The bytes of some sections of shards, each with a memo, for as long as the body of a task runs. Blocks.
 
@@ -237,31 +237,33 @@ def reading(
         When the run is over.
     """
     with ExitStack() as stack:
-        parcels = {parcel for parcel, _ in wanted}
-        landed = {parcel for parcel in parcels if stack.enter_context(parcel.staying(check))}
+        incoming_shards = {incoming for incoming, _ in wanted}
+        landed = {incoming for incoming in incoming_shards if stack.enter_context(incoming.staying(check))}
         sections = ((p.key, which) for p, which in wanted if p in landed)
         found = stack.enter_context(landing.reading(sections, task))
         try:
             yield [
-                found[parcel.key, which] if parcel in landed else (parcel.source(which), parcel.memos[which])
-                for parcel, which in wanted
+                found[incoming.key, which]
+                if incoming in landed
+                else (incoming.source(which), incoming.memos[which])
+                for incoming, which in wanted
             ]
         finally:
-            drop_pages(parcels - landed)
+            drop_pages(incoming_shards - landed)
 
 
-def drop_pages(read: Iterable[Parcel]) -> None:
+def drop_pages(read: Iterable[IncomingShard]) -> None:
     """Have what was read of the pools of peers not count as memory of this process: it is theirs. Blocks.
 
     Dask pauses workers, and kills them, by what the system counts, and each has read all of its peers' pools
     before long.
     """
     spans: dict[Mapping, tuple[int, int]] = {}
-    for parcel in read:
-        mapping = parcel.path.mapping
+    for incoming in read:
+        mapping = incoming.path.mapping
         if mapping is None:
             continue
-        for section in parcel.shard.sections:
+        for section in incoming.shard.sections:
             start, stop = spans.get(mapping, (section.offset, 0))
             spans[mapping] = min(start, section.offset), max(stop, section.offset + section.nbytes)
     # One call for a mapping: what lies between these shards is hardly mapped, and to pass it costs nothing.

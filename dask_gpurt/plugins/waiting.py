@@ -42,9 +42,11 @@ def _told(part: Callable[[], Any]) -> Any:
 def _shards(exchange: Any) -> dict[str, dict[str, int]]:
     """Count the shards that were offered, by producer and by where they are."""
     return {
-        f"{producer.address} ({producer.incarnation})": dict(Counter(parcel.place.name for parcel in parcels))
-        for producer, parcels in list(exchange._parcels.items())
-        if parcels
+        f"{producer.address} ({producer.incarnation})": dict(
+            Counter(incoming.place.name for incoming in incoming_shards)
+        )
+        for producer, incoming_shards in list(exchange._incoming.items())
+        if incoming_shards
     }
 
 

@@ -84,7 +84,7 @@ def held(worker: Any) -> list[Any]:
     return [
         *worker.plugins["shuffle"].shuffle_runs._runs,
         *exchange._receiving,
-        *(parcel for parcels in exchange._parcels.values() for parcel in parcels),
+        *(incoming for incoming_shards in exchange._incoming.values() for incoming in incoming_shards),
         *([] if not exchange.pools.known("host").pool.used else ["blocks"]),
     ]
 

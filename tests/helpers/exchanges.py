@@ -587,7 +587,7 @@ class Cluster:
         for process in self.network.processes.values():
             if not self.scheduler.active:
                 assert process.outbox.pool.used == 0
-            assert not any(process.exchange._parcels.values())
+            assert not any(process.exchange._incoming.values())
 
     def close(self) -> None:
         for process in self._all:
