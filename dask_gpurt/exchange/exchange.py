@@ -22,7 +22,7 @@ from dask_gpurt.device.base import CodecError
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.host_room import HostRoom
-from dask_gpurt.exchange.incoming import IncomingShard, Place, drop_pages
+from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.outgoing import COPIED, Outbox
@@ -228,11 +228,11 @@ class Exchange:
     async def _pull(self, incoming: IncomingShard) -> None:
         try:
             await self._limiter.wait_for_available()
-            if incoming.place is not Place.GONE:
+            if incoming.state is not ShardState.GONE:
                 await self._pull_now(incoming)
                 return
         except Exception as error:
-            if incoming.place is not Place.GONE:  # else it belongs to what is over, and nothing reads it
+            if incoming.state is not ShardState.GONE:  # else it belongs to what is over, and nothing reads it
                 incoming.fail(error)
         with contextlib.suppress(ExchangeClosed):  # which lets go of all
             await self.offload(incoming.stop_moving)  # on a thread: it may wait for a device
@@ -415,10 +415,12 @@ class Exchange:
             self._receiving[key].add(peer)
         incoming_shards = [incoming for incoming in list(self._incoming[peer]) if incoming.run == key]
         for incoming in incoming_shards:
-            if incoming.place in (Place.PRODUCER, Place.MOVING):
+            if incoming.state in (ShardState.PRODUCER, ShardState.MOVING):
                 incoming.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
         # What has landed is ours. What is gone may still be read.
-        await self._let_go(incoming for incoming in incoming_shards if incoming.place is not Place.LANDED)
+        await self._let_go(
+            incoming for incoming in incoming_shards if incoming.state is not ShardState.LANDED
+        )
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
         """Let go of what was offered for shares that others have now; return when it is not read."""

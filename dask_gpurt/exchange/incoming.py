@@ -22,7 +22,7 @@ from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 LOOK_AGAIN = 0.5
 
 
-class Place(Enum):
+class ShardState(Enum):
     """Where an offered shard is."""
 
     PRODUCER = "in the producer's pool"
@@ -61,7 +61,7 @@ class IncomingShard:
         self.path = path
         self.device = device
         self.key = f"gpurt-shard-{next(self._keys)}"
-        self.place = Place.PRODUCER
+        self.state = ShardState.PRODUCER
         self._landing = landing
         self._release = release
         self._failed = failed
@@ -79,9 +79,9 @@ class IncomingShard:
     def start_moving(self) -> bool:
         """Claim the move to this process; False when it is under way, done or too late."""
         with self._lock:
-            if self.place is not Place.PRODUCER:
+            if self.state is not ShardState.PRODUCER:
                 return False
-            self.place = Place.MOVING
+            self.state = ShardState.MOVING
             self._moving = True
             return True
 
@@ -90,9 +90,9 @@ class IncomingShard:
         put(self.key)
         with self._lock:
             self._moving = False
-            in_vain = self.place is Place.GONE
+            in_vain = self.state is ShardState.GONE
             if not in_vain:
-                self.place = Place.LANDED
+                self.state = ShardState.LANDED
                 self._forget()
             let_go = self._lets_go()
         if in_vain:
@@ -128,11 +128,11 @@ class IncomingShard:
         while True:
             check()
             with self._lock:
-                if self.place is Place.GONE:
+                if self.state is ShardState.GONE:
                     raise ExchangeClosed(f"shard {self.shard.id} of {self.shard.producer.address} is gone")
-                if self.place is not Place.MOVING:
+                if self.state is not ShardState.MOVING:
                     self._readers += 1
-                    landed = self.place is Place.LANDED
+                    landed = self.state is ShardState.LANDED
                     break
             try:
                 self._landed.result(LOOK_AGAIN)
@@ -144,7 +144,7 @@ class IncomingShard:
             with self._lock:
                 self._readers -= 1
                 self._lock.notify_all()
-                let_go = self.place in (Place.LANDED, Place.GONE) and self._lets_go()
+                let_go = self.state in (ShardState.LANDED, ShardState.GONE) and self._lets_go()
             if let_go:
                 self._let_go()
 
@@ -161,13 +161,13 @@ class IncomingShard:
     def discard(self) -> None:
         """Nobody will read this any more: wait for readers, then let it go. Blocks."""
         with self._lock:
-            before, self.place = self.place, Place.GONE
+            before, self.state = self.state, ShardState.GONE
             while self._readers:
                 self._lock.wait()
             let_go = self._lets_go()
         if let_go:
             self._let_go()
-        if before is Place.LANDED:
+        if before is ShardState.LANDED:
             self._pass_fences()
             self._landing.discard(self.key)
         self._forget()
@@ -175,7 +175,7 @@ class IncomingShard:
     def abandon(self) -> None:
         """Let go of it, or have its last reader do so. Nothing moves, and nothing new will read it."""
         with self._lock:
-            self.place, self._moving = Place.GONE, False
+            self.state, self._moving = ShardState.GONE, False
             let_go = self._lets_go()
         if let_go:
             self._let_go()
@@ -185,7 +185,7 @@ class IncomingShard:
 
     def check_wanted(self) -> None:
         """Raise ExchangeClosed when nothing will read this any more."""
-        if self.place is Place.GONE:
+        if self.state is ShardState.GONE:
             address = self.shard.producer.address
             raise ExchangeClosed(f"shard {self.shard.id} of {address} is not wanted any more")
 
@@ -193,7 +193,7 @@ class IncomingShard:
         """The mover reads no more, whether it has landed the bytes or not."""
         with self._lock:
             self._moving = False
-            let_go = self.place is Place.GONE and self._lets_go()
+            let_go = self.state is ShardState.GONE and self._lets_go()
         if let_go:
             self._let_go()
 

@@ -43,7 +43,7 @@ def _shards(exchange: Any) -> dict[str, dict[str, int]]:
     """Count the shards that were offered, by producer and by where they are."""
     return {
         f"{producer.address} ({producer.incarnation})": dict(
-            Counter(incoming.place.name for incoming in incoming_shards)
+            Counter(incoming.state.name for incoming in incoming_shards)
         )
         for producer, incoming_shards in list(exchange._incoming.items())
         if incoming_shards

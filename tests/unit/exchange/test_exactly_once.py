@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dask_gpurt.exchange.incoming import Place
+from dask_gpurt.exchange.incoming import ShardState
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.shuffle.run import ShuffleRun
 from tests.helpers.exchanges import (
@@ -170,7 +170,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         received = run._receiver._share_of.get(output)
         incoming_shards = received.outputs.get(output, ()) if received else ()
         if any(
-            incoming.place is Place.MOVING and not incoming._landed.done() for incoming in incoming_shards
+            incoming.state is ShardState.MOVING and not incoming._landed.done()
+            for incoming in incoming_shards
         ):
             return  # its thread would wait
         key = f"unpack-{output}"

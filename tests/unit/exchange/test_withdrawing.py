@@ -20,7 +20,7 @@ from distributed.core import AsyncTaskGroup
 
 from dask_gpurt import config
 from dask_gpurt.exchange import Exchange, Shard, exchange
-from dask_gpurt.exchange.incoming import IncomingShard, Place
+from dask_gpurt.exchange.incoming import IncomingShard, ShardState
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Attempt, Section
@@ -148,7 +148,7 @@ class Pair:
             await self.settled()
         let_go.append(asyncio.create_task(self.producer.withdraw(RUN)))
         await self.settled()
-        assert incoming.place is Place.GONE
+        assert incoming.state is ShardState.GONE
         self.overwrite()
         go_on()
         await asyncio.gather(*let_go)
