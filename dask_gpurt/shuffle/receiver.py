@@ -201,8 +201,8 @@ class Receiver:
         Returns
         -------
         tuple
-            The incoming shards that are of no use without it; and the outputs that have to be received once more,
-            if the barrier does not find out by itself that something is missing.
+            The incoming shards that are of no use without it; and the outputs that have to be received once
+            more, if the barrier does not find out by itself that something is missing.
         """
         with self._lock:
             if (received := self._shares.get(shard.share)) is None:
