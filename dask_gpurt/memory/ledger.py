@@ -1,4 +1,4 @@
-"""What lies where: one account for each worker, and the picture of all of them. Pure."""
+"""What lies where: one account for each worker, and the memory of the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Ledger:
         }
 
 
-class Picture:
+class ClusterMemory:
     """The accounts of all workers, as they have reported them."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from dask_gpurt import config
 from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
-from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, Label, Ledger, Picture
+from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
 from dask_gpurt.memory.policy import Candidate, choose, order
 from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
@@ -213,36 +213,40 @@ cells = st.tuples(st.sampled_from(list(Tier)), st.sampled_from(["partitions", "s
 @given(st.lists(st.tuples(cells, st.booleans(), st.booleans())))
 def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], bool, bool]]) -> None:
     """Messages may be lost, doubled and overtaken by older ones: a snapshot brings it all together."""
-    ledger, picture, sent = Ledger(dict.fromkeys(Tier, 100)), Picture(), []
+    ledger, cluster_memory, sent = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory(), []
     for (tier, kind, nbytes), tell, arrives in steps:
         ledger.set(tier, kind, nbytes)
         if tell and (message := ledger.changes()) is not None:
             sent.append(message)
             if arrives:
-                picture.apply("w", message)
-                picture.apply("w", message)
-    picture.apply("w", ledger.snapshot())
+                cluster_memory.apply("w", message)
+                cluster_memory.apply("w", message)
+    cluster_memory.apply("w", ledger.snapshot())
     for message in sent:
-        picture.apply("w", message)
-    for row in picture.rows():
+        cluster_memory.apply("w", message)
+    for row in cluster_memory.rows():
         tier = Tier(row["tier"])
         assert row["partitions"] == ledger.cell(tier, "partitions")
         assert row["headroom"] == ledger.headroom(tier) == 100 - ledger.used(tier)
-    picture.forget("w")
-    assert picture.rows() == []
+    cluster_memory.forget("w")
+    assert cluster_memory.rows() == []
 
 
 def test_a_new_ledger_of_a_worker_comes_in_the_place_of_the_old_one() -> None:
     """As when the runtime is switched off and on, while the scheduler still has a heartbeat from before."""
-    old, new, picture = Ledger(dict.fromkeys(Tier, 100)), Ledger(dict.fromkeys(Tier, 100)), Picture()
+    old, new, cluster_memory = (
+        Ledger(dict.fromkeys(Tier, 100)),
+        Ledger(dict.fromkeys(Tier, 100)),
+        ClusterMemory(),
+    )
     for nbytes in range(1, 5):
         old.set(Tier.HOST, SHARDS, nbytes)
         old.changes()
     new.add(Tier.DISK, Label(PARTITIONS, "x"), 7)
     for message in (old.snapshot(), new.changes(), old.snapshot()):
         assert message is not None
-        picture.apply("w", message)
-    found = {row["tier"]: (row[PARTITIONS], row[SHARDS]) for row in picture.rows()}
+        cluster_memory.apply("w", message)
+    found = {row["tier"]: (row[PARTITIONS], row[SHARDS]) for row in cluster_memory.rows()}
     assert found == {"device": (0, 0), "pinned": (0, 0), "host": (0, 0), "disk": (7, 0)}
 
 
@@ -255,23 +259,27 @@ steps_of_prefixes = st.lists(
 def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int, int]]) -> None:
     """A few prefixes go by their name, and the rest together; nothing counts twice, or not at all."""
     with mock.patch.object(ledger_module, "MOST_PREFIXES", 3):
-        ledger, picture, model = Ledger(dict.fromkeys(Tier, 100)), Picture(), Counter[tuple[Tier, str]]()
+        ledger, cluster_memory, model = (
+            Ledger(dict.fromkeys(Tier, 100)),
+            ClusterMemory(),
+            Counter[tuple[Tier, str]](),
+        )
         for tier, prefix, nbytes, tell in steps:
             ledger.add(tier, Label(PARTITIONS, prefix), nbytes - model[tier, prefix])
             model[tier, prefix] = nbytes
             message = (ledger.changes, ledger.changes, ledger.snapshot, lambda: None)[tell]()
             if message is not None:
-                picture.apply("w", message)
+                cluster_memory.apply("w", message)
                 assert len({name for _, name, _ in message["prefixes"]}) <= 4
-                compare_prefixes(picture, ledger, model)
-        picture.apply("w", ledger.snapshot())
-        compare_prefixes(picture, ledger, model)
+                compare_prefixes(cluster_memory, ledger, model)
+        cluster_memory.apply("w", ledger.snapshot())
+        compare_prefixes(cluster_memory, ledger, model)
 
 
-def compare_prefixes(picture: Picture, ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
-    rows = {(row["tier"], row["prefix"]): row["bytes"] for row in picture.rows_by_prefix()}
+def compare_prefixes(cluster_memory: ClusterMemory, ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
+    rows = {(row["tier"], row["prefix"]): row["bytes"] for row in cluster_memory.rows_by_prefix()}
     assert rows == {(tier, name): n for tier in Tier for name, n in ledger.prefixes(tier).items()}
-    assert picture.spilled("w") == any(tier != Tier.DEVICE for tier, _ in rows)
+    assert cluster_memory.spilled("w") == any(tier != Tier.DEVICE for tier, _ in rows)
     for tier in Tier:
         mine = {name: n for (at, name), n in model.items() if at is tier and n}
         shown = ledger.prefixes(tier)
@@ -312,20 +320,22 @@ def test_a_report_has_only_the_prefixes_that_have_changed() -> None:
 
 
 def test_what_are_no_partitions_goes_by_its_kind() -> None:
-    ledger, picture = Ledger(dict.fromkeys(Tier, 100)), Picture()
+    ledger, cluster_memory = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory()
     ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task of this name
     ledger.add(Tier.HOST, Label(SHARDS), 2)
     ledger.add(Tier.DEVICE, Label("reservations"), 3)
     ledger.set(Tier.HOST, "unmanaged", 4)
-    picture.apply("w", ledger.snapshot())
-    rows = [(row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in picture.rows_by_prefix()]
+    cluster_memory.apply("w", ledger.snapshot())
+    rows = [
+        (row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in cluster_memory.rows_by_prefix()
+    ]
     assert rows == [
         ("device", "reservations", "reservations", 3),
         ("host", PARTITIONS, SHARDS, 1),
         ("host", SHARDS, SHARDS, 2),
     ]
-    picture.forget("w")
-    assert picture.rows_by_prefix() == []
+    cluster_memory.forget("w")
+    assert cluster_memory.rows_by_prefix() == []
 
 
 def test_nothing_changed_is_nothing_to_tell() -> None:
