@@ -44,7 +44,7 @@ SETTLE = 3.0
 PATIENCE = 10.0
 #: The part of the load without which nothing is shown to be cheap.
 REACHED = 0.9
-#: The targets: a share of a core, and microseconds for a change, on the worker and in ``ClusterMemory.apply``.
+#: The targets: a share of a core, and microseconds for a change on the worker and in ``ClusterMemory.apply``.
 MOST_SHARE, MOST_MICROSECONDS = 0.2, 2.0
 
 

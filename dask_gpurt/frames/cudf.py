@@ -27,7 +27,7 @@ from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.copies import Copy, address
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.device.cuda_memory import DeviceSpan, copy_async
-from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Room, Routed
+from dask_gpurt.frames.backend import BlockAllocator, Hashed, Packed, Part, Piece, Routed
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
@@ -167,21 +167,21 @@ class CudfTable:
         (part,) = plc.copying.slice(rows.table, [start, stop], stream=stream)
         return _Rows(part, rows.header)
 
-    def pack(self, piece: Piece, room: Room) -> Packed:
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         if isinstance(piece.rows, PlainRows):
-            block = room.allocate(piece.rows.layout.starts(len(piece))[-1])
+            block = allocator.allocate(piece.rows.layout.starts(len(piece))[-1])
             self._copies += piece.rows.copies(block.buffer.ptr)
             return Packed(block, piece.rows.header)
-        return self._split_contiguously(piece, room)
+        return self._split_contiguously(piece, allocator)
 
-    def _split_contiguously(self, piece: Piece, room: Room) -> Packed:
+    def _split_contiguously(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         stream, _ = self.device.stream()
         blocks: dict[int, Block] = {}
         full: list[PoolFull] = []
 
         def take(nbytes: int, _stream: Any) -> int:
             try:
-                block = room.allocate(nbytes)
+                block = allocator.allocate(nbytes)
             except PoolFull as error:
                 full.append(error)  # libcudf turns every exception into one of its own
                 raise MemoryError from error
@@ -190,7 +190,7 @@ class CudfTable:
 
         def drop(ptr: int, _nbytes: int, _stream: Any) -> None:
             if ptr in blocks:
-                room.give_back(blocks.pop(ptr))
+                allocator.give_back(blocks.pop(ptr))
 
         memory = rmm.mr.CallbackMemoryResource(take, drop)
         try:
@@ -200,7 +200,7 @@ class CudfTable:
                 raise full[0] from None
             raise
         # The block is ours from here on; libcudf gives back what else it took.
-        block = blocks.pop(data.ptr) if len(data) else room.allocate(0)
+        block = blocks.pop(data.ptr) if len(data) else allocator.allocate(0)
         del data
         return Packed(block, pickle.dumps((bytes(metadata), piece.rows.header)))
 

@@ -17,7 +17,7 @@ from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-de
 from dask_gpurt.dask_hooks.graph import concat
 from dask_gpurt.device import Device, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Ranged, Room, Routed
+from dask_gpurt.frames.backend import BlockAllocator, Hashed, Packed, Part, Piece, Ranged, Routed
 from dask_gpurt.frames.pickled import Chunks, Pickled, own
 
 try:
@@ -86,11 +86,11 @@ class PandasTable:
         rows.waiting.clear()
         return replace(rows, order=rows.order[start:stop], waiting=[])
 
-    def pack(self, piece: Piece, room: Room) -> Packed:
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         rows: _Rows = piece.rows
         if rows.plain is None:
-            return _pickled(rows, piece.offsets, room)
-        block = room.allocate(rows.plain.layout.nbytes(len(piece)))
+            return _pickled(rows, piece.offsets, allocator)
+        block = allocator.allocate(rows.plain.layout.nbytes(len(piece)))
         rows.plain.take(rows.order, block.buffer)
         return Packed(block, rows.plain.header)
 
@@ -122,11 +122,11 @@ class PandasTable:
         return None
 
 
-def _pickled(rows: _Rows, offsets: tuple[int, ...], room: Room) -> Packed:
+def _pickled(rows: _Rows, offsets: tuple[int, ...], allocator: BlockAllocator) -> Packed:
     """Rows packed by pickle, whatever they are made of."""
     chunks = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
     try:
-        return chunks.pack(room)
+        return chunks.pack(allocator)
     except PoolFull:
         rows.waiting.append(chunks)
         raise
