@@ -54,7 +54,7 @@ class Exchange:
         The Dask worker; its ``rpc``, ``loop``, ``address`` and directory are used.
     pools
         The devices of the worker and their pools.
-    ladder
+    tiered_buffer
         Where pulled shards go.
     settings, metrics
         Shared by all rooms of this worker.
@@ -64,7 +64,7 @@ class Exchange:
         self,
         worker: Any,
         pools: Pools,
-        ladder: TieredBuffer,
+        tiered_buffer: TieredBuffer,
         settings: Settings,
         metrics: Metrics,
     ):
@@ -77,7 +77,7 @@ class Exchange:
         self.pools.retains = self._goes_on
         self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
         self.pools.ask_host = self.host_room.ask
-        self.landing = Landing(ladder, pools.main, metrics)
+        self.landing = Landing(tiered_buffer, pools.main, metrics)
         self.traffic = Traffic()
         self.links = Links(worker)
         self.calls = Calls(worker, metrics)

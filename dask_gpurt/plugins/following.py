@@ -39,10 +39,10 @@ _GRAPH = 2
 class Following:
     """Holds the next task of a worker back for a moment. On the event loop."""
 
-    def __init__(self, worker: WorkerServer, ladder: TieredBuffer, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, tiered_buffer: TieredBuffer, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
-        self._ladder = ladder
+        self._tiered_buffer = tiered_buffer
         self._waiting = False
         self._in_vain: Counter[str] = Counter()
 
@@ -97,7 +97,7 @@ class Following:
 
     def _roomy(self, nbytes: int) -> bool:
         # Shards that a task reads are as large as what it makes of them, and no inputs of Dask's.
-        return self._ladder.reservations.has_room(2 * nbytes, Tier.DEVICE)
+        return self._tiered_buffer.reservations.has_room(2 * nbytes, Tier.DEVICE)
 
     def _brought_forward(self, key: Key) -> bool:
         """Whether tasks that read the result are here; they come first now.

@@ -21,7 +21,7 @@ def waiting(plugin: Any) -> dict[str, Any]:
     parts: dict[str, Callable[[], Any]] = {
         "admission": lambda: plugin.data.waiting() if plugin.data is not None else "tiers are off",
         "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
-        "moving": lambda: list(map(str, plugin.tiers.ladder.moving())),
+        "moving": lambda: list(map(str, plugin.tiers.tiered_buffer.moving())),
         "exchange": lambda: queued(plugin.exchange.executor),
         "pulls": lambda: {"under way": plugin.exchange._pulls, "bytes": acquired(plugin.exchange._limiter)},
         "shards": lambda: _shards(plugin.exchange),

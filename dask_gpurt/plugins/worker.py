@@ -165,7 +165,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self._undo.push_async_callback(self.tiers.close)
-        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
+        self.exchange = Exchange(worker, pools, self.tiers.tiered_buffer, settings, self.metrics)
         self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)

@@ -122,9 +122,11 @@ class Pair:
         self.failed: list[Exception] = []
 
     def _end(self, worker: Worker, settings: config.Settings) -> Exchange:
-        ladder: Any = None  # nothing lands there
+        tiered_buffer: Any = None  # nothing lands there
         metrics = Metrics()
-        return Exchange(worker, Pools(config.Size(4 * NBYTES), 2**30, metrics), ladder, settings, metrics)
+        return Exchange(
+            worker, Pools(config.Size(4 * NBYTES), 2**30, metrics), tiered_buffer, settings, metrics
+        )
 
     async def accepted(self) -> IncomingShard:
         return self.owner.take(RUN, self.shard, await self.owner.path(self.shard), self.failed.append)
