@@ -2,8 +2,9 @@
 
     python -m benchmarks.memory.spill --size 4GiB --object 256MiB --disk /tmp
 
-A tiered buffer as a worker has it, without a worker: frames are put on the device, spilled, and made live again,
-in turns with the plain copies that show what the bus does. On a host without a GPU it measures copies in memory.
+A tiered buffer as a worker has it, without a worker: frames are put on the device, spilled, and made live
+again, in turns with the plain copies that show what the bus does. On a host without a GPU it measures copies
+in memory.
 """
 
 from __future__ import annotations
