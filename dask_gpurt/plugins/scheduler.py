@@ -22,8 +22,8 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.sharing import HANDLER, SharedStatistics
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC

@@ -27,11 +27,11 @@ from dask_gpurt.exchange.exchange import IDLE
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Metrics, prometheus
-from dask_gpurt.plugins.finding import RunFinder
-from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.residency import WorkerResidency
+from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
@@ -131,7 +131,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await self.exchange.offload(self.overlap.prepare)
         undo.push_async_callback(self.overlap.save)
         # The last one comes first: see Layer. What wraps the same as one of these has to come in this order.
-        for part in (self.overlap, self.finder, self.gathering):
+        for part in (self.overlap, self.run_lookup, self.replica_selector):
             undo.callback(part.uninstall)
             part.install()
         if settings.memory.tiers:
@@ -169,11 +169,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
-        self.gathering = Gathering(worker, self.exchange.links, self.metrics)
+        self.replica_selector = ReplicaSelector(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
         self._undo.callback(self.residency.close)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
-        self.finder = RunFinder(worker, self.metrics)
+        self.run_lookup = RunLookup(worker, self.metrics)
 
     async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:

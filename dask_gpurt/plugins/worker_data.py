@@ -30,7 +30,7 @@ from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.store import serving
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.following import Following
+from dask_gpurt.plugins.dependents_first import DependentsFirst
 from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.switching import Layer
 from dask_gpurt.plugins.tiers import WorkerTiers
@@ -59,7 +59,7 @@ class WorkerData:
         self.metrics = metrics
         self._tiered_buffer = tiers.tiered_buffer
         self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute)
-        self._following = Following(worker, self._tiered_buffer, metrics)
+        self._dependents_first = DependentsFirst(worker, self._tiered_buffer, metrics)
         self._patches = PatchSet(Layer.DATA)
 
     def install(self) -> None:
@@ -147,7 +147,7 @@ class WorkerData:
             )
         if isinstance(event, ExecuteSuccessEvent):
             nbytes = sum(dependency.nbytes or 0 for dependency in task.dependencies)
-            self._following.finished(key, event.nbytes, nbytes)
+            self._dependents_first.finished(key, event.nbytes, nbytes)
         return event
 
     async def _run(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
@@ -174,7 +174,7 @@ class WorkerData:
 
     def waiting(self) -> dict[str, Any]:
         """Tell what waits for room, and whether the worker is held back, as plain values."""
-        return {**self._runner.admission.waiting(), "held back": self._following.holds}
+        return {**self._runner.admission.waiting(), "held back": self._dependents_first.holds}
 
     async def get_data(
         self, comm: Any, keys: Iterable[Any], who: str | None = None, serializers: Any = None

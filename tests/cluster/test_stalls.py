@@ -62,7 +62,7 @@ def fallbacks(worker: Any) -> dict[str, Any]:
 
 def test_a_look_that_fails_does_not_leave_the_worker_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: Any, a: Any, b: Any) -> None:
-        holding = a.plugins["gpurt"].data._following
+        holding = a.plugins["gpurt"].data._dependents_first
         monkeypatch.setattr(holding, "_outlived", fail)
         holding.finished("a-task", 100 * MIB, 0)
         assert not a.state.running
@@ -74,7 +74,7 @@ def test_a_look_that_fails_does_not_leave_the_worker_paused(monkeypatch: pytest.
 
 def test_a_worker_that_is_held_back_goes_on_when_the_runtime_is_switched_off() -> None:
     async def test(client: Any, a: Any, b: Any) -> None:
-        a.plugins["gpurt"].data._following.finished("a-task", 100 * MIB, 0)
+        a.plugins["gpurt"].data._dependents_first.finished("a-task", 100 * MIB, 0)
         assert not a.state.running
         await dask_gpurt.disable(client)
         assert await asyncio.wait_for(client.submit(int, 7, workers=[a.address]), SOON_S) == 7

@@ -36,7 +36,7 @@ LOOK, MOST, PATIENCE = 0.001, 0.1, 3
 _GRAPH = 2
 
 
-class Following:
+class DependentsFirst:
     """Holds the next task of a worker back for a moment. On the event loop."""
 
     def __init__(self, worker: WorkerServer, tiered_buffer: TieredBuffer, metrics: Metrics):
