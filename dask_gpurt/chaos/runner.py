@@ -93,7 +93,7 @@ class Chaos:
         Directory for files that tell of what hangs.
     directory
         Local directory of the workers, if it is known.
-    told
+    on_step
         Called with the report after each step.
     """
 
@@ -106,7 +106,7 @@ class Chaos:
         limit_s: float = 120.0,
         dumps: Path = Path("."),
         directory: str | None = None,
-        told: Callable[[Report, Step], None] = lambda report, step: None,
+        on_step: Callable[[Report, Step], None] = lambda report, step: None,
     ):
         self.plan = plan
         self.site = site
@@ -114,7 +114,7 @@ class Chaos:
         self.limit_s = limit_s
         self.dumps = dumps
         self.directory = directory
-        self.told = told
+        self.on_step = on_step
         self.report = Report(plan.seed, site.workers)
         self._shm = leftovers.named_shm()
 
@@ -169,7 +169,7 @@ class Chaos:
         except TimeoutError as error:
             raise Hung(str(error)) from error
         self.report.steps += 1
-        self.told(self.report, step)
+        self.on_step(self.report, step)
 
     def _begin(self, faults: Iterator[Fault]) -> None:
         for fault in faults:

@@ -113,12 +113,14 @@ def chaos(
         client, cluster, directory = place
         site = Site(client, cluster, count if cluster else len(client.nthreads()))
 
-        def told(report: Report, step: Step) -> None:
+        def on_step(report: Report, step: Step) -> None:
             status.update(
                 f"seed {seed}, step {step.number}, {len(report.outcomes)} operations, {len(report.bad())} bad"
             )
 
-        run = Chaos(plan, site, backend=backend, limit_s=limit, dumps=dumps, directory=directory, told=told)
+        run = Chaos(
+            plan, site, backend=backend, limit_s=limit, dumps=dumps, directory=directory, on_step=on_step
+        )
         report = run.run(seconds, steps)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2))

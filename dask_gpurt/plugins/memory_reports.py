@@ -34,7 +34,7 @@ class Reporter:
         self._ledger = ledger
         self._scheduled = threading.Event()
         self._closed = False
-        self._told = 0.0
+        self._reported_at = 0.0
         # In a new dictionary: a heartbeat that is being put together goes over the old one.
         self._before = {METRIC: worker.metrics[METRIC]} if METRIC in worker.metrics else {}
         worker.metrics = {**worker.metrics, METRIC: self._whole}
@@ -55,7 +55,7 @@ class Reporter:
             self._worker.loop.add_callback(self._later)
 
     def _later(self) -> None:
-        since = time.monotonic() - self._told
+        since = time.monotonic() - self._reported_at
         self._worker.loop.call_later(max(GATHER, self.pause - since), self._send)
 
     def _send(self) -> None:
@@ -63,7 +63,7 @@ class Reporter:
         message = None if self._closed else self._ledger.changes()
         if message is None:
             return
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
         try:
             self._worker.batched_stream.send({"op": OP, **message})
         except CommClosedError:

@@ -65,8 +65,8 @@ class TaskRunner:
                 self._tiered_buffer.release(held)
             if isinstance(event, ExecuteSuccessEvent):
                 # What came from elsewhere meanwhile took memory too, even if it has gone again.
-                came = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
-                await self._keep(key, event.value, nbytes, self._tiers.device.peak() - came)
+                admitted = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
+                await self._keep(key, event.value, nbytes, self._tiers.device.peak() - admitted)
             return event
         finally:
             self.admission.leave(reservation(key))

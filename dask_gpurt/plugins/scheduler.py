@@ -226,12 +226,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if self.placement is not None:
             self.placement.submitted(tasks)
 
-    def transition(self, key: Key, start: str, finish: str, *_: Any, **told: Any) -> None:
-        self.shuffles.transition(key, finish, told.get("worker"))
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
+        self.shuffles.transition(key, finish, kwargs.get("worker"))
         if self.placement is None or start != "processing":
             return
         if finish == "memory":
-            self.placement.finished(key, told["worker"], told["startstops"])
+            self.placement.finished(key, kwargs["worker"], kwargs["startstops"])
         else:
             self.placement.stopped(key)
 

@@ -124,8 +124,8 @@ class WorkerTiers:
             self.tiered_buffer.spill(nbytes)
         finally:
             self._seen.spilling = False
-        before, self._seen.left = getattr(self._seen, "left", 0), self.tiered_buffer.removals
-        return bool(self._seen.left != before)
+        before, self._seen.removals = getattr(self._seen, "removals", 0), self.tiered_buffer.removals
+        return bool(self._seen.removals != before)
 
     async def close(self) -> None:
         """Let everything go that still lies in a tier."""

@@ -28,10 +28,10 @@ def waiting(plugin: Any) -> dict[str, Any]:
         "published": lambda: _published(plugin.exchange.pools),
         "counters": lambda: plugin.metrics.snapshot(),
     }
-    return {name: _told(part) for name, part in parts.items()}
+    return {name: _described(part) for name, part in parts.items()}
 
 
-def _told(part: Callable[[], Any]) -> Any:
+def _described(part: Callable[[], Any]) -> Any:
     try:
         return part()
     # A part that is not set up yet, or gone already: the others are told of all the same.

@@ -144,9 +144,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
 
     def _hear_of_peers_that_leave(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
-        def peer_left(worker: str, **told: Any) -> Any:
+        def peer_left(worker: str, **kwargs: Any) -> Any:
             self.exchange.peer_left(worker)
-            return remove_worker(worker=worker, **told)
+            return remove_worker(worker=worker, **kwargs)
 
         return peer_left
 
