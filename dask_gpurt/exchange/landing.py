@@ -18,7 +18,7 @@ from dask_gpurt.device import Device
 from dask_gpurt.exchange.shard import Shard
 from dask_gpurt.memory.admission import reservation
 from dask_gpurt.memory.ledger import SHARDS
-from dask_gpurt.memory.reading import Part
+from dask_gpurt.memory.reading import BufferAndMemo
 from dask_gpurt.memory.serialize import Raw, raw_frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import NoRoom, Tier
@@ -88,7 +88,7 @@ class Landing:
         return self._tiered_buffer.reservations.leaves_half(nbytes, self._home(kind))
 
     @contextmanager
-    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, Part]]:
+    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, BufferAndMemo]]:
         """Sections of shards for the table backend, for as long as the body of a task runs."""
         with self._tiered_buffer.reading(wanted, reservation(task)) as found:
             yield found

@@ -20,7 +20,7 @@ from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
 from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
-from dask_gpurt.memory.policy import Candidate, choose, order
+from dask_gpurt.memory.policy import EvictionCandidate, choose, order
 from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
 from tests.helpers.objects import OBJECTS, same, scattered
@@ -31,15 +31,15 @@ GIB = 2**30
 
 
 def test_order() -> None:
-    unneeded, large = Candidate("unneeded", 1, None, 9), Candidate("large", 5, None, 9)
-    soon, later = Candidate("soon", 9, (0, 1), 0), Candidate("later", 1, (0, 7), 5)
-    old = Candidate("old", 1, None, 2)
+    unneeded, large = EvictionCandidate("unneeded", 1, None, 9), EvictionCandidate("large", 5, None, 9)
+    soon, later = EvictionCandidate("soon", 9, (0, 1), 0), EvictionCandidate("later", 1, (0, 7), 5)
+    old = EvictionCandidate("old", 1, None, 2)
     assert order([soon, unneeded, later, old, large]) == [large, old, unneeded, later, soon]
 
 
 candidates = st.lists(
     st.builds(
-        Candidate,
+        EvictionCandidate,
         key=st.integers(),
         nbytes=st.integers(0, 9),
         needed=st.none() | st.tuples(st.integers(0, 3)),
@@ -50,7 +50,7 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(0, 40), st.randoms())
-def test_choice(given: list[Candidate], nbytes: int, random: Any) -> None:
+def test_choice(given: list[EvictionCandidate], nbytes: int, random: Any) -> None:
     chosen = choose(given, nbytes)
     freed = sum(candidate.nbytes for candidate in chosen)
     assert freed >= nbytes or freed == sum(candidate.nbytes for candidate in given)
