@@ -33,7 +33,7 @@ MESSAGES = {
     "fetches": "gpurt_fetch",
 }
 #: A connection that breaks each time is no connection: a reset leaves at least every other message alone.
-LEAST_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
+MIN_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
 #: Seconds for a worker to answer; a worker that is stopped answers after that.
 ASK_S = 20.0
 SHM = "/dev/shm"
@@ -263,7 +263,7 @@ class Messages(OnWorkers):
         return {
             "action": self.action,
             "op": self.op,
-            "one_in": min(max(self.spec.one_in, LEAST_ONE_IN[self.action]), 5),
+            "one_in": min(max(self.spec.one_in, MIN_ONE_IN[self.action]), 5),
             "seed": self.spec.seed,
             "seconds": min(self.spec.lasting_s, 2),
         }

@@ -36,13 +36,13 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
-IDLE = 10.0
+TRIM_INTERVAL_S = 10.0
 #: Seconds for which a producer that asked for room counts as short of it.
-PRESSED = 1.0
+PRESSURE_LASTS_S = 1.0
 #: Until an owner that could not be reached, but has not left, is asked again to let a run go.
-WITHDRAW_AGAIN_S = 1.0
+WITHDRAW_RETRY_INTERVAL_S = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
-THREADS = 4
+COPY_THREADS = 4
 
 
 class Exchange:
@@ -103,7 +103,7 @@ class Exchange:
             settings.exchange.compression,
             self.offload,
         )
-        self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
+        self.executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
         self._incoming: defaultdict[Peer, set[IncomingShard]] = defaultdict(set)
         #: Releases that are on their way or still to be sent.
@@ -212,7 +212,9 @@ class Exchange:
         headers = sum(len(section.header) for section in shard.sections)
         self.metrics.add("exchange.bytes.{path}", shard.nbytes + headers, path.name)
         self.metrics.add("exchange.shards.{path}", 1, path.name)
-        pressed = self.worker.loop.time() - self._asked.get(shard.producer, -PRESSED) < PRESSED
+        pressed = (
+            self.worker.loop.time() - self._asked.get(shard.producer, -PRESSURE_LASTS_S) < PRESSURE_LASTS_S
+        )
         if pressed or not path.in_place:
             self._pull_soon(incoming)
         return incoming
@@ -363,7 +365,7 @@ class Exchange:
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
         while not (await self._has_let_go(owner, run) or self.closed):
-            await asyncio.sleep(WITHDRAW_AGAIN_S)
+            await asyncio.sleep(WITHDRAW_RETRY_INTERVAL_S)
         outbox.drop(run, owner)
 
     async def _has_let_go(self, owner: str, run: RunKey) -> bool:

@@ -19,7 +19,7 @@ from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 
 #: Seconds after which whoever waits for a shard looks whether its run goes on.
-LOOK_AGAIN = 0.5
+RUN_CHECK_INTERVAL_S = 0.5
 
 
 class ShardState(Enum):
@@ -135,7 +135,7 @@ class IncomingShard:
                     landed = self.state is ShardState.LANDED
                     break
             try:
-                self._landed.result(LOOK_AGAIN)
+                self._landed.result(RUN_CHECK_INTERVAL_S)
             except TimeoutError:
                 continue
         try:

@@ -18,7 +18,7 @@ from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
 #: Seconds after which a producer that still waits tries, and asks the owners, again.
-ASK_AGAIN = 0.5
+ROOM_RETRY_INTERVAL_S = 0.5
 
 
 #: The share of copies that are made for one reader, and are of no use to any other.
@@ -141,7 +141,7 @@ class Outbox:
                 check()
                 if self.freed == seen:
                     self._ask_for_room(self._readers())
-                    self._changed.wait(ASK_AGAIN)
+                    self._changed.wait(ROOM_RETRY_INTERVAL_S)
                 check()
             finally:
                 self._waiting -= 1

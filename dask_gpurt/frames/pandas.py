@@ -27,7 +27,7 @@ except ImportError:  # pandas 2 has no such thing: its frames are pickled
 
 #: Rows that are hashed at a time: what comes up in between stays in the cache, and in memory
 #: that the allocator does not ask the system for anew each time.
-_STEP = 8192
+_HASHED_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> n
 
 def _steps(array: np.ndarray) -> Iterator[np.ndarray]:
     """An array in views that are not too large, at least one."""
-    for start in range(0, max(1, len(array)), _STEP):
-        yield array[start : start + _STEP]
+    for start in range(0, max(1, len(array)), _HASHED_ROWS):
+        yield array[start : start + _HASHED_ROWS]
 
 
 def _opened(part: Part) -> pd.DataFrame:

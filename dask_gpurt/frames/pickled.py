@@ -31,7 +31,7 @@ from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.frames.backend import BlockAllocator, Packed, Part
 
 #: Bytes below which an array (labels, above all) stays inside the pickle that it belongs to.
-_INLINE = 4096
+_INLINE_BYTES = 4096
 #: Chunks in front of those of the arrays: the arrays' own pickle, and the frame around them.
 _WHOLE, _AROUND, _ARRAYS = 0, 1, 2
 
@@ -225,7 +225,7 @@ def _dumps_arrays(values: Sequence[Any], arrays: list[memoryview]) -> bytes:
 def _out_of_band(arrays: list[memoryview] | None) -> dict[str, Any]:
     def stays(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if arrays is None or raw.nbytes < _INLINE:
+        if arrays is None or raw.nbytes < _INLINE_BYTES:
             return True
         arrays.append(raw)
         return False

@@ -17,7 +17,7 @@ from dask_gpurt.memory.tiers import Tier
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
 KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", "cudf", "unmanaged")
 #: The most task prefixes that a worker tells apart, and the name of the others together.
-MOST_PREFIXES, OTHERS = 50, "(others)"
+MAX_PREFIXES, OTHERS = 50, "(others)"
 
 LedgerMessage = dict[str, Any]
 
@@ -101,7 +101,7 @@ class Ledger:
         self._changed_prefixes.add((tier, prefix))
 
     def _no_name_left(self) -> bool:
-        return len(self._prefixes) - (OTHERS in self._prefixes) >= MOST_PREFIXES
+        return len(self._prefixes) - (OTHERS in self._prefixes) >= MAX_PREFIXES
 
     def cell(self, tier: Tier, kind: str) -> int:
         """Read a cell."""

@@ -33,7 +33,7 @@ from dask_gpurt.plugins.memory_reports import Reporter
 logger = logging.getLogger("dask_gpurt")
 
 #: Seconds between looks at the process as a whole and at the exchange pools.
-LOOK = 0.2
+PRESSURE_POLL_INTERVAL_S = 0.2
 #: The share of its memory limit from which on, at each look, a process has the pages of peers' pools that it
 #: reads at the moment not count as its own.
 DROP_PAGES_FROM = 0.5
@@ -104,7 +104,7 @@ class WorkerTiers:
         self._relieving = False
         #: Whether the runtime is being switched off; what has begun before may come to its end afterwards.
         self.closed = False
-        self._watch = PeriodicCallback(self._look, LOOK * 1000)
+        self._watch = PeriodicCallback(self._look, PRESSURE_POLL_INTERVAL_S * 1000)
 
     def start(self) -> None:
         """Begin to look after the process. On the event loop."""

@@ -23,7 +23,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.device import Device
 from dask_gpurt.exchange import Exchange
-from dask_gpurt.exchange.exchange import IDLE
+from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Metrics, prometheus
@@ -119,7 +119,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         # Hear from the scheduler which workers leave, as Dask's worker does.
         patches.put_item(worker.stream_handlers, "remove-worker", self._hear_of_peers_that_leave)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
-        housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
+        housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
         prometheus.register(worker.address, self.metrics, self._amounts)

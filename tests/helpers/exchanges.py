@@ -460,16 +460,18 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
     from dask_gpurt.exchange import calls as module
     from dask_gpurt.shuffle import run
 
-    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S
-    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_AGAIN_S = 0.0
-    module.MOST_CALLS = calls
+    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.WITHDRAW_RETRY_INTERVAL_S
+    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_RETRY_INTERVAL_S = 0.0
+    module.MAX_CALLS = calls
     kept_here = run.sync, run.LONGEST_PAUSE_S
     run.sync, run.LONGEST_PAUSE_S = _without_waiting, 0.001
     try:
         yield
     finally:
         run.sync, run.LONGEST_PAUSE_S = kept_here
-        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S = kept
+        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.WITHDRAW_RETRY_INTERVAL_S = (
+            kept
+        )
 
 
 _doing: set[asyncio.Future[Any]] = set()

@@ -19,7 +19,7 @@ from dask_gpurt import config
 from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
-from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
+from dask_gpurt.memory.ledger import MAX_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
 from dask_gpurt.memory.policy import EvictionCandidate, choose, order
 from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
@@ -258,7 +258,7 @@ steps_of_prefixes = st.lists(
 @given(steps_of_prefixes)
 def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int, int]]) -> None:
     """A few prefixes go by their name, and the rest together; nothing counts twice, or not at all."""
-    with mock.patch.object(ledger_module, "MOST_PREFIXES", 3):
+    with mock.patch.object(ledger_module, "MAX_PREFIXES", 3):
         ledger, cluster_memory, model = (
             Ledger(dict.fromkeys(Tier, 100)),
             ClusterMemory(),
@@ -291,11 +291,11 @@ def compare_prefixes(cluster_memory: ClusterMemory, ledger: Ledger, model: Count
 
 def test_a_prefix_has_its_own_name_again_once_others_are_gone() -> None:
     ledger = Ledger(dict.fromkeys(Tier, 100))
-    for number in range(MOST_PREFIXES + 2):
+    for number in range(MAX_PREFIXES + 2):
         ledger.add(Tier.DISK, Label(PARTITIONS, f"p{number}"), 1)
-    assert len(ledger.prefixes(Tier.DISK)) == MOST_PREFIXES + 1
+    assert len(ledger.prefixes(Tier.DISK)) == MAX_PREFIXES + 1
     assert ledger.prefixes(Tier.DISK)[OTHERS] == 2
-    last = Label(PARTITIONS, f"p{MOST_PREFIXES + 1}")
+    last = Label(PARTITIONS, f"p{MAX_PREFIXES + 1}")
     ledger.add(Tier.DISK, Label(PARTITIONS, "p0"), -1)
     ledger.changes()  # what is gone has been told
     ledger.add(Tier.DISK, last, 1)
