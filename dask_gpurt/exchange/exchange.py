@@ -455,7 +455,7 @@ class Exchange:
             raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
-    def peer_left(self, address: str) -> None:
+    def on_worker_removed(self, address: str) -> None:
         """A worker has left the cluster: what was known of it says nothing of another one at its address."""
         self.links.forget([address])
         self.peers.forget([address])
@@ -471,7 +471,7 @@ class Exchange:
         # None is the answer of a scheduler on which the runtime has been switched off.
         gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []
         for address in gone:
-            self.peer_left(address)
+            self.on_worker_removed(address)
         await self.links.refresh()
         await self.offload(self.pools.trim_idle)
 

@@ -117,7 +117,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         patches.add_item(worker.handlers, "gpurt_report", self.report)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Hear from the scheduler which workers leave, as Dask's worker does.
-        patches.put_item(worker.stream_handlers, "remove-worker", self._hear_of_peers_that_leave)
+        patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
@@ -143,12 +143,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.is_on = True
         call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
 
-    def _hear_of_peers_that_leave(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
-        def peer_left(worker: str, **kwargs: Any) -> Any:
-            self.exchange.peer_left(worker)
+    def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
+        def on_worker_removed(worker: str, **kwargs: Any) -> Any:
+            self.exchange.on_worker_removed(worker)
             return remove_worker(worker=worker, **kwargs)
 
-        return peer_left
+        return on_worker_removed
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
         """Handler: the outputs of a run have other owners."""

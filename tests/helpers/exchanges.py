@@ -227,7 +227,7 @@ class Process:
         self._loop.call_soon_threadsafe(soon)
 
     def _remove_worker(self, worker: str) -> None:
-        self.exchange.peer_left(worker)
+        self.exchange.on_worker_removed(worker)
 
     def _renew(self, id: str, run_id: int, owners: Owners) -> None:
         run = self.run_of(id)

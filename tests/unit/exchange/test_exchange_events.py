@@ -463,7 +463,7 @@ async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
     run: Any = b.run_of("a shuffle")
     shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
     a.die()
-    b.exchange.peer_left(A)
+    b.exchange.on_worker_removed(A)
     await quiet()
     await run._receiver.receive([replace(shard, part=9)])
     assert run._receiver.seal({shard.source: shard.attempt}) == {shard.source}, "it is missing"
