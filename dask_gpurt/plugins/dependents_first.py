@@ -5,8 +5,8 @@ whether an input can go, it learns from the scheduler a moment later: by then th
 has pushed it all down, to be brought up again. Where memory is short it is cheaper to wait
 for that moment.
 
-The worker is paused by the event that Dask's own pause is made of, for at most ``MAX_PAUSE_S`` seconds, and it
-is unpaused whatever happens meanwhile: each look either has the next one called or unpauses, also when it
+The worker is paused by the event that Dask's own pause is made of, for at most ``MAX_PAUSE_S`` seconds, and
+it is unpaused whatever happens meanwhile: each look either has the next one called or unpauses, also when it
 fails, and looks go on when the runtime has been switched off. Only while Dask has the worker paused, or is
 closing it, unpausing is left to Dask, which does so when the status becomes running again.
 """
