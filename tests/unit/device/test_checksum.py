@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 from dask_gpurt.device.checksum import KERNEL, PART, POWERS, THREADS, times
 
 #: CUDA's words in C++: threads run one after the other, each makes the table anew.
-#: The kernel has another name there: a process that has loaded zlib has a function ``crc32`` already, which would be
-#: called in its place.
 IN_CPP = """
-#define crc32 crc32_kernel
 #define __device__ static
 #define __global__
 #define __shared__
@@ -33,7 +30,7 @@ static void atomicXor(unsigned int* at, unsigned int value) { *at ^= value; }
 extern "C" unsigned all_blocks(const unsigned char* data, unsigned long long nbytes, unsigned blocks) {
     unsigned found = 0;
     blockDim.x = 1;  // so that one thread fills the table
-    for (blockIdx.x = 0; blockIdx.x < blocks * %d; ++blockIdx.x) crc32_kernel(data, nbytes, &found);
+    for (blockIdx.x = 0; blockIdx.x < blocks * %d; ++blockIdx.x) crc32(data, nbytes, &found);
     return found;
 }
 """
@@ -47,7 +44,10 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[np.ndarray], i
     directory: Path = tmp_path_factory.mktemp("kernel")
     source, library = directory / "kernel.cpp", directory / "kernel.so"
     source.write_text(IN_CPP % (KERNEL, THREADS))
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True, timeout=120)
+    # Else a call of the kernel goes to whatever is called crc32 in the process already.
+    flags = ["-O2", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
+    subprocess.run([compiler, *flags, "-o", library, source], check=True, timeout=120)
+    _zlib_for_all()
     function = ctypes.CDLL(str(library)).all_blocks
     function.restype = ctypes.c_uint
 
@@ -56,6 +56,12 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[np.ndarray], i
         return int(function(ctypes.c_void_p(data.ctypes.data), ctypes.c_ulonglong(data.nbytes), blocks))
 
     return crc32
+
+
+def _zlib_for_all() -> None:
+    """Put zlib and its ``crc32`` where names of later libraries are looked up first, as cudf does."""
+    if hasattr(zlib, "__file__"):
+        ctypes.CDLL(zlib.__file__, mode=ctypes.RTLD_GLOBAL)
 
 
 @settings(deadline=None, max_examples=60)
