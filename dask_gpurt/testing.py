@@ -171,7 +171,7 @@ def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..
 
 @dataclass(frozen=True)
 class _AsyncAccess:
-    """What goes on: what it reads and writes, and the stream in whose order it is."""
+    """Describe an access under way: what it reads and writes, and the stream in whose order it is."""
 
     name: str
     stream: Hashable

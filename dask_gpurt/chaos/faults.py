@@ -1,4 +1,4 @@
-"""What is broken: a class for each kind of fault."""
+"""Break things: a class for each kind of fault."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Site:
 
 
 class Fault(ABC):
-    """One fault. ``begin`` and ``end`` are called once each, on one thread.
+    """Inject one fault. ``begin`` and ``end`` are called once each, on one thread.
 
     Parameters
     ----------
@@ -233,12 +233,12 @@ class Stop(Fault):
 
 
 class OnWorkers(Fault):
-    """Something that all workers do wrong, until it is ended."""
+    """Have all workers do something wrong, until it is ended."""
 
     kind: ClassVar[str]
 
     def options(self) -> dict[str, Any]:
-        """What the worker's side needs to know."""
+        """Return what the worker's side needs to know."""
         return {"one_in": self.spec.one_in, "seed": self.spec.seed}
 
     def begin(self) -> None:
@@ -270,7 +270,7 @@ class Messages(OnWorkers):
 
 
 class ResetConnections(Fault):
-    """All connections between workers are aborted."""
+    """Abort all connections between workers."""
 
     hits: int
 
@@ -287,7 +287,7 @@ OUT_OF_MEMORY = (r"MemoryError", r"NoRoom", r"no tier has room", r"no space left
 
 
 class Allocations(OnWorkers):
-    """One of so many allocations of a worker's devices fails."""
+    """Fail one of so many allocations of a worker's devices."""
 
     kind = "allocations"
     explains = OUT_OF_MEMORY
@@ -321,7 +321,7 @@ class FullDisk(OnWorkers):
 
 
 class FullShm(OnWorkers):
-    """There is no space in /dev/shm.
+    """Leave no space in /dev/shm.
 
     It is filled with a nameless file where that costs little memory. On large ones, whose pages are the
     host's memory, taking more of it fails in the workers.

@@ -39,7 +39,7 @@ class PatchOrderError(RuntimeError):
 
 
 class _Place(Protocol):
-    """Where a value is kept that can be replaced."""
+    """Access a value where it is kept and can be replaced."""
 
     def read(self) -> Any:
         """Return what is kept at this very place; ``_NOTHING`` if nothing is."""

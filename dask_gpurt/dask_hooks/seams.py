@@ -25,12 +25,12 @@ OLDEST, NEWEST = "2026.7.1", "2026.8.0"
 
 
 class UnsupportedError(RuntimeError):
-    """This system or this Dask is none that the runtime can work on; it stays off."""
+    """Refuse to run on a system or a Dask that the runtime does not support; it stays off."""
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One private name of Dask's, with the parameters by which it is called.
+    """Name something private of Dask's, with the parameters by which it is called.
 
     Attributes
     ----------
@@ -49,12 +49,12 @@ class Seam:
 
     @property
     def short(self) -> str:
-        """The name without its module."""
+        """Return the name without its module."""
         return self.name.partition(":")[2]
 
     @property
     def attribute(self) -> str:
-        """The last part of the name."""
+        """Return the last part of the name."""
         return self.short.rpartition(".")[2]
 
     def owner(self) -> Any:
@@ -130,7 +130,7 @@ class SeamGroup:
 
 
 class State(StrEnum):
-    """How a seam compares with what is known of it."""
+    """Name how a seam compares with what is known of it."""
 
     KNOWN = "as known"
     DIFFERS = "differs"
@@ -359,7 +359,9 @@ def _signature(found: Any) -> inspect.Signature:
 
 
 def _passes_on(found: Any, known: Collection[str] | None) -> bool:
-    """Whether it is a wrapper of another package: it takes anything, or what is known and other keywords."""
+    """Return whether it is a wrapper of another package: it takes anything, or what is known and other
+    keywords.
+    """
     signature = _signature(found)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:

@@ -13,7 +13,7 @@ PART, THREADS = 4096, 128
 
 
 def times(a: int, b: int) -> int:
-    """The product of two polynomials modulo that of the crc, as ``multmodp`` of zlib."""
+    """Return the product of two polynomials modulo that of the crc, as ``multmodp`` of zlib."""
     product, bit = 0, 1 << 31
     while bit:
         if a & bit:

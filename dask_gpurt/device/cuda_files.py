@@ -80,7 +80,7 @@ class CudaFiles:
             self._refused(str(error))
 
     def checksums(self, buffers: Sequence[Buffer], *, ordered: bool) -> list[int]:
-        """The crc32 of each buffer, as zlib has it. Blocks."""
+        """Return the crc32 of each buffer, as zlib has it. Blocks."""
         stream, raw = self._device.after_compute() if ordered else self._device.stream()
         found = rmm.DeviceBuffer(size=4 * len(buffers), stream=stream)
         runtime.memsetAsync(found.ptr, 0, found.size, raw.ptr)
@@ -111,7 +111,7 @@ def _all_at_once(begin: Callable[..., Any], parts: Sequence[At]) -> None:
 
 
 def view(buffer: Buffer) -> DeviceSpan:
-    """A buffer as kvikio takes it, whichever library it is of."""
+    """Return a buffer as kvikio takes it, whichever library it is of."""
     return DeviceSpan(address(buffer), buffer.nbytes, buffer)
 
 
@@ -122,7 +122,7 @@ def _crc32() -> Any:
 
 @cache
 def _kvikio() -> Any:
-    """The module, set to what suits a disk unless the environment says otherwise."""
+    """Return the module, set to what suits a disk unless the environment says otherwise."""
     import kvikio
     import kvikio.defaults
 
@@ -184,7 +184,7 @@ class Bounce:
 
 
 def _chunks(parts: Sequence[At]) -> Iterator[tuple[int, int, int]]:
-    """Pieces that fit into a bounce buffer: where on the device, how many bytes, and where in the file."""
+    """Yield pieces that fit into a bounce buffer: where on the device, how many bytes, where in the file."""
     for buffer, at in parts:
         where, left = address(buffer) if buffer.nbytes else 0, buffer.nbytes
         while left:

@@ -212,7 +212,7 @@ class HostPool(HostMapping):
 
 
 def no_room(nbytes: int) -> str:
-    """What to do about a block that can not be had, for people."""
+    """Say what to do about a block that can not be had."""
     free, total = shm_memory()
     return (
         f"{SHM} has no room for {nbytes} bytes ({format_bytes(free)} of {format_bytes(total)} are free, and "
@@ -232,7 +232,7 @@ def shm_memory() -> tuple[int, int]:
 
 
 def _file_with_header(nbytes: int) -> int:
-    """A nameless file for so many bytes, with memory behind its header."""
+    """Return a nameless file for so many bytes, with memory behind its header."""
     with contextlib.suppress(OSError):  # no such mount, one without nameless files, or a full one
         fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""Calls to peers: again where a connection breaks, until the peer answers or has left.
+"""Call peers: again where a connection breaks, until the peer answers or has left.
 
 A worker that has left without a word, or stands still, does not break connections: Dask goes on trying to
 connect for 30 seconds, and waits for an answer for ever. So each call is watched.
@@ -26,7 +26,7 @@ WATCH_S = 0.5
 
 
 class Calls:
-    """Calls handlers of peers. On the event loop.
+    """Call handlers of peers. On the event loop.
 
     Parameters
     ----------

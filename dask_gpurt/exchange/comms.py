@@ -30,7 +30,7 @@ from dask_gpurt.observe import Fallback, Metrics
 
 
 class Comms:
-    """Fetches shards from peers, and serves theirs.
+    """Fetch shards from peers, and serve theirs.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class Comms:
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def _carries(self, device: Device) -> bool:
-        """Whether the comms of this worker take buffers of a device as they are."""
+        """Return whether the comms of this worker take buffers of a device as they are."""
         return device.carried_by(self._protocol)
 
     # ---- fetching ----------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Comms:
         return reply
 
     async def _packing(self, peer: str, device: Device, by_host: bool) -> dict[str, Any] | None:
-        """What a peer needs to know to decide on compression; None where shards come as they are."""
+        """Describe to a peer what it needs to decide on compression; None where shards come as they are."""
         if self._compress:
             await self._links.learn(peer)
         bandwidth = self._links.bandwidth_between_hosts(peer)
@@ -148,7 +148,9 @@ class Comms:
         return {"bandwidth": bandwidth, "codecs": names}
 
     def _codecs(self, device: Device) -> dict[str, Codec]:
-        """Those for shards of a device; what the comms take from it does not go into host memory for them."""
+        """Return the codecs for shards of a device; those of the host only where the comms do not take its
+        buffers.
+        """
         by_host = {} if self._carries(device) else device.host_codecs()
         return {**device.own_codecs(), **by_host} if self._on_gpu else by_host
 
@@ -159,7 +161,9 @@ class Comms:
         self._links.observe(peer, nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
-        """The sections of a shard that was fetched; where staged, they stay until it is released. Blocks."""
+        """Return the sections of a shard that was fetched; where staged, they stay until it is released.
+        Blocks.
+        """
         sizes = [section.nbytes for section in incoming.shard.sections]
         if reply["staged"]:
             assert incoming.path.staging is not None
@@ -173,7 +177,7 @@ class Comms:
             return self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes)
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
-        """What makes buffers of a device out of fetched sections."""
+        """Return what makes buffers of a device out of fetched sections."""
         if reply["codec"] is not None:
             there = not self._codecs(device)[reply["codec"]].on_host
         else:
@@ -191,7 +195,7 @@ class Comms:
         staged_for: str | None,
         to: str,
     ) -> dict[str, Any]:
-        """Handler: the bytes of a shard of ``to``, and the seconds that it took.
+        """Handle a fetch: return the bytes of a shard of ``to``, and the seconds that it took.
 
         What is sent is the pool itself, where it can be: it is nobody else's before the peer has let go.
 
@@ -268,12 +272,12 @@ class Comms:
         return device.for_comm(buffer) if self._carries(device) else memoryview(device.to_host(buffer))
 
     def forget(self, run: RunKey) -> None:
-        """A run is over."""
+        """Forget a run that is over."""
         self._compressor.forget(run)
 
 
 def received(data: Any) -> Buffer | np.ndarray:
-    """What a comm has brought, as bytes."""
+    """Return what a comm has brought, as bytes."""
     if hasattr(data, "__cuda_array_interface__"):
         return data
     return np.frombuffer(memoryview(data).cast("B"), np.uint8)

@@ -37,7 +37,7 @@ class _Spill:
 
 
 class Spiller:
-    """Makes room in the live tiers of a table. Thread-safe; its methods block.
+    """Make room in the live tiers of a table. Thread-safe; its methods block.
 
     The copies of one call are all begun before the first is waited for, so that a device that is busy is
     waited for once.

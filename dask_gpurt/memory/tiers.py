@@ -20,7 +20,7 @@ SPILL_SLACK_BYTES, SLACK_SHARE = 2**20, 1 / 64
 
 
 class Tier(StrEnum):
-    """Where bytes lie; from fast to slow."""
+    """Name the tiers of memory, from fast to slow."""
 
     DEVICE = "device"
     PINNED = "pinned"

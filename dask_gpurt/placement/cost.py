@@ -14,11 +14,11 @@ class Hop(Protocol):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
+        """Return the bytes per second."""
 
     @property
     def latency(self) -> float:
-        """Seconds before the first byte."""
+        """Return the seconds before the first byte."""
 
 
 class Route(NamedTuple):
@@ -74,7 +74,7 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The sum of all terms."""
+        """Return the sum of all terms."""
         return self.waiting + self.running + self.moving + self.room
 
 

@@ -115,7 +115,9 @@ class WorkerTiers:
         self._unguard = self.device.guard(self._short)
 
     def _short(self, nbytes: int) -> bool:
-        """An allocation of this thread has failed: whether memory has become free since its last one."""
+        """Free memory for a failed allocation of this thread; returns whether any has become free since its
+        last one.
+        """
         if getattr(self._seen, "spilling", False):
             return False  # what takes an object apart may need memory itself
         self._metrics.add("memory.short")
@@ -158,7 +160,7 @@ class WorkerTiers:
         return self.device.files(partial(self._metrics.fallback, Fallback.MEMORY_FILES_WITHOUT_KVIKIO))
 
     def home(self, value: Any) -> Tier:
-        """Where an object is live."""
+        """Return the tier in which an object is live."""
         return Tier.DEVICE if self.device.holds(value) else Tier.HOST
 
     def _priority_of(self, key: Key) -> tuple[Any, ...] | None:
@@ -211,7 +213,7 @@ class WorkerTiers:
         return device + cells + self.ledger.used(Tier.PINNED)
 
     def _pressure(self, process: int) -> int:
-        """Bytes to spill because the process exceeds Dask's own thresholds."""
+        """Return the bytes to spill because the process exceeds Dask's own thresholds."""
         manager = self.worker.memory_manager
         if not manager.memory_limit or not manager.memory_spill_fraction:
             return 0
@@ -234,7 +236,7 @@ class WorkerTiers:
             self._relieving = False
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:
-        """What a user is told once nothing is left to spill."""
+        """Return the message for a user once nothing is left to spill."""
         tiers = ", ".join(f"{row['tier']} {row['used']} of {row['capacity']} bytes" for row in self.rows())
         largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.tiered_buffer.largest(3))
         return MemoryError(
@@ -245,7 +247,7 @@ class WorkerTiers:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Tier, bytes used and capacity."""
+        """Return tier, bytes used and capacity."""
         return [
             {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
             for tier, capacity in _capacities(self.limits).items()

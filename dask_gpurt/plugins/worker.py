@@ -47,7 +47,7 @@ COMM = "gpurt-comm"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
-    """Gives a worker its end of the exchange.
+    """Give a worker its end of the exchange.
 
     What is switched on is noted with the way to take it back, which happens in the reverse order and for
     each part whatever has become of the others. Dask may remove the plugin, or hand it over a second time,
@@ -151,7 +151,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return on_worker_removed
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
-        """Handler: the outputs of a run have other owners."""
+        """Handle new owners of the outputs of a run."""
         if (shuffles := self.worker.plugins.get("shuffle")) is None:
             return
         run = active_runs(shuffles).get(id)
@@ -203,7 +203,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return waiting(self)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handler: what this worker has, did and fell back from."""
+        """Handle a question for what this worker has, did and fell back from."""
         if connect:
             await self.exchange.peers.connect_all()
         known = self.metrics.snapshot()

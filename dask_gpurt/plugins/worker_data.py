@@ -43,7 +43,7 @@ LOST = "gpurt-lost"
 
 
 class WorkerData:
-    """Puts a tiered buffer in the place of a worker's data, and gives the data back.
+    """Put a tiered buffer in the place of a worker's data, and give the data back.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ class WorkerData:
     # ---- what can not be read any more -------------------------------------------------
 
     async def _copies(self, keys: list[Key]) -> dict[Key, Any]:
-        """Copies of keys; those that can not be read are lost."""
+        """Return copies of keys; those that can not be read are lost."""
         return await self._read(keys, self._tiered_buffer.copies)
 
     async def _read(self, keys: list[Key], how: Callable[[list[Key]], dict[Key, Any]]) -> dict[Key, Any]:
@@ -196,7 +196,7 @@ class WorkerData:
 
 
 def _takes_frames(comm: Any, serializers: Any) -> bool:
-    """Whether a peer gets bytes of his own, and reads whatever family of Dask's they are of."""
+    """Return whether a peer gets bytes of its own, and reads whatever family of Dask's they are of."""
     # Within a process it would get the tier's memory.
     return not comm.peer_address.startswith("inproc") and {"dask", "pickle"} <= set(serializers or _ALWAYS)
 
@@ -207,7 +207,7 @@ def _forget(mapping: Any, key: Key) -> None:
 
 
 def _live_part(data: Any) -> Any:
-    """The part of a mapping of Dask's or dask-cuda's that reads without a copy."""
+    """Return the part of a mapping of Dask's or dask-cuda's that reads without a copy."""
     if isinstance(data, SpillBuffer):
         return data.fast
     if hasattr(data, "device_buffer"):

@@ -28,7 +28,7 @@ class NotReceived(Exception):
 
 @dataclass
 class _Received:
-    """What is there of a share.
+    """Keep what has been received of a share.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class _Received:
 
 
 class Receiver:
-    """Holds what was offered to this worker until it has been read for good.
+    """Hold what was offered to this worker until it has been read for good.
 
     A partition counts as read once the task that asked for it is in memory: a task that
     fails after reading, and is tried again, finds its shards.
@@ -264,7 +264,7 @@ class Receiver:
 
     @cached_property
     def _meta(self) -> Any:
-        """The empty output partition."""
+        """Return the empty output partition."""
         meta = pickle.loads(self.spec.meta)
         if self.spec.drop_column:
             meta = meta.drop(columns=self.spec.column)

@@ -1,4 +1,4 @@
-"""One run of a shuffle on one worker, in the place of Dask's own p2p run.
+"""Run a shuffle on one worker, in the place of Dask's own p2p run.
 
 Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messages and ends
 them; the methods here are the ones that it calls. ``add_partition`` and
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class Flush(NamedTuple):
-    """Asks a producer for what it has not offered yet."""
+    """Ask a producer for what it has not offered yet."""
 
 
 class Retire(NamedTuple):
-    """Asks an owner to let go of shares that have been given to others."""
+    """Ask an owner to let go of shares that have been given to others."""
 
     shares: frozenset[int]
 
@@ -57,7 +57,7 @@ RENEW = "gpurt-renew"
 
 
 class RunInterrupted(ShuffleClosedError, Reschedule):
-    """Raised to the tasks of a run that begins again: they are to be scheduled again.
+    """Tell the tasks of a run that begins again that they are to be scheduled again.
 
     Dask's transfer and unpack tasks take a ShuffleClosedError for that, its barrier task only a Reschedule.
     """
@@ -95,7 +95,7 @@ class Transferred(int):
 
 
 class ShuffleRun:
-    """This worker's part of a run.
+    """Run a worker's part of a shuffle.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ class ShuffleRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing has ended it; from any thread."""
+        """Return whether nothing has ended it; from any thread."""
         return not self.closed and self._exception is None and not self._exchange.closed
 
     def fail(self, exception: Exception) -> None:
@@ -193,7 +193,7 @@ class ShuffleRun:
                 await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
-        """What Dask's dashboard shows of a shuffle."""
+        """Report to Dask's dashboard the progress of a shuffle."""
         waiting = {"memory": 0, "buckets": 0, "written": 0, "read": 0, "active": 0, "memory_limit": 0}
         return {"disk": waiting, "comm": waiting, "start": self.start_time}
 
@@ -261,7 +261,7 @@ class ShuffleRun:
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
     def _shard_failed(self, shard: Shard, error: Exception) -> None:
-        """A shard that was accepted can not be had. On the event loop; does not wait."""
+        """Note that a shard that was accepted can not be had. On the event loop; does not wait."""
         if isinstance(error, PeerLost):
             call_soon(self._worker, self._lose, shard, str(error))
         else:
@@ -288,7 +288,7 @@ class ShuffleRun:
         return Transferred(self.run_id, partition_id, attempt, key, self._worker.address)
 
     def _dispatch(self) -> int:
-        """How the scheduler counts the task that runs on this thread."""
+        """Return the number by which the scheduler counts the task that runs on this thread."""
         task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
         return -1 if task is None else int(task.run_id)
 
@@ -478,7 +478,7 @@ class ShuffleRun:
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
     def task_done(self, key: Key) -> None:
-        """A task that had read outputs is in memory: let its shards go."""
+        """Let the shards of a task go that has read outputs and is in memory."""
         if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
 

@@ -227,7 +227,7 @@ class VirtualWorker:
 
     @property
     def executing(self) -> dict[str, float]:
-        """Seconds for which each running task has been running."""
+        """Return the seconds for which each running task has been running."""
         return {key: self._clock.now - start for key, start in self._started.items()}
 
     def _execute(self, key: str) -> None:
