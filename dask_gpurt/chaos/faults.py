@@ -446,7 +446,7 @@ def _pid(dask_worker: Any) -> int:
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:
-    """Wait for an event of the cluster, as long as that may take; whoever needs it looks again."""
+    """Wait for an event of the cluster, as long as that may take; what needs it looks again."""
     ends = time.monotonic() + ASK_S
     while not happened() and time.monotonic() < ends:
         time.sleep(0.05)

@@ -25,7 +25,7 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.testing import FailingAllocations, put_back
 
 NAME = "gpurt-chaos"
-#: Seconds until this process ends itself: long enough for the reply to whoever asked it to.
+#: Seconds until this process ends itself: long enough for the reply to the request.
 KILL_DELAY_S = 0.01
 
 

@@ -269,7 +269,7 @@ RUN_LOOKUP = SeamGroup(
     ),
     without="tasks ask the event loop for their run",
 )
-#: From whom a worker fetches; the runtime has a copy of the body, with another order.
+#: The choice of the worker to fetch from; the runtime has a copy of the body, with another order.
 REPLICA_CHOICE = SeamGroup(
     "replica choice",
     (

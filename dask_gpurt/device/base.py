@@ -317,7 +317,7 @@ class Device(Protocol):
     host_links: tuple[Link, ...]
     #: What to install where it has no codec.
     codecs_missing: str
-    #: Of its memory, what a pool takes when nobody says: enough for producers to run ahead.
+    #: The share of its memory that a pool takes by default: enough for producers to run ahead.
     pool_share: float
     #: Whether its own streams come before those of user code, where they share the device. What is
     #: launched after a change has the new priority, and the order that it would have had.

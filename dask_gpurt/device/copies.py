@@ -38,7 +38,7 @@ def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]
         Buffers. Those with the same ``owner`` are parts of one allocation.
     into
         The pieces of each. Views of one array are parts of one allocation. Between parts that are less than
-        256 bytes apart there is nobody else's.
+        256 bytes apart belongs to nothing else.
     """
     found: list[Copy] = []
     before: tuple[Any, Any] = None, None

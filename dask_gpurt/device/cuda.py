@@ -344,7 +344,7 @@ class CudaDevice:
 
     def _give_back(self, ours: Any, before: Any) -> None:
         self._held = self._since = None
-        # Somebody who has put another one on top since goes on with what he has.
+        # A resource that was put on top since keeps what it wraps.
         if rmm.mr.get_per_device_resource(self.index) is ours:
             rmm.mr.set_per_device_resource(self.index, before)
 

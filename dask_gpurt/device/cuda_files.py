@@ -53,7 +53,7 @@ class CudaFiles:
 
     def write(self, fd: int, path: str, parts: Sequence[At], *, ordered: bool) -> list[int]:
         found = self.checksums([buffer for buffer, _ in parts], ordered=ordered)
-        # Whoever has seen the checksums has waited for the work before.
+        # A thread that has the checksums has waited for the work before them.
         self._move(path, "r+", "pwrite", parts, partial(self._bounce.write, fd))
         return found
 

@@ -69,7 +69,7 @@ class Comms:
         self._compress, self._on_gpu = compression != "off", compression == "gpu"
         self._offload = offload
         self._compressor = Compressor(metrics)
-        #: By peer, for as long as somebody waits for its first shard.
+        #: By peer, for as long as a task waits for its first shard.
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def _carries(self, device: Device) -> bool:
@@ -197,7 +197,7 @@ class Comms:
     ) -> dict[str, Any]:
         """Handle a fetch: return the bytes of a shard of ``to``, and the seconds that it took.
 
-        What is sent is the pool itself, where it can be: it is nobody else's before the peer has let go.
+        Sent is the pool itself, where it can be: its block is not used again before the peer has let go.
 
         Parameters
         ----------

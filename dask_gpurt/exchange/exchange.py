@@ -116,7 +116,7 @@ class Exchange:
         #: Bytes of shards that were offered to this worker.
         self.moved = 0
         #: Called on the event loop with how many runs publish and how many shards are being pulled.
-        self.in_flight: Callable[[int, int], None] = _nobody_asks
+        self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
         worker.handlers.update(
             {
@@ -329,7 +329,7 @@ class Exchange:
             raise ExchangeClosed(f"the exchange of {self.me.address} is closed")
 
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
-        """Let go of incoming shards that nobody will read any more. Blocks while they are read."""
+        """Let go of incoming shards that will not be read any more. Blocks while they are read."""
         for incoming in incoming_shards:
             incoming.discard()
             # Not before: until then its producer has to hear that it is being read.
@@ -499,5 +499,5 @@ class Exchange:
         self.pools.close()
 
 
-def _nobody_asks(runs: int, pulls: int) -> None:
+def _ignore(runs: int, pulls: int) -> None:
     """Ignore what is in flight."""

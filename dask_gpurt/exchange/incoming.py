@@ -18,7 +18,7 @@ from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 
-#: Seconds after which whoever waits for a shard looks whether its run goes on.
+#: Seconds after which a thread that waits for a shard checks that its run goes on.
 RUN_CHECK_INTERVAL_S = 0.5
 
 
@@ -203,7 +203,7 @@ class IncomingShard:
             self._fences.append(fence)
 
     def _pass_fences(self) -> None:
-        # All of them for whoever comes: one that another thread is at is not passed yet.
+        # Each thread passes all of them: one that another thread is at is not passed yet.
         for fence in list(self._fences):
             fence()
 
@@ -218,7 +218,7 @@ class IncomingShard:
             self._pass_fences()
             self._release(self.shard)
         except BaseException as error:
-            self.let_go.set_exception(error)  # nobody shall wait for ever
+            self.let_go.set_exception(error)  # nothing may wait for it for ever
             raise
         finally:
             self.path.let_go()

@@ -1,6 +1,6 @@
 """Publish blocks of this worker's pool, which owners may read.
 
-A producer that finds the pool full waits here. It never holds a block that nobody was told
+A producer that finds the pool full waits here. It never holds a block that no owner was told
 of, and owners can always make room: they copy what they had left in place into their own
 memory, which ends on disk and so never waits for a pool. This is why a full pool can not
 deadlock.
@@ -29,7 +29,7 @@ COPIED = -1
 class _Publication:
     run: RunKey
     blocks: tuple[Block, ...]
-    #: The address of whoever may read them, by share.
+    #: The addresses of the owners that may read them, by share.
     readers: dict[int, str]
 
 

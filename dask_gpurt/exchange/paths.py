@@ -95,7 +95,7 @@ class Between:
     Attributes
     ----------
     link
-        The class of link between them, None where nobody knows.
+        The class of link between them, None where it is unknown.
     staging
         The peer's pool in host memory, where this worker maps it.
     carried

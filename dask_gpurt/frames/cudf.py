@@ -342,7 +342,7 @@ class CudfLayout:
     types
         The type of each column, its scale, and the bytes of one row of it.
     schema
-        What else there is to know of the frame, as whoever packs it says.
+        What else there is to know of the frame, set as it is packed.
     """
 
     types: tuple[tuple[int, int, int], ...]

@@ -270,7 +270,7 @@ class PandasLayout:
     def read(self, parts: Sequence[Part], order_by: Hashable = None) -> pd.DataFrame:
         """Return the parts of this layout one behind the other, in memory of its own.
 
-        In the order of a column, where that is known at once, and is the same whoever sorts.
+        In the order of a column, where that is known at once, and is the same for every sort.
         """
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         index = [] if self.index is None else [np.empty(rows, self.index)]

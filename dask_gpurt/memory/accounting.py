@@ -179,7 +179,7 @@ class Owned:
         self.total = 0
 
     def add(self, key: Hashable, roots: Roots) -> int:
-        """Count what a new key owns; the bytes it is charged with, which nobody owned before."""
+        """Count what a new key owns; the bytes it is charged with, which no key owned before."""
         self._roots[key], before = roots, self.total
         for address, nbytes in roots.items():
             if address not in self._sizes:
@@ -197,7 +197,7 @@ class Owned:
         return sum(nbytes for address, nbytes in roots.items() if address not in self._sizes)
 
     def discard(self, key: Hashable) -> dict[Hashable | None, int]:
-        """Count a key no more; the bytes it was charged with, by who is charged now: None if nobody."""
+        """Count a key no more; the bytes it was charged with, by the key charged now, or None."""
         heirs: defaultdict[Hashable | None, int] = defaultdict(int)
         for address in self._roots.pop(key, {}):
             sharers = self._sharers[address]

@@ -212,7 +212,7 @@ class DiskTier(MutableMapping[str, Frames]):
     """A mapping into files of a directory of its own. Thread-safe; not to be read while the key goes.
 
     A key goes at once. Its file is removed on a thread of the tier's own: for large ones that takes longer
-    than an event loop has, or whoever waits for a lock.
+    than an event loop has, or a thread that waits for a lock.
 
     Parameters
     ----------
@@ -399,9 +399,9 @@ class DiskTier(MutableMapping[str, Frames]):
         try:
             os.unlink(file.path)
         except FileNotFoundError:
-            pass  # somebody cleaned up, which is what we want
+            pass  # it was removed meanwhile, which is what we want
         except OSError as error:
-            logger.warning("a spilled file that nobody needs any more stays: %s", error)
+            logger.warning("a spilled file that is not needed any more stays: %s", error)
 
     def _give_back(self, size: int) -> None:
         with self._lock:

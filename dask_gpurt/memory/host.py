@@ -1,6 +1,6 @@
 """Objects taken apart, in host memory: the pageable tier, and the one that a device may have registered.
 
-Registering memory is slow and takes it from everybody else, so it is done once, for a fixed
+Registering memory is slow and takes it from all other processes, so it is done once, for a fixed
 piece. Objects take blocks of it wherever they are free: there is no fragmentation beyond the
 last block of each, and nothing has to move.
 """
@@ -258,7 +258,7 @@ class BlockPool:
         try:
             _touch(self._memory)
             self._undo = register(self._memory)
-        except Exception as error:  # kept for whoever asks for room
+        except Exception as error:  # raised when room is asked for
             self.error = error
         self.ready.set()
 

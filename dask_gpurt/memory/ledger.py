@@ -163,7 +163,7 @@ class ClusterMemory:
         self._capacity: dict[str, dict[str, int]] = {}
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
-        #: Worked out when somebody asks, until the worker reports again.
+        #: Computed on demand, and kept until the worker reports again.
         self._rooms: dict[str, FreeMemory] = {}
         self._fullest: dict[str, dict[str, Tier | None]] = {}
         self._spilled: dict[str, bool] = {}

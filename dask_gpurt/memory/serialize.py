@@ -55,7 +55,7 @@ class Frames:
 
 @dataclass(eq=False)
 class Raw:
-    """Bytes that mean nothing here: a shard of somebody's.
+    """Bytes that mean nothing here: a shard.
 
     Attributes
     ----------
@@ -158,7 +158,7 @@ def message(frames: Frames) -> Serialized | None:
     """Return the message that Dask sends of an object, out of frames in host memory; None where that takes
     the object.
 
-    Whoever gets it puts the object together as always, on his device where it was on one.
+    Its receiver puts the object together as always, on its device where it was on one.
     """
     if frames.header == _RAW:
         return None

@@ -27,9 +27,9 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 
-#: Bytes a second at which objects go down and come up again: nobody waits for longer than that takes.
+#: Bytes a second at which objects go down and come up again: no task waits for longer than that takes.
 SPILL_BYTES_PER_S = 1e9
-#: Seconds between looks, the most that anybody waits, and how often in a row it may be in vain after
+#: Seconds between looks, the longest pause, and how often in a row it may be in vain after
 #: tasks of one prefix.
 POLL_INTERVAL_S, MAX_PAUSE_S, MAX_VAIN_PAUSES = 0.001, 0.1, 3
 #: How much of a priority is the same for all tasks of a graph: what the user says, and which graph.

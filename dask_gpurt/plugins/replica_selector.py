@@ -21,7 +21,7 @@ from dask_gpurt.topology import SHIPPED, Link
 def farness(seconds: Mapping[str, float]) -> dict[str, int]:
     """Return how far workers are: how often the time of a fetch from the nearest has to be doubled.
 
-    Differences below that are noise, and would send everybody to one of many that are equally far.
+    Differences below that are noise, and would send all fetches to one of many that are equally far.
 
     Parameters
     ----------

@@ -173,7 +173,7 @@ class WorkerTiers:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
     def in_background(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run something that nobody waits for."""
+        """Run something without waiting for it."""
         if self.closed:
             return
         self.executor.submit(function, *args).add_done_callback(_complain)

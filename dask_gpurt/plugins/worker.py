@@ -199,7 +199,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return amounts(self.tiers.ledger)
 
     def waiting(self) -> dict[str, Any]:
-        """Return what waits here, for whoever looks into a cluster that stands still."""
+        """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.switching import Layer
 from dask_gpurt.plugins.tiers import WorkerTiers
 
-#: Dask's families of serializers, where nobody says which.
+#: Dask's families of serializers, by default.
 _ALWAYS = ("dask", "pickle")
 
 #: The stream operation that tells the scheduler which keys are gone.
@@ -63,7 +63,7 @@ class WorkerData:
         self._patches = PatchSet(Layer.DATA)
 
     def install(self) -> None:
-        """Take the worker's data over. On the event loop, since it is one step to everybody."""
+        """Take the worker's data over. On the event loop, so that nothing sees it half done."""
         worker = self.worker
         self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
         wrap_data_access(
@@ -124,7 +124,7 @@ class WorkerData:
         self.metrics.fallback(Fallback.MEMORY_SPILL_UNREADABLE, str(error))
         for key in keys:
             self._tiered_buffer.discard(key)
-        # First, since Dask's own message has no idea of keys that nobody can compute.
+        # First, since Dask's own message does not know of keys that can not be computed.
         self.worker.batched_stream.send({"op": LOST, "keys": keys})
         self.worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id=f"gpurt-lost-{time()}"))
 

@@ -188,7 +188,7 @@ class ShuffleRun:
         with contextlib.suppress(ExchangeClosed):  # then all is released already
             try:
                 await self._exchange.offload(self._receiver.close)
-            finally:  # whatever became of what was received, nobody needs what was published
+            finally:  # whatever became of what was received, what was published is not needed
                 self._exchange.run_ends(self._key)
                 await self._exchange.withdraw(self._key)
 

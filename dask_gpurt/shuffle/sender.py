@@ -204,7 +204,7 @@ class _Packing:
     """Pack one input partition into the pool.
 
     Pieces are published once they are all packed, or as soon as one more does not fit:
-    nobody waits for room while holding what nobody else knows of. An attempt that fails
+    no attempt waits for room while it holds blocks that no owner knows of. An attempt that fails
     after that has no commit, and a later one takes the place of what it has published.
     """
 
@@ -237,7 +237,7 @@ class _Packing:
 
     def _give_back(self) -> None:
         if self._packed:
-            self.table.settle()  # whoever gets these blocks next shall not meet what still writes them
+            self.table.settle()  # nothing may write into these blocks when they are used next
             for _, _, packed in self._packed:
                 self.outbox.give_back(packed.block)
 

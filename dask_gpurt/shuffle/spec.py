@@ -44,7 +44,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
     drop_column, ignore_index
         Whether ``column`` and the index are left out of the outputs.
     order_by
-        The column that outputs are about to be sorted by, None where nobody says so.
+        The column that outputs are about to be sorted by, None where that is not known.
     """
 
     npartitions: int

@@ -54,7 +54,7 @@ class Truth:
 
 
 def truth(dask_worker: Any) -> Truth:
-    """Ask everybody but the ledger."""
+    """Ask all sources but the ledger."""
     tiers, found = dask_worker.plugins["gpurt"].tiers, Truth()
     tiered_buffer = tiers.tiered_buffer
     with tiered_buffer._table.lock:

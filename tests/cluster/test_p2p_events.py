@@ -363,7 +363,7 @@ def test_workers_that_take_part_are_not_chosen_for_scaling_down(monkeypatch: pyt
     run(test)
 
 
-# ---- nobody wants it any more, or again ----------------------------------------------
+# ---- it is not wanted any more, or wanted again --------------------------------------
 
 
 @pytest.mark.parametrize("again", ["", "at once", "later"])

@@ -76,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def fetched(file: Path, prepare: Callable[[Any], None] = lambda runtime: None) -> tuple[set[str], Any]:
-    """From whom the first worker fetches what its neighbour and two on the other host have; its fallbacks."""
+    """Return which workers the first one fetches from what three others have; and its fallbacks."""
     found: list[Any] = []
 
     @on_cluster(workers=4, file=file)

@@ -269,7 +269,7 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
         workers: dict[str, Any] = {}
 
     picture = SchedulerTopology(Scheduler(), None, Metrics())
-    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # nobody knows where they are
+    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # it is unknown where they are
     for worker in "xy":
         picture.topology.add(worker, Place(f"host of {worker}"))
     picture.traffic("x", [("y", "shared-memory", 10**9, 100.0, 1), ("y", "unheard-of", 10**9, 100.0, 1)])

@@ -235,7 +235,7 @@ class Process:
             run.renew(owners)
 
     def die(self) -> None:
-        """End as after kill -9: nothing is said to anybody, and what peers have mapped stays readable."""
+        """End as after kill -9: without a message, and what peers have mapped stays readable."""
         self.alive = False
         del self._network.processes[self.address]
         self._network.streams.pop(self, None)

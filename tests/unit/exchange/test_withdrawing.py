@@ -1,4 +1,4 @@
-"""A run ends while its shards are read elsewhere: their blocks are nobody else's before that is through.
+"""A run ends while its shards are read elsewhere: their blocks are not used again before that is through.
 
 Two ends of the exchange in one process, and between them a wire that holds what was sent until it is let.
 """
@@ -137,13 +137,13 @@ class Pair:
         self.outbox.allocate(NBYTES).buffer[:] = OTHERS
 
     async def settled(self) -> None:
-        """Wait until whoever does not wait for a test has done what there is to do."""
+        """Wait until all that does not wait for a test is done."""
         for _ in range(50):
             for end in (self.producer, self.owner):
                 await end.offload(int)
 
     async def ends(self, incoming: IncomingShard, *, owner_first: bool, go_on: Callable[[], object]) -> None:
-        """The run ends; ``go_on`` lets whoever is reading, after what may be reused has been."""
+        """End the run; ``go_on`` lets readers go on, after what may be reused has been."""
         let_go = []
         if owner_first:
             let_go.append(asyncio.create_task(self.owner.offload(self.owner.discard, [incoming])))
@@ -161,7 +161,7 @@ class Pair:
 
 
 class Reading:
-    """Somebody who reads a shard where it lies, on a thread, until let go on."""
+    """Read a shard where it lies, on a thread, until told to go on."""
 
     def __init__(self, incoming: IncomingShard):
         self._incoming = incoming

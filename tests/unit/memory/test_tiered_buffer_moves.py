@@ -185,7 +185,7 @@ def test_trifles_may_go_above_the_limit_until_they_are_more_than_one(tmp_path: P
     assert not tiered_buffer.reservations.try_reserve("large", 11 * KIB, Tier.DEVICE)
     taken = [tiered_buffer.reservations.try_reserve(str(i), 3 * KIB, Tier.DEVICE) for i in range(5)]
     assert taken == [True, True, True, False, False]
-    assert not tiered_buffer.reservations.overshoot(), "and nobody spills for them"
+    assert not tiered_buffer.reservations.overshoot(), "and nothing is spilled for them"
     tiered_buffer["y"] = array(2, 11)
     assert tiered_buffer.reservations.overshoot() == 11 * KIB
 

@@ -32,7 +32,7 @@ SITUATIONS = {
     "live before spilled": ([owner("a", 1, 12), owner("b", 1, 0, 99)], {"a": 12}),
     "spilled before overfull": ([owner("a", 1, 3), owner("b", 1, 0, 99)], {"a": 3, "b": 9}),
     "overfull all alike": ([owner("a", 1, 2), owner("b", 1, 4)], {"a": 4, "b": 8}),
-    "nobody has room, so all take turns": ([owner("a", 1, -1), owner("b", 1, 0)], {"a": 6, "b": 6}),
+    "none has room, so all take turns": ([owner("a", 1, -1), owner("b", 1, 0)], {"a": 6, "b": 6}),
 }
 
 

@@ -52,7 +52,7 @@ TAKING = {
         Recipient("b", over(Link.TCP), ROOMY),
         Recipient("a", over(Link.NVLINK), SHORT),
     ],
-    "nearby where everybody has to spill": [
+    "nearby where all have to spill": [
         Recipient("b", over(Link.NVLINK), SHORT),
         Recipient("a", over(Link.TCP), SHORT),
     ],
@@ -84,7 +84,7 @@ GOING = {
         replica("a", 0, SHORT),
         replica("b", over(Link.PINNED), SHORT, live=False),
     ],
-    "the spilled one where the live one is in nobody's way": [
+    "the spilled one where the live one is not in the way": [
         replica("a", over(Link.PINNED), SHORT, live=False),
         replica("b", 0, ROOMY),
     ],
