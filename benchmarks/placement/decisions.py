@@ -54,7 +54,7 @@ class BareState(VirtualScheduler):
 
     def __init__(self, workers: int, threads: int = 1):
         with dask.config.set({"distributed.scheduler.work-stealing": False}):
-            super().__init__(Clock(), 0.0, _nobody_listens)
+            super().__init__(Clock(), 0.0, _no_listener)
         self.sent: deque[tuple[str, Any]] = deque()
         for number in range(workers):
             host, device = divmod(number, PER_HOST)
@@ -91,7 +91,7 @@ class BareState(VirtualScheduler):
         )
 
 
-def _nobody_listens(*messages: Any) -> None:
+def _no_listener(*messages: Any) -> None:
     """Reports to the client go nowhere."""
 
 

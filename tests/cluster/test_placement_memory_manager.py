@@ -55,7 +55,7 @@ def test_a_worker_that_retires_hands_its_data_to_who_has_room_nearby(tmp_path: P
     run()
 
 
-def test_a_worker_stays_whose_data_nobody_has_room_for() -> None:
+def test_a_worker_stays_whose_data_fit_nowhere_else() -> None:
     @on_cluster(workers=2, processes=True, **RUNNING)
     async def run(client: Any, scheduler: Any, *nannies: Any) -> None:
         leaves, other = (nanny.worker_address for nanny in nannies)

@@ -48,7 +48,7 @@ def test_what_differs_by_noise_is_equally_far(times: list[float]) -> None:
     assert set(farness({str(at): time for at, time in enumerate(times)}).values()) == {0}
 
 
-def test_nobody_is_not_far() -> None:
+def test_no_workers_have_no_farness() -> None:
     assert farness({}) == {}
 
 

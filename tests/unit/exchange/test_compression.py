@@ -209,7 +209,7 @@ def test_the_first_shard_of_a_run_is_the_sample_for_it() -> None:
 
 
 @has_codec
-def test_the_sample_of_a_run_that_nobody_forgets_is_not_kept_for_ever() -> None:
+def test_the_sample_of_a_run_that_is_never_forgotten_is_not_kept_for_ever() -> None:
     """As of a shard that is compressed while its run ends."""
     noise, zeros = (
         sections(np.random.default_rng(0).random(100_000)),

@@ -183,10 +183,10 @@ def session(test: Awaitable[None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-whoever_ends_first = pytest.mark.parametrize("owner_first", [False, True])
+either_end_first = pytest.mark.parametrize("owner_first", [False, True])
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
     async def test() -> None:
         pair = Pair("comms")
@@ -199,7 +199,7 @@ def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
     session(test())
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
     """By its owner, out of the mapped pool."""
 
@@ -214,7 +214,7 @@ def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
     session(test())
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> None:
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
@@ -277,7 +277,7 @@ def test_a_pull_that_fails_leaves_nothing_behind() -> None:
     session(test())
 
 
-def test_a_fence_that_fails_keeps_nobody_waiting() -> None:
+def test_a_fence_that_fails_keeps_nothing_waiting() -> None:
     def fence() -> None:
         raise RuntimeError("an illegal address")
 

@@ -117,7 +117,7 @@ def holders(tasks: tuple[int, ...], fetches: tuple[int, ...] = (), sends: tuple[
         (holders((2, 8), (9,), (5,)), 8),
     ],
 )
-def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: int) -> None:
+def test_in_no_state_do_all_wait(needs: dict[MemoryRequest, int], room: int) -> None:
     """In every reachable state where requests wait, a task goes on, or the first to ask may."""
     explored = Explored(needs, room)
     states: set[Any] = set()
@@ -145,7 +145,7 @@ def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: 
 A, B, C = (MemoryRequest(TASK, name) for name in "abc")
 
 
-def test_whoever_leaves_names_the_one_that_waits_longest() -> None:
+def test_a_task_that_ends_names_the_request_that_waits_longest() -> None:
     admission = Admission()
     assert admission.ask(A, True, 0)
     assert not admission.ask(B, False, 0)

@@ -115,7 +115,7 @@ AgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=30
 test_against_a_dict = AgainstDict.TestCase
 
 
-def test_what_nobody_needs_goes_down_first(tmp_path: Any) -> None:
+def test_what_is_not_needed_is_evicted_first(tmp_path: Any) -> None:
     tiered_buffer = new_tiered_buffer(
         str(tmp_path), Limits(30 * KIB, 0, 0, None), needed={"now": (0,), "later": (7,)}
     )

@@ -167,9 +167,9 @@ class Machine(RuleBasedStateMachine):
     def store(self, key: str, value: Any, expected: Any) -> None:
         self.tiered_buffer[key], self.model[key] = value, expected
         self.promised.pop(key, None)
-        self.nobody_holds(key)
+        self.is_not_held(key)
 
-    def nobody_holds(self, key: str) -> None:
+    def is_not_held(self, key: str) -> None:
         for _, keys in self.held:
             keys.discard(key)
 
@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def delete(self, key: str) -> None:
-        self.nobody_holds(key)
+        self.is_not_held(key)
         if self.model.pop(key, None) is not None:
             del self.tiered_buffer[key]
         else:

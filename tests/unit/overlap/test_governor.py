@@ -207,7 +207,7 @@ def test_nothing_is_tried_where_nothing_is_to_be_gained() -> None:
     assert set(steps.seconds) == {PRIORITY}
 
 
-def test_a_kernel_that_nobody_knows_runs_with_priority_only() -> None:
+def test_an_unknown_kernel_runs_with_priority_only() -> None:
     decision = Governor(CANDIDATES).choose("new")
     assert decision.setting == PRIORITY
     assert "to be measured" in decision.why
