@@ -343,7 +343,7 @@ def test_multi_index_and_odd_labels(client: Client, library: Library) -> None:
         assert_like_tasks(client, library, SHUFFLES["column"], odd)
 
 
-def test_outputs_that_nobody_wants_are_not_moved(client: Client, library: Library) -> None:
+def test_outputs_that_are_not_wanted_are_not_moved(client: Client, library: Library) -> None:
     inputs = flights(4, 20_000)
     df = library.collection(inputs)
 
