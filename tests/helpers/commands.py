@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which something that should have happened is given up on.
-PATIENCE = 60
+PATIENCE = 120
 
 DASK = Path(sys.executable).with_name("dask")
 #: What ``pip install`` brings, and a mere checkout does not.
