@@ -1,4 +1,6 @@
-"""Who takes part: a cluster with the runtime on, and one of Dask's as shipped, with its ways to shuffle."""
+"""Start the contenders: a cluster with the runtime on, and one of Dask's as shipped, with its ways to
+shuffle.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ CONTENDERS = (GPURT, SHARED, TASKS, P2P, CUDF_POLARS)
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What all clusters have in common."""
+    """Set what all clusters have in common."""
 
     backend: str
     workers: int
