@@ -86,6 +86,6 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture(scope="module")
 def client(library: Library) -> Iterator[Client]:
-    """Run a cluster of two processes with the runtime on, shared by tests of a module that leave it as it is."""
+    """Run a cluster of two processes with the runtime on for tests of a module that leave it as it is."""
     with cluster(library.name) as client:
         yield client

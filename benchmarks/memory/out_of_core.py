@@ -65,7 +65,7 @@ class Budget:
 
     @property
     def limit(self) -> int:
-        """Return the memory limit of a worker without a GPU: twice what it keeps, as tasks have copies of it."""
+        """Return the memory limit of a worker without a GPU, twice what it keeps: tasks have copies."""
         return 2 * self.kept + self.pool + INTERPRETER
 
 

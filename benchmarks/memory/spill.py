@@ -132,7 +132,7 @@ def turn(tiered_buffer: TieredBuffer, objects: list[Any]) -> dict[str, float]:
 
 
 def plain(device: Any, nbytes: int, pinned: bool) -> dict[str, float]:
-    """Return the bytes per second of one copy of an array, down and up: pinned as the tier is, or pageable."""
+    """Return the bytes per second of one copy of an array, down and up, pinned or pageable."""
     memory = np.zeros(nbytes, np.uint8)
     undo = device.register(memory) if pinned and hasattr(device, "register") else None
     buffer, fence = device.gather([memory])

@@ -102,7 +102,7 @@ def measure(clients: Mapping[str, Client], name: str, nbytes: int, repeat: int) 
 
 @contextlib.contextmanager
 def prepared(client: Client, workload: Workload, nbytes: int, turn: int) -> Iterator[Any]:
-    """Keep the data of a workload for as long as it runs; in the same turn on the same workers on both sides."""
+    """Keep the data of a workload for as long as it runs; on the same workers on both sides in a turn."""
     with client.as_current():
         yield workload.prepare(client, nbytes, random.Random(turn))
 
@@ -126,7 +126,7 @@ def cpu(client: Client) -> float:
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the figures of a workload: medians and spread of the warm runs, and how often ours was as fast."""
+    """Return the figures of a workload: medians and spread of warm runs, and how often ours was as fast."""
     warm = {side: [run.seconds for run in runs if run.side == side and run.turn] for side in SIDES}
     pairs = [stock / ours for stock, ours in zip(*warm.values(), strict=True)]
     medians = {side: statistics.median(seconds) for side, seconds in warm.items()}

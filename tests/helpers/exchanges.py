@@ -571,7 +571,7 @@ class Cluster:
         return {output: list(frame["row"]) for output, (_, frame) in active.outputs.items()}
 
     async def shuffle(self, shuffle: str) -> dict[int, list[int]]:
-        """Shuffle; returns the rows of each output."""
+        """Return shuffle; returns the rows of each output."""
         await self.barrier(shuffle, await self.transfer_all(shuffle))
         return await self.outputs(shuffle)
 

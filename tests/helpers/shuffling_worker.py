@@ -96,7 +96,7 @@ class Worker:
         control.close()
 
     def _run(self) -> list[tuple[bool, float]]:
-        """Return the seconds alone that each piece of a run takes, and whether bytes come at the end of it."""
+        """Return the seconds alone that each piece of a run takes, and whether bytes end it."""
         seconds = self._noisy(self.communication, RUN)
         moving = (1 - SPLITTING) * seconds / BURSTS
         return [(False, SPLITTING * seconds), *BURSTS * [(True, moving)]]

@@ -104,7 +104,7 @@ def libcudf_gives_the_same_results(contexts: Any) -> None:
 
 
 def what_comes_to_the_host_was_computed_before(contexts: Any) -> None:
-    """Make sure that copies to the host wait: cupy makes the usual context current, which waits for no other."""
+    """Make sure that copies to the host wait: cupy uses the usual context, which waits for no other."""
     kernel, sms = cupy.RawKernel(WHERE, "where"), contexts.total - TAKEN
     for _ in range(200):
         with contexts.entered(sms):
