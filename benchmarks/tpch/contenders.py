@@ -1,4 +1,6 @@
-"""Who takes part: a cluster with the runtime on, and one of Dask's as shipped, with its ways to shuffle."""
+"""Start the contenders: a cluster with the runtime on, and one of Dask's as shipped, with its ways to
+shuffle.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ TWO_WORKERS = {
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What all clusters have in common."""
+    """Set what all clusters have in common."""
 
     backend: str
     workers: int

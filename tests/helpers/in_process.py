@@ -95,7 +95,7 @@ CACHES = ("_instances", "__slotnames__")
 
 
 def state(local: LocalCluster) -> dict[str, Any]:
-    """All that the runtime touches when it is switched on."""
+    """Return all that the runtime touches when it is switched on."""
     scheduler: Any = local.scheduler
     workers: list[Any] = list(local.workers.values())
     return {

@@ -1,4 +1,4 @@
-"""What happens to a key while it is on its way from tier to tier, one test for each event."""
+"""Let things happen to a key while it is on its way from tier to tier, one test for each event."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ALL = 1 << 30
 
 @pytest.fixture
 def tiered_buffer(tmp_path: Path) -> TieredBuffer:
-    """A device of 20 KiB, above a disk."""
+    """Return a device of 20 KiB, above a disk."""
     return new_tiered_buffer(str(tmp_path), Limits(20 * KIB, 0, 0, None))
 
 
 @pytest.fixture
 def spilled(tiered_buffer: TieredBuffer) -> TieredBuffer:
-    """With ``x`` in a file."""
+    """Return one with ``x`` in a file."""
     tiered_buffer["x"] = array(1)
     tiered_buffer.spill(ALL)
     return tiered_buffer
@@ -69,7 +69,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def assert_gone(directory: Path) -> None:
-    """No file is left; the tier removes them on a thread of its own."""
+    """Wait until no file is left; the tier removes them on a thread of its own."""
     deadline = time.monotonic() + 5
     while left := files(directory):
         assert time.monotonic() < deadline, left

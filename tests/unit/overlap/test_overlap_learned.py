@@ -61,7 +61,7 @@ def broken(**changes: Any) -> bytes:
 
 
 def knowing(alone: list[Any]) -> dict[str, Any]:
-    """OverlapStatistics of a kernel of which something is said of its speed alone."""
+    """Return statistics of a kernel of which something is said of its speed alone."""
     kernel = {"steps": 1, "usual": 0.0, "work": 1.0, "alone": alone, "beside": {}}
     return {**OverlapStatistics().plain(), "kernels": {"join": kernel}}
 
