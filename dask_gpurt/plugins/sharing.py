@@ -12,7 +12,8 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.statistics import CacheKey, OverlapStatistics, average, significant
+from dask_gpurt.overlap.statistics import OverlapStatistics, average, significant
+from dask_gpurt.overlap.statistics_file import CacheKey
 
 #: The name of the scheduler's handler.
 HANDLER = "gpurt_learned"
