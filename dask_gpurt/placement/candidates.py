@@ -225,7 +225,7 @@ class CandidateSelector:
         found = [self.estimates.cost(demand, ws) for ws in self._open_near(anchor, open_to, slot)]
         waits = anchor is not None and any([each.terms.waiting for each in found])
         if waits and self._fills_all_slots(ts.group):
-            found = [_without_waiting(each) if each.terms.waiting else each for each in found]
+            found = [each.after(0.0) if each.terms.waiting else each for each in found]
         return [self._with_move_to(anchor, each, nbytes) for each in found]
 
     def _fills_all_slots(self, group: TaskGroup) -> bool:
@@ -265,10 +265,6 @@ class CandidateSelector:
             return candidate
         seconds = self._topology.seconds(candidate.worker, anchor.address, nbytes, by_comms=True)
         return candidate._replace(terms=candidate.terms._replace(moving=candidate.terms.moving + seconds))
-
-
-def _without_waiting(candidate: Candidate) -> Candidate:
-    return candidate._replace(terms=candidate.terms._replace(waiting=0.0))
 
 
 def _with_most_inputs(holders: Iterable[Candidate]) -> Candidate:

@@ -340,17 +340,12 @@ class Placement:
             near = (ws for ws in least_loaded if ws in thieves and ws is not victim)
             found = {ws.address: ws for ws in islice(near, MAX_THIEVES)}
             costs = [
-                _with_waiting(self._estimates.cost(demand, ws), occupancy(ws) / ws.nthreads)
-                for ws in found.values()
+                self._estimates.cost(demand, ws).after(occupancy(ws) / ws.nthreads) for ws in found.values()
             ]
             fitting = [candidate for candidate in costs if candidate.terms.fits]
             if fitting and (candidate := cost.best(fitting)).terms.seconds < wait:
                 return found[candidate.worker], candidate
         return None
-
-
-def _with_waiting(candidate: Candidate, waiting: float) -> Candidate:
-    return candidate._replace(terms=candidate.terms._replace(waiting=waiting))
 
 
 def _is_ready(ts: SchedulerTask) -> bool:
