@@ -251,7 +251,7 @@ class Topology:
             self._classes[link].observe(nbytes, seconds, transfers)
             return
         usual = self._usual(link, here, there)
-        expected = transfers * usual.speed.latency + nbytes / usual.speed.bandwidth
+        expected = usual.speed.seconds(nbytes, transfers)
         if by_comms and self._setup.observe(link, source, target, seconds - expected):
             return
         self._overrides.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)
