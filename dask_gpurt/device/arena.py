@@ -1,4 +1,4 @@
-"""Cut a contiguous range into blocks: first fit, with neighbours merged."""
+"""Cut a contiguous range into blocks: first fit, with free neighbours merged."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class CudaFiles:
 
     def write(self, fd: int, path: str, parts: Sequence[At], *, ordered: bool) -> list[int]:
         found = self.checksums([buffer for buffer, _ in parts], ordered=ordered)
-        # Whoever has seen the checksums has waited for the work before.
+        # A thread that has the checksums has waited for the work before them.
         self._move(path, "r+", "pwrite", parts, partial(self._bounce.write, fd))
         return found
 
@@ -77,7 +77,7 @@ class CudaFiles:
             self._refused(str(error))
 
     def checksums(self, buffers: Sequence[Buffer], *, ordered: bool) -> list[int]:
-        """The crc32 of each buffer, as zlib has it. Blocks."""
+        """Return the crc32 of each buffer, as zlib has it. Blocks."""
         stream, raw = self._device.after_compute() if ordered else self._device.stream()
         found = rmm.DeviceBuffer(size=4 * len(buffers), stream=stream)
         runtime.memsetAsync(found.ptr, 0, found.size, raw.ptr)
@@ -108,7 +108,7 @@ def _all_at_once(begin: Callable[..., Any], parts: Sequence[At]) -> None:
 
 
 def view(buffer: Buffer) -> DeviceSpan:
-    """A buffer as kvikio takes it, whichever library it is of."""
+    """Return a buffer as kvikio takes it, whichever library it is of."""
     return DeviceSpan(address(buffer), buffer.nbytes, buffer)
 
 
@@ -119,7 +119,7 @@ def _crc32() -> Any:
 
 @cache
 def _kvikio() -> Any:
-    """The module, set to what suits a disk unless the environment says otherwise."""
+    """Return the module, set to what suits a disk unless the environment says otherwise."""
     import kvikio
     import kvikio.defaults
 

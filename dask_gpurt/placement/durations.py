@@ -33,7 +33,7 @@ class _Regression(RunningRegression):
 
     @property
     def is_significant(self) -> bool:
-        """True if input bytes vary, and explain the durations."""
+        """Return whether input bytes vary, and explain the durations."""
         nbytes = self.x
         return (
             nbytes.count >= MIN_TASKS
@@ -44,7 +44,7 @@ class _Regression(RunningRegression):
 
     @property
     def proportional_share(self) -> float:
-        """The share of the mean duration that is in proportion to the bytes, from 0 to 1."""
+        """Return the share of the mean duration that is in proportion to the bytes, from 0 to 1."""
         return min(1.0, self.slope * self.x.mean / self.y.mean)
 
 

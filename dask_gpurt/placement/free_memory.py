@@ -11,7 +11,7 @@ from dask.utils import key_split
 from sortedcontainers import SortedKeyList
 
 from dask_gpurt.dask_hooks.types import WorkerState
-from dask_gpurt.memory.ledger import FreeMemory, Picture
+from dask_gpurt.memory.ledger import ClusterMemory, FreeMemory
 from dask_gpurt.memory.tiers import Tier
 
 
@@ -45,7 +45,7 @@ class LedgerHeadroom:
         Dask's ``WorkerState`` by address.
     """
 
-    def __init__(self, ledgers: Picture, workers: Mapping[str, WorkerState]):
+    def __init__(self, ledgers: ClusterMemory, workers: Mapping[str, WorkerState]):
         self._ledgers = ledgers
         self._workers = workers
 

@@ -9,7 +9,7 @@ from dask_gpurt.topology.estimate import RETURN_FACTOR, ConnectionSetup, PairOve
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
 #: Pairs with a speed of their own that are kept: those of a slow host or cable, by far not all pairs.
-MOST_PAIRS = 1024
+MAX_PAIRS = 1024
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Topology:
         self._everywhere: dict[str, None] = {}
         self._rings: dict[tuple[str, ...], dict[str, None]] = {}
         self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
-        self._overrides: PairOverrides[Pair] = PairOverrides(MOST_PAIRS)
+        self._overrides: PairOverrides[Pair] = PairOverrides(MAX_PAIRS)
         self._setup = ConnectionSetup(first or {})
 
     # ---- places ----------------------------------------------------------------------
