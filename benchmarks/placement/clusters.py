@@ -36,12 +36,12 @@ from benchmarks.placement import simulator
 from benchmarks.placement.workloads import WORKLOADS, Workload
 from dask_gpurt.cli.environment import environment
 
-#: Who decides.
+#: The sides, by what decides.
 SIDES = ("stock", "gpurt")
 #: The memory of a worker, such that none spills: a multiple of its part of the data, and at least so much,
 #: for a process that has imported RAPIDS takes 0.8 GiB before it holds anything.
 ROOM, LEAST = 8, 4 << 30
-#: Of the table, in characters: on a terminal, and in a file too.
+#: The width of the table, in characters: on a terminal, and in a file too.
 WIDTH = 116
 
 

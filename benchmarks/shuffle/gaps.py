@@ -103,7 +103,7 @@ class Ran:
     #: How late the watchdog came meanwhile, and the share of time in which some process waited for a CPU.
     lateness: float
     pressure: float
-    #: What it failed with, or that it was given up.
+    #: Its error, or a note that it was given up.
     error: str = ""
 
 

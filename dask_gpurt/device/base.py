@@ -15,10 +15,10 @@ import numpy as np
 
 from dask_gpurt.topology.links import Link
 
-#: What a table backend reads from and writes to: a ``numpy`` byte array on the host,
+#: Memory that a table backend reads from and writes to: a ``numpy`` byte array on the host,
 #: an object with ``ptr`` and ``size`` on a GPU.
 Buffer = Any
-#: What a peer needs to map a pool; only values that msgpack carries.
+#: All that a peer needs to map a pool; only values that msgpack carries.
 Ticket = dict[str, Any]
 #: Bytes that buffers in files are aligned to: what direct I/O asks of memory and of places in a file.
 PAGE = 4096
@@ -307,7 +307,7 @@ class Device(Protocol):
 
     #: "host" or "cuda"
     kind: str
-    #: How a pool of this device is read by a peer of the same host.
+    #: The path by which a peer of the same host reads a pool of this device.
     shared_path: str
     #: Whether a mapped shard is read where it lies; otherwise it is copied over first.
     reads_in_place: bool
@@ -315,7 +315,7 @@ class Device(Protocol):
     on_host: bool
     #: The links that its bytes take on their way into memory that the host reads; none where they are there.
     host_links: tuple[Link, ...]
-    #: What to install where it has no codec.
+    #: The package to install where it has no codec.
     codecs_missing: str
     #: The share of its memory that a pool takes by default: enough for producers to run ahead.
     pool_share: float

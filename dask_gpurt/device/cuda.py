@@ -149,7 +149,7 @@ class CudaDevice:
         self.index = runtime.getDevice()
         self._streams = threading.local()
         self._codecs: dict[str, Codec] | None = None
-        #: Of the user's allocator: what it has given since it is guarded, and since the last peak.
+        #: Bytes that the user's allocator has given since it is guarded, and since the last peak.
         self._held: Any = None
         self._since: Any = None
 

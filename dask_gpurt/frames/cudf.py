@@ -87,7 +87,7 @@ class CudfTable:
     def __init__(self, device: Device):
         assert isinstance(device, CudaDevice)
         self.device = device
-        #: Of pieces that have their blocks, until they are settled.
+        #: Copies into the blocks of pieces, until they are settled.
         self._copies: list[Copy] = []
 
     def split(

@@ -38,7 +38,7 @@ class _PandasRows:
     order: np.ndarray
     ignore_index: bool
     plain: Plain | None
-    #: What was pickled of them, while there is no room for it: pickling is not cheap.
+    #: Their pickle, kept while there is no room for it: pickling is not cheap.
     waiting: list[Chunks] = field(default_factory=list)
 
     def taken(self) -> pd.DataFrame:

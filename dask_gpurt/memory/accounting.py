@@ -120,7 +120,7 @@ def _root(array: np.ndarray) -> tuple[int, int]:
         try:
             held = np.frombuffer(base.base, np.uint8)
         except (TypeError, ValueError, BufferError):
-            pass  # it is no buffer: what the array sees is all that is known
+            pass  # it is not a buffer: what the array sees is all that is known
         else:
             return int(held.ctypes.data), int(held.nbytes)
     return int(base.ctypes.data), int(base.nbytes)

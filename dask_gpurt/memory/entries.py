@@ -29,7 +29,7 @@ from dask_gpurt.observe import Metrics
 #: A priority of Dask's scheduler: a smaller one runs sooner; None where no task needs an object.
 Priority = tuple[Any, ...] | None
 
-#: How long closing waits for the end of moves.
+#: Seconds for which closing waits for the end of moves.
 CLOSE_TIMEOUT_S = 30.0
 
 

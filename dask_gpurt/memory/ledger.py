@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dask_gpurt.memory.tiers import Tier
 
-#: What bytes in a tier are: keys' data, shards that were pulled, room promised. Next to the tier's
+#: Kinds of bytes in a tier: keys' data, shards that were pulled, room promised. Next to the tier's
 #: capacity: shards in the exchange pool, what cudf has spilled by itself, and all else in the process or
 #: on the device.
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"

@@ -15,7 +15,7 @@ from dask.sizeof import sizeof
 _CELLS, _OBJECTS = 512, 64
 #: Elements of a list that are looked into, and how deep lists are followed.
 _ELEMENTS, _DEPTH = 4, 4
-#: Where in its stretch a position lies.
+#: The offset of a position in its stretch.
 _JITTER = np.random.default_rng(0).permutation(_CELLS)
 
 

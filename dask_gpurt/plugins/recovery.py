@@ -95,7 +95,7 @@ class Recovery:
         self._read: dict[Any, set[int]] = {}
         self._shuffles_of: dict[Key, set[Any]] = {}
         self._pending: dict[Any, set[Key]] = {}
-        #: What has not been mended yet; shuffles that share outputs share that.
+        #: Losses that have not been mended yet; shuffles that share outputs share them.
         self._losses: dict[Any, _Loss] = {}
         #: The workers that have transferred inputs, by task; None before.
         self._producers: dict[Key, str | None] = {}

@@ -119,7 +119,7 @@ class SchedulerShuffles:
             if type(spec) is not DataFrameShuffleSpec or not self._settings.takeover:
                 return spec
             if library(spec.meta) is None:
-                reason = f"{type(spec.meta)} is no frame of pandas or cudf"
+                reason = f"{type(spec.meta)} is not a frame of pandas or cudf"
                 self._metrics.fallback(Fallback.SHUFFLE_UNSUPPORTED_FRAMES, reason)
                 return spec
             self._metrics.add("shuffle.taken-over")

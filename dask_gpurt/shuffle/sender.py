@@ -214,7 +214,7 @@ class _Packing:
         self.outbox = outbox
         self.source = source
         self.attempt = attempt
-        #: What has been offered.
+        #: Shards that have been offered.
         self.shards: list[Shard] = []
         self._parts = Counter[int]()
         self._packed: list[tuple[Share, Piece, Packed]] = []

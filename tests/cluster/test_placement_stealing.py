@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster, until
 
-#: What the tasks of a test wait for; its workers are in this process.
+#: The event that the tasks of a test wait for; its workers are in this process.
 GO = threading.Event()
 PLACEMENT: dict[str, Any] = {"gpurt.placement.enabled": True, "distributed.scheduler.work-stealing": True}
 

@@ -17,7 +17,7 @@ from typing import Any
 PATIENCE = 60
 
 DASK = Path(sys.executable).with_name("dask")
-#: What ``pip install`` brings, and a mere checkout does not.
+#: The file that ``pip install`` brings, and a mere checkout does not.
 HOOKS = Path(sys.prefix, "etc", "dask", "gpurt.yaml")
 
 

@@ -36,7 +36,7 @@ def test_a_need_grows_with_the_inputs() -> None:
 
 def test_a_need_far_above_all_that_was_seen_is_a_mistake() -> None:
     estimator = MemoryEstimator()
-    estimator.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are no inputs
+    estimator.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are not inputs
     assert estimator.estimate("read", 100 * MIB) == 20 * MIB
 
 
