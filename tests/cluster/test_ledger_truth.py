@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
 from dask_gpurt.memory.tiers import Tier
 from tests.helpers.clusters import Library, cluster
+from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 8 * MIB, "memory__host": 2 * MIB}
@@ -222,14 +222,16 @@ def total(of: Truth, tier: Tier) -> int:
 
 def rest(client: Client, *, empty: bool = False) -> dict[str, Truth]:
     """Wait until moves have ended and reports are through: then the scheduler knows the truth."""
-    deadline = time.monotonic() + 30
-    while True:
+    real: dict[str, Truth] = {}
+
+    def wrong() -> list[str]:
+        nonlocal real
         real = client.run(truth)
-        wrong = mistakes(scheduler_says(client), real)
-        wrong += [f"{worker} has {of.used}" for worker, of in real.items() if empty and +of.used]
-        if not wrong:
-            return real
-        assert time.monotonic() < deadline, "\n".join(wrong)
+        found = mistakes(scheduler_says(client), real)
+        return found + [f"{worker} has {of.used}" for worker, of in real.items() if empty and +of.used]
+
+    until(lambda: not wrong(), lambda: "\n".join(wrong()))
+    return real
 
 
 # ---- work ------------------------------------------------------------------------------------

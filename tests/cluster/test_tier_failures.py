@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from distributed import Client, Event, Future, wait
 
 import dask_gpurt
 from tests.helpers.clusters import cluster
+from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 * MIB, "memory__host": 2 * MIB}
@@ -49,12 +49,6 @@ def right(count: int) -> list[tuple[int, int, int]]:
 
 def workers(client: Client) -> list[str]:
     return list(client.nthreads())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 def where_files_go(client: Client) -> dict[str, Path]:

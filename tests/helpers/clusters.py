@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,8 +127,21 @@ class Library:
 
     def collection(self, parts: list[pd.DataFrame]) -> Any:
         """Return a collection with these partitions, on the workers."""
+        return self.lazy(parts).persist()
+
+    def lazy(self, parts: list[pd.DataFrame]) -> Any:
+        """Return a collection with these partitions that can be computed on workers, and in this process."""
         frames = [dask.delayed(self.frame)(part) for part in parts]
-        return dd.from_delayed(frames, meta=self.frame(parts[0].iloc[:0]), verify_meta=False).persist()
+        return dd.from_delayed(frames, meta=self.frame(parts[0].iloc[:0]), verify_meta=False)
+
+
+def by_tasks(build: Callable[..., Any], *collections: Any) -> list[pd.DataFrame]:
+    """Return the partitions that Dask's ``tasks`` makes of collections that are not on workers.
+
+    They are computed in this process: on a cluster that takes longer than what is compared with them.
+    """
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
+        return partitions(build(*collections))
 
 
 def partitions(collection: Any) -> list[pd.DataFrame]:

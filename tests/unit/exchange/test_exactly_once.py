@@ -17,7 +17,7 @@ from typing import Any
 from distributed._async_taskgroup import AsyncTaskGroupClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import P2PConsistencyError
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -363,10 +363,14 @@ def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) 
 TestExactlyOnce = ExactlyOnce.TestCase
 #: More than the usual number are drawn anew each time: `GPURT_TEST_EXAMPLES=10000 python -m pytest …`.
 EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
+#: Steps that fail are told as they are, in seconds. They are shrunk, which takes minutes, where examples are
+#: asked for: with `GPURT_TEST_EXAMPLES=60` the usual ones, which fail again.
+PHASES = list(Phase) if "GPURT_TEST_EXAMPLES" in os.environ else [Phase.generate]
 TestExactlyOnce.settings = settings(
     max_examples=EXAMPLES,
     derandomize=EXAMPLES <= 60,
     stateful_step_count=40,
     deadline=None,
+    phases=PHASES,
     suppress_health_check=list(HealthCheck),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.clusters import cluster
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer
+from tests.helpers.waiting import until
 
 MIB = 2**20
 
@@ -173,10 +173,12 @@ def test_the_account_agrees_with_cudf() -> None:
         return int(get_global_manager().spill_device_memory(16 * MIB))
 
     def told(client: Client, tier: str, kind: str, nbytes: int) -> None:
-        deadline = time.monotonic() + 10
-        while (said := dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind]) != nbytes:
-            assert time.monotonic() < deadline, f"{said} bytes of {kind} in the {tier} tier, truly {nbytes}"
-            time.sleep(0.1)
+        def said() -> int:
+            return int(dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind])
+
+        until(
+            lambda: said() == nbytes, lambda: f"{said()} bytes of {kind} in the {tier} tier, truly {nbytes}"
+        )
 
     with cluster("cudf", workers=1, memory__tiers=True, **sizes) as client:
         client.run(enable_cudf_spill)

@@ -288,7 +288,7 @@ class Machine(RuleBasedStateMachine):
     def spill_until_the_disk_is_full(self, nbytes: int, after: int) -> None:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         answers = itertools.chain([mock.DEFAULT] * after, itertools.repeat(full))
-        with mock.patch.object(os, "write", mock.Mock(wraps=os.write, side_effect=answers)):
+        with mock.patch.object(os, "pwrite", mock.Mock(wraps=os.pwrite, side_effect=answers)):
             self.tiered_buffer.spill(nbytes)
 
     # ---- what always holds -------------------------------------------------------------------

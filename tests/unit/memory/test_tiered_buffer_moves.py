@@ -17,6 +17,7 @@ from dask_gpurt.memory.serialize import raw_frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
+from tests.helpers.waiting import until
 
 ALL = 1 << 30
 
@@ -69,11 +70,8 @@ def files(directory: Path) -> list[Path]:
 
 
 def assert_gone(directory: Path) -> None:
-    """Wait until no file is left; the tier removes them on a thread of its own."""
-    deadline = time.monotonic() + 5
-    while left := files(directory):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.001)
+    """No file is left; the tier removes them on a thread of its own."""
+    until(lambda: not files(directory), lambda: files(directory))
 
 
 def test_objects_that_share_memory_make_room_together(tiered_buffer: TieredBuffer) -> None:

@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 from dask_gpurt.cli import main
 from dask_gpurt.overlap.governor import Governor, rows, safest
 from dask_gpurt.overlap.samples import SoloSample
-from dask_gpurt.overlap.statistics import (
+from dask_gpurt.overlap.statistics import OverlapStatistics
+from dask_gpurt.overlap.statistics_file import (
     CacheKey,
-    OverlapStatistics,
     StatisticsFileError,
     default_path,
     load,

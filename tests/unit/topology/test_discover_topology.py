@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, Link, Place, Topology, detect
-from dask_gpurt.topology.model import GpuLink, Host, Lanes
+from dask_gpurt.topology.hosts import GpuLink, Host, Lanes
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml, bridged, cut_up, pcie_only, switched
 
 
