@@ -68,7 +68,7 @@ def file_size(nbytes: int) -> int:
 def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
     """Write a file: buffers one behind the other."""
     sizes = [sum(piece.size for piece in pieces) for pieces in buffers]
-    packing, total = _Packing(buffers), sum(sizes)
+    packing, total = _ChunkPacker(buffers), sum(sizes)
     chunks = (
         Chunk(min(BOUNCE_BUFFER_BYTES, total - at), at, packing.fill)
         for at in range(0, total, BOUNCE_BUFFER_BYTES)
@@ -78,7 +78,7 @@ def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
     return [Span(*each) for each in zip(starts, sizes, packing.checksums, strict=False)]
 
 
-class _Packing:
+class _ChunkPacker:
     """Copy buffers one behind the other into pieces of memory, and work their checksums out on the way."""
 
     def __init__(self, buffers: Sequence[Scattered]):
