@@ -313,7 +313,7 @@ STEALING = SeamGroup(
             "self scheduler ts potential_thieves occupancies",
         ),
     ),
-    without="Dask chooses who takes tasks from others",
+    without="Dask chooses which worker takes tasks from others",
 )
 #: The choices of the workers that get or drop a replica.
 REPLICAS = SeamGroup(
@@ -322,7 +322,7 @@ REPLICAS = SeamGroup(
         Seam(_MANAGER + "_find_recipient", "self ts candidates pending_repl"),
         Seam(_MANAGER + "_find_dropper", "self ts candidates pending_drop"),
     ),
-    without="Dask chooses who keeps replicas",
+    without="Dask chooses which workers keep replicas",
 )
 #: The arguments of a nanny, so that another one is started in the same way.
 NANNY = SeamGroup(

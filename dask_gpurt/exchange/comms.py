@@ -170,7 +170,7 @@ class Comms:
             return list(map(incoming.path.staging.view, reply["staged"]["offsets"], sizes))
         if reply["codec"] is None:
             whole = [received(data) for data in reply["data"]]
-            # Within a process a comm hands the memory of the producer over, who will reuse it.
+            # Within a process a comm hands over the memory of the producer, which will reuse it.
             return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
         with self._metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])

@@ -18,7 +18,7 @@ from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Fallback, Metrics
 
 #: With compression it has to take at most so much of the time without: what a sample tells is rough, and
-#: compression takes processors from those who compute.
+#: compression takes processors from tasks.
 PAYING_TIME_SHARE = 0.9
 #: Bytes of a shard: of smaller ones it is the latency that counts, larger ones no codec takes at once.
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 2**16, 2**30
@@ -119,7 +119,7 @@ class _Run:
         self._trying = threading.Lock()
 
     def try_out(self, codecs: Iterable[Codec], sections: Sequence[Buffer]) -> None:
-        """Sample those that are new to the run; who comes meanwhile waits for what is found.
+        """Sample those that are new to the run; a thread that comes meanwhile waits for the result.
 
         A sample is small and a link where it matters is slow: a shard that does not wait crosses it in full,
         and all others wait for that.

@@ -201,7 +201,7 @@ class Workers:
             )
 
     async def _tell(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Broadcast, and return the answers of all that are still there; of who does not answer the error."""
+        """Broadcast, and return the answers, or errors, of all that are still there."""
         answers: dict[str, Any] = {}
         asked = [worker for worker in self._scheduler.workers if self._stays(worker)]
         for attempt in range(ATTEMPTS):

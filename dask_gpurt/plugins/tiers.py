@@ -1,4 +1,4 @@
-"""The tiers of a worker: what they are made of, and who looks after them."""
+"""The tiers of a worker: what they are made of, and the threads that move data."""
 
 from __future__ import annotations
 
