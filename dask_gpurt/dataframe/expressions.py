@@ -1,4 +1,4 @@
-"""Shuffles and joins as expressions: Dask's p2p graphs, with our spec at the barrier."""
+"""Express shuffles and joins: Dask's p2p graphs, with our spec at the barrier."""
 
 from __future__ import annotations
 

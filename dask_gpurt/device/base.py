@@ -1,4 +1,4 @@
-"""The seam between the runtime and a kind of device.
+"""Define the seam between the runtime and a kind of device.
 
 A :class:`Device` hands out one :class:`Pool`, memory that peers on the same host may map,
 and maps the pools of others. All methods block; none is called on the event loop.

@@ -1,4 +1,4 @@
-"""A GPU as a device: a pool is one cudaMalloc that peers map by CUDA IPC.
+"""Use a GPU as a device: a pool is one cudaMalloc that peers map by CUDA IPC.
 
 Memory of the user's allocator may not be mappable (asynchronous and managed pools are
 not), so the pool is our own. Copies run on streams of the highest priority, one for each

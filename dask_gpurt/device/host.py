@@ -1,4 +1,4 @@
-"""The host as a device: a pool is a nameless file in shared memory.
+"""Use the host as a device: a pool is a nameless file in shared memory.
 
 The file has no name from the start, so nothing has to be cleaned up: the kernel frees it
 with the last process that holds or maps it, also after ``kill -9``. Peers of the same host

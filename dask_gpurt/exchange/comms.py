@@ -1,4 +1,4 @@
-"""Shards that go by Dask's comms: asked for by one worker, handed out by another.
+"""Send shards by Dask's comms: one worker asks for them, another hands them out.
 
 Coroutines run on the event loop; what copies or compresses runs on threads of the exchange.
 """

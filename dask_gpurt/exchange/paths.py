@@ -1,4 +1,4 @@
-"""The ways that the bytes of a shard can take between two workers, and which takes least."""
+"""Find the ways that the bytes of a shard can take between two workers, and the one that takes least."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices of one worker, and the pool of each: how large, made when, given back when."""
+"""Make the pools of one worker's devices, size them, and give their memory back."""
 
 from __future__ import annotations
 

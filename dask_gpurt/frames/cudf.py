@@ -1,4 +1,4 @@
-"""cudf partitions, packed column by column, or by libcudf's contiguous split.
+"""Pack cudf partitions column by column, or by libcudf's contiguous split.
 
 Splitting and packing run on the communication stream, behind the user's work. Outputs are
 put together on the user's stream, since that is the stream their memory is freed on.

@@ -1,4 +1,4 @@
-"""pandas partitions, packed column by column where they are plain numbers, or else by pickle protocol 5."""
+"""Pack pandas partitions column by column where they are plain numbers, or else by pickle protocol 5."""
 
 from __future__ import annotations
 

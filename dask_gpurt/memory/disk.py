@@ -1,4 +1,4 @@
-"""Objects taken apart, in files: one for each, its buffers one behind the other, each with a checksum.
+"""Keep objects taken apart in files: one for each, its buffers one behind the other, each with a checksum.
 
 What is spilled would only push everything else out of the page cache, so files are written and read past it
 where the file system can do that. Direct I/O wants addresses, offsets and lengths that are multiples of a

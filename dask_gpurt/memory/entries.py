@@ -1,4 +1,4 @@
-"""The table of a tiered buffer: where each object lies, what uses it, and the account of all of them.
+"""Keep the table of a tiered buffer: where each object lies, what uses it, and the account of all of them.
 
 One lock guards the table, and it is never held while bytes move. A move therefore has two steps under the
 lock, with the copy in between. ``Entry.moving`` keeps other moves of the entry out meanwhile; everything else

@@ -1,4 +1,4 @@
-"""Objects taken apart: what pickles, and the memory of their arrays, without a copy."""
+"""Take objects apart: into what pickles, and the memory of their arrays, without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of a task on a worker, from the state of Dask's scheduler."""
+"""Estimate the cost of a task on a worker, from the state of Dask's scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers that get and drop replicas, chosen for Dask's active memory manager."""
+"""Choose the workers that get and drop replicas, for Dask's active memory manager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
+"""Extend Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
 
 Some of its methods are replaced on that one instance; for what is not ours each replacement ends in the
 original.

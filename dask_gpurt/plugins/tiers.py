@@ -1,4 +1,4 @@
-"""The tiers of a worker: what they are made of, and the threads that move data."""
+"""Build the tiers of a worker, and run the threads that move its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiving half of a run: take offers, put output partitions together."""
+"""Receive a run's shards: take offers, put output partitions together."""
 
 from __future__ import annotations
 

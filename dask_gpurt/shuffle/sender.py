@@ -1,4 +1,4 @@
-"""The sending half of a run: cut a partition, pack it, tell the owners."""
+"""Send a run's shards: cut a partition, pack it, tell the owners."""
 
 from __future__ import annotations
 

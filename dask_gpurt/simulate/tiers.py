@@ -1,4 +1,4 @@
-"""The memory of a worker in virtual time: the tier of each key, and the seconds of moves between tiers."""
+"""Simulate the memory of a worker: the tier of each key, and the seconds of moves between tiers."""
 
 from __future__ import annotations
 
