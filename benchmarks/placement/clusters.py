@@ -40,7 +40,7 @@ from dask_gpurt.cli.environment import environment
 SIDES = ("stock", "gpurt")
 #: The memory of a worker, such that none spills: a multiple of its part of the data, and at least so much,
 #: for a process that has imported RAPIDS takes 0.8 GiB before it holds anything.
-ROOM, LEAST = 8, 4 << 30
+MEMORY_FACTOR, MIN_MEMORY_BYTES = 8, 4 << 30
 #: The width of the table, in characters: on a terminal, and in a file too.
 WIDTH = 116
 
@@ -71,7 +71,7 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
     """Run a cluster of processes with the runtime on."""
     settings = {"gpurt.placement.enabled": placement}
-    memory = max(LEAST, ROOM * nbytes // workers)
+    memory = max(MIN_MEMORY_BYTES, MEMORY_FACTOR * nbytes // workers)
     with dask.config.set(settings), simulator.cluster(workers, memory) as client:
         dask_gpurt.enable(client)
         try:
