@@ -119,9 +119,7 @@ def timed(client: Client, name: str, side: str, turn: int, data: Any) -> tuple[R
 
 
 def cpu(client: Client) -> float:
-    """Return the seconds of cores until now: of the workers, and of this process, which is client and
-    scheduler.
-    """
+    """Return the seconds of cores until now: of workers, and of this process (client and scheduler)."""
     return time.process_time() + sum(client.run(time.process_time).values())
 
 

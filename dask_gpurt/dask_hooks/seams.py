@@ -373,8 +373,9 @@ def _signature(found: Any) -> inspect.Signature:
 
 
 def _passes_on(found: Any, known: Collection[str] | None) -> bool:
-    """Return whether it is a wrapper of another package: it takes anything, or what is known and other
-    keywords.
+    """Return whether it is a wrapper of another package.
+
+    Such a one takes anything, or what is known and other keywords.
     """
     signature = _signature(found)
     kinds = {parameter.kind for parameter in signature.parameters.values()}

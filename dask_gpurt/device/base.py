@@ -496,8 +496,7 @@ class Device(Protocol):
         ...
 
     def allocated(self) -> int:
-        """Return the bytes that user code has been given since :meth:`guard` and still holds; 0 where they
-        are not counted.
+        """Return the bytes that user code was given since :meth:`guard` and still holds; 0 without a count.
 
         Neither this nor :meth:`peak` asks the device, so the event loop may call them.
         """

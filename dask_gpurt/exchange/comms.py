@@ -148,8 +148,9 @@ class Comms:
         return {"bandwidth": bandwidth, "codecs": names}
 
     def _codecs(self, device: Device) -> dict[str, Codec]:
-        """Return the codecs for shards of a device; those of the host only where the comms do not take its
-        buffers.
+        """Return the codecs for shards of a device.
+
+        Those of the host are among them only where the comms do not take the device's buffers.
         """
         by_host = {} if self._carries(device) else device.host_codecs()
         return {**device.own_codecs(), **by_host} if self._on_gpu else by_host

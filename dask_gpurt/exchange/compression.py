@@ -50,8 +50,7 @@ class Sample:
         return 1 / self.compress_rate + self.ratio / bandwidth + 1 / self.decompress_rate
 
     def corrected(self, ratio: float, compress_rate: float) -> Sample:
-        """Return the sample to be expected after a shard: the mean of this one and of what the shard has
-        shown.
+        """Return the sample to be expected after a shard: the mean of this one and of the shard's.
 
         Restoring is done elsewhere, and counts as slower by as much as compressing is: it competes too.
         """
@@ -63,8 +62,7 @@ class Sample:
 
 
 def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decompress_rate: float) -> bool:
-    """Return whether bytes arrive clearly sooner when they are compressed on one side and restored on the
-    other.
+    """Return whether bytes arrive clearly sooner compressed on one side and restored on the other.
 
     Parameters
     ----------

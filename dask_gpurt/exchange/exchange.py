@@ -410,8 +410,9 @@ class Exchange:
             self._pull_soon(incoming)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
-        """Handle the end of a producer's part of a run; returns when nothing of it is being read, nor will
-        be.
+        """Handle the end of a producer's part of a run.
+
+        Returns when nothing of it is being read, nor will be.
 
         Where the run goes on, since only the producer closes, what has not been pulled is lost.
         """

@@ -110,8 +110,9 @@ class CudfTable:
         return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
 
     def _index_of(self, frame: cudf.DataFrame) -> list[ColumnBase]:
-        """Return the columns of an index. cudf would make those of a range on the user's stream, and wait for
-        it.
+        """Return the columns of an index.
+
+        cudf would make those of a range on the user's stream, and wait for it.
         """
         index = frame.index
         if not isinstance(index, cudf.RangeIndex) or not len(index):

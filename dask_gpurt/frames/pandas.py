@@ -183,8 +183,9 @@ def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
 
 
 def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the output partition of each row. As in Dask, numbers are hashed as float64, so that types that
-    differ meet.
+    """Return the output partition of each row.
+
+    As in Dask, numbers are hashed as float64, so that types that differ meet.
     """
     targets, count = np.empty(len(keys[0]), dtype), np.uint64(npartitions)
     for into, *step in zip(_steps(targets), *map(_steps, keys), strict=True):

@@ -311,9 +311,7 @@ class DiskTier(MutableMapping[str, Frames]):
         return Frames(header.tobytes(), tuple([buffer] for buffer in buffers))
 
     def to_device(self, key: str) -> Frames:
-        """Read an object as ``self[key]`` does, but with what a device has written in new memory of the
-        device.
-        """
+        """Read an object as ``self[key]`` does, but what a device wrote into new memory of the device."""
         file = self._files[key]
         numbers = range(len(file.spans))
         there = [number for number in numbers if number in file.from_device]
@@ -323,9 +321,7 @@ class DiskTier(MutableMapping[str, Frames]):
         return Frames(found[0].tobytes(), tuple([found[number]] for number in numbers[1:]))
 
     def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
-        """Return one buffer of an object, without reading the others; ``into`` memory of its
-        :meth:`part_room`.
-        """
+        """Return one buffer of an object, read alone; ``into`` memory of its :meth:`part_room`."""
         file = self._files[key]
         return self._read(file, [file.spans[1 + which]], into)
 

@@ -240,8 +240,9 @@ class ClusterMemory:
         return {"worker": worker, "tier": tier, "capacity": capacity, "headroom": headroom, **kinds}
 
     def rows_by_prefix(self) -> list[dict[str, Any]]:
-        """Return a row for each worker, tier and task prefix with bytes; bytes of other kinds have their kind
-        for a prefix.
+        """Return a row for each worker, tier and task prefix with bytes.
+
+        Bytes other than partitions have their kind in the place of a prefix.
         """
         return [
             {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}

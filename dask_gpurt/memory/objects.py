@@ -20,8 +20,9 @@ _JITTER = np.random.default_rng(0).permutation(_CELLS)
 
 
 def sizeof_objects(array: np.ndarray) -> int:
-    """Return the bytes of the distinct objects in an array, without the array. For strings it takes some 0.2
-    ms.
+    """Return the bytes of the distinct objects in an array, without the array.
+
+    For strings it takes some 0.2 ms.
 
     It is the same whenever it is asked for: no sample is random.
     """

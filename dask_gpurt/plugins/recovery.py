@@ -198,9 +198,7 @@ class Recovery:
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
     def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
-        """Handle a barrier's note that all owners have what there is; False when the epoch is not the current
-        one.
-        """
+        """Handle a barrier's note that all owners have what there is; False when the epoch is not current."""
         owners = self._owners(id, run_id)
         return owners is not None and owners.seal(epoch)
 

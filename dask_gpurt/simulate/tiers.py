@@ -114,9 +114,7 @@ class Tiers(MutableMapping[Key, Any]):
 
     @property
     def free(self) -> int:
-        """Return the bytes of the live tier that are neither used nor reserved; below 0 when it is over its
-        capacity.
-        """
+        """Return the free bytes of the live tier; below 0 when it is over its capacity."""
         return self.capacity.live - self.live_bytes
 
     def free_below(self) -> dict[Tier, float]:

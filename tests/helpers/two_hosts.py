@@ -103,8 +103,9 @@ def _enter(namespace: int) -> None:
 def two_hosts(
     scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp", **settings: Any
 ) -> Iterator[Client]:
-    """Run a cluster with the runtime on, of so many workers on each of two hosts; the scheduler is on the
-    first.
+    """Run a cluster with the runtime on, of so many workers on each of two hosts.
+
+    The scheduler is on the first.
 
     Parameters
     ----------
