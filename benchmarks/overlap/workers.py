@@ -75,8 +75,8 @@ class Board(Barrier):
         return largest
 
 
-class Beside:
-    """One worker's part: a workload, and shuffles beside it."""
+class WorkloadSide:
+    """Run one worker's part: a workload, and shuffles beside it."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Beside:
             self.work()
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """As a worker does it: on the event loop."""
+        """Make a call on the event loop, as a worker does."""
 
         async def told() -> None:
             call()
@@ -279,7 +279,7 @@ def cell(
     """Measure one workload; the task of one worker."""
     inputs = dict(zip(range(rank, plan.partitions, plan.workers), frames, strict=True))
     with Board(file, rank, plan.workers) as board:
-        beside = Beside(plan, name, addresses, inputs, board, turn)
+        beside = WorkloadSide(plan, name, addresses, inputs, board, turn)
         try:
             beside.fit()
             governor = beside.learn()
@@ -319,7 +319,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
 
 
 def shuffles_of(plan: Plan) -> exchange_sides.Plan:
-    """The shuffles, as the benchmark of the exchange has them."""
+    """Return the shuffles, as the benchmark of the exchange has them."""
     return exchange_sides.Plan(
         size=plan.size,
         partitions=plan.partitions,

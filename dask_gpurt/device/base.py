@@ -1,4 +1,4 @@
-"""The seam between the runtime and a kind of device.
+"""Define the seam between the runtime and a kind of device.
 
 A :class:`Device` hands out one :class:`Pool`, memory that peers on the same host may map,
 and maps the pools of others. All methods block; none is called on the event loop.
@@ -6,6 +6,7 @@ and maps the pools of others. All methods block; none is called on the event loo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ import numpy as np
 
 from dask_gpurt.topology.links import Link
 
-#: What a table backend reads from and writes to: a ``numpy`` byte array on the host,
+#: Memory that a table backend reads from and writes to: a ``numpy`` byte array on the host,
 #: an object with ``ptr`` and ``size`` on a GPU.
 Buffer = Any
-#: What a peer needs to map a pool; only values that msgpack carries.
+#: All that a peer needs to map a pool; only values that msgpack carries.
 Ticket = dict[str, Any]
 #: Bytes that buffers in files are aligned to: what direct I/O asks of memory and of places in a file.
 PAGE = 4096
@@ -30,6 +31,9 @@ AUTO_POOL_OF_FREE = 0.4
 #: starts says nothing of later, and where the pools of a host promise more than there is, producers wait.
 AUTO_POOL_OF_SHM = 0.4
 
+#: Set in the environment of workers that share a device: how many they are.
+COLOCATED = "GPURT_COLOCATED"
+
 #: Libraries whose objects lie in the memory of a GPU.
 _GPU_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
 
@@ -39,6 +43,11 @@ Fence = Callable[[], None]
 
 def passed() -> None:
     """Return at once: the fence of what is complete already."""
+
+
+def workers_of_device() -> int:
+    """Return how many workers share the memory of this worker's device, itself included."""
+    return int(os.environ.get(COLOCATED, 1))
 
 
 def lives_on_device(value: Any) -> bool:
@@ -307,7 +316,7 @@ class Device(Protocol):
 
     #: "host" or "cuda"
     kind: str
-    #: How a pool of this device is read by a peer of the same host.
+    #: The path by which a peer of the same host reads a pool of this device.
     shared_path: str
     #: Whether a mapped shard is read where it lies; otherwise it is copied over first.
     reads_in_place: bool
@@ -315,7 +324,7 @@ class Device(Protocol):
     on_host: bool
     #: The links that its bytes take on their way into memory that the host reads; none where they are there.
     host_links: tuple[Link, ...]
-    #: What to install where it has no codec.
+    #: The package to install where it has no codec.
     codecs_missing: str
     #: The share of its memory that a pool takes by default: enough for producers to run ahead.
     pool_share: float
@@ -358,7 +367,10 @@ class Device(Protocol):
         ...
 
     def own_memory(self) -> int | None:
-        """Return the bytes of its memory; None where that is the host's, as limited for the worker."""
+        """Return the bytes of its memory, this worker's part where workers share it.
+
+        None where that is the host's, as limited for the worker.
+        """
         ...
 
     def holds(self, value: Any) -> bool:
@@ -484,8 +496,7 @@ class Device(Protocol):
         ...
 
     def allocated(self) -> int:
-        """Return the bytes that user code has been given since :meth:`guard` and still holds; 0 where they
-        are not counted.
+        """Return the bytes that user code was given since :meth:`guard` and still holds; 0 without a count.
 
         Neither this nor :meth:`peak` asks the device, so the event loop may call them.
         """

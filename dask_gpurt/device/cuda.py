@@ -1,4 +1,4 @@
-"""A GPU as a device: a pool is one cudaMalloc that peers map by CUDA IPC.
+"""Use a GPU as a device: a pool is one cudaMalloc that peers map by CUDA IPC.
 
 Memory of the user's allocator may not be mappable (asynchronous and managed pools are
 not), so the pool is our own. Copies run on streams of the highest priority, one for each
@@ -46,6 +46,7 @@ from dask_gpurt.device.base import (
     SmContexts,
     Ticket,
     lives_on_device,
+    workers_of_device,
 )
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
@@ -149,7 +150,7 @@ class CudaDevice:
         self.index = runtime.getDevice()
         self._streams = threading.local()
         self._codecs: dict[str, Codec] | None = None
-        #: Of the user's allocator: what it has given since it is guarded, and since the last peak.
+        #: Bytes that the user's allocator has given since it is guarded, and since the last peak.
         self._held: Any = None
         self._since: Any = None
 
@@ -215,15 +216,16 @@ class CudaDevice:
         return int(free), int(total)
 
     def own_memory(self) -> int:
-        return self.memory()[1]
+        return self.memory()[1] // workers_of_device()
 
     def holds(self, value: Any) -> bool:
         return lives_on_device(value)
 
     def pool_limits(self) -> PoolLimits:
         free, total = self.memory()
-        automatic = min(self.pool_share * total, AUTO_POOL_OF_FREE * free)
-        return PoolLimits(total, automatic, free, free, total, "the device")
+        own = self.own_memory()
+        automatic = min(self.pool_share * own, AUTO_POOL_OF_FREE * free)
+        return PoolLimits(own, automatic, free, free, total, "the device")
 
     def create_pool(self, nbytes: int) -> Pool:
         runtime.setDevice(self.index)

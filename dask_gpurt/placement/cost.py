@@ -1,4 +1,4 @@
-"""The cost of a task on a worker: seconds until it could have run there. Pure."""
+"""Compute the cost of a task on a worker: seconds until it could have run there. Pure."""
 
 from __future__ import annotations
 
@@ -100,6 +100,10 @@ class Candidate(NamedTuple):
     load: float = 0
     held: float = 0
     missing: int = 0
+
+    def after(self, waiting: float) -> Candidate:
+        """Return the same candidate with another wait before the task, in seconds."""
+        return self._replace(terms=self.terms._replace(waiting=waiting))
 
 
 def rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 
 def write(folder: Path, before: str = "pass", after: str = "None", processes: bool = False) -> Path:
-    """A user's script; its workers are processes, or quicker, threads."""
+    """Write a user's script; its workers are processes, or quicker, threads."""
     text = SCRIPT.replace("BEFORE", before).replace("PROCESSES", f"processes={processes}")
     path = folder / "script.py"
     path.write_text(text.replace('"AFTER": AFTER', f'"after": {after}'))
@@ -189,7 +189,7 @@ def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalCluster]:
-    """A cluster without the runtime."""
+    """Yield a cluster without the runtime."""
     teach_method()  # which a process that has once had it on never forgets
     with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local:
         yield local

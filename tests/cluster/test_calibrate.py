@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.cli.calibrate import QUERIES, ensure_confined, learn, random_rows, split_text, written_since
-from dask_gpurt.overlap.statistics import load
+from dask_gpurt.overlap.statistics_file import load
 from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import Starting
 from tests.helpers.overlap_cluster import start as start  # a fixture

@@ -1,4 +1,4 @@
-"""What the tiers hold and what was spilled, on the workers' pages for Prometheus."""
+"""Show what the tiers hold and what was spilled, on the workers' pages for Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Samples = dict[tuple[str, ...], float]
 
 @pytest.fixture
 def spilled(library: Library) -> Iterator[tuple[Client, Any]]:
-    """Two workers with 16 partitions of 2 MiB, which are more than fit into the device tier."""
+    """Yield two workers with 16 partitions of 2 MiB, which are more than fit into the device tier."""
     with cluster(library.name, **SMALL) as client:
 
         def part(i: int) -> Any:
@@ -43,7 +43,7 @@ def spilled(library: Library) -> Iterator[tuple[Client, Any]]:
 
 
 def pages(client: Client) -> dict[str, Samples]:
-    """Samples from the pages of all workers: by name, then by the values of the labels."""
+    """Return samples from the pages of all workers: by name, then by the values of the labels."""
     found: dict[str, Samples] = {}
     for address, worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].items():
         port = worker["services"]["dashboard"]

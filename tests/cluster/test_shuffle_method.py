@@ -1,4 +1,4 @@
-"""Whatever shuffles, gives the rows that ``tasks`` gives, partition by partition."""
+"""Compare all that shuffles with the rows that ``tasks`` gives, partition by partition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, ca
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
-    """Partitions with keys of several kinds, some null, and a payload that names each row."""
+    """Make partitions with keys of several kinds, some null, and a payload that names each row."""
     random = np.random.default_rng(seed)
     frames = []
     for part in range(parts):
@@ -205,7 +205,7 @@ def test_a_groupby_moves_its_keys_and_values_and_no_numbers_of_rows(
 
 
 def offered(client: Client) -> float:
-    """Bytes of shards, by whatever path."""
+    """Return the bytes of shards, by any path."""
     return sum(n for name, n in counters(client).items() if name.startswith("exchange.bytes."))
 
 
@@ -256,7 +256,7 @@ def test_set_index_of_sorted_data_moves_nothing(client: Client, library: Library
 
 
 def kinds(rows: int, part: int) -> dict[str, pd.DataFrame]:
-    """One column of each kind that both libraries hold, and some that only pandas does."""
+    """Make one column of each kind that both libraries hold, and some that only pandas does."""
     random = np.random.default_rng(part)
     pick = random.integers(0, 5, rows)
     day = np.datetime64("2020-02-28", "ns") + pick.astype("timedelta64[D]")
@@ -404,7 +404,7 @@ columns = st.sampled_from(["int", "float", "str", "category", "nullable"])
 
 @st.composite
 def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
-    """Random partitions, the columns to shuffle by, and a number of outputs."""
+    """Draw random partitions, the columns to shuffle by, and a number of outputs."""
     names = draw(st.lists(columns, min_size=1, max_size=3, unique=True))
     numbers = np.random.default_rng(draw(st.integers(0, 2**16)))
     parts = []

@@ -32,14 +32,14 @@ SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 4 *
 
 @pytest.fixture(scope="module")
 def small(library: Library) -> Iterator[Client]:
-    """Two workers whose tiers above the disk hold 16 MiB each."""
+    """Yield two workers whose tiers above the disk hold 16 MiB each."""
     with cluster(library.name, **SMALL) as client:
         yield client
 
 
 @pytest.fixture
 def tiny(library: Library) -> Iterator[Client]:
-    """Two workers whose tiers above the disk hold 4 MiB each."""
+    """Yield two workers whose tiers above the disk hold 4 MiB each."""
     sizes = {"memory__device": 2 * MIB, "memory__pinned": MIB, "memory__host": MIB}
     with cluster(library.name, **{**SMALL, **sizes}) as client:
         yield client

@@ -1,4 +1,4 @@
-"""What the scheduler knows of links, on clusters whose workers come and go."""
+"""Report links to the scheduler, on clusters whose workers come and go."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_workers_come_and_go() -> None:
 
 def test_the_next_worker_is_asked_when_the_first_goes_meanwhile() -> None:
     class Scheduler:
-        """As much of one as is asked; the worker "a" does not answer any more."""
+        """Act as a scheduler as far as one is needed; the worker "a" does not answer any more."""
 
         def __init__(self) -> None:
             self.workers = {name: SimpleNamespace(name=name) for name in "ab"}

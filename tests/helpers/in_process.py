@@ -97,12 +97,12 @@ def on_cluster(
     return decorate
 
 
-#: What Dask and copyreg themselves write into classes that are used.
+#: Attributes that Dask and copyreg themselves write into classes that are used.
 CACHES = ("_instances", "__slotnames__")
 
 
 def state(local: LocalCluster) -> dict[str, Any]:
-    """All that the runtime touches when it is switched on."""
+    """Return all that the runtime touches when it is switched on."""
     scheduler: Any = local.scheduler
     workers: list[Any] = list(local.workers.values())
     return {

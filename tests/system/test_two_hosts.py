@@ -87,7 +87,7 @@ def assert_like_tasks(ours: list[pd.DataFrame], df: Any) -> None:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Two hosts with two workers each, shared by tests that leave them as they are."""
+    """Yield two hosts with two workers each, shared by tests that leave them as they are."""
     with two_hosts(tmp_path_factory.mktemp("workers")) as client:
         yield client
 

@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 class Spillable:
-    """As cudf's owner of a buffer: one and the same wherever the bytes are."""
+    """Act as cudf's owner of a buffer: one and the same wherever the bytes are."""
 
     def __init__(self, nbytes: int):
         self.size = nbytes
@@ -36,7 +36,7 @@ class Spillable:
 
 
 class Column:
-    """As pylibcudf's, and cudf's around it."""
+    """Act as pylibcudf's column, and as cudf's around it."""
 
     dtype = np.dtype(np.uint8)
 
@@ -56,7 +56,7 @@ class Column:
 
 
 class Frame:
-    """As a frame of cudf's."""
+    """Act as a frame of cudf's."""
 
     __module__ = "cudf.of.this.test"
 
@@ -78,7 +78,7 @@ class Manager:
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Spillable]:
-    """Three of 10 KiB that a manager looks after."""
+    """Return three buffers of 10 KiB that a manager looks after."""
     made = [Spillable(10 * KIB) for _ in range(3)]
     module = SimpleNamespace(get_global_manager=lambda: Manager(*made))
     monkeypatch.setitem(sys.modules, "cudf.core.buffer.spill_manager", module)

@@ -1,4 +1,4 @@
-"""What happens to a key while it is on its way from tier to tier, one test for each event."""
+"""Let things happen to a key while it is on its way from tier to tier, one test for each event."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ALL = 1 << 30
 
 @pytest.fixture
 def tiered_buffer(tmp_path: Path) -> TieredBuffer:
-    """A device of 20 KiB, above a disk."""
+    """Return a device of 20 KiB, above a disk."""
     return new_tiered_buffer(str(tmp_path), Limits(20 * KIB, 0, 0, None))
 
 
 @pytest.fixture
 def spilled(tiered_buffer: TieredBuffer) -> TieredBuffer:
-    """With ``x`` in a file."""
+    """Return one with ``x`` in a file."""
     tiered_buffer["x"] = array(1)
     tiered_buffer.spill(ALL)
     return tiered_buffer

@@ -1,4 +1,4 @@
-"""Who owns the outputs of a shuffle: by room and by links, on bare states and on clusters."""
+"""Choose the owners of a shuffle's outputs, by room and by links, on bare states and on clusters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def owner(worker: str, seconds_per_byte: float, free: float = math.inf, below: f
 SITUATIONS = {
     "all alike share alike": ([owner("a", 1), owner("b", 1), owner("c", 1)], {"a": 4, "b": 4, "c": 4}),
     "a worker that gets bytes at half the rate gets half": ([owner("a", 1), owner("b", 2)], {"a": 8, "b": 4}),
-    "none for who has no room": ([owner("a", 1, 0), owner("b", 9, 99)], {"b": 12}),
+    "none for one without room": ([owner("a", 1, 0), owner("b", 9, 99)], {"b": 12}),
     "what one has no room for goes to the others": (
         [owner("a", 1, 1), owner("b", 1, 99), owner("c", 1, 99)],
         {"a": 1, "b": 5, "c": 6},
@@ -101,7 +101,7 @@ def test_the_unit_of_bytes_does_not_matter(
 
 
 def two_hosts(state: Cluster) -> Topology:
-    """Two hosts of four workers, and TCP between them."""
+    """Make two hosts of four workers, and TCP between them."""
     topology = Topology()
     for number, address in enumerate(state.addresses):
         topology.add(address, Place(f"host{number // 4}", f"gpu{number}", 0, f"host{number // 4}"))
@@ -109,7 +109,7 @@ def two_hosts(state: Cluster) -> Topology:
 
 
 def owned(on: Cluster, inputs: dict[int, int], **attributes: Any) -> Counter[int]:
-    """How many of 80 outputs each worker owns, when workers hold so many inputs of 1 GB."""
+    """Count how many of 80 outputs each worker owns, when workers hold so many inputs of 1 GB."""
     names = []
     for number, count in inputs.items():
         for i in range(count):
