@@ -117,7 +117,10 @@ class Recovery:
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
         outputs = {task.key: output_partition(task.run_spec) for task in barrier.dependents}
-        self._kept[shuffle], self._pending[shuffle] = outputs, set(outputs)
+        # Where a part of what is made of the outputs was lost, the others are not needed again: they change no
+        # more for as long as the collection is kept.
+        pending = {task.key for task in barrier.dependents if task.state not in IDLE}
+        self._kept[shuffle], self._pending[shuffle] = outputs, pending
         for key in outputs:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
         transfers = [task.key for task in barrier.dependencies]
@@ -188,7 +191,7 @@ class Recovery:
 
     def is_done(self, shuffle: Any) -> bool:
         """Whether a shuffle has put all of its outputs together that are needed."""
-        return not any(self._is_unfinished(task) for task in self._barrier(shuffle).dependents)
+        return not any(map(is_unfinished, self._barrier(shuffle).dependents))
 
     # ---- what workers ask ------------------------------------------------------------
 
@@ -405,7 +408,7 @@ class Recovery:
                 return f"{shuffle}, which shares its outputs, is not ours"
             if counts:
                 outputs = self._barrier(shuffle).dependents
-                self._in_a_row.begins(shuffle, [task.key for task in outputs if self._is_unfinished(task)])
+                self._in_a_row.begins(shuffle, [task.key for task in outputs if is_unfinished(task)])
                 if self._in_a_row[shuffle] > self._retries:
                     self._in_a_row.forget(shuffle)
                     return f"it was mended {self._retries} times in a row"
@@ -449,15 +452,7 @@ class Recovery:
 
     def _unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
         """Those of these outputs that may still have to be put together."""
-        done = set()
-        for task in self._barrier(shuffle).dependents:
-            if not self._is_unfinished(task) and (partition := output_partition(task.run_spec)) is not None:
-                done.add(partition)
-        return set(outputs) - done
-
-    @staticmethod
-    def _is_unfinished(task: Any) -> bool:
-        return task.state not in ("memory", *IDLE)
+        return needed_outputs(self._barrier(shuffle), outputs)
 
     def _is_sealed(self, shuffle: Any) -> bool:
         owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
@@ -473,6 +468,28 @@ class Recovery:
         for key in self._kept.get(shuffle, ()):
             found |= self._shuffles_of[key] & self._extension.active_shuffles.keys()
         return found
+
+
+def is_unfinished(task: Any) -> bool:
+    """Tell whether the task of an output is needed, and not in memory."""
+    return task.state not in ("memory", *IDLE)
+
+
+def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
+    """Return those of some outputs that a task has still to put together.
+
+    Parameters
+    ----------
+    barrier
+        The task of the shuffle's barrier. More than one task may read an output: several graphs may share a
+        shuffle.
+    """
+    needed, others = set[int | None](), set[int | None]()
+    for task in barrier.dependents:
+        (needed if is_unfinished(task) else others).add(output_partition(task.run_spec))
+    if None in needed:  # it can not be told which one that is
+        return set(outputs) - (others - needed)
+    return set(outputs) & needed
 
 
 def _client(shuffle: Any) -> str:
