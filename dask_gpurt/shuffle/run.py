@@ -391,7 +391,8 @@ class ShuffleRun:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        return {source for answer in answers if isinstance(answer, list) for source in answer}
+        # Those of other workers have come as tuples.
+        return {source for answer in answers for source in cast(Sequence[int], answer)}
 
     # ---- consuming -------------------------------------------------------------------
 

@@ -162,7 +162,9 @@ class Network:
 
 
 def _received(answer: Any) -> Any:
-    """What a comm makes of an answer: bytes of its own."""
+    """What a comm makes of an answer: bytes of its own, and tuples of lists."""
+    if isinstance(answer, dict):
+        answer = {name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()}
     if isinstance(answer, dict) and answer.get("data"):
         return {**answer, "data": [bytes(one.data) for one in answer["data"]]}
     if isinstance(answer, dict) and answer.get("status") == "error":
