@@ -117,8 +117,8 @@ class Recovery:
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
         outputs = {task.key: output_partition(task.run_spec) for task in barrier.dependents}
-        # Where a part of what is made of the outputs was lost, the others are not needed again: they change no
-        # more for as long as the collection is kept.
+        # Where a part of what is made of outputs was lost, the other outputs are not needed,
+        # and stay so for as long as the collection is kept.
         pending = {task.key for task in barrier.dependents if task.state not in IDLE}
         self._kept[shuffle], self._pending[shuffle] = outputs, pending
         for key in outputs:
