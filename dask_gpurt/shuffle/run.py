@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from dask.context import thread_state
 from dask.typing import Key
-from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
+from distributed.core import ErrorMessage, OKMessage, Status, clean_exception, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
@@ -50,6 +50,8 @@ class Retire(NamedTuple):
 Message = list[Shard | Commit] | Mapping[int, Attempt] | Flush | Retire
 #: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
 GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
+#: The states of a worker that takes part in nothing any more.
+CLOSING = (Status.closing, Status.closed, Status.failed)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER, SEALED = "gpurt_owners", "gpurt_recover", "gpurt_sealed"
 #: What workers hear from the scheduler as owners change.
@@ -146,7 +148,7 @@ class ShuffleRun:
 
     def raise_if_closed(self) -> None:
         """Raise what ended the run, once it has ended."""
-        if self._exchange.closed and not is_finalizing(self._worker):
+        if self._exchange.closed and not self._is_closing():
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
                 "was running: compute it again, or switch off when nothing runs"
@@ -155,6 +157,10 @@ class ShuffleRun:
             raise self._exception
         if self.closed or self._exchange.closed:
             raise ShuffleClosedError(f"{self} is over")
+
+    def _is_closing(self) -> bool:
+        """Whether the worker ends, and the runtime with it; the tasks of the run go on elsewhere."""
+        return is_finalizing(self._worker) or self._worker.status in CLOSING
 
     @property
     def is_open(self) -> bool:

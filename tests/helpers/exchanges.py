@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from dask.context import thread_state
 from distributed.comm import CommClosedError
-from distributed.core import AsyncTaskGroup, error_message
+from distributed.core import AsyncTaskGroup, Status, error_message
 from distributed.shuffle._core import ShuffleId, ShuffleRunSpec
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -186,7 +186,7 @@ class Process:
         self.scheduler = scheduler
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network = loop, network
-        self.alive = True
+        self.alive, self.status = True, Status.running
         #: Handlers that are under way, which end with their process.
         self.handling: set[asyncio.Future[Any]] = set()
         settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})

@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 from distributed.comm import CommClosedError
+from distributed.core import Status
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import ShuffleClosedError
 
@@ -196,6 +197,21 @@ async def lose_commits_to(owner: str) -> None:
     results = [await cluster.transfer("a shuffle", i, cluster.network.processes[A]) for i in range(3)]
     await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
+    """It is retired, say: its exchange is closed before its connections are. The run goes on without it."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    closing = cluster.network.processes[B]
+    closing.status = Status.closing
+    closing.close()
+    with pytest.raises(Reschedule):
+        await cluster.barrier("a shuffle", results)
+    await quiet()
+    assert (cluster.scheduler.recoveries, cluster.scheduler.restarts) == (1, 0)
     cluster.close()
 
 
