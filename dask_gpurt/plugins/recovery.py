@@ -22,7 +22,7 @@ from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
+from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import RunsInARow
@@ -152,8 +152,12 @@ class Recovery:
                 self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
 
     def _end_unless_needed(self, shuffle: Any) -> None:
-        if shuffle in self._kept and not self._pending[shuffle]:
+        if shuffle not in self._kept or self._pending[shuffle]:
+            return
+        if self.is_done(shuffle):
             self.end(shuffle)
+        else:  # a graph that came later needs others of its outputs
+            self._keep(shuffle)
 
     def end(self, shuffle: Any) -> None:
         """Keep nothing of a shuffle any more: Dask ends the run, if no output waits for it."""
@@ -464,10 +468,11 @@ class Recovery:
 
     def _sharing(self, shuffle: Any) -> set[Any]:
         """A shuffle, and the active ones that share outputs with it, as the other side of a join does."""
-        found = {shuffle}
-        for key in self._kept.get(shuffle, ()):
-            found |= self._shuffles_of[key] & self._extension.active_shuffles.keys()
-        return found
+        others = sharing_outputs(self._barrier(shuffle)) & self._extension.active_shuffles.keys()
+        return {shuffle} | {other for other in others if self._is_ours(other)}
+
+    def _is_ours(self, shuffle: Any) -> bool:
+        return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
 
 
 def is_unfinished(task: Any) -> bool:
@@ -476,20 +481,24 @@ def is_unfinished(task: Any) -> bool:
 
 
 def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
-    """Return those of some outputs that a task has still to put together.
+    """Return those of some outputs that have still to be put together, or may be asked for.
 
     Parameters
     ----------
     barrier
-        The task of the shuffle's barrier. More than one task may read an output: several graphs may share a
-        shuffle.
+        The task of the shuffle's barrier. Several graphs may share a shuffle: an output may be read by more
+        than one task, and by none yet.
     """
     needed, others = set[int | None](), set[int | None]()
     for task in barrier.dependents:
         (needed if is_unfinished(task) else others).add(output_partition(task.run_spec))
-    if None in needed:  # it can not be told which one that is
-        return set(outputs) - (others - needed)
-    return set(outputs) & needed
+    return set(outputs) - (others - needed)
+
+
+def sharing_outputs(barrier: Any) -> set[Any]:
+    """Return the shuffles that share outputs with that of a barrier, as the other side of a join does."""
+    others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
+    return {shuffle for key in others if (shuffle := id_from_key(key))}
 
 
 def _client(shuffle: Any) -> str:

@@ -30,7 +30,7 @@ from dask_gpurt.dask_hooks.shuffle import (
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.recovery import Recovery, is_unfinished, needed_outputs
+from dask_gpurt.plugins.recovery import Recovery, is_unfinished, needed_outputs, sharing_outputs
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
@@ -257,10 +257,4 @@ class SchedulerShuffles:
 
 def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
     """Whether a shuffle with a barrier shares outputs with an active one, whose owners Dask has taken."""
-    return any(other in active for other in _sharing_outputs(barrier))
-
-
-def _sharing_outputs(barrier: Any) -> set[Any]:
-    """The shuffles that share outputs with that of a barrier, as the other side of a join does."""
-    others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
-    return {shuffle_id for key in others if (shuffle_id := id_from_key(key))}
+    return any(other in active for other in sharing_outputs(barrier))
