@@ -432,7 +432,8 @@ class Recovery:
             if partition is None or partition in moved:
                 restrict_again(self._extension, task, None if partition is None else moved[partition])
         message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": ToPickle(owners.snapshot())}
-        here = run.participating_workers & self._scheduler.stream_comms.keys()
+        # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
+        here = run.participating_workers & self._scheduler.stream_comms.keys() & set(self._ready)
         self._scheduler.send_all({}, {worker: [message] for worker in here})
 
     def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:

@@ -23,7 +23,7 @@ import dask_gpurt
 from dask_gpurt.api import teach_method
 from dask_gpurt.shuffle.consumer import Consumer
 from dask_gpurt.shuffle.producer import Producer
-from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
 ROWS, PARTS = 200, 4
@@ -317,6 +317,30 @@ def test_a_worker_is_paused_and_another_one_is_lost(monkeypatch: pytest.MonkeyPa
         del result
 
     run(test, **{"distributed.worker.memory.pause": False})  # Dask's monitor would let it go on
+
+
+def test_a_worker_takes_part_that_is_not_wholly_on_and_another_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not told of the other owners before it is asked for something, and it stays."""
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        late, leaves, _ = sorted(crew, key=lambda worker: worker.address == stopped.where[0])
+        ready = scheduler.extensions["gpurt"].workers.ready
+        ready.discard(late.address)
+        renew = late.stream_handlers.pop(RENEW)
+        await leaves.close()
+        stopped.open.set()
+        assert_right(await result)
+        assert late.status is Status.running
+        late.stream_handlers[RENEW] = renew
+        ready.add(late.address)
+        del result
+
+    run(test, workers=3)
 
 
 def test_workers_leave_between_repeats() -> None:
