@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerShuffles:
-    """Has shuffles run through the runtime, those included that clients without it ask for.
+    """Have shuffles run through the runtime, those included that clients without it ask for.
 
     Parameters
     ----------
@@ -256,5 +256,5 @@ class SchedulerShuffles:
 
 
 def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
-    """Whether a shuffle with a barrier shares outputs with an active one, whose owners Dask has taken."""
+    """Return whether a shuffle shares outputs with an active one, whose owners Dask has taken."""
     return any(other in active for other in sharing_outputs(barrier))
