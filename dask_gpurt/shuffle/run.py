@@ -340,7 +340,10 @@ class ShuffleRun:
             run_id=self.run_id,
         )
         if reply["status"] != "OK":
-            raise _exception_of(cast(ErrorMessage, reply))
+            error = _exception_of(cast(ErrorMessage, reply))
+            if not isinstance(error, GONE) and await self._exchange.calls.is_closing(owner):
+                raise PeerLost(f"worker {owner} closes ({error})") from error
+            raise error
         return cast(dict[str, list[int]], reply).get("missing", [])
 
     async def _flush(self) -> None:

@@ -400,8 +400,12 @@ class Scheduler:
 
     # ---- what workers ask ------------------------------------------------------------
 
-    async def gpurt_gone(self, peers: list[str]) -> list[str]:
-        return [peer for peer in peers if peer not in self.workers]
+    async def gpurt_gone(self, peers: list[str], closing: bool = False) -> list[str]:
+        return [peer for peer in peers if peer not in self.workers or (closing and self._closes(peer))]
+
+    def _closes(self, address: str) -> bool:
+        process = self.network.processes.get(address)
+        return process is not None and process.status is Status.closing
 
     async def gpurt_links(self, worker: str, peers: list[str]) -> dict[str, Any]:
         return {"links": {}, "classes": {}}
