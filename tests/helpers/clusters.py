@@ -126,7 +126,7 @@ class Library:
         return cudf.from_pandas(frame)
 
     def collection(self, parts: list[pd.DataFrame]) -> Any:
-        """A collection with these partitions, on the workers."""
+        """Return a collection with these partitions, on the workers."""
         return self.lazy(parts).persist()
 
     def lazy(self, parts: list[pd.DataFrame]) -> Any:
