@@ -29,7 +29,7 @@ from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
-from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
+from dask_gpurt.shuffle.run import CLOSING, OWNERS, RECOVER, SEALED
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -248,9 +248,18 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     # ---- what workers and clients ask ------------------------------------------------
 
-    def gone(self, peers: list[str]) -> list[str]:
-        """Handle the question which of these workers have left."""
-        return [peer for peer in peers if peer not in self.scheduler.workers]
+    def gone(self, peers: list[str], closing: bool = False) -> list[str]:
+        """Handle a question: return which of these workers have left.
+
+        Parameters
+        ----------
+        closing
+            Whether those count that are about to.
+        """
+        workers = self.scheduler.workers
+        return [
+            peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
+        ]
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handle a question for the state of the whole cluster, for ``doctor`` and for people.
