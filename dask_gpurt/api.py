@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import warnings
@@ -17,9 +18,13 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.observe import MethodChoice
+from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.report import RuntimeReport
 
 # Modules that import private parts of Dask are imported where they are used, once these are known to exist.
+
+logger = logging.getLogger("dask_gpurt")
 
 #: The name of the runtime's plugins, and of its extension on the scheduler.
 NAME = "gpurt"
@@ -229,7 +234,21 @@ def teach_method() -> None:
     """Make "gpurt" a method that Dask knows; clients without the runtime get Dask's default by it."""
     from dask_gpurt.dataframe import teach
 
-    teach(is_enabled)
+    teach(is_enabled, _tell_choice)
+
+
+def _tell_choice(choice: MethodChoice) -> None:
+    """Have the scheduler count a choice of the shuffle method; do not wait for it."""
+    client = default_client()
+
+    async def tell() -> None:
+        try:
+            await _scheduler(client).log_event(topic=METHOD_TOPIC, msg=choice.name)
+        except (OSError, RuntimeError) as error:  # the client is being closed
+            logger.debug("the choice %s is not counted: %r", choice, error)
+
+    # Expressions are lowered on any thread, also on that of the event loop.
+    client.loop.add_callback(tell)
 
 
 def _leave(client: Client) -> None:

@@ -18,7 +18,8 @@ from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import Picture
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics
+from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
@@ -247,6 +248,13 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         return self.picture.rows_by_prefix() if by == "prefix" else self.picture.rows()
 
     # ---- what workers and clients ask ------------------------------------------------
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Count the choice of a shuffle method that a client tells of."""
+        # A client of another version may have choices that are not known here.
+        if topic == METHOD_TOPIC and msg in MethodChoice.__members__:
+            choice = MethodChoice[msg]
+            self.metrics.add(choice.metric, 1, choice.id)
 
     def gone(self, peers: list[str]) -> list[str]:
         """Handler: which of these workers have left."""

@@ -28,7 +28,7 @@ def collection(library: Library, rows: int = ROWS, seed: int = 3) -> Any:
 
 def assert_like_tasks(df: Any) -> None:
     ours = partitions(df.shuffle("key", ignore_index=True))
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": False}):
         theirs = partitions(df.shuffle("key", ignore_index=True))
     assert_same_partitions(ours, theirs, in_order=False, index=False)
 
@@ -158,7 +158,7 @@ def test_four_workers(library: Library) -> None:
         other = collection(library, 1_000, seed=4).rename(columns={"row": "other"})
         joined = df.merge(other, on="key")
         rows = sum(map(len, partitions(joined)))
-        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": False}):
             assert rows == sum(map(len, partitions(df.merge(other, on="key")))) > 0
         assert counters(client)["shuffle.runs"] == 3 * 4
 

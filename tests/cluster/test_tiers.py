@@ -79,7 +79,7 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
         return frame.merge(keys, on="key", suffixes=("", "_max"), shuffle_method="gpurt", broadcast=False)
 
     ours = partitions(run(collection))
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": False}):
         theirs = partitions(run(collection))
     if operation == "shuffle":
         assert_same_partitions(ours, theirs, in_order=False)

@@ -79,7 +79,7 @@ def shuffled(df: Any) -> list[pd.DataFrame]:
 
 
 def by_tasks(df: Any) -> list[pd.DataFrame]:
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": False}):
         return partitions(df.shuffle("key", ignore_index=True))
 
 
