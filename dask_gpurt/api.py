@@ -8,7 +8,7 @@ import threading
 import warnings
 from types import ModuleType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import dask
 import pandas as pd
@@ -31,6 +31,10 @@ NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
 _lock = threading.Lock()
+#: By client, the choices of shuffle methods that its scheduler has been told of.
+_told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
+#: Choices that are remembered of a client; then all are forgotten, and may count again.
+MOST_CHOICES = 10_000
 
 
 def enable(client: Client | None = None) -> Any:
@@ -223,6 +227,7 @@ async def activate(client: Client) -> None:
             f"{dask_hooks.NEWEST}"
         ) from error
     with _lock:
+        _told.pop(client, None)  # the cluster counts anew
         _enabled.add(client)
         choose(is_enabled)
     if not await _stays_on(client):
@@ -237,9 +242,18 @@ def teach_method() -> None:
     teach(is_enabled, _tell_choice)
 
 
-def _tell_choice(choice: MethodChoice) -> None:
-    """Have the scheduler count a choice of the shuffle method; do not wait for it."""
+def _tell_choice(expression: str, choice: MethodChoice) -> None:
+    """Have the scheduler count a choice of the shuffle method; do not wait for it.
+
+    An expression counts once: a join is lowered whenever somebody asks for its divisions.
+    """
     client = default_client()
+    told = _told.setdefault(client, set())
+    if (expression, choice) in told:
+        return
+    if len(told) >= MOST_CHOICES:
+        told.clear()
+    told.add((expression, choice))
 
     async def tell() -> None:
         try:

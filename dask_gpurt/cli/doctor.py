@@ -19,7 +19,6 @@ from dask_gpurt.cli.examine import examine
 from dask_gpurt.cli.verdicts import as_yaml
 from dask_gpurt.device.host import SHM
 from dask_gpurt.observe import MethodChoice
-from dask_gpurt.observe.metrics import find
 
 
 @click.command()
@@ -100,8 +99,8 @@ def _method_lines(counters: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     if runs := counters.get("shuffle.taken-over"):
         yield "Served", f"{runs:.0f} runs of p2p shuffles"
     for choice in MethodChoice:
-        if count := counters.get(find(choice.metric).filled((choice.id,))):
-            yield "Served" if choice.taken else "Left to Dask", f"{count:.0f} shuffles: {choice.text}"
+        if count := choice.counted(counters):
+            yield "Served" if choice.taken else "Left to Dask", f"{count} shuffles: {choice.text}"
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -48,15 +48,15 @@ from dask_gpurt.dataframe.takeover import METHOD, TASKS, choose_method
 from dask_gpurt.frames import library
 from dask_gpurt.observe import MethodChoice
 
-#: Choices that are remembered, so that an expression counts once however often it is lowered.
-MOST_CHOICES = 10_000
+#: Called with the name of an expression and what was chosen for it, each time that it is lowered.
+OnChoice = Callable[[str, MethodChoice], None]
 
 _name, _default = PatchSet(), PatchSet()
 #: Set once the runtime has been on in this process.
 _was_on = threading.Event()
 
 
-def teach(is_usable: Callable[[], bool], on_choice: Callable[[MethodChoice], None]) -> None:
+def teach(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
     """Make the name of the method known, once in a process and for good.
 
     Parameters
@@ -65,8 +65,7 @@ def teach(is_usable: Callable[[], bool], on_choice: Callable[[MethodChoice], Non
         Whether what is computed now will run on a cluster that has the runtime. Where it
         will not, Dask's own default method serves.
     on_choice
-        Called once for each distinct shuffle or join for which a method is chosen where the runtime is
-        usable.
+        Called for each shuffle or join for which a method is chosen where the runtime is usable.
     """
     if _name:
         return
@@ -119,17 +118,17 @@ class Lowering:
         As in :func:`teach`.
     """
 
-    def __init__(self, is_usable: Callable[[], bool], on_choice: Callable[[MethodChoice], None]):
+    def __init__(self, is_usable: Callable[[], bool], on_choice: OnChoice):
         self._is_usable = is_usable
         self._on_choice = on_choice
-        self._counted = set[tuple[str, MethodChoice]]()
 
     def shuffle(self, original: Callable[[Any], Any], expr: Any) -> Any:
         # Subclasses that do not override `_lower` are concrete methods, not for us.
         if type(expr) is not Shuffle:
             return original(expr)
         choice = self._choose(expr.method, expr.frame)
-        self._count(expr, choice)
+        if choice is not None:
+            self._on_choice(name_of(expr), choice)
         if choice is None or not choice.taken:
             return original(_as_dask_knows(expr, "method"))
         frame = expr.frame
@@ -183,7 +182,7 @@ class Lowering:
         lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
         if type(lowered) is not HashJoinP2P:
             return lowered
-        self._count(expr, choice)
+        self._on_choice(name_of(expr), choice)
         return GpurtHashJoin(*lowered.operands)
 
     def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:
@@ -199,15 +198,6 @@ class Lowering:
         if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
             return MethodChoice.UNSUPPORTED_FRAMES
         return choice
-
-    def _count(self, expr: Any, choice: MethodChoice | None) -> None:
-        # A merge is lowered whenever somebody asks for its divisions.
-        if choice is None or (known := (name_of(expr), choice)) in self._counted:
-            return
-        if len(self._counted) >= MOST_CHOICES:
-            self._counted.clear()
-        self._counted.add(known)
-        self._on_choice(choice)
 
 
 def _but_names(expr: Any) -> Any:

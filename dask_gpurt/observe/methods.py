@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+
+from dask_gpurt.observe.metrics import Metrics
 
 #: The topic of Dask's events by which clients tell the scheduler of their choices, by name.
 METHOD_TOPIC = "gpurt-shuffle-methods"
@@ -40,7 +43,13 @@ class MethodChoice(Enum):
         self.taken = taken
         self.text = text
 
-    @property
-    def metric(self) -> str:
-        """Return the counter of the choice; its label is the id."""
-        return "shuffle.taken.{why}" if self.taken else "shuffle.left.{why}"
+    def count(self, metrics: Metrics) -> None:
+        """Count that it was chosen."""
+        if self.taken:
+            metrics.add("shuffle.taken.{why}", 1, self.id)
+        else:
+            metrics.add("shuffle.left.{why}", 1, self.id)
+
+    def counted(self, counters: Mapping[str, float]) -> int:
+        """Return how often it was chosen, by the counters of a report."""
+        return int(counters.get(f"shuffle.{'taken' if self.taken else 'left'}.{self.id}", 0))

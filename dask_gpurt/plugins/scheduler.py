@@ -253,8 +253,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Count the choice of a shuffle method that a client tells of."""
         # A client of another version may have choices that are not known here.
         if topic == METHOD_TOPIC and msg in MethodChoice.__members__:
-            choice = MethodChoice[msg]
-            self.metrics.add(choice.metric, 1, choice.id)
+            MethodChoice[msg].count(self.metrics)
 
     def gone(self, peers: list[str]) -> list[str]:
         """Handler: which of these workers have left."""

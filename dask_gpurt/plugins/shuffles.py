@@ -119,7 +119,7 @@ class SchedulerShuffles:
             if type(spec) is not DataFrameShuffleSpec:
                 return spec
             if not self._settings.takeover:
-                self._metrics.add(MethodChoice.TAKEOVER_OFF.metric, 1, MethodChoice.TAKEOVER_OFF.id)
+                MethodChoice.TAKEOVER_OFF.count(self._metrics)
                 return spec
             if library(spec.meta) is None:
                 reason = f"{type(spec.meta)} is no frame of pandas or cudf"

@@ -18,7 +18,7 @@ import dask_gpurt
 from dask_gpurt.cli.doctor import print_facts
 from dask_gpurt.cli.examine import examine
 from tests.helpers.clusters import assert_same_partitions, counters, partitions
-from tests.helpers.in_process import on_plain_cluster
+from tests.helpers.in_process import on_plain_cluster, until
 
 ROWS, PARTS = 200, 4
 
@@ -191,9 +191,8 @@ def test_what_was_taken_over_is_computed_by_tasks_after_it_was_switched_off() ->
             await dask_gpurt.enable(client)
             shuffled, joined = collection().shuffle("key"), collection().merge(other(), on="key")
             lengths = [len(await client.compute(made)) for made in (shuffled, joined)]
-            assert scheduler.extensions["gpurt"].metrics.snapshot()["counters"] == {
-                "shuffle.taken.configured-tasks": 2
-            }
+            metrics = scheduler.extensions["gpurt"].metrics
+            await until(lambda: metrics.snapshot()["counters"] == {"shuffle.taken.configured-tasks": 2})
             await dask_gpurt.disable(client)
             for made, length in zip((shuffled, joined), lengths, strict=True):
                 keys = made.optimize().__dask_graph__()

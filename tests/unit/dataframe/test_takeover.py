@@ -103,38 +103,38 @@ def original(expr: Any) -> Any:
         (None, None, False, True),
     ],
 )
-def test_a_shuffle_is_lowered_as_chosen_and_counted_once(
+def test_a_shuffle_is_lowered_as_chosen_and_told_under_one_name(
     configured: str | None, argument: str | None, takeover: bool | str, taken: bool
 ) -> None:
-    choices: list[MethodChoice] = []
-    lowering = Lowering(lambda: True, choices.append)
+    choices = set[tuple[str, MethodChoice]]()
+    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
     with dask.config.set({"dataframe.shuffle.method": configured, "gpurt.takeover": takeover}):
         expr = shuffle_of(dd.from_pandas(FRAME, npartitions=3).shuffle("key", shuffle_method=argument))
         lowered = lowering.shuffle(original, expr)
         lowering.shuffle(original, expr)
     assert isinstance(lowered, GpurtShuffle) == taken
-    (choice,) = choices
-    assert choice.taken == taken
+    ((name, choice),) = choices
+    assert (name, choice.taken) == (expr._name, taken)
 
 
-def test_a_join_is_lowered_as_chosen_and_counted_once() -> None:
-    choices: list[MethodChoice] = []
-    lowering = Lowering(lambda: True, choices.append)
+def test_a_join_is_lowered_as_chosen_and_told_under_one_name() -> None:
+    choices = set[tuple[str, MethodChoice]]()
+    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
     frame = dd.from_pandas(FRAME, npartitions=3)
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
         expr = frame.merge(frame, on="key").expr
         lowered = [lowering.merge(type(expr)._lower, expr) for _ in range(2)]
     assert all(isinstance(one, GpurtHashJoin) for one in lowered)
-    assert choices == [MethodChoice.CONFIGURED_TASKS]
+    assert choices == {(expr._name, MethodChoice.CONFIGURED_TASKS)}
 
 
 def test_where_the_runtime_is_not_usable_tasks_are_left_alone() -> None:
-    choices: list[MethodChoice] = []
-    lowering = Lowering(lambda: False, choices.append)
+    choices = set[tuple[str, MethodChoice]]()
+    lowering = Lowering(lambda: False, lambda *choice: choices.add(choice))
     with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": "all"}):
         expr = shuffle_of(dd.from_pandas(FRAME, npartitions=3).shuffle("key"))
         assert lowering.shuffle(original, expr) == ("left to Dask", expr)
-    assert choices == []
+    assert not choices
 
 
 @pytest.mark.parametrize("ignore_index", [True, False])
@@ -142,7 +142,7 @@ def test_a_shuffle_in_the_place_of_tasks_has_its_description(ignore_index: bool)
     frame = dd.from_pandas(FRAME.set_index("row"), npartitions=3, sort=False)
     shuffled = frame.shuffle("key", ignore_index=ignore_index, shuffle_method="tasks")
     expr = shuffle_of(shuffled)
-    lowering = Lowering(lambda: True, [].append)
+    lowering = Lowering(lambda: True, lambda *choice: None)
     with dask.config.set({"gpurt.takeover": "all"}):
         lowered = lowering.shuffle(original, expr)
     assert list(lowered._meta.index.names) == list(shuffled._meta.index.names)
