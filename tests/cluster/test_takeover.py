@@ -18,7 +18,6 @@ import dask_gpurt
 from dask_gpurt.cli.doctor import print_facts
 from dask_gpurt.cli.examine import examine
 from tests.helpers.clusters import assert_same_partitions, counters, partitions
-from tests.helpers.in_process import on_plain_cluster, until
 
 ROWS, PARTS = 200, 4
 
@@ -182,19 +181,3 @@ def test_a_client_that_is_not_involved_keeps_its_tasks(client: Client) -> None:
         graph = collection().shuffle("key").optimize().__dask_graph__()
         assert not any("p2p" in str(key) or "shuffle-barrier" in str(key) for key in graph)
         assert len(collection().shuffle("key").compute()) == ROWS * PARTS
-
-
-def test_what_was_taken_over_is_computed_by_tasks_after_it_was_switched_off() -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        with dask.config.set({"dataframe.shuffle.method": "tasks"}), client.as_current():
-            await dask_gpurt.enable(client)
-            shuffled, joined = collection().shuffle("key"), collection().merge(other(), on="key")
-            lengths = [len(await client.compute(made)) for made in (shuffled, joined)]
-            metrics = scheduler.extensions["gpurt"].metrics
-            await until(lambda: metrics.snapshot()["counters"] == {"shuffle.taken.configured-tasks": 2})
-            await dask_gpurt.disable(client)
-            for made, length in zip((shuffled, joined), lengths, strict=True):
-                keys = made.optimize().__dask_graph__()
-                assert not any("barrier" in str(key) for key in keys)
-                assert len(await client.compute(made)) == length
