@@ -1,6 +1,6 @@
 """Record the activity of a GPU worker's device: compute, communication, both, or nothing.
 
-PyTorch's profiler asks CUPTI for each kernel and copy of the process, whoever launched it. What ran on the
+PyTorch's profiler asks CUPTI for each kernel and copy of the process, of all libraries. What ran on the
 stream of user code is compute; the runtime's own streams are communication.
 """
 

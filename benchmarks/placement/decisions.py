@@ -30,7 +30,7 @@ from distributed.scheduler import Scheduler
 
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.memory.ledger import Ledger, Picture
+from dask_gpurt.memory.ledger import ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import FreeMemory, LedgerHeadroom, Placement
@@ -54,7 +54,7 @@ class BareState(VirtualScheduler):
 
     def __init__(self, workers: int, threads: int = 1):
         with dask.config.set({"distributed.scheduler.work-stealing": False}):
-            super().__init__(Clock(), 0.0, _nobody_listens)
+            super().__init__(Clock(), 0.0, _no_listener)
         self.sent: deque[tuple[str, Any]] = deque()
         for number in range(workers):
             host, device = divmod(number, PER_HOST)
@@ -91,16 +91,19 @@ class BareState(VirtualScheduler):
         )
 
 
-def _nobody_listens(*messages: Any) -> None:
+def _no_listener(*messages: Any) -> None:
     """Reports to the client go nowhere."""
 
 
 def headroom_of(state: Scheduler) -> LedgerHeadroom:
     """Room for everything, as the ledgers of all workers have told."""
-    picture, capacity = Picture(), {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0}
+    cluster_memory, capacity = (
+        ClusterMemory(),
+        {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0},
+    )
     for address in state.workers:
-        picture.apply(address, Ledger(capacity).snapshot())
-    return LedgerHeadroom(picture, state.workers)
+        cluster_memory.apply(address, Ledger(capacity).snapshot())
+    return LedgerHeadroom(cluster_memory, state.workers)
 
 
 class Roomy:

@@ -201,7 +201,7 @@ class Lowering:
 
 
 def _but_names(expr: Any) -> Any:
-    """The same under the names that columns had before."""
+    """Return the same under the names that columns had before."""
     return expr.frame if type(expr) is RenameFrame else expr
 
 
@@ -234,7 +234,7 @@ def _as_dask_knows(expr: Any, parameter: str) -> Any:
 
 
 def _dasks_default() -> str:
-    """What Dask would use if nobody had set a method."""
+    """Return the method that Dask would use if none had been set."""
     from distributed import default_client
 
     try:

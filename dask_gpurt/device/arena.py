@@ -1,4 +1,4 @@
-"""Which parts of a contiguous range are free: first fit, with neighbours merged."""
+"""Allocate parts of a contiguous range: first fit, with free neighbours merged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Arena:
         self._free = SortedDict({0: self.capacity} if self.capacity else {})
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new block of at least ``nbytes`` bytes, None without room."""
+        """Return the offset of a new block of at least ``nbytes`` bytes, None without room."""
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         found = next((entry for entry in self._free.items() if entry[1] >= size), None)
         if found is None:
@@ -55,11 +55,11 @@ class Arena:
         self._free[offset] = size + after
 
     def free_ranges(self) -> Iterator[tuple[int, int]]:
-        """Where no block is: from the first byte to the one behind the last, in order."""
+        """Return the free ranges in order, each from its first byte to the one behind its last."""
         return ((offset, offset + size) for offset, size in self._free.items())
 
     def is_free(self, start: int, stop: int) -> bool:
-        """Whether no block has any of the bytes from ``start`` to before ``stop``."""
+        """Return whether no block has any of the bytes from ``start`` to before ``stop``."""
         index = self._free.bisect_right(start) - 1
         if index < 0:
             return False

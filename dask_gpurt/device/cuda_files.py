@@ -26,7 +26,7 @@ from dask_gpurt.device.copies import address
 from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, behind
 
 #: Bytes of a pinned buffer: as much as keeps a disk busy.
-BOUNCE = 4 << 20
+BOUNCE_BUFFER_BYTES = 4 << 20
 #: Threads of kvikio, as libcudf takes them; kvikio's own default is one.
 KVIKIO_THREADS = 4
 
@@ -53,7 +53,7 @@ class CudaFiles:
 
     def write(self, fd: int, path: str, parts: Sequence[At], *, ordered: bool) -> list[int]:
         found = self.checksums([buffer for buffer, _ in parts], ordered=ordered)
-        # Whoever has seen the checksums has waited for the work before.
+        # A thread that has the checksums has waited for the work before them.
         self._move(path, "r+", "pwrite", parts, partial(self._bounce.write, fd))
         return found
 
@@ -80,7 +80,7 @@ class CudaFiles:
             self._refused(str(error))
 
     def checksums(self, buffers: Sequence[Buffer], *, ordered: bool) -> list[int]:
-        """The crc32 of each buffer, as zlib has it. Blocks."""
+        """Return the crc32 of each buffer, as zlib has it. Blocks."""
         stream, raw = self._device.after_compute() if ordered else self._device.stream()
         found = rmm.DeviceBuffer(size=4 * len(buffers), stream=stream)
         runtime.memsetAsync(found.ptr, 0, found.size, raw.ptr)
@@ -111,7 +111,7 @@ def _all_at_once(begin: Callable[..., Any], parts: Sequence[At]) -> None:
 
 
 def view(buffer: Buffer) -> DeviceSpan:
-    """A buffer as kvikio takes it, whichever library it is of."""
+    """Return a buffer as kvikio takes it, whichever library it is of."""
     return DeviceSpan(address(buffer), buffer.nbytes, buffer)
 
 
@@ -122,7 +122,7 @@ def _crc32() -> Any:
 
 @cache
 def _kvikio() -> Any:
-    """The module, set to what suits a disk unless the environment says otherwise."""
+    """Return the module, set to what suits a disk unless the environment says otherwise."""
     import kvikio
     import kvikio.defaults
 
@@ -144,9 +144,12 @@ class Bounce:
     def _buffers(self) -> list[np.ndarray]:
         if not hasattr(self._threads, "pair"):
             self._device.stream()  # of this thread, and so its device
-            pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * BOUNCE + PAGE), 0)
+            pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * BOUNCE_BUFFER_BYTES + PAGE), 0)
             memory = np.frombuffer(pinned, np.uint8)[-pinned.ptr % PAGE :]
-            self._threads.pair = [memory[:BOUNCE], memory[BOUNCE : 2 * BOUNCE]]
+            self._threads.pair = [
+                memory[:BOUNCE_BUFFER_BYTES],
+                memory[BOUNCE_BUFFER_BYTES : 2 * BOUNCE_BUFFER_BYTES],
+            ]
         pair: list[np.ndarray] = self._threads.pair
         return pair
 
@@ -181,11 +184,11 @@ class Bounce:
 
 
 def _chunks(parts: Sequence[At]) -> Iterator[tuple[int, int, int]]:
-    """Pieces that fit into a bounce buffer: where on the device, how many bytes, and where in the file."""
+    """Yield pieces that fit into a bounce buffer: where on the device, how many bytes, where in the file."""
     for buffer, at in parts:
         where, left = address(buffer) if buffer.nbytes else 0, buffer.nbytes
         while left:
-            nbytes = min(left, BOUNCE - at % PAGE)
+            nbytes = min(left, BOUNCE_BUFFER_BYTES - at % PAGE)
             yield where, nbytes, at
             where, at, left = where + nbytes, at + nbytes, left - nbytes
 

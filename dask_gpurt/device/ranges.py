@@ -42,19 +42,19 @@ class Ranges:
         self._replace(found, [*left, *right])
 
     def within(self, start: int, stop: int) -> list[Range]:
-        """The parts of a range that are in the set."""
+        """Return the parts of a range that are in the set."""
         cut = [(max(first, start), min(last, stop)) for first, last in self._touching(start, stop)]
         return [(first, last) for first, last in cut if first < last]
 
     def gaps(self, start: int, stop: int) -> list[Range]:
-        """The parts of a range that are not."""
+        """Return the parts of a range that are not."""
         found = self.within(start, stop)
         edges = [start, *(edge for part in found for edge in part), stop]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(first, last) for first, last in pairs if first < last]
 
     def _touching(self, start: int, stop: int) -> Iterator[Range]:
-        """The ranges that overlap with one or border on it."""
+        """Yield the ranges that overlap with one or border on it."""
         at = max(0, self._stops.bisect_right(start) - 1)
         for first in self._stops.islice(at):
             if first > stop:

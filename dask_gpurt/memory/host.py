@@ -1,6 +1,6 @@
 """Objects taken apart, in host memory: the pageable tier, and the one that a device may have registered.
 
-Registering memory is slow and takes it from everybody else, so it is done once, for a fixed
+Registering memory is slow and takes it from all other processes, so it is done once, for a fixed
 piece. Objects take blocks of it wherever they are free: there is no fragmentation beyond the
 last block of each, and nothing has to move.
 """
@@ -24,7 +24,7 @@ from dask_gpurt.memory.tiers import NoRoom, Tier
 
 #: Threads that touch memory before it is registered. On a host of H200s 8 GiB take 0.4 s in all then, 1.9 s
 #: where registering is what brings huge pages in, 3.5 s with small ones.
-TOUCHERS = 8
+TOUCH_THREADS = 8
 
 
 def pairs(targets: Scattered, sources: Scattered) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -48,7 +48,7 @@ def fill(targets: Iterable[Scattered], sources: Iterable[Scattered]) -> None:
 
 
 def sizes(frames: Frames) -> list[int]:
-    """The bytes in each buffer."""
+    """Return the bytes in each buffer."""
     return [sum(piece.size for piece in buffer) for buffer in frames.buffers]
 
 
@@ -67,7 +67,7 @@ class MemoryTier(MutableMapping[str, Frames]):
 
     @abstractmethod
     def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
-        """Room for an object, and what to free when it goes; raises NoRoom."""
+        """Allocate memory for an object; returns it and what to free when the object goes. Raises NoRoom."""
 
     @abstractmethod
     def _free(self, pieces: Scattered) -> None: ...
@@ -75,7 +75,7 @@ class MemoryTier(MutableMapping[str, Frames]):
     @property
     @abstractmethod
     def used(self) -> int:
-        """Bytes that are taken."""
+        """Return the bytes that are taken."""
 
     def __setitem__(self, key: str, frames: Frames) -> None:
         copy, pieces = self._allocate(frames.header, sizes(frames))
@@ -132,11 +132,11 @@ class MemoryTier(MutableMapping[str, Frames]):
         return 0
 
     def part_size(self, key: str, which: int) -> int:
-        """Bytes of one buffer of an object."""
+        """Return the bytes of one buffer of an object."""
         return sum(piece.size for piece in self.part(key, which))
 
     def stored(self, key: str) -> int:
-        """Bytes that an object takes here."""
+        """Return the bytes that an object takes here."""
         return self._size(self._entries[key][1])
 
     def _size(self, pieces: Scattered) -> int:
@@ -258,7 +258,7 @@ class BlockPool:
         try:
             _touch(self._memory)
             self._undo = register(self._memory)
-        except Exception as error:  # kept for whoever asks for room
+        except Exception as error:  # raised when room is asked for
             self.error = error
         self.ready.set()
 
@@ -313,7 +313,7 @@ class BlockPool:
                 self._merge(start, count)
 
     def size(self, pieces: Iterable[np.ndarray]) -> int:
-        """Bytes in the blocks of what :meth:`allocate` returned."""
+        """Return the bytes in the blocks of what :meth:`allocate` returned."""
         with self._lock:
             return sum(self._taken[self._first(piece)] for piece in pieces) * self._block
 
@@ -350,8 +350,8 @@ def _advise(memory: mmap.mmap) -> None:
 
 def _touch(memory: np.ndarray) -> None:
     """Have the system provide all pages; several threads at once."""
-    with ThreadPoolExecutor(TOUCHERS, thread_name_prefix="gpurt-touch") as threads:
-        list(threads.map(lambda part: part[::PAGE].fill(0), np.array_split(memory, TOUCHERS)))
+    with ThreadPoolExecutor(TOUCH_THREADS, thread_name_prefix="gpurt-touch") as threads:
+        list(threads.map(lambda part: part[::PAGE].fill(0), np.array_split(memory, TOUCH_THREADS)))
 
 
 class PinnedTier(MemoryTier):
@@ -367,7 +367,7 @@ class PinnedTier(MemoryTier):
 
     @property
     def used(self) -> int:
-        """Bytes in blocks that are taken."""
+        """Return the bytes in blocks that are taken."""
         return self._pool.used
 
     def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
@@ -392,7 +392,7 @@ class PinnedTier(MemoryTier):
 
 
 def _cut(pieces: Scattered, start: int, end: int) -> Scattered:
-    """The bytes of ``pieces`` from ``start`` to ``end``; one empty piece if there are none."""
+    """Return the bytes of ``pieces`` from ``start`` to ``end``; one empty piece if there are none."""
     found, offset = [], 0
     for piece in pieces:
         part = piece[max(start - offset, 0) : max(end - offset, 0)]

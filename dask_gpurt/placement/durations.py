@@ -43,7 +43,7 @@ class RunningMoments:
 
     @property
     def weight(self) -> float:
-        """The weight of the last sample."""
+        """Return the weight of the last sample."""
         return max(1 / self.count, self.min_weight)
 
     def observe(self, value: float) -> float:
@@ -70,7 +70,7 @@ class _Regression:
 
     @property
     def is_significant(self) -> bool:
-        """True if input bytes vary, and explain the durations."""
+        """Return whether input bytes vary, and explain the durations."""
         nbytes, seconds = self.nbytes, self.seconds
         return (
             nbytes.count >= MIN_TASKS
@@ -81,7 +81,7 @@ class _Regression:
 
     @property
     def proportional_share(self) -> float:
-        """The share of the mean duration that is in proportion to the bytes, from 0 to 1."""
+        """Return the share of the mean duration that is in proportion to the bytes, from 0 to 1."""
         slope = self.covariance / self.nbytes.variance
         return min(1.0, slope * self.nbytes.mean / self.seconds.mean)
 

@@ -27,7 +27,7 @@ ALL_HOOKS = {f"distributed.{where}.preload": [HOOK] for where in HOOKED}
 
 @pytest.fixture(autouse=True)
 def hooks() -> Iterator[None]:
-    """As it is where the package was installed, and nobody has switched it on."""
+    """As it is where the package was installed, and not switched on."""
     with dask.config.set({**ALL_HOOKS, "dataframe.shuffle.method": None}):
         yield
 

@@ -195,4 +195,4 @@ def test_the_doctor_tells_what_is_too_early(library: Library) -> None:
         assert len(told_too_early(client)) == 2
         for found in told_too_early(client):
             assert "before packing has been waited for" in str(found)
-        dask_gpurt.disable(client)  # whoever counts at the end shall find nothing
+        dask_gpurt.disable(client)  # the count at the end shall find nothing

@@ -333,7 +333,7 @@ def test_multi_index_and_odd_labels(client: Client, library: Library) -> None:
         assert_like_tasks(client, lambda: odd.shuffle("key"))
 
 
-def test_outputs_that_nobody_wants_are_not_moved(client: Client, library: Library) -> None:
+def test_outputs_that_are_not_wanted_are_not_moved(client: Client, library: Library) -> None:
     df = library.collection(flights(4, 20_000))
 
     def moved(build: Callable[[], Any]) -> float:

@@ -89,7 +89,7 @@ def shard_of(peer: str) -> Any:
 
 
 async def settled() -> None:
-    """Wait until everybody waits."""
+    """Wait until all tasks wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 

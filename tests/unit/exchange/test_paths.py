@@ -18,7 +18,7 @@ ALL = frozenset(PATHS)
 
 
 class Pool(HostDevice):
-    """The host, whose pools anybody maps."""
+    """The host, whose pools any process maps."""
 
     def map(self, ticket: Any) -> Any:
         return object()

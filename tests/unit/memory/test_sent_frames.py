@@ -77,7 +77,7 @@ def test_what_was_on_a_device_is_sent_as_if_it_had_been_copied(library: Any) -> 
         np.testing.assert_array_equal(found.memory, expected)
 
 
-def test_what_nobody_can_say_is_not_sent_as_frames(library: Any) -> None:
+def test_what_no_header_describes_is_not_sent_as_frames(library: Any) -> None:
     """Of other libraries it is not known whether their serializers agree."""
     library("numba")
     assert message(of_device([OnDevice(np.zeros(10))])) is None

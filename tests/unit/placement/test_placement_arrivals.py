@@ -27,7 +27,7 @@ def graph_on(cluster: Cluster, homes: Sequence[int], sizes: Sequence[int]) -> li
 
 @settings(max_examples=30, deadline=None)
 @given(st.permutations([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]))
-def test_nobody_looks_idle_whose_tasks_are_about_to_be_placed(homes: list[int]) -> None:
+def test_no_worker_looks_idle_whose_tasks_are_about_to_be_placed(homes: list[int]) -> None:
     cluster = Cluster(4)
     cluster.takes("use", 1.0)
     assert graph_on(cluster, homes, [GB // 100] * 12) == homes

@@ -32,7 +32,7 @@ SITUATIONS = {
     "live before spilled": ([owner("a", 1, 12), owner("b", 1, 0, 99)], {"a": 12}),
     "spilled before overfull": ([owner("a", 1, 3), owner("b", 1, 0, 99)], {"a": 3, "b": 9}),
     "overfull all alike": ([owner("a", 1, 2), owner("b", 1, 4)], {"a": 4, "b": 8}),
-    "nobody has room, so all take turns": ([owner("a", 1, -1), owner("b", 1, 0)], {"a": 6, "b": 6}),
+    "none has room, so all take turns": ([owner("a", 1, -1), owner("b", 1, 0)], {"a": 6, "b": 6}),
 }
 
 
@@ -64,7 +64,7 @@ def test_each_output_has_an_owner_and_neighbours_share_theirs(
 
 
 @given(outputs, some_sites, amounts)
-def test_nobody_without_room_owns_while_one_has_room(
+def test_no_worker_without_room_owns_while_one_has_room(
     wanted: set[int], sites: list[Owner], nbytes: float
 ) -> None:
     able = {site.worker for site in sites if site.memory.free > 0 or site.memory.free + site.memory.below > 0}
@@ -72,7 +72,7 @@ def test_nobody_without_room_owns_while_one_has_room(
 
 
 @given(outputs, some_sites, st.floats(1, 1e12))
-def test_nobody_is_overfull_while_others_have_room(
+def test_no_worker_is_overfull_while_others_have_room(
     wanted: set[int], sites: list[Owner], nbytes: float
 ) -> None:
     rooms = [max(0.0, site.memory.free + site.memory.below) for site in sites]

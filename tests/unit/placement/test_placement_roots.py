@@ -52,7 +52,7 @@ def test_the_queue_respects_headroom_and_moves_on_when_room_comes() -> None:
     assert {address for address, _ in cluster.state.sent} == {cluster.addresses[3], full[0]}
 
 
-def test_the_queue_moves_when_nobody_has_room() -> None:
+def test_the_queue_moves_when_no_worker_has_room() -> None:
     cluster = Cluster(4)
     cluster.rooms.free.update(dict.fromkeys(cluster.addresses, 0.0))
     for address in cluster.addresses:

@@ -321,7 +321,7 @@ some_pairs = st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pai
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(some_pairs, min_size=1, max_size=30), st.integers(1, 5))
-def test_with_the_tiers_of_the_runtime_nobody_waits_for_ever_or_is_over(
+def test_with_the_tiers_of_the_runtime_no_worker_waits_for_ever_or_is_over(
     pairs: list[tuple[int, int]], workers: int
 ) -> None:
     """Each task needs 96 of 100 bytes: beside one nothing may come, and nothing that is live may go."""
