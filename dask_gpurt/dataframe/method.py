@@ -123,6 +123,7 @@ class Lowering:
         self._on_choice = on_choice
 
     def shuffle(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower a shuffle, with the work of the task before it that only adds output partitions."""
         # Subclasses that do not override `_lower` are concrete methods, not for us.
         if type(expr) is not Shuffle:
             return original(expr)
@@ -171,6 +172,7 @@ class Lowering:
         return lowered.substitute(shuffle, shuffle.substitute_parameters({"ignore_index": True}))
 
     def merge(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower a join that needs both sides shuffled to one that joins as it unpacks."""
         if type(expr) is not Merge:
             return original(expr)
         choice = self._choose(expr.shuffle_method, expr.left, expr.right)
@@ -212,6 +214,7 @@ def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
 
 
 def _names_ours(asked: str | None) -> bool:
+    """Tell whether the method of an expression, or the one that is used where it has none, is ours."""
     return (asked or default_shuffle_method()) == METHOD
 
 
