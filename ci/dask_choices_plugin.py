@@ -38,7 +38,7 @@ _metrics: list[Metrics] = []
 
 
 class _OneSpeed(Topology):
-    """All links as fast as Dask believes that they are, at that time."""
+    """Have all links as fast as Dask believes that they are, at that time."""
 
     def __init__(self, scheduler: Any):
         super().__init__()
@@ -49,7 +49,7 @@ class _OneSpeed(Topology):
 
 
 class _Events(SchedulerPlugin):
-    """Tells a placement what Dask has no seam for."""
+    """Tell a placement what Dask has no seam for."""
 
     name = "gpurt-placement"
 

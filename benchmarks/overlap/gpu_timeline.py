@@ -99,7 +99,7 @@ def _side(one: Ran) -> str:
 
 
 def shares(ran: Iterable[Ran]) -> dict[str, float]:
-    """Seconds with compute only, with communication only, with both and with neither of them."""
+    """Return the seconds with compute only, with communication only, with both and with neither of them."""
     edges = sorted(
         (at, change, _side(one)) for one in ran for at, change in ((one.began, 1), (one.ended, -1))
     )

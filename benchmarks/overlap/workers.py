@@ -76,7 +76,7 @@ class Board(Barrier):
 
 
 class Beside:
-    """One worker's part: a workload, and shuffles beside it."""
+    """Run one worker's part: a workload, and shuffles beside it."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Beside:
             self.work()
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """As a worker does it: on the event loop."""
+        """Make a call on the event loop, as a worker does."""
 
         async def told() -> None:
             call()
@@ -319,7 +319,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
 
 
 def shuffles_of(plan: Plan) -> exchange_sides.Plan:
-    """The shuffles, as the benchmark of the exchange has them."""
+    """Return the shuffles, as the benchmark of the exchange has them."""
     return exchange_sides.Plan(
         size=plan.size,
         partitions=plan.partitions,

@@ -324,12 +324,26 @@ REPLICAS = SeamGroup(
     ),
     without="Dask chooses who keeps replicas",
 )
+#: The arguments of a nanny, so that another one is started in the same way.
+NANNY = SeamGroup(
+    "nannies",
+    (
+        Seam(
+            "distributed.nanny:Nanny.__init__",
+            "self scheduler_ip scheduler_port scheduler_file worker_port nthreads local_directory services "
+            "name memory_limit reconnect validate quiet resources silence_logs death_timeout preload "
+            "preload_argv preload_nanny preload_nanny_argv security contact_address listen_address "
+            "worker_class env interface host port protocol config worker_kwargs",
+        ),
+    ),
+    without="one worker runs where several were to share a GPU",
+)
 
 #: What every process of a cluster can not do without; clients need EXPRESSIONS too.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: What is needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, EXPRESSIONS, RUN_LOOKUP, REPLICA_CHOICE, *CHOICES)
+PARTS = (*REQUIRED, EXPRESSIONS, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from dask_gpurt.dataframe.expressions import (
     HashTargets,
     RangeTargets,
 )
-from dask_gpurt.dataframe.takeover import METHOD, TASKS, choose_method
+from dask_gpurt.dataframe.takeover import DISTRIBUTED, METHOD, TASKS, choose_method
 from dask_gpurt.frames import library
 from dask_gpurt.observe import MethodChoice
 
@@ -191,11 +191,13 @@ class Lowering:
         """Return the choice for an expression; None where Dask is as shipped, and for ``p2p``."""
         if not self._is_usable():
             return None
+        scheduler = dask.config.get("scheduler", None)
         choice = choose_method(
             asked,
             dask.config.get("dataframe.shuffle.method", None),
             config.takeover(),
             explicit_comms=bool(dask.config.get("explicit-comms", False)),
+            local=isinstance(scheduler, str) and scheduler not in DISTRIBUTED,
         )
         if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
             return MethodChoice.UNSUPPORTED_FRAMES

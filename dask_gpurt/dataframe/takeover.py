@@ -13,10 +13,17 @@ from dask_gpurt.observe.methods import MethodChoice
 
 METHOD = "gpurt"
 TASKS, P2P = "tasks", "p2p"
+#: The names by which Dask's setting ``scheduler`` means the current client.
+DISTRIBUTED = ("dask.distributed", "distributed")
 
 
 def choose_method(
-    asked: str | None, configured: str | None, takeover: bool | str, *, explicit_comms: bool = False
+    asked: str | None,
+    configured: str | None,
+    takeover: bool | str,
+    *,
+    explicit_comms: bool = False,
+    local: bool = False,
 ) -> MethodChoice | None:
     """Choose between the runtime and Dask for a shuffle or a join.
 
@@ -30,6 +37,8 @@ def choose_method(
         The setting ``gpurt.takeover``.
     explicit_comms
         The setting of dask-cuda, which serves ``tasks`` by itself where it is on.
+    local
+        Whether a scheduler of Dask's own in this process is configured, which has no workers.
 
     Returns
     -------
@@ -37,12 +46,14 @@ def choose_method(
         None for ``p2p``: whether that is taken over is up to the scheduler.
     """
     method = asked or configured
+    if method == P2P:
+        return None
+    if local:
+        return MethodChoice.LOCAL_SCHEDULER
     if method is None:
         return MethodChoice.DEFAULT
     if method == METHOD:
         return MethodChoice.NAMED
-    if method == P2P:
-        return None
     if method != TASKS:
         return MethodChoice.OTHER_METHOD
     if not takeover:

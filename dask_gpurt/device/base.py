@@ -6,6 +6,7 @@ and maps the pools of others. All methods block; none is called on the event loo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ AUTO_POOL_OF_FREE = 0.4
 #: starts says nothing of later, and where the pools of a host promise more than there is, producers wait.
 AUTO_POOL_OF_SHM = 0.4
 
+#: Set in the environment of workers that share a device: how many they are.
+COLOCATED = "GPURT_COLOCATED"
+
 #: Libraries whose objects lie in the memory of a GPU.
 _GPU_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
 
@@ -39,6 +43,11 @@ Fence = Callable[[], None]
 
 def passed() -> None:
     """Return at once: the fence of what is complete already."""
+
+
+def workers_of_device() -> int:
+    """Return how many workers share the memory of this worker's device, itself included."""
+    return int(os.environ.get(COLOCATED, 1))
 
 
 def lives_on_device(value: Any) -> bool:
@@ -358,7 +367,10 @@ class Device(Protocol):
         ...
 
     def own_memory(self) -> int | None:
-        """Return the bytes of its memory; None where that is the host's, as limited for the worker."""
+        """Return the bytes of its memory, this worker's part where workers share it.
+
+        None where that is the host's, as limited for the worker.
+        """
         ...
 
     def holds(self, value: Any) -> bool:

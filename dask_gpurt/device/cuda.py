@@ -46,6 +46,7 @@ from dask_gpurt.device.base import (
     SmContexts,
     Ticket,
     lives_on_device,
+    workers_of_device,
 )
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
@@ -215,15 +216,16 @@ class CudaDevice:
         return int(free), int(total)
 
     def own_memory(self) -> int:
-        return self.memory()[1]
+        return self.memory()[1] // workers_of_device()
 
     def holds(self, value: Any) -> bool:
         return lives_on_device(value)
 
     def pool_limits(self) -> PoolLimits:
         free, total = self.memory()
-        automatic = min(self.pool_share * total, AUTO_POOL_OF_FREE * free)
-        return PoolLimits(total, automatic, free, free, total, "the device")
+        own = self.own_memory()
+        automatic = min(self.pool_share * own, AUTO_POOL_OF_FREE * free)
+        return PoolLimits(own, automatic, free, free, total, "the device")
 
     def create_pool(self, nbytes: int) -> Pool:
         runtime.setDevice(self.index)

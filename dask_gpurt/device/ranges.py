@@ -1,4 +1,4 @@
-"""A set of ranges of integers, of which a pool remembers the parts that have memory behind them."""
+"""Keep sets of integers as ranges: the free parts of a pool, and those that have memory behind them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Range = tuple[int, int]
 
 
 class Ranges:
-    """Disjoint ranges, with neighbours merged. Pure; not thread-safe."""
+    """Keep disjoint ranges, with neighbours merged. Pure; not thread-safe."""
 
     def __init__(self) -> None:
         self._stops = SortedDict()
@@ -22,7 +22,7 @@ class Ranges:
         return iter(list(self._stops.items()))
 
     def add(self, start: int, stop: int) -> None:
-        """Include a range, whatever of it is there already."""
+        """Include a range; parts of it may be there already."""
         if start >= stop:
             return
         touching = list(self._touching(start, stop))
@@ -31,7 +31,7 @@ class Ranges:
         self._replace(touching, [(start, stop)])
 
     def remove(self, start: int, stop: int) -> None:
-        """Leave a range out, whatever of it is there."""
+        """Leave a range out; parts of it may be out already."""
         if start >= stop:
             return
         found = [
@@ -40,6 +40,10 @@ class Ranges:
         left = [(first, start) for first, _ in found if first < start]
         right = [(stop, last) for _, last in found if last > stop]
         self._replace(found, [*left, *right])
+
+    def first(self, length: int) -> int | None:
+        """Return the start of the first range of at least ``length`` integers, None without one."""
+        return next((start for start, stop in self._stops.items() if stop - start >= length), None)
 
     def within(self, start: int, stop: int) -> list[Range]:
         """Return the parts of a range that are in the set."""

@@ -22,7 +22,7 @@ from dask_gpurt.observe import Fallback, Metrics
 PAYING_TIME_SHARE = 0.9
 #: Bytes of a shard: of smaller ones it is the latency that counts, larger ones no codec takes at once.
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 2**16, 2**30
-#: Runs of which samples are kept, those used last: one may be taken as its run ends, and is not forgotten then.
+#: Runs of which samples are kept, those used last: one may be taken as its run ends, and stays then.
 MAX_RUNS = 256
 
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from dask_gpurt.device.base import PAGE, Buffer, Device, DeviceFiles, Fence, passed
+from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, read_pages, whole_pages
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
@@ -34,9 +35,9 @@ logger = logging.getLogger("dask_gpurt")
 
 _T = TypeVar("_T")
 
-_BOUNCE_BUFFER_BYTES = 4 << 20
-#: A buffer for each thread that writes: to touch a new one would take longer than to fill it.
-_threads = threading.local()
+_TOO_SHORT = "it ends too early"
+#: One buffer is enough: bytes of the host are there once they have been copied.
+_bounce = BounceBuffers(1, lambda nbytes: np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
 
 
 class CorruptFile(OSError):
@@ -61,36 +62,42 @@ def file_size(nbytes: int) -> int:
 
     To cut a file off after direct I/O takes longer than to write a small one.
     """
-    return -(-nbytes // PAGE) * PAGE
+    return whole_pages(nbytes)
 
 
 def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
-    """Write a file."""
-    if not hasattr(_threads, "bounce"):
-        _threads.bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE_BUFFER_BYTES), np.uint8)
-    bounce, filled, written, spans = _threads.bounce, 0, 0, []
+    """Write a file: buffers one behind the other."""
+    sizes = [sum(piece.size for piece in pieces) for pieces in buffers]
+    packing, total = _Packing(buffers), sum(sizes)
+    chunks = (
+        Chunk(min(BOUNCE_BUFFER_BYTES, total - at), at, packing.fill)
+        for at in range(0, total, BOUNCE_BUFFER_BYTES)
+    )
+    _bounce.write(fd, chunks)
+    starts = itertools.accumulate(sizes, initial=0)
+    return [Span(*each) for each in zip(starts, sizes, packing.checksums, strict=False)]
 
-    def flush(nbytes: int) -> None:
-        nonlocal written, filled
-        left = bounce.data[:nbytes]
-        while left:
-            left = left[os.write(fd, left) :]
-        written, filled = written + nbytes, 0
 
-    for pieces in buffers:
-        start, checksum = written + filled, 0
-        for piece in pieces:
-            while piece.size:
-                part = piece[: _BOUNCE_BUFFER_BYTES - filled]
-                np.copyto(bounce[filled : filled + part.size], part)
-                checksum = zlib.crc32(part.data, checksum)
-                filled, piece = filled + part.size, piece[part.size :]
-                if filled == _BOUNCE_BUFFER_BYTES:
-                    flush(_BOUNCE_BUFFER_BYTES)
-        spans.append(Span(start, written + filled - start, checksum))
-    bounce[filled : file_size(filled)] = 0
-    flush(file_size(filled))
-    return spans
+class _Packing:
+    """Copy buffers one behind the other into pieces of memory, and work their checksums out on the way."""
+
+    def __init__(self, buffers: Sequence[Scattered]):
+        self.checksums = [0] * len(buffers)
+        self._pieces = ((which, piece) for which, pieces in enumerate(buffers) for piece in pieces)
+        self._left: tuple[int, np.ndarray] = 0, np.empty(0, np.uint8)
+
+    def fill(self, memory: np.ndarray) -> Fence:
+        """Fill memory with the next bytes; they are there on return."""
+        which, piece = self._left
+        while memory.size:
+            if not piece.size:
+                which, piece = next(self._pieces)
+            part = piece[: memory.size]
+            np.copyto(memory[: part.size], part)
+            self.checksums[which] = zlib.crc32(part.data, self.checksums[which])
+            memory, piece = memory[part.size :], piece[part.size :]
+        self._left = which, piece
+        return passed
 
 
 def write_from_device(
@@ -147,7 +154,10 @@ def read(fd: int, path: str, spans: Sequence[Span], into: np.ndarray | None = No
         return []
     first, size = extent(spans)
     memory = aligned(size) if into is None else into
-    _fill(fd, path, first, memory)
+    try:
+        read_pages(fd, memory, first, memory.size)
+    except EOFError:
+        raise corrupt(path, _TOO_SHORT) from None
     found = [memory[span.offset - first :][: span.nbytes] for span in spans]
     for buffer, span in zip(found, spans, strict=True):
         _check(path, span, zlib.crc32(buffer.data))
@@ -159,7 +169,7 @@ def read_to_device(files: DeviceFiles, fd: int, path: str, spans: Sequence[Span]
     try:
         found = files.read(fd, path, [(span.offset, span.nbytes) for span in spans])
     except EOFError:
-        raise corrupt(path, "it ends too early") from None
+        raise corrupt(path, _TOO_SHORT) from None
     for (_, checksum), span in zip(found, spans, strict=True):
         _check(path, span, checksum)
     return [buffer for buffer, _ in found]
@@ -168,15 +178,6 @@ def read_to_device(files: DeviceFiles, fd: int, path: str, spans: Sequence[Span]
 def _check(path: str, span: Span, checksum: int) -> None:
     if checksum != span.checksum:
         raise corrupt(path, f"the checksum of its bytes from {span.offset} on is wrong")
-
-
-def _fill(fd: int, path: str, start: int, memory: np.ndarray) -> None:
-    filled = 0
-    while filled < memory.size:
-        nbytes = os.preadv(fd, [memory[filled : filled + _BOUNCE_BUFFER_BYTES].data], start + filled)
-        if not nbytes:
-            raise corrupt(path, "it ends too early")
-        filled += nbytes
 
 
 class _File(NamedTuple):

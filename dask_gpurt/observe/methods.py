@@ -35,6 +35,7 @@ class MethodChoice(Enum):
     ONLY_CONFIGURED = "only-configured", False, "'tasks' is an argument, and 'gpurt.takeover' is not 'all'"
     TAKEOVER_OFF = "takeover-off", False, "'gpurt.takeover' is false"
     EXPLICIT_COMMS = "explicit-comms", False, "'explicit-comms' of dask-cuda is on"
+    LOCAL_SCHEDULER = "local-scheduler", False, "'scheduler' is one of Dask's own in the client's process"
     UNSUPPORTED_FRAMES = "unsupported-frames", False, "the frames are neither pandas nor cudf"
     OTHER_METHOD = "other-method", False, "the method is another one of Dask's"
 

@@ -101,6 +101,10 @@ class Candidate(NamedTuple):
     held: float = 0
     missing: int = 0
 
+    def after(self, waiting: float) -> Candidate:
+        """Return the same candidate with another wait before the task, in seconds."""
+        return self._replace(terms=self.terms._replace(waiting=waiting))
+
 
 def rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:
     """Return a key by which better candidates are smaller.

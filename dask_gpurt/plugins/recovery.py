@@ -377,10 +377,15 @@ class Recovery:
         counts
             Whether something has been lost.
         """
-        if impossible := self._impossible(shuffles, workers, counts):
+        exhausted = [shuffle for shuffle in shuffles if counts and self._in_a_row[shuffle] >= self._retries]
+        if impossible := self._impossible(shuffles, workers, exhausted):
+            for shuffle in exhausted:
+                self._in_a_row.forget(shuffle)
             for shuffle in shuffles:
                 self._begin_again(shuffle, f"{reason}; {impossible}")
             return
+        if counts:
+            self._count(shuffles)
         to = deal(lost, workers, self._load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
         for shuffle in shuffles:
@@ -397,21 +402,29 @@ class Recovery:
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
-    def _impossible(self, shuffles: Iterable[Any], workers: list[str], counts: bool) -> str | None:
-        """Return why runs can not be mended, None if they can."""
+    def _impossible(
+        self, shuffles: Iterable[Any], workers: list[str], exhausted: Collection[Any]
+    ) -> str | None:
+        """Return why runs can not be mended, None if they can.
+
+        Parameters
+        ----------
+        exhausted
+            Those that have been mended as often as they may be.
+        """
         if not workers:
             return "no worker is left for its outputs"
         for shuffle in shuffles:
             run = self._extension.active_shuffles.get(shuffle)
             if run is None or not isinstance(run.run_spec.worker_for, Owners):
                 return f"{shuffle}, which shares its outputs, is not ours"
-            if counts:
-                outputs = self._barrier(shuffle).dependents
-                self._in_a_row.begins(shuffle, [task.key for task in outputs if self._is_unfinished(task)])
-                if self._in_a_row[shuffle] > self._retries:
-                    self._in_a_row.forget(shuffle)
-                    return f"it was mended {self._retries} times in a row"
-        return None
+        return f"it was mended {self._retries} times in a row" if exhausted else None
+
+    def _count(self, shuffles: Iterable[Any]) -> None:
+        """Count that runs are mended, until all their outputs that are missing now have been there."""
+        for shuffle in shuffles:
+            outputs = self._barrier(shuffle).dependents
+            self._in_a_row.begins(shuffle, [task.key for task in outputs if self._is_unfinished(task)])
 
     def _move(
         self, shuffle: Any, to: Mapping[int, str], gone: Collection[str], idle: Mapping[int, str]

@@ -18,7 +18,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.device.base import DeviceFiles, passed
+from dask_gpurt.device.base import DeviceFiles, passed, workers_of_device
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
@@ -139,12 +139,14 @@ class WorkerTiers:
         self.executor.shutdown(wait=False)
 
     def _limits(self, given: Any) -> Limits:
+        given_device = getattr(getattr(given, "device_buffer", None), "n", None)
         directory = os.statvfs(self.worker.local_directory)
         return limits(
             self.settings.memory,
             memory_limit=self.memory_limit,
             device_memory=self.device.own_memory(),
-            given_device=getattr(getattr(given, "device_buffer", None), "n", None),
+            # dask-cuda was given it for one worker of a GPU.
+            given_device=given_device and given_device // workers_of_device(),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
         )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -26,7 +27,8 @@ from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up
-from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.observe import Fallback, Metrics, prometheus
+from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
@@ -109,6 +111,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def _switch_on(self, worker: WorkerServer, settings: config.Settings) -> None:
         undo = self._undo
         self.metrics = Metrics()
+        if reason := os.environ.get(ALONE):
+            self.metrics.fallback(Fallback.COMPUTE_ALONE, reason)
         self.data: WorkerData | None = None
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()

@@ -1,4 +1,4 @@
-"""What reads a result comes before what makes the next one, where memory is short."""
+"""Run what reads a result before what makes the next one, where memory is short."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 24 * MIB
 
 @pytest.fixture
 def tight() -> Iterator[Client]:
-    """One thread, and room for one result and a half."""
+    """Set one thread, and room for one result and a half."""
     room = {"memory__device": SIZE * 3 // 2, "memory__host": 0, "memory__pinned": 0}
     with dask.config.set({"distributed.worker.memory.pause": False}), cluster(workers=1, **room) as client:
         yield client  # what pauses is a test

@@ -175,7 +175,7 @@ def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
 
 
 def forget_to_settle() -> None:
-    """Producers publish what may not have been written yet."""
+    """Have producers publish what may not have been written yet."""
     from dask_gpurt import testing
 
     watch_table = testing.watch_table

@@ -14,7 +14,8 @@ from distributed import Client
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.overlap.samples import OverlapSample, SoloSample, StepSample
-from dask_gpurt.overlap.statistics import CacheKey, OverlapStatistics, load, write
+from dask_gpurt.overlap.statistics import OverlapStatistics
+from dask_gpurt.overlap.statistics_file import CacheKey, load, write
 from dask_gpurt.plugins.overlapping import COMMUNICATION_PREFIXES
 from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import FRAME, Starting, assert_right, doubled, shuffled

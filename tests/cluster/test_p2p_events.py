@@ -31,7 +31,7 @@ FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROW
 
 
 def frames(name: str = "row") -> Any:
-    """The input partitions, each made by a task of its own."""
+    """Return the input partitions, each made by a task of its own."""
     size = ROWS // PARTS
     parts = [FRAME[at * size : (at + 1) * size].rename(columns={"row": name}) for at in range(PARTS)]
     return dd.from_map(lambda at: parts[at], range(PARTS), meta=parts[0][:0])
@@ -79,7 +79,7 @@ def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any)
 
 
 def held(worker: Any) -> list[Any]:
-    """What is left of shuffles on a worker."""
+    """Return what is left of shuffles on a worker."""
     exchange = worker.plugins["gpurt"].exchange
     return [
         *worker.plugins["shuffle"].shuffle_runs._runs,
@@ -90,7 +90,7 @@ def held(worker: Any) -> list[Any]:
 
 
 def runs(*workers: Any) -> int:
-    """How many runs these have taken part in."""
+    """Count the runs that these have taken part in."""
     each = [w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.runs", 0) for w in workers]
     return int(sum(each))
 
@@ -193,7 +193,7 @@ def test_one_side_of_a_join_begins_again_when_outputs_are_there(monkeypatch: pyt
 
 
 def outputs(scheduler: Any) -> list[Any]:
-    """The tasks behind barriers."""
+    """Return the tasks behind barriers."""
     barriers = [task for key, task in scheduler.tasks.items() if id_from_key(key)]
     return [output for barrier in barriers for output in barrier.dependents]
 

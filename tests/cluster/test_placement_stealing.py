@@ -42,7 +42,7 @@ def moves_of(scheduler: Any) -> list[tuple[str, str]]:
 
 
 def load(client: Any, worker: str, tasks: int) -> list[Any]:
-    """Tasks that wait on one worker, although others may take them."""
+    """Make tasks that wait on one worker, although others may take them."""
     futures: list[Any] = client.map(held_up, range(tasks), workers=[worker], allow_other_workers=True)
     return futures
 

@@ -1,4 +1,4 @@
-"""Which of several replicas a worker fetches."""
+"""Choose which of several replicas a worker fetches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing waits for ever on a worker because something else has failed, or was switched off, meanwhile."""
+"""Make sure that nothing waits for ever on a worker because something else failed or was switched off."""
 
 from __future__ import annotations
 

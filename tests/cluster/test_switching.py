@@ -54,7 +54,7 @@ def setup_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def setup_stops_early(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Before the worker has an exchange, which is made on a thread."""
+    """Stop before the worker has an exchange, which is made on a thread."""
     gate, loop = Gate(), asyncio.get_running_loop()
     build = GpurtWorkerPlugin._build
 
@@ -72,7 +72,7 @@ def teardown_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 async def begun(coroutine: Any) -> asyncio.Task[Any]:
-    """A task that waits for something by now, unless it has ended."""
+    """Return once a task waits for something, unless it has ended."""
     task = asyncio.ensure_future(coroutine)
     for _ in range(20):
         await asyncio.sleep(0.005)  # what goes over comms takes several rounds of the loop

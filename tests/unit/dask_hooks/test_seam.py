@@ -24,7 +24,6 @@ ALLOWED: Mapping[str, str] = {
     "_asdict": "published by namedtuple",
     "_fields": "published by namedtuple",
     "_hash": "ours: of the simulator's names",
-    "_scatter": "ours: of an estimate",
     "_current_frames": "sys: the stacks of threads, for a look into a process that stands still",
     "_threads": "ThreadPoolExecutor: how many there are",
     "_work_queue": "ThreadPoolExecutor: how much waits",

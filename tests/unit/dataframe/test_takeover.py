@@ -56,6 +56,11 @@ def test_explicit_comms_keep_their_tasks() -> None:
     assert choose_method(None, None, True, explicit_comms=True) is MethodChoice.DEFAULT
 
 
+def test_a_local_scheduler_has_no_workers_to_shuffle() -> None:
+    for method in ("tasks", "gpurt", None):
+        assert choose_method(None, method, "all", local=True) is MethodChoice.LOCAL_SCHEDULER
+
+
 def test_every_choice_has_an_id_and_a_text_of_its_own() -> None:
     assert len({choice.id for choice in MethodChoice}) == len({choice.text for choice in MethodChoice})
     assert len({choice.id for choice in MethodChoice}) == len(MethodChoice)
@@ -126,6 +131,18 @@ def test_a_join_is_lowered_as_chosen_and_told_under_one_name() -> None:
         lowered = [lowering.merge(type(expr)._lower, expr) for _ in range(2)]
     assert all(isinstance(one, GpurtHashJoin) for one in lowered)
     assert choices == {(expr._name, MethodChoice.CONFIGURED_TASKS)}
+
+
+def test_a_configured_local_scheduler_keeps_its_tasks() -> None:
+    choices = set[tuple[str, MethodChoice]]()
+    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
+    frame = dd.from_pandas(FRAME, npartitions=3)
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
+        expr = shuffle_of(frame.shuffle("key"))
+        assert lowering.shuffle(original, expr) == ("left to Dask", expr)
+    assert choices == {(expr._name, MethodChoice.LOCAL_SCHEDULER)}
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "dask.distributed"}):
+        assert isinstance(lowering.shuffle(original, expr), GpurtShuffle)
 
 
 def test_where_the_runtime_is_not_usable_tasks_are_left_alone() -> None:

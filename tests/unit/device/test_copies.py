@@ -19,7 +19,7 @@ def aligned(size: int) -> np.ndarray:
 
 
 def ends(sizes: list[int], skips: list[int]) -> list[int]:
-    """Where buffers begin that are aligned one behind the other, some blocks apart."""
+    """Return where buffers begin that are aligned one behind the other, some blocks apart."""
     at, found = 0, []
     for size, skip in zip(sizes, skips, strict=True):
         at += skip * ALIGNMENT

@@ -32,7 +32,9 @@ OURS, OTHERS = 1, 2
 
 
 class Worker:
-    """What an exchange needs of a worker. Replies to ``gpurt_fetch`` are read off the wire once it is let."""
+    """Provide what an exchange needs of a worker. Replies to ``gpurt_fetch`` are read off the wire once it is
+    let.
+    """
 
     def __init__(self, address: str, all_of_them: dict[str, Worker]):
         loop = asyncio.get_running_loop()
@@ -58,7 +60,7 @@ class Worker:
         return [peer for peer in peers if peer not in self._peers]
 
     def leaves(self) -> None:
-        """The scheduler has removed it."""
+        """Act as if the scheduler had removed it."""
         del self._peers[self.address]
 
     def rpc(self, peer: str) -> Any:
@@ -86,7 +88,7 @@ class Worker:
 
 
 class Landed:
-    """In the place of the tiers: the bytes of shards, copied from where they lie once that is let."""
+    """Take the place of the tiers: copy the bytes of shards from where they lie once that is let."""
 
     def __init__(self) -> None:
         self.found: list[np.ndarray] = []
@@ -132,7 +134,7 @@ class Pair:
         return self.owner.take(RUN, self.shard, await self.owner.path(self.shard), self.failed.append)
 
     def overwrite(self) -> None:
-        """Whatever may be reused is: the pool gives memory back, and another run takes some of it."""
+        """Overwrite all that may be reused: the pool gives memory back, and another run takes some of it."""
         self.producer.pools.trim()
         self.outbox.allocate(NBYTES).buffer[:] = OTHERS
 

@@ -1,4 +1,4 @@
-"""What may run when memory is short, and what tasks are thought to need."""
+"""Admit tasks when memory is short, and estimate what they need."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Explored:
         self.needs, self.room = needs, room
 
     def replay(self, history: History) -> tuple[Admission, set[MemoryRequest], set[MemoryRequest]]:
-        """The state after a history: who has begun, and who has finished."""
+        """Return the state after a history: which requests have begun, and which have finished."""
         admission, began, done = Admission(), set[MemoryRequest](), set[MemoryRequest]()
         for what, who in history:
             if what == "ask":
@@ -87,7 +87,7 @@ class Explored:
         return admission, began, done
 
     def steps(self, history: History) -> list[Step]:
-        """What can happen next. A task that has seceded may need tasks of its own: it ends last."""
+        """Return what can happen next. A task that has seceded may need tasks of its own: it ends last."""
         admission, began, done = self.replay(history)
         asks = [("ask", who) for who in self.needs if who not in began]
         running = [who for who in self.needs if who in admission.running]

@@ -31,7 +31,7 @@ def tiered_buffer(tmp_path: Any) -> Iterator[TieredBuffer]:
 
 
 class AgainstDict(RuleBasedStateMachine):
-    """What is put is what is read, wherever it lay meanwhile, and no tier exceeds its limit."""
+    """Read back what was put, wherever it lay meanwhile, with no tier over its limit."""
 
     keys = st.sampled_from("abcdefgh")
 

@@ -277,7 +277,7 @@ def test_fixed_is_fixed() -> None:
 
 @st.composite
 def curves(draw: st.DrawFn) -> Curve:
-    """Any response in which confined compute keeps its share at least, and communication loses nothing."""
+    """Draw responses in which confined compute keeps its share at least, and communication loses nothing."""
     reference = Speeds(draw(st.floats(0.1, 1)), draw(st.floats(0.2, 1)))
     if reference.compute + reference.communication < 1:
         reference = Speeds(1 - reference.communication, reference.communication)

@@ -14,7 +14,7 @@ from tests.helpers.placed_cluster import GB, Cluster
 
 
 def graph_on(cluster: Cluster, homes: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Where the tasks of a graph go, each with one input, by where these are and how large."""
+    """Return where the tasks of a graph go, each with one input, by where these are and how large."""
     graph: dict[Any, Task] = {}
     for i, (home, nbytes) in enumerate(zip(homes, sizes, strict=True)):
         cluster.data(f"data-{i}", home, nbytes=nbytes)

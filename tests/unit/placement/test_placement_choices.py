@@ -1,4 +1,4 @@
-"""Which worker gets a task with inputs, and what holds for every choice."""
+"""Choose the worker of a task with inputs, and check what holds for every choice."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_inputs_move_only_for_tasks_that_take_longer(seconds: float, moves: bool
 
 
 def graphs(seed: int) -> dict[Any, list[Any]]:
-    """A random graph, with a group of root tasks."""
+    """Draw a random graph, with a group of root tasks."""
     rng = random.Random(seed)
     graph: dict[Any, list[Any]] = {("root", i): [] for i in range(rng.randrange(1, 60))}
     for i in range(rng.randrange(60)):

@@ -1,4 +1,4 @@
-"""What a task costs on a worker, and which worker a person would pick."""
+"""Compute the cost of a task on a worker, and compare the choice with a person's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns the outputs of a shuffle: by room and by links, on bare states and on clusters."""
+"""Choose the owners of a shuffle's outputs, by room and by links, on bare states and on clusters."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_unit_of_bytes_does_not_matter(
 
 
 def two_hosts(state: Cluster) -> Topology:
-    """Two hosts of four workers, and TCP between them."""
+    """Make two hosts of four workers, and TCP between them."""
     topology = Topology()
     for number, address in enumerate(state.addresses):
         topology.add(address, Place(f"host{number // 4}", f"gpu{number}", 0, f"host{number // 4}"))
@@ -109,7 +109,7 @@ def two_hosts(state: Cluster) -> Topology:
 
 
 def owned(on: Cluster, inputs: dict[int, int], **attributes: Any) -> Counter[int]:
-    """How many of 80 outputs each worker owns, when workers hold so many inputs of 1 GB."""
+    """Count how many of 80 outputs each worker owns, when workers hold so many inputs of 1 GB."""
     names = []
     for number, count in inputs.items():
         for i in range(count):

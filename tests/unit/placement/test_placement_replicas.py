@@ -1,4 +1,4 @@
-"""Who takes a replica, and who drops one: the rules, and a person's choice in some situations."""
+"""Choose the workers that take a replica or drop one: the rules, and a person's choice in some situations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINNED, DISK = (Route.over(SHIPPED[link]) for link in (Link.PINNED, Link.DISK))
 
 
 def over(*links: Link) -> float:
-    """Seconds that the data take over some links."""
+    """Return the seconds that the data take over some links."""
     return sum(SHIPPED[link].seconds(NBYTES) for link in links)
 
 

@@ -1,4 +1,4 @@
-"""How much slower than others a worker is, told from chance."""
+"""Estimate how much slower than others a worker is, and tell it from chance."""
 
 from __future__ import annotations
 
