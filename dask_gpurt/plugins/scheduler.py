@@ -18,7 +18,8 @@ from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import ClusterMemory
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics
+from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
@@ -247,6 +248,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         return self.cluster_memory.rows_by_prefix() if by == "prefix" else self.cluster_memory.rows()
 
     # ---- what workers and clients ask ------------------------------------------------
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Count the choice of a shuffle method that a client tells of."""
+        # A client of another version may have choices that are not known here.
+        if topic == METHOD_TOPIC and msg in MethodChoice.__members__:
+            MethodChoice[msg].count(self.metrics)
 
     def gone(self, peers: list[str], closing: bool = False) -> list[str]:
         """Handle a question: return which of these workers have left.

@@ -28,7 +28,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     set_restriction,
 )
 from dask_gpurt.frames import library
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import Recovery, is_unfinished, needed_outputs, sharing_outputs
 from dask_gpurt.shuffle.owners import Owners
@@ -116,7 +116,10 @@ class SchedulerShuffles:
     def _retrieve_spec(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def retrieve(shuffle_id: Any) -> Any:
             spec = original(shuffle_id)
-            if type(spec) is not DataFrameShuffleSpec or not self._settings.takeover:
+            if type(spec) is not DataFrameShuffleSpec:
+                return spec
+            if not self._settings.takeover:
+                MethodChoice.TAKEOVER_OFF.count(self._metrics)
                 return spec
             if library(spec.meta) is None:
                 reason = f"{type(spec.meta)} is not a frame of pandas or cudf"

@@ -425,6 +425,21 @@ def test_what_was_built_while_it_was_on_is_computed_afterwards() -> None:
             assert len(made.compute())
 
 
+def test_what_was_taken_over_is_computed_by_tasks_after_it_was_switched_off() -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        with dask.config.set({"dataframe.shuffle.method": "tasks"}), client.as_current():
+            await dask_gpurt.enable(client)
+            made = [built()["shuffle"], built()["merge"]]
+            lengths = [len(await client.compute(one)) for one in made]
+            metrics = scheduler.extensions["gpurt"].metrics
+            await until(lambda: metrics.snapshot()["counters"] == {"shuffle.taken.configured-tasks": 2})
+            await dask_gpurt.disable(client)
+            for one, length in zip(made, lengths, strict=True):
+                assert not any("barrier" in str(key) for key in one.optimize().__dask_graph__())
+                assert len(await client.compute(one)) == length
+
+
 def test_bags_are_grouped_while_it_is_on() -> None:
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
