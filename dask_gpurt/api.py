@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import warnings
 from types import ModuleType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import dask
 import pandas as pd
@@ -17,15 +18,23 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.observe import MethodChoice
+from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.report import RuntimeReport
 
 # Modules that import private parts of Dask are imported where they are used, once these are known to exist.
+
+logger = logging.getLogger("dask_gpurt")
 
 #: The name of the runtime's plugins, and of its extension on the scheduler.
 NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
 _lock = threading.Lock()
+#: By client, the choices of shuffle methods that its scheduler has been told of.
+_told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
+#: Choices that are remembered of a client; then all are forgotten, and may count again.
+MOST_CHOICES = 10_000
 
 
 def enable(client: Client | None = None) -> Any:
@@ -218,6 +227,7 @@ async def activate(client: Client) -> None:
             f"{dask_hooks.NEWEST}"
         ) from error
     with _lock:
+        _told.pop(client, None)  # the cluster counts anew
         _enabled.add(client)
         choose(is_enabled)
     if not await _stays_on(client):
@@ -229,7 +239,30 @@ def teach_method() -> None:
     """Make "gpurt" a method that Dask knows; clients without the runtime get Dask's default by it."""
     from dask_gpurt.dataframe import teach
 
-    teach(is_enabled)
+    teach(is_enabled, _tell_choice)
+
+
+def _tell_choice(expression: str, choice: MethodChoice) -> None:
+    """Have the scheduler count a choice of the shuffle method; do not wait for it.
+
+    An expression counts once: a join is lowered whenever somebody asks for its divisions.
+    """
+    client = default_client()
+    told = _told.setdefault(client, set())
+    if (expression, choice) in told:
+        return
+    if len(told) >= MOST_CHOICES:
+        told.clear()
+    told.add((expression, choice))
+
+    async def tell() -> None:
+        try:
+            await _scheduler(client).log_event(topic=METHOD_TOPIC, msg=choice.name)
+        except (OSError, RuntimeError) as error:  # the client is being closed
+            logger.debug("the choice %s is not counted: %r", choice, error)
+
+    # Expressions are lowered on any thread, also on that of the event loop.
+    client.loop.add_callback(tell)
 
 
 def _leave(client: Client) -> None:

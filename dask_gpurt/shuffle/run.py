@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from dask.context import thread_state
 from dask.typing import Key
-from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
+from distributed.core import ErrorMessage, OKMessage, Status, clean_exception, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
@@ -50,6 +50,8 @@ class Retire(NamedTuple):
 Message = list[Shard | Commit] | Mapping[int, Attempt] | Flush | Retire
 #: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
 GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
+#: The states of a worker that takes part in nothing any more.
+CLOSING = (Status.closing, Status.closed, Status.failed)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER, SEALED = "gpurt_owners", "gpurt_recover", "gpurt_sealed"
 #: Messages of the scheduler to workers as owners change.
@@ -146,7 +148,7 @@ class ShuffleRun:
 
     def raise_if_closed(self) -> None:
         """Raise what ended the run, once it has ended."""
-        if self._exchange.closed and not is_finalizing(self._worker):
+        if self._exchange.closed and not self._is_closing():
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
                 "was running: compute it again, or switch off when nothing runs"
@@ -155,6 +157,10 @@ class ShuffleRun:
             raise self._exception
         if self.closed or self._exchange.closed:
             raise ShuffleClosedError(f"{self} is over")
+
+    def _is_closing(self) -> bool:
+        """Return whether the worker ends, and the runtime with it; the tasks of the run go on elsewhere."""
+        return is_finalizing(self._worker) or self._worker.status in CLOSING
 
     @property
     def is_open(self) -> bool:
@@ -334,7 +340,10 @@ class ShuffleRun:
             run_id=self.run_id,
         )
         if reply["status"] != "OK":
-            raise _exception_of(cast(ErrorMessage, reply))
+            error = _exception_of(cast(ErrorMessage, reply))
+            if not isinstance(error, GONE) and await self._exchange.calls.is_closing(owner):
+                raise PeerLost(f"worker {owner} closes ({error})") from error
+            raise error
         return cast(dict[str, list[int]], reply).get("missing", [])
 
     async def _flush(self) -> None:
@@ -391,7 +400,8 @@ class ShuffleRun:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        return {source for answer in answers if isinstance(answer, list) for source in answer}
+        # Those of other workers have come as tuples.
+        return {source for answer in answers for source in cast(Sequence[int], answer)}
 
     # ---- consuming -------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from dask import config
-from distributed import KilledWorker, Worker, wait
+from distributed import KilledWorker, Worker, futures_of, wait
 from distributed.core import Status
 from distributed.shuffle._core import id_from_key
 
 import dask_gpurt
 from dask_gpurt.api import teach_method
 from dask_gpurt.shuffle.receiver import Receiver
-from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from tests.helpers.in_process import gen_client_cluster
@@ -319,6 +319,30 @@ def test_a_worker_is_paused_and_another_one_is_lost(monkeypatch: pytest.MonkeyPa
     run(test, **{"distributed.worker.memory.pause": False})  # Dask's monitor would let it go on
 
 
+def test_a_worker_takes_part_that_is_not_wholly_on_and_another_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not told of the other owners before it is asked for something, and it stays."""
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        late, leaves, _ = sorted(crew, key=lambda worker: worker.address == stopped.where[0])
+        ready = scheduler.extensions["gpurt"].workers.ready
+        ready.discard(late.address)
+        renew = late.stream_handlers.pop(RENEW)
+        await leaves.close()
+        stopped.open.set()
+        assert_right(await result)
+        assert late.status is Status.running
+        late.stream_handlers[RENEW] = renew
+        ready.add(late.address)
+        del result
+
+    run(test, workers=3)
+
+
 def test_workers_leave_between_repeats() -> None:
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         for leaves in (None, crew[2], crew[1]):
@@ -405,6 +429,28 @@ def test_some_outputs_are_wanted_more_and_some_no_more(monkeypatch: pytest.Monke
         assert (few["key"] == few["row"] % 17).all()
 
     run(test)
+
+
+def test_one_result_is_lost_again_and_again_and_the_others_are_kept() -> None:
+    """Each time a run receives the one output that is needed, and ends. That is no run in vain."""
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        extension, runtime = scheduler.extensions["shuffle"], scheduler.extensions["gpurt"]
+        kept = client.persist(shuffled().map_partitions(lambda part: part.assign(more=1)))
+        first = min(future.key for future in futures_of(kept))
+        for _ in range(3):
+            await wait(kept)
+            await until(lambda: not extension.active_shuffles)
+            assert not [name for name in scheduler.clients if name.startswith("gpurt")]
+            runtime.lost(next(iter(scheduler.tasks[first].who_has)).address, [first])
+            await until(lambda: extension.active_shuffles)
+            (active,) = extension.active_shuffles.values()
+            outputs = [share.outputs for share in active.run_spec.worker_for.shares.values()]
+            assert outputs == [(0,)]
+        assert_right(await client.compute(kept))
+        del kept
+
+    run(test, **{"gpurt.shuffle.retries": 1})
 
 
 def test_a_run_is_failed_before_its_worker_hears_that_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from dask.context import thread_state
 from distributed.comm import CommClosedError
-from distributed.core import AsyncTaskGroup, error_message
+from distributed.core import AsyncTaskGroup, Status, error_message
 from distributed.shuffle._core import ShuffleId, ShuffleRunSpec
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -162,7 +162,9 @@ class Network:
 
 
 def _received(answer: Any) -> Any:
-    """Return what a comm makes of an answer: bytes of its own."""
+    """Return what a comm makes of an answer: bytes of its own, and tuples of lists."""
+    if isinstance(answer, dict):
+        answer = {name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()}
     if isinstance(answer, dict) and answer.get("data"):
         return {**answer, "data": [bytes(one.data) for one in answer["data"]]}
     if isinstance(answer, dict) and answer.get("status") == "error":
@@ -184,7 +186,7 @@ class Process:
         self.scheduler = scheduler
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network = loop, network
-        self.alive = True
+        self.alive, self.status = True, Status.running
         #: Handlers that are under way, which end with their process.
         self.handling: set[asyncio.Future[Any]] = set()
         settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})
@@ -398,8 +400,12 @@ class Scheduler:
 
     # ---- what workers ask ------------------------------------------------------------
 
-    async def gpurt_gone(self, peers: list[str]) -> list[str]:
-        return [peer for peer in peers if peer not in self.workers]
+    async def gpurt_gone(self, peers: list[str], closing: bool = False) -> list[str]:
+        return [peer for peer in peers if peer not in self.workers or (closing and self._closes(peer))]
+
+    def _closes(self, address: str) -> bool:
+        process = self.network.processes.get(address)
+        return process is not None and process.status is Status.closing
 
     async def gpurt_links(self, worker: str, peers: list[str]) -> dict[str, Any]:
         return {"links": {}, "classes": {}}
