@@ -17,7 +17,6 @@ from dask import config
 from distributed import KilledWorker, Worker, futures_of, wait
 from distributed.core import Status
 from distributed.shuffle._core import id_from_key
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.api import teach_method
@@ -25,6 +24,7 @@ from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import ShuffleSpec
+from tests.helpers.in_process import gen_client_cluster
 
 ROWS, PARTS = 200, 4
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
@@ -75,7 +75,7 @@ def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any)
         await dask_gpurt.disable(client)
 
     nthreads = [("127.0.0.1", 1)] * workers
-    gen_cluster(client=True, nthreads=nthreads, timeout=60, config=settings)(body)()
+    gen_client_cluster(nthreads=nthreads, config=settings)(body)()
 
 
 def held(worker: Any) -> list[Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.memory.admission import FETCH
@@ -24,6 +23,7 @@ from dask_gpurt.observe.waiting import (
     describe_worker,
     signalled_stacks,
 )
+from tests.helpers.in_process import gen_client_cluster
 
 MIB = 2**20
 TIGHT = {
@@ -48,7 +48,7 @@ def run(test: Callable[..., Awaitable[None]], threads: int = 1) -> None:
         finally:
             await dask_gpurt.disable(client)
 
-    gen_cluster(client=True, nthreads=[("127.0.0.1", threads)] * 2, timeout=120, config=TIGHT)(body)()
+    gen_client_cluster(nthreads=[("127.0.0.1", threads)] * 2, config=TIGHT)(body)()
 
 
 def fail(*_: Any) -> Any:
@@ -154,7 +154,7 @@ def test_a_task_that_waits_for_room_runs_when_the_runtime_is_switched_off() -> N
     run(test, threads=2)
 
 
-# ---- who tells of it ---------------------------------------------------------------------
+# ---- what tells of it --------------------------------------------------------------------
 
 
 def test_a_worker_and_the_scheduler_tell_what_waits() -> None:
