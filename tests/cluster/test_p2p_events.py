@@ -300,6 +300,22 @@ def test_workers_are_retired_during_transfer(monkeypatch: pytest.MonkeyPatch) ->
     run(test, workers=3)
 
 
+def test_the_barrier_ends_with_owners_that_are_not_the_current_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        [active] = scheduler.extensions["shuffle"].active_shuffles.values()
+        active.run_spec.worker_for.move({})  # of which the workers do not hear
+        stopped.open.set()
+        assert_right(await result)
+        assert len(stopped.where) == 2, "it was run again"
+        del result
+
+    run(test)
+
+
 def test_a_worker_is_paused_and_another_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = gate(monkeypatch, "barrier")
 

@@ -136,6 +136,48 @@ def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
 
 
 @in_process
+async def test_the_barrier_asks_all_workers_at_once_and_each_once() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals: list[tuple[str, str]] = []
+
+    async def count(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        seals.append((address, op))
+        return await handle(address, op, content)
+
+    intercept(cluster, count)
+    await cluster.barrier("a shuffle", results)
+    assert seals == [(B, "shuffle_receive")], "the worker of the barrier needs no message"
+    assert cluster.scheduler.active["a shuffle"].owners.sealed
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> None:
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive" and b"Commit" in content["data"]:
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    results = await cluster.transfer_all("a shuffle")
+    barrier = asyncio.ensure_future(cluster.barrier("a shuffle", results))
+    await quiet()
+    assert not barrier.done(), "the other worker was asked, and misses what it has not been offered"
+    arrives.set()
+    await barrier
+    assert counted(cluster.network.processes[A], "shuffle.inputs.missing") == 0
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
 async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     cluster = Cluster(A, B)
     results = await cluster.transfer_all("a shuffle")
