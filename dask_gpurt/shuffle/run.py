@@ -145,6 +145,7 @@ class ShuffleRun:
         self._retiring: set[int] = set()
         exchange.metrics.add("shuffle.runs")
         exchange.run_begins(self._key)
+        self._note_what_is_left()
 
     def __repr__(self) -> str:
         return f"<{self}, closed={self.closed}, epoch={self._owners.epoch}>"
@@ -215,6 +216,7 @@ class ShuffleRun:
             return
         self._owners = owners
         outdated = self._consumer.renew(owners)
+        self._note_what_is_left()
         self._producer.renew(owners)
         self._exchange.discard_soon(outdated)
         self._retire_all()
@@ -503,6 +505,12 @@ class ShuffleRun:
         """A task that had read outputs is in memory: let its shards go."""
         if finished := self._consumer.task_done(key):
             self._exchange.discard_soon(finished)
+            self._note_what_is_left()
+
+    def _note_what_is_left(self) -> None:
+        """Have what this worker retains make room for other runs while it has no output to read."""
+        if not self.closed:
+            self._exchange.run_is_read(self._key, self._consumer.is_read)
 
 
 def _exception_of(reply: ErrorMessage) -> Exception:
