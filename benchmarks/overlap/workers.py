@@ -36,7 +36,7 @@ from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
 from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
 from dask_gpurt.overlap.samples import PRIORITY, Setting
 from dask_gpurt.plugins.overlapping import cache_key
-from dask_gpurt.plugins.sharing import StatsSync
+from dask_gpurt.plugins.stats_sync import StatsSync
 
 Frame = Any
 #: Nannies load the interposer where these are set as they start.

@@ -30,7 +30,7 @@ from distributed.scheduler import Scheduler
 
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.memory.ledger import Ledger, Picture
+from dask_gpurt.memory.ledger import ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import FreeMemory, LedgerHeadroom, Placement
@@ -97,10 +97,13 @@ def _nobody_listens(*messages: Any) -> None:
 
 def headroom_of(state: Scheduler) -> LedgerHeadroom:
     """Room for everything, as the ledgers of all workers have told."""
-    picture, capacity = Picture(), {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0}
+    cluster_memory, capacity = (
+        ClusterMemory(),
+        {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0},
+    )
     for address in state.workers:
-        picture.apply(address, Ledger(capacity).snapshot())
-    return LedgerHeadroom(picture, state.workers)
+        cluster_memory.apply(address, Ledger(capacity).snapshot())
+    return LedgerHeadroom(cluster_memory, state.workers)
 
 
 class Roomy:

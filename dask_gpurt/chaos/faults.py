@@ -33,7 +33,7 @@ MESSAGES = {
     "fetches": "gpurt_fetch",
 }
 #: A connection that breaks each time is no connection: a reset leaves at least every other message alone.
-LEAST_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
+MIN_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
 #: Seconds for a worker to answer; a worker that is stopped answers after that.
 ASK_S = 20.0
 SHM = "/dev/shm"
@@ -263,7 +263,7 @@ class Messages(OnWorkers):
         return {
             "action": self.action,
             "op": self.op,
-            "one_in": min(max(self.spec.one_in, LEAST_ONE_IN[self.action]), 5),
+            "one_in": min(max(self.spec.one_in, MIN_ONE_IN[self.action]), 5),
             "seed": self.spec.seed,
             "seconds": min(self.spec.lasting_s, 2),
         }
@@ -391,7 +391,7 @@ class ScaleUp(ScaleDown):
         self._scale(self.site.workers + 1)
 
 
-class Switch(Fault):
+class SwitchRuntime(Fault):
     """The runtime is switched off, and on again when the operations have ended."""
 
     explains = (r"the runtime was switched off", r"the runtime is not on")
@@ -405,10 +405,10 @@ class Switch(Fault):
         return 1
 
 
-class SwitchTwice(Fault):
+class SwitchRuntimeTwice(Fault):
     """The runtime is switched off, and on again by two threads at once."""
 
-    explains = Switch.explains
+    explains = SwitchRuntime.explains
     ends_last = True
     #: Whether it did not go on, beside another fault.
     is_off = False
@@ -469,7 +469,7 @@ FAULTS: dict[str, type[Fault]] = {
     "full-shm": FullShm,
     "scale-down": ScaleDown,
     "scale-up": ScaleUp,
-    "switch": Switch,
-    "switch-twice": SwitchTwice,
+    "switch": SwitchRuntime,
+    "switch-twice": SwitchRuntimeTwice,
     CHECKS_THE_CHECKER: WrongRow,
 }

@@ -83,7 +83,7 @@ def anonymous() -> int:
 
 def _is_incoming(thing: Any) -> bool:
     # By the module, so that the name of the class may change.
-    return type(thing).__module__ == "dask_gpurt.exchange.inbox" and hasattr(thing, "shard")
+    return type(thing).__module__ == "dask_gpurt.exchange.incoming" and hasattr(thing, "shard")
 
 
 def _open_pools() -> Iterable[int]:

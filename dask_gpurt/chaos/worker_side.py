@@ -185,7 +185,7 @@ class FullFileSystem:
             setattr(os, name, original)
 
 
-class RefusedOffers:
+class OfferFaultInjector:
     """Has the exchange of a worker run out of memory as it takes one of so many offers."""
 
     def __init__(self, exchange: Any, one_in: int, seed: int):
@@ -207,7 +207,7 @@ class RefusedOffers:
         put_back(self._exchange, "take", self._before)
 
 
-class FailingTransfers:
+class TransferFaultInjector:
     """Has transfer tasks fail as they pack, after they have published a part because the pool was full."""
 
     def __init__(self, pools: list[Any], one_in: int, seed: int):
@@ -265,13 +265,13 @@ class ChaosWorkerPlugin(WorkerPlugin):
             self.faults[number] = FullFileSystem(*options["prefixes"] or [self.worker.local_directory])
         elif runtime is not None and kind == "transfers":
             pools = runtime.exchange.pools
-            self.faults[number] = FailingTransfers(
+            self.faults[number] = TransferFaultInjector(
                 [pools.known(each).pool for each in pools.devices], **options
             )
         elif runtime is not None and kind == "allocations":
             self.faults[number] = FailingAllocations(list(runtime.exchange.pools.devices.values()), **options)
         elif runtime is not None and kind == "offers":
-            self.faults[number] = RefusedOffers(runtime.exchange, **options)
+            self.faults[number] = OfferFaultInjector(runtime.exchange, **options)
 
     def stop(self, number: int) -> int:
         """End a fault; how often it hit."""

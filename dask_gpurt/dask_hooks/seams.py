@@ -97,7 +97,7 @@ class Seam:
 
 
 @dataclass(frozen=True)
-class Part:
+class SeamGroup:
     """The seams that one part of a runtime needs.
 
     Attributes
@@ -160,7 +160,7 @@ _STATE = "distributed.scheduler:SchedulerState."
 _MANAGER = "distributed.active_memory_manager:ActiveMemoryManagerExtension."
 
 #: Tasks as graphs have them, and what tasks of dataframes call.
-GRAPHS = Part(
+GRAPHS = SeamGroup(
     "graphs",
     (
         Seam(_TASKS + "Alias"),
@@ -172,7 +172,7 @@ GRAPHS = Part(
     ),
 )
 #: Runs of shuffles on the scheduler: replaced on its extension, or called there.
-SCHEDULER_SHUFFLES = Part(
+SCHEDULER_SHUFFLES = SeamGroup(
     "shuffles on the scheduler",
     (
         Seam(_EXTENSION + "_retrieve_spec", "self shuffle_id"),
@@ -193,7 +193,7 @@ SCHEDULER_SHUFFLES = Part(
     ),
 )
 #: The specs and tasks that others stand in for, and what calls runs on a worker.
-WORKER_SHUFFLES = Part(
+WORKER_SHUFFLES = SeamGroup(
     "shuffles on workers",
     (
         Seam(_CORE + "ShuffleSpec.create_run_on_worker", "self run_id span_id worker_for plugin"),
@@ -224,7 +224,7 @@ WORKER_SHUFFLES = Part(
     ),
 )
 #: What a worker does with tasks and data: replaced on the worker, or called there.
-WORKER = Part(
+WORKER = SeamGroup(
     "tasks and data of workers",
     (
         Seam("distributed.worker:Worker.execute", "self key stimulus_id"),
@@ -237,7 +237,7 @@ WORKER = Part(
     ),
 )
 #: What a client needs to make graphs. Other processes need not import it.
-EXPRESSIONS = Part(
+EXPRESSIONS = SeamGroup(
     "expressions",
     (
         Seam(_EXPR + "_shuffle:Shuffle._lower", "self"),
@@ -261,7 +261,7 @@ EXPRESSIONS = Part(
     ),
 )
 #: How tasks find the run that they belong to.
-RUN_LOOKUP = Part(
+RUN_LOOKUP = SeamGroup(
     "run lookup",
     (
         Seam(_PLUGIN + "get_or_create_shuffle", "self shuffle_id"),
@@ -270,7 +270,7 @@ RUN_LOOKUP = Part(
     without="tasks ask the event loop for their run",
 )
 #: From whom a worker fetches; the runtime has a copy of the body, with another order.
-REPLICA_CHOICE = Part(
+REPLICA_CHOICE = SeamGroup(
     "replica choice",
     (
         Seam(
@@ -282,7 +282,7 @@ REPLICA_CHOICE = Part(
     without="dependencies are fetched from where Dask chooses",
 )
 #: Which worker runs a task. Each method that differs is left to Dask.
-PLACEMENT = Part(
+PLACEMENT = SeamGroup(
     "placement",
     (
         Seam(_STATE + "decide_worker_non_rootish", "self ts"),
@@ -296,7 +296,7 @@ PLACEMENT = Part(
     without="Dask chooses workers by the methods that differ",
 )
 #: What placement reads of the scheduler.
-PLACEMENT_STATE = Part(
+PLACEMENT_STATE = SeamGroup(
     "load of workers",
     (
         Seam(_STATE + "_get_prefix_duration", "self prefix"),
@@ -305,7 +305,7 @@ PLACEMENT_STATE = Part(
     without="Dask chooses workers",
 )
 #: Which worker takes a task from another.
-STEALING = Part(
+STEALING = SeamGroup(
     "work stealing",
     (
         Seam(
@@ -316,7 +316,7 @@ STEALING = Part(
     without="Dask chooses who takes tasks from others",
 )
 #: Which worker gets a replica, and which drops one.
-REPLICAS = Part(
+REPLICAS = SeamGroup(
     "active memory manager",
     (
         Seam(_MANAGER + "_find_recipient", "self ts candidates pending_repl"),
@@ -400,7 +400,7 @@ def differences(seams: Iterable[Seam]) -> list[str]:
     return [found for seam in seams if (found := seam.difference()) is not None]
 
 
-def table(unused: Collection[Part] = ()) -> list[Row]:
+def table(unused: Collection[SeamGroup] = ()) -> list[Row]:
     """Compare all seams with the installed Dask.
 
     Parameters
@@ -411,7 +411,7 @@ def table(unused: Collection[Part] = ()) -> list[Row]:
     return [row for part in PARTS for row in _rows(part, part in unused)]
 
 
-def _rows(part: Part, unused: bool) -> Iterator[Row]:
+def _rows(part: SeamGroup, unused: bool) -> Iterator[Row]:
     for seam in part.seams:
         found = None if unused else seam.difference()
         if found is None:

@@ -30,7 +30,7 @@ if "nvidia.libnvcomp" in sys.modules:
 #: nvCOMP's names, by ours: one that is fast, and one that makes less of the bytes.
 ALGORITHMS = {"nvcomp-lz4": "LZ4", "nvcomp-zstd": "Zstd"}
 #: Bytes per second of a link at which they gain nothing.
-FAST = 20e9
+MAX_LINK_BYTES_PER_S = 20e9
 #: By address, those that nvCOMP was told to work on: what it allocates is freed on one of them.
 _STREAMS: dict[int, Stream] = {}
 _USED: WeakSet[CudaCodec] = WeakSet()
@@ -46,7 +46,7 @@ class CudaCodec:
     """
 
     on_host = False
-    fast = FAST
+    fast = MAX_LINK_BYTES_PER_S
 
     def __init__(self, name: str, device: CudaStreams):
         self.name = name

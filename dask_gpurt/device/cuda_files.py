@@ -26,7 +26,7 @@ from dask_gpurt.device.copies import address
 from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, behind
 
 #: Bytes of a pinned buffer: as much as keeps a disk busy.
-BOUNCE = 4 << 20
+BOUNCE_BUFFER_BYTES = 4 << 20
 #: Threads of kvikio, as libcudf takes them; kvikio's own default is one.
 KVIKIO_THREADS = 4
 
@@ -144,9 +144,12 @@ class Bounce:
     def _buffers(self) -> list[np.ndarray]:
         if not hasattr(self._threads, "pair"):
             self._device.stream()  # of this thread, and so its device
-            pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * BOUNCE + PAGE), 0)
+            pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * BOUNCE_BUFFER_BYTES + PAGE), 0)
             memory = np.frombuffer(pinned, np.uint8)[-pinned.ptr % PAGE :]
-            self._threads.pair = [memory[:BOUNCE], memory[BOUNCE : 2 * BOUNCE]]
+            self._threads.pair = [
+                memory[:BOUNCE_BUFFER_BYTES],
+                memory[BOUNCE_BUFFER_BYTES : 2 * BOUNCE_BUFFER_BYTES],
+            ]
         pair: list[np.ndarray] = self._threads.pair
         return pair
 
@@ -185,7 +188,7 @@ def _chunks(parts: Sequence[At]) -> Iterator[tuple[int, int, int]]:
     for buffer, at in parts:
         where, left = address(buffer) if buffer.nbytes else 0, buffer.nbytes
         while left:
-            nbytes = min(left, BOUNCE - at % PAGE)
+            nbytes = min(left, BOUNCE_BUFFER_BYTES - at % PAGE)
             yield where, nbytes, at
             where, at, left = where + nbytes, at + nbytes, left - nbytes
 

@@ -22,11 +22,11 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM
 from dask_gpurt.device.base import SmsError
 
 #: cudaStreamPerThread: what stands for each thread's own default stream, which no green context has.
-PER_THREAD = 2
+PER_THREAD_STREAM = 2
 #: SMs in a group, since compute capability 9.0 and before, as cuda.h of CUDA 13.0 has it.
-UNIT, UNIT_BEFORE = 8, 2
+SM_UNIT, SM_UNIT_BEFORE_HOPPER = 8, 2
 #: Numbers that are added up to try one out.
-TRIAL = 1000
+TRIAL_NUMBERS = 1000
 
 
 #: Has a thread get its context, the second, instead of the usual one, the first.
@@ -76,7 +76,7 @@ class GreenContexts:
     """
 
     def __init__(self, device: int, instead: Instead):
-        if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD:
+        if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD_STREAM:
             raise SmsError("default streams of threads can not be confined: unset CUDF_PER_THREAD_STREAM")
         self._index = device
         self._instead = instead
@@ -89,7 +89,7 @@ class GreenContexts:
         except (AttributeError, RuntimeError) as error:  # as cuda.bindings says what a driver lacks
             raise SmsError(f"green contexts need a driver of CUDA 12.4: {error}") from error
         self.total = int(self._all.sm.smCount)
-        self.unit = UNIT if runtime.getDeviceProperties(device)["major"] >= 9 else UNIT_BEFORE
+        self.unit = SM_UNIT if runtime.getDeviceProperties(device)["major"] >= 9 else SM_UNIT_BEFORE_HOPPER
         self._threads = threading.local()
 
     @contextmanager
@@ -127,13 +127,13 @@ class GreenContexts:
         """Run a kernel of this process confined to so many SMs; SmsError when that does not work."""
         try:
             with self.entered(sms):
-                total = int(cupy.arange(TRIAL).sum())
+                total = int(cupy.arange(TRIAL_NUMBERS).sum())
                 stays = int(_checked(driver.cuCtxGetCurrent())) == int(self._made(sms)[1])
         except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
             raise SmsError(f"green contexts: {error}") from error
         if not stays:
             raise SmsError("green contexts: cupy leaves one, past the interposer")
-        if total != TRIAL * (TRIAL - 1) // 2:
+        if total != TRIAL_NUMBERS * (TRIAL_NUMBERS - 1) // 2:
             raise SmsError("green contexts: a kernel gave a wrong result in one")
 
     def _made(self, sms: int) -> tuple[Any, Any, Any]:

@@ -19,9 +19,9 @@ from dask_gpurt.device import Block, Device, PoolFull
 from dask_gpurt.device.base import Buffer, Codec
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import Compressor
-from dask_gpurt.exchange.inbox import Parcel
+from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.exchange.outbox import COPIED
+from dask_gpurt.exchange.outgoing import COPIED
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer, PeerLost, RunKey
@@ -78,7 +78,7 @@ class Comms:
 
     # ---- fetching ----------------------------------------------------------------------
 
-    async def fetch(self, parcel: Parcel, *, by_host: bool = False) -> dict[str, Any]:
+    async def fetch(self, incoming: IncomingShard, *, by_host: bool = False) -> dict[str, Any]:
         """Ask the producer for a shard.
 
         Parameters
@@ -98,29 +98,29 @@ class Comms:
         ExchangeClosed
             When nothing needs the shard any more.
         """
-        peer = parcel.shard.producer.address
-        packing = await self._packing(peer, parcel.device, by_host)
+        peer = incoming.shard.producer.address
+        packing = await self._packing(peer, incoming.device, by_host)
         if packing is not None and not self._links.is_measured(peer):
             # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
             async with self._first.setdefault(peer, asyncio.Lock()):
                 if not self._links.is_measured(peer):
-                    return await self._ask(parcel, packing)
-            packing = await self._packing(peer, parcel.device, by_host)
-        return await self._ask(parcel, packing)
+                    return await self._ask(incoming, packing)
+            packing = await self._packing(peer, incoming.device, by_host)
+        return await self._ask(incoming, packing)
 
-    async def _ask(self, parcel: Parcel, packing: dict[str, Any] | None) -> dict[str, Any]:
-        shard = parcel.shard
+    async def _ask(self, incoming: IncomingShard, packing: dict[str, Any] | None) -> dict[str, Any]:
+        shard = incoming.shard
         producer = shard.producer
         start = perf_counter()
         reply: dict[str, Any] | None = await self._calls.call(
             producer.address,
             "gpurt_fetch",
-            check=parcel.check_wanted,
+            check=incoming.check_wanted,
             kind=shard.device,
             shard=shard.id,
-            run=list(parcel.run),
+            run=list(incoming.run),
             packing=packing,
-            staged_for=None if parcel.path.staging is None else self._me.address,
+            staged_for=None if incoming.path.staging is None else self._me.address,
             to=producer.incarnation,
         )
         if reply is None:  # Dask's answer to an operation that it does not know
@@ -158,19 +158,19 @@ class Comms:
         self._traffic.note(peer, COMMS, nbytes, seconds)
         self._links.observe(peer, nbytes, now - seconds, now)
 
-    def unpacked(self, parcel: Parcel, reply: dict[str, Any]) -> list[Any]:
+    def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
         """The sections of a shard that was fetched; where staged, they stay until it is released. Blocks."""
-        sizes = [section.nbytes for section in parcel.shard.sections]
+        sizes = [section.nbytes for section in incoming.shard.sections]
         if reply["staged"]:
-            assert parcel.path.staging is not None
-            return list(map(parcel.path.staging.view, reply["staged"]["offsets"], sizes))
+            assert incoming.path.staging is not None
+            return list(map(incoming.path.staging.view, reply["staged"]["offsets"], sizes))
         if reply["codec"] is None:
             whole = [received(data) for data in reply["data"]]
             # Within a process a comm hands the memory of the producer over, who will reuse it.
             return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
         with self._metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])
-            return self._codecs(parcel.device)[reply["codec"]].decompress(packed, sizes)
+            return self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes)
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
         """What makes buffers of a device out of fetched sections."""

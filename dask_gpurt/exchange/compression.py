@@ -19,11 +19,11 @@ from dask_gpurt.observe import Fallback, Metrics
 
 #: With compression it has to take at most so much of the time without: what a sample tells is rough, and
 #: compression takes processors from those who compute.
-WORTH = 0.9
+PAYING_TIME_SHARE = 0.9
 #: Bytes of a shard: of smaller ones it is the latency that counts, larger ones no codec takes at once.
-LEAST, MOST = 2**16, 2**30
+MIN_SHARD_BYTES, MAX_SHARD_BYTES = 2**16, 2**30
 #: Samples are kept of so many runs, those used last: one may be taken as its run ends, and nobody forgets it.
-RUNS = 256
+MAX_RUNS = 256
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sample:
     compress_rate: float
     decompress_rate: float
 
-    def pace(self, bandwidth: float) -> float:
+    def seconds_per_byte(self, bandwidth: float) -> float:
         """Seconds that a byte takes to be compressed, sent and decompressed."""
         return 1 / self.compress_rate + self.ratio / bandwidth + 1 / self.decompress_rate
 
@@ -54,9 +54,11 @@ class Sample:
 
         Restoring is done elsewhere, and counts as slower by as much as compressing is: it competes too.
         """
-        pace = (1 / self.compress_rate + 1 / compress_rate) / 2
-        slower = pace * self.compress_rate
-        return Sample(self.codec, (self.ratio + ratio) / 2, 1 / pace, self.decompress_rate / slower)
+        seconds_per_byte = (1 / self.compress_rate + 1 / compress_rate) / 2
+        slower = seconds_per_byte * self.compress_rate
+        return Sample(
+            self.codec, (self.ratio + ratio) / 2, 1 / seconds_per_byte, self.decompress_rate / slower
+        )
 
 
 def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decompress_rate: float) -> bool:
@@ -71,7 +73,10 @@ def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decom
     compress_rate, decompress_rate
         Bytes before compression, per second.
     """
-    return Sample("", ratio, compress_rate, decompress_rate).pace(bandwidth) < WORTH / bandwidth
+    return (
+        Sample("", ratio, compress_rate, decompress_rate).seconds_per_byte(bandwidth)
+        < PAYING_TIME_SHARE / bandwidth
+    )
 
 
 def best(samples: Iterable[Sample], bandwidth: float) -> str | None:
@@ -81,7 +86,7 @@ def best(samples: Iterable[Sample], bandwidth: float) -> str | None:
         for sample in samples
         if compression_pays(bandwidth, sample.ratio, sample.compress_rate, sample.decompress_rate)
     ]
-    return min(paying, key=lambda sample: sample.pace(bandwidth)).codec if paying else None
+    return min(paying, key=lambda sample: sample.seconds_per_byte(bandwidth)).codec if paying else None
 
 
 def sample(codec: Codec, whole: Any) -> Sample:
@@ -130,7 +135,7 @@ class Compressor:
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._runs: LRU[RunKey, _Run] = LRU(RUNS, {})
+        self._runs: LRU[RunKey, _Run] = LRU(MAX_RUNS, {})
 
     def pack(
         self, run: RunKey, sections: Sequence[Buffer], bandwidth: float, codecs: Iterable[Codec]
@@ -149,7 +154,7 @@ class Compressor:
         """
         nbytes = sum(section.nbytes for section in sections)
         tried = {codec.name: codec for codec in codecs if bandwidth < codec.fast}
-        if not tried or not LEAST <= nbytes <= MOST:
+        if not tried or not MIN_SHARD_BYTES <= nbytes <= MAX_SHARD_BYTES:
             return None
         try:
             samples = self._of(run, sections, tried.values())

@@ -18,7 +18,7 @@ from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Bytes of a shard as they are on GPUs, for which a path is described.
-USUAL = 2**24
+USUAL_SHARD_BYTES = 2**24
 
 
 class Peers:
@@ -99,7 +99,7 @@ class Peers:
         if self._closed:  # while it was mapped, so that this was not retired with the others
             await asyncio.to_thread(_retire_all, found)
             raise PeerError(f"the exchange of {self._me.address} is closed")
-        self._note(paths.least(found, USUAL, self._links.speed_from(peer.address)))
+        self._note(paths.least(found, USUAL_SHARD_BYTES, self._links.speed_from(peer.address)))
         return found
 
     async def _ticket(self, address: str, kind: str, incarnation: str | None) -> dict[str, Any]:
@@ -166,7 +166,9 @@ class Peers:
         return {
             peer.address: {
                 "device": kind,
-                **paths.least(_result(task), USUAL, self._links.speed_from(peer.address)).describe(),
+                **paths.least(
+                    _result(task), USUAL_SHARD_BYTES, self._links.speed_from(peer.address)
+                ).describe(),
             }
             for (peer, of), task in self._found.items()
             if of == kind and _result(task)

@@ -131,8 +131,8 @@ class Part:
     memo: dict[str, Any]
 
 
-class Room(Protocol):
-    """Where pieces are packed."""
+class BlockAllocator(Protocol):
+    """Cuts the blocks into which pieces are packed."""
 
     def allocate(self, nbytes: int) -> Block:
         """Cut a block; raises PoolFull."""
@@ -185,13 +185,13 @@ class Table(Protocol):
         """Some rows of ``Piece.rows``."""
         ...
 
-    def pack(self, piece: Piece, room: Room) -> Packed:
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         """Write a piece into one block, complete after the next :meth:`settle`.
 
         Raises
         ------
         PoolFull
-            When ``room`` has no block of the size.
+            When ``allocator`` has no block of the size.
         """
         ...
 

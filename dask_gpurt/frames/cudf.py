@@ -27,13 +27,13 @@ from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.copies import Copy, address
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.device.cuda_memory import DeviceSpan, copy_async
-from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Room, Routed
+from dask_gpurt.frames.backend import BlockAllocator, Hashed, Packed, Part, Piece, Routed
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _CudfRows:
     """Columns without their names, and the header that brings the names and dtypes back."""
 
     table: plc.Table
@@ -105,7 +105,7 @@ class CudfTable:
         columns = [*index, *frame._columns]
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
         table, ends = self._partitioned(columns, keys, function, npartitions)
-        layout = Layout.of(table, header)
+        layout = CudfLayout.of(table, header)
         header = pickle.dumps(layout) if layout else header
         return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
 
@@ -140,7 +140,7 @@ class CudfTable:
         self,
         table: plc.Table,
         header: bytes,
-        layout: Layout | None,
+        layout: CudfLayout | None,
         partitions: Sequence[int],
         ends: list[int],
     ) -> Piece | None:
@@ -158,30 +158,30 @@ class CudfTable:
         else:
             cuts = [edge for span in spans for edge in span]
             rows = plc.concatenate.concatenate(plc.copying.slice(table, cuts, stream=stream), stream=stream)
-        return Piece(_Rows(rows, header), tuple(partitions), tuple(offsets))
+        return Piece(_CudfRows(rows, header), tuple(partitions), tuple(offsets))
 
-    def cut(self, rows: _Rows | PlainRows, start: int, stop: int) -> _Rows | PlainRows:
+    def cut(self, rows: _CudfRows | PlainRows, start: int, stop: int) -> _CudfRows | PlainRows:
         if isinstance(rows, PlainRows):
             return rows.between(start, stop)
         stream, _ = self.device.stream()
         (part,) = plc.copying.slice(rows.table, [start, stop], stream=stream)
-        return _Rows(part, rows.header)
+        return _CudfRows(part, rows.header)
 
-    def pack(self, piece: Piece, room: Room) -> Packed:
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         if isinstance(piece.rows, PlainRows):
-            block = room.allocate(piece.rows.layout.starts(len(piece))[-1])
+            block = allocator.allocate(piece.rows.layout.starts(len(piece))[-1])
             self._copies += piece.rows.copies(block.buffer.ptr)
             return Packed(block, piece.rows.header)
-        return self._split_contiguously(piece, room)
+        return self._split_contiguously(piece, allocator)
 
-    def _split_contiguously(self, piece: Piece, room: Room) -> Packed:
+    def _split_contiguously(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         stream, _ = self.device.stream()
         blocks: dict[int, Block] = {}
         full: list[PoolFull] = []
 
         def take(nbytes: int, _stream: Any) -> int:
             try:
-                block = room.allocate(nbytes)
+                block = allocator.allocate(nbytes)
             except PoolFull as error:
                 full.append(error)  # libcudf turns every exception into one of its own
                 raise MemoryError from error
@@ -190,7 +190,7 @@ class CudfTable:
 
         def drop(ptr: int, _nbytes: int, _stream: Any) -> None:
             if ptr in blocks:
-                room.give_back(blocks.pop(ptr))
+                allocator.give_back(blocks.pop(ptr))
 
         memory = rmm.mr.CallbackMemoryResource(take, drop)
         try:
@@ -200,7 +200,7 @@ class CudfTable:
                 raise full[0] from None
             raise
         # The block is ours from here on; libcudf gives back what else it took.
-        block = blocks.pop(data.ptr) if len(data) else room.allocate(0)
+        block = blocks.pop(data.ptr) if len(data) else allocator.allocate(0)
         del data
         return Packed(block, pickle.dumps((bytes(metadata), piece.rows.header)))
 
@@ -216,7 +216,7 @@ class CudfTable:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)
-        if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
+        if isinstance(read, CudfLayout) and len({part.header for part in parts}) == 1:
             table = read.read(parts, self.device)
             plain: cudf.DataFrame = pickle.loads(read.schema).frame(table, meta)
             return plain
@@ -301,7 +301,7 @@ def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
     """The schema of a packed piece and a table for each output partition in it, read once."""
     if "opened" not in part.memo:
         read = pickle.loads(part.header)
-        if isinstance(read, Layout):
+        if isinstance(read, CudfLayout):
             header, table = read.schema, read.view(part.buffer, part.offsets[-1])
         else:
             metadata, header = read
@@ -328,11 +328,11 @@ def _concatenated(tables: list[plc.Table]) -> plc.Table:
 # takes microseconds, and nothing has to be unpacked.
 
 #: The first row, and the one behind the last.
-Span = tuple[int, int]
+RowRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
+class CudfLayout:
     """What columns lie one behind the other in a buffer.
 
     Attributes
@@ -347,7 +347,7 @@ class Layout:
     schema: bytes
 
     @classmethod
-    def of(cls, table: plc.Table, schema: bytes) -> Layout | None:
+    def of(cls, table: plc.Table, schema: bytes) -> CudfLayout | None:
         """That of a table; None where a column has nulls, or rows of different sizes."""
         columns = table.columns()
         if not columns or not all(
@@ -404,14 +404,14 @@ class PlainRows:
     """Some rows of a table of a layout; ``header`` is what is needed to read them."""
 
     table: plc.Table
-    layout: Layout
+    layout: CudfLayout
     header: bytes
-    spans: tuple[Span, ...]
+    spans: tuple[RowRange, ...]
 
     @classmethod
-    def of(cls, table: plc.Table, layout: Layout, header: bytes, spans: Sequence[Span]) -> PlainRows:
+    def of(cls, table: plc.Table, layout: CudfLayout, header: bytes, spans: Sequence[RowRange]) -> PlainRows:
         """Rows from spans; those that adjoin are copied as one."""
-        joined: list[Span] = []
+        joined: list[RowRange] = []
         for start, stop in spans:
             if joined and joined[-1][1] == start:
                 joined[-1] = joined[-1][0], stop

@@ -17,7 +17,7 @@ from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-de
 from dask_gpurt.dask_hooks.graph import concat
 from dask_gpurt.device import Device, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Ranged, Room, Routed
+from dask_gpurt.frames.backend import BlockAllocator, Hashed, Packed, Part, Piece, Ranged, Routed
 from dask_gpurt.frames.pickled import Chunks, Pickled, own
 
 try:
@@ -27,11 +27,11 @@ except ImportError:  # pandas 2 has no such thing: its frames are pickled
 
 #: Rows that are hashed at a time: what comes up in between stays in the cache, and in memory
 #: that the allocator does not ask the system for anew each time.
-_STEP = 8192
+_HASHED_ROWS = 8192
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _PandasRows:
     """Rows of a frame, by their positions; ``plain`` where it is made of plain numbers."""
 
     frame: pd.DataFrame
@@ -69,7 +69,7 @@ class PandasTable:
         rows, targets = _targets(frame, column, npartitions, drop_column=drop_column)
         order = np.argsort(targets, kind="stable")  # small integers by radix, in their order
         ends = np.cumsum(sum(np.bincount(step, minlength=npartitions) for step in _steps(targets)))
-        layout = Layout.of(rows, ignore_index=ignore_index)
+        layout = PandasLayout.of(rows, ignore_index=ignore_index)
         plain = Plain(rows, layout) if layout else None
         pieces: list[Piece | None] = []
         for partitions in groups:
@@ -78,19 +78,19 @@ class PandasTable:
             if not offsets[-1]:
                 pieces.append(None)
                 continue
-            mine = _Rows(rows, _joined(order, spans), ignore_index, plain)
+            mine = _PandasRows(rows, _joined(order, spans), ignore_index, plain)
             pieces.append(Piece(mine, tuple(partitions), offsets))
         return pieces
 
-    def cut(self, rows: _Rows, start: int, stop: int) -> _Rows:
+    def cut(self, rows: _PandasRows, start: int, stop: int) -> _PandasRows:
         rows.waiting.clear()
         return replace(rows, order=rows.order[start:stop], waiting=[])
 
-    def pack(self, piece: Piece, room: Room) -> Packed:
-        rows: _Rows = piece.rows
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
+        rows: _PandasRows = piece.rows
         if rows.plain is None:
-            return _pickled(rows, piece.offsets, room)
-        block = room.allocate(rows.plain.layout.nbytes(len(piece)))
+            return _pickled(rows, piece.offsets, allocator)
+        block = allocator.allocate(rows.plain.layout.nbytes(len(piece)))
         rows.plain.take(rows.order, block.buffer)
         return Packed(block, rows.plain.header)
 
@@ -103,7 +103,7 @@ class PandasTable:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)
-        if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
+        if isinstance(read, PandasLayout) and len({part.header for part in parts}) == 1:
             return read.read(parts, order_by)
         frames, leases = [], []
         for part in parts:
@@ -122,11 +122,11 @@ class PandasTable:
         return None
 
 
-def _pickled(rows: _Rows, offsets: tuple[int, ...], room: Room) -> Packed:
+def _pickled(rows: _PandasRows, offsets: tuple[int, ...], allocator: BlockAllocator) -> Packed:
     """Rows packed by pickle, whatever they are made of."""
     chunks = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
     try:
-        return chunks.pack(room)
+        return chunks.pack(allocator)
     except PoolFull:
         rows.waiting.append(chunks)
         raise
@@ -195,14 +195,14 @@ def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> n
 
 def _steps(array: np.ndarray) -> Iterator[np.ndarray]:
     """An array in views that are not too large, at least one."""
-    for start in range(0, max(1, len(array)), _STEP):
-        yield array[start : start + _STEP]
+    for start in range(0, max(1, len(array)), _HASHED_ROWS):
+        yield array[start : start + _HASHED_ROWS]
 
 
 def _opened(part: Part) -> pd.DataFrame:
     """The rows of a part, which may be views of its buffer."""
-    read: Layout | Pickled = pickle.loads(part.header)
-    return read.read([part]) if isinstance(read, Layout) else read.read(part)
+    read: PandasLayout | Pickled = pickle.loads(part.header)
+    return read.read([part]) if isinstance(read, PandasLayout) else read.read(part)
 
 
 class _Lease(np.ndarray):
@@ -220,7 +220,7 @@ def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PandasLayout:
     """What columns lie one behind the other in a buffer.
 
     Attributes
@@ -239,7 +239,7 @@ class Layout:
     name: Hashable
 
     @classmethod
-    def of(cls, frame: pd.DataFrame, *, ignore_index: bool) -> Layout | None:
+    def of(cls, frame: pd.DataFrame, *, ignore_index: bool) -> PandasLayout | None:
         """That of a frame; None where it is not made of plain numbers."""
         index = frame.index
         dtypes = [*frame.dtypes, index.dtype]
@@ -314,7 +314,7 @@ class Plain:
         It has this ``layout``.
     """
 
-    def __init__(self, frame: pd.DataFrame, layout: Layout):
+    def __init__(self, frame: pd.DataFrame, layout: PandasLayout):
         self.layout = layout
         self.header = pickle.dumps(layout)
         self._index = None if layout.index is None else frame.index

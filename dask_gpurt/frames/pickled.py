@@ -28,10 +28,10 @@ import pandas as pd
 from distributed.protocol import pickle as dask_pickle
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.frames.backend import Packed, Part, Room
+from dask_gpurt.frames.backend import BlockAllocator, Packed, Part
 
 #: Bytes below which an array (labels, above all) stays inside the pickle that it belongs to.
-_INLINE = 4096
+_INLINE_BYTES = 4096
 #: Chunks in front of those of the arrays: the arrays' own pickle, and the frame around them.
 _WHOLE, _AROUND, _ARRAYS = 0, 1, 2
 
@@ -105,9 +105,9 @@ class Chunks:
         aligned = [_ARRAYS <= at < _ARRAYS + len(arrays) for at in range(len(sizes))]
         self._spans = _laid_out(16 * len(sizes), sizes, aligned)
 
-    def pack(self, room: Room) -> Packed:
+    def pack(self, allocator: BlockAllocator) -> Packed:
         """Write them into one block; raises PoolFull."""
-        block = room.allocate(self._spans[-1][1])
+        block = allocator.allocate(self._spans[-1][1])
         into = memoryview(block.buffer)
         table = np.array(self._spans, np.int64).tobytes()
         into[: len(table)] = table
@@ -225,7 +225,7 @@ def _dumps_arrays(values: Sequence[Any], arrays: list[memoryview]) -> bytes:
 def _out_of_band(arrays: list[memoryview] | None) -> dict[str, Any]:
     def stays(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if arrays is None or raw.nbytes < _INLINE:
+        if arrays is None or raw.nbytes < _INLINE_BYTES:
             return True
         arrays.append(raw)
         return False

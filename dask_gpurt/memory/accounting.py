@@ -351,7 +351,7 @@ class LiveAccount:
 
 
 #: Bytes by the identity of what owns them.
-Owners = dict[int, int]
+BytesByOwner = dict[int, int]
 
 
 def cudf_spill_manager() -> Any:
@@ -360,6 +360,6 @@ def cudf_spill_manager() -> Any:
     return module.get_global_manager() if module is not None else None
 
 
-def spilled_by_cudf(manager: Any) -> Owners:
+def spilled_by_cudf(manager: Any) -> BytesByOwner:
     """The buffers of a manager that lie in host memory."""
     return {id(owner): owner.size for owner in manager.buffers() if owner.is_spilled}

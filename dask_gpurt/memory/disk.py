@@ -34,7 +34,7 @@ logger = logging.getLogger("dask_gpurt")
 
 _T = TypeVar("_T")
 
-_BOUNCE = 4 << 20
+_BOUNCE_BUFFER_BYTES = 4 << 20
 #: A buffer for each thread that writes: to touch a new one would take longer than to fill it.
 _threads = threading.local()
 
@@ -67,7 +67,7 @@ def file_size(nbytes: int) -> int:
 def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
     """Write a file."""
     if not hasattr(_threads, "bounce"):
-        _threads.bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE), np.uint8)
+        _threads.bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE_BUFFER_BYTES), np.uint8)
     bounce, filled, written, spans = _threads.bounce, 0, 0, []
 
     def flush(nbytes: int) -> None:
@@ -81,12 +81,12 @@ def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
         start, checksum = written + filled, 0
         for piece in pieces:
             while piece.size:
-                part = piece[: _BOUNCE - filled]
+                part = piece[: _BOUNCE_BUFFER_BYTES - filled]
                 np.copyto(bounce[filled : filled + part.size], part)
                 checksum = zlib.crc32(part.data, checksum)
                 filled, piece = filled + part.size, piece[part.size :]
-                if filled == _BOUNCE:
-                    flush(_BOUNCE)
+                if filled == _BOUNCE_BUFFER_BYTES:
+                    flush(_BOUNCE_BUFFER_BYTES)
         spans.append(Span(start, written + filled - start, checksum))
     bounce[filled : file_size(filled)] = 0
     flush(file_size(filled))
@@ -173,7 +173,7 @@ def _check(path: str, span: Span, checksum: int) -> None:
 def _fill(fd: int, path: str, start: int, memory: np.ndarray) -> None:
     filled = 0
     while filled < memory.size:
-        nbytes = os.preadv(fd, [memory[filled : filled + _BOUNCE].data], start + filled)
+        nbytes = os.preadv(fd, [memory[filled : filled + _BOUNCE_BUFFER_BYTES].data], start + filled)
         if not nbytes:
             raise corrupt(path, "it ends too early")
         filled += nbytes

@@ -1,4 +1,4 @@
-"""What lies where: one account for each worker, and the picture of all of them. Pure."""
+"""What lies where: one account for each worker, and the memory of the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dask_gpurt.memory.tiers import Tier
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
 KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", "cudf", "unmanaged")
 #: The most task prefixes that a worker tells apart, and the name of the others together.
-MOST_PREFIXES, OTHERS = 50, "(others)"
+MAX_PREFIXES, OTHERS = 50, "(others)"
 
-Message = dict[str, Any]
+LedgerMessage = dict[str, Any]
 
 
 class Label(NamedTuple):
@@ -101,7 +101,7 @@ class Ledger:
         self._changed_prefixes.add((tier, prefix))
 
     def _no_name_left(self) -> bool:
-        return len(self._prefixes) - (OTHERS in self._prefixes) >= MOST_PREFIXES
+        return len(self._prefixes) - (OTHERS in self._prefixes) >= MAX_PREFIXES
 
     def cell(self, tier: Tier, kind: str) -> int:
         """Read a cell."""
@@ -120,7 +120,7 @@ class Ledger:
         """Capacity less what is used and promised."""
         return self.capacity[tier] - self.used(tier) - self.cell(tier, RESERVATIONS)
 
-    def changes(self) -> Message | None:
+    def changes(self) -> LedgerMessage | None:
         """The cells that have changed since the last call, None without any.
 
         Values are absolute, so that a message that is lost or comes twice does no harm.
@@ -136,13 +136,15 @@ class Ledger:
                     del self._prefixes[name]
             return message
 
-    def snapshot(self) -> Message:
+    def snapshot(self) -> LedgerMessage:
         """All cells, and all prefixes that have bytes."""
         with self._lock:
             places = [(tier, name) for name, sizes in self._prefixes.items() for tier in sizes]
             return {**self._message(self._cells, places), "whole": True}
 
-    def _message(self, cells: Iterable[tuple[Tier, str]], prefixes: Iterable[tuple[Tier, str]]) -> Message:
+    def _message(
+        self, cells: Iterable[tuple[Tier, str]], prefixes: Iterable[tuple[Tier, str]]
+    ) -> LedgerMessage:
         self._seq += 1
         return {
             "began": self._began,
@@ -153,7 +155,7 @@ class Ledger:
         }
 
 
-class Picture:
+class ClusterMemory:
     """The accounts of all workers, as they have reported them."""
 
     def __init__(self) -> None:
@@ -166,7 +168,7 @@ class Picture:
         self._fullest: dict[str, dict[str, Tier | None]] = {}
         self._spilled: dict[str, bool] = {}
 
-    def apply(self, worker: str, message: Message) -> None:
+    def apply(self, worker: str, message: LedgerMessage) -> None:
         """Take a message; one that is older than what is known counts for nothing."""
         seq, known = (message["began"], message["seq"]), self._seq.get(worker, (0, 0))
         if seq <= known:

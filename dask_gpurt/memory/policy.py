@@ -10,7 +10,7 @@ from dask.typing import Key
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EvictionCandidate:
     """An object that could be spilled.
 
     Attributes
@@ -54,7 +54,7 @@ def next_use(task: Any) -> tuple[Any, ...] | None:
     return min(waiting, default=None)
 
 
-def order(candidates: Iterable[Candidate]) -> list[Candidate]:
+def order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
     """From what goes first: needed by nobody, needed last, large, old."""
     ranked = sorted(candidates, key=lambda c: (-c.nbytes, c.used, repr(c.key)))
     unneeded = [c for c in ranked if c.needed is None]
@@ -62,9 +62,9 @@ def order(candidates: Iterable[Candidate]) -> list[Candidate]:
     return unneeded + needed
 
 
-def choose(candidates: Iterable[Candidate], nbytes: int) -> list[Candidate]:
+def choose(candidates: Iterable[EvictionCandidate], nbytes: int) -> list[EvictionCandidate]:
     """The first ones in :func:`order` that free ``nbytes`` between them; all if they can not."""
-    chosen: list[Candidate] = []
+    chosen: list[EvictionCandidate] = []
     for candidate in order(c for c in candidates if c.nbytes):
         if nbytes <= 0:
             break

@@ -20,7 +20,7 @@ from dask_gpurt.device.base import is_of, lives_on_device
 Scattered = list[Any]
 _RAW = b"raw"
 #: Bytes that stay with the header, which is not counted.
-_SMALL = 4096
+_INLINE_BYTES = 4096
 #: Those that register serializers with Dask for the device and for the host.
 _SAME_ON_HOST = frozenset({"cudf", "cupy", "rmm"})
 
@@ -113,7 +113,7 @@ def _host_frames(value: Any) -> Frames:
     body = dask_pickle.dumps(value, buffer_callback=buffers.append)
     arrays = tuple([np.frombuffer(buffer.raw(), np.uint8)] for buffer in buffers)
     writeable = [not memoryview(buffer).readonly for buffer in buffers]
-    if len(body) <= _SMALL:
+    if len(body) <= _INLINE_BYTES:
         return Frames(pickle.dumps(("host", body, writeable)), arrays)
     # Strings and the like are all in the body, which takes room like any other buffer.
     return Frames(pickle.dumps(("host", None, writeable)), ([np.frombuffer(body, np.uint8)], *arrays))

@@ -28,7 +28,7 @@ from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry, EntryTable, Foreign, Priority, label_of
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.lower_tiers import LowerTier
-from dask_gpurt.memory.reading import Part, Reader
+from dask_gpurt.memory.reading import BufferAndMemo, Reader
 from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.spilling import Spiller
@@ -288,7 +288,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     def reading(
         self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
-    ) -> AbstractContextManager[dict[tuple[Key, int], Part]]:
+    ) -> AbstractContextManager[dict[tuple[Key, int], BufferAndMemo]]:
         """Read some buffers of :class:`Raw` objects meanwhile; see :meth:`Reader.parts`. Blocks."""
         return self._reader.parts(wanted, reserved)
 

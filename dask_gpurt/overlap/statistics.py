@@ -32,9 +32,9 @@ STEP_DECAY = 0.9
 #: Steps without use after which the samples of a setting are dropped: it may be better now.
 STALE_STEPS = 2000
 #: Kernels that are kept; of more, those with the fewest samples are dropped.
-MOST_KERNELS = 500
+MAX_KERNELS = 500
 #: The least share of its bytes that communication is assumed to have moved beside tasks.
-LEAST_BESIDE_SHARE = 0.2
+MIN_BESIDE_SHARE = 0.2
 #: Samples of tasks alone, and of steps of communication alone, before their speed counts as known.
 MIN_SOLO_SAMPLES, MIN_SOLO_STEPS = 5, 3
 #: Kernels with less than this share of all compute are not shared with other workers.
@@ -237,7 +237,7 @@ class OverlapStatistics:
             return Costs((step.seconds - work) / step.moved, None)
         seconds_per_byte = self.seconds_per_byte.mean
         # In seconds without a task communication goes on as fast as it does alone.
-        beside = max(step.moved - step.idle / seconds_per_byte, LEAST_BESIDE_SHARE * step.moved)
+        beside = max(step.moved - step.idle / seconds_per_byte, MIN_BESIDE_SHARE * step.moved)
         return Costs(
             (step.seconds - step.idle - work) / beside, (step.seconds - step.moved * seconds_per_byte) / work
         )
@@ -250,7 +250,7 @@ class OverlapStatistics:
         return sum(ran.work / speeds[name] for name, ran in step.ran.items())
 
     def _kernel(self, name: str) -> KernelStatistics:
-        if name not in self.kernels and len(self.kernels) >= MOST_KERNELS:
+        if name not in self.kernels and len(self.kernels) >= MAX_KERNELS:
             del self.kernels[min(self.kernels, key=lambda other: self.kernels[other].samples)]
         return self.kernels.setdefault(name, KernelStatistics())
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from dask_gpurt.memory.ledger import FreeMemory
 
 
-class Step(Protocol):
+class Hop(Protocol):
     """A link that bytes cross; :class:`dask_gpurt.topology.Speed` is one."""
 
     @property
@@ -36,9 +36,9 @@ class Route(NamedTuple):
     seconds_per_byte: float = 0.0
 
     @classmethod
-    def over(cls, *steps: Step) -> Route:
+    def over(cls, *hops: Hop) -> Route:
         """Return the route over some links."""
-        return cls(sum(step.latency for step in steps), sum(1 / step.bandwidth for step in steps))
+        return cls(sum(step.latency for step in hops), sum(1 / step.bandwidth for step in hops))
 
     def then(self, other: Route) -> Route:
         """Return this route followed by another."""

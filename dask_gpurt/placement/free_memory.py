@@ -10,7 +10,7 @@ from dask.typing import Key
 from dask.utils import key_split
 from sortedcontainers import SortedKeyList
 
-from dask_gpurt.memory.ledger import FreeMemory, Picture
+from dask_gpurt.memory.ledger import ClusterMemory, FreeMemory
 from dask_gpurt.memory.tiers import Tier
 
 
@@ -44,7 +44,7 @@ class LedgerHeadroom:
         Dask's ``WorkerState`` by address.
     """
 
-    def __init__(self, ledgers: Picture, workers: Mapping[str, Any]):
+    def __init__(self, ledgers: ClusterMemory, workers: Mapping[str, Any]):
         self._ledgers = ledgers
         self._workers = workers
 

@@ -14,12 +14,12 @@ from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerSta
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.topology import Topology
 
-Worker = TypeVar("Worker", bound=Hashable)
+WorkerT = TypeVar("WorkerT", bound=Hashable)
 
 #: A device, an NVLink domain, a host, or all workers, by name.
 Neighbourhood = tuple[str, ...]
 #: The workers of a neighbourhood by load, in dictionaries without values: sets in the order of arrival.
-Buckets = dict[int, dict[Worker, None]]
+Buckets = dict[int, dict[WorkerT, None]]
 #: The neighbourhood of all workers.
 EVERYWHERE: Neighbourhood = ("everywhere",)
 #: The least loaded workers that are compared where any of the cluster will do.
@@ -37,16 +37,16 @@ MAX_RECHECKED = 4
 
 
 @dataclass(slots=True)
-class _Indexed(Generic[Worker]):
+class _Indexed(Generic[WorkerT]):
     """A worker in the index: its load, its neighbourhoods, their buckets, and its load in these."""
 
     load: int
     neighbourhoods: Sequence[Neighbourhood]
-    buckets: list[Buckets[Worker]]
+    buckets: list[Buckets[WorkerT]]
     bucket_load: int
 
 
-class LoadIndex(Generic[Worker]):
+class LoadIndex(Generic[WorkerT]):
     """Keep workers by load, in each neighbourhood that they belong to. Pure.
 
     A change only notes the load; the buckets are brought up to date by the next look-up. So a change costs
@@ -55,28 +55,28 @@ class LoadIndex(Generic[Worker]):
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[Neighbourhood, Buckets[Worker]] = {}
-        self._workers: dict[Worker, _Indexed[Worker]] = {}
+        self._buckets: dict[Neighbourhood, Buckets[WorkerT]] = {}
+        self._workers: dict[WorkerT, _Indexed[WorkerT]] = {}
         #: Workers whose load has changed since the last look-up, in the order of their last changes.
-        self._changed: dict[Worker, _Indexed[Worker]] = {}
+        self._changed: dict[WorkerT, _Indexed[WorkerT]] = {}
 
-    def __contains__(self, worker: Worker) -> bool:
+    def __contains__(self, worker: WorkerT) -> bool:
         return worker in self._workers
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    def load(self, worker: Worker) -> int | None:
+    def load(self, worker: WorkerT) -> int | None:
         """Return the load of a worker, None of one that is not indexed."""
         known = self._workers.get(worker)
         return known.load if known else None
 
-    def neighbourhoods(self, worker: Worker) -> Sequence[Neighbourhood]:
+    def neighbourhoods(self, worker: WorkerT) -> Sequence[Neighbourhood]:
         """Return the neighbourhoods of a worker, none for one that is not indexed."""
         known = self._workers.get(worker)
         return known.neighbourhoods if known else ()
 
-    def put(self, worker: Worker, load: int, neighbourhoods: Sequence[Neighbourhood]) -> None:
+    def put(self, worker: WorkerT, load: int, neighbourhoods: Sequence[Neighbourhood]) -> None:
         """Index a worker."""
         if self.neighbourhoods(worker) == neighbourhoods and self.load(worker) == load:
             return
@@ -86,7 +86,7 @@ class LoadIndex(Generic[Worker]):
         for each in buckets:
             each.setdefault(load, {})[worker] = None
 
-    def change(self, worker: Worker, load: int) -> bool:
+    def change(self, worker: WorkerT, load: int) -> bool:
         """Set the load of a worker; return whether it is indexed."""
         known = self._workers.get(worker)
         if known is None:
@@ -97,7 +97,7 @@ class LoadIndex(Generic[Worker]):
             self._changed[worker] = known
         return True
 
-    def discard(self, worker: Worker) -> None:
+    def discard(self, worker: WorkerT) -> None:
         """Take a worker out of the index, if it is there."""
         self._update()
         known = self._workers.pop(worker, None)
@@ -114,7 +114,7 @@ class LoadIndex(Generic[Worker]):
         buckets = self._buckets.get(neighbourhood)
         return min(buckets) if buckets else None
 
-    def least(self, neighbourhood: Neighbourhood, number: int) -> Iterator[Worker]:
+    def least(self, neighbourhood: Neighbourhood, number: int) -> Iterator[WorkerT]:
         """Return up to ``number`` workers of a neighbourhood, the least loaded first."""
         self._update()
         buckets = self._buckets.get(neighbourhood)
@@ -134,7 +134,7 @@ class LoadIndex(Generic[Worker]):
         self._changed.clear()
 
 
-def _take_out(buckets: Buckets[Worker], load: int, worker: Worker) -> None:
+def _take_out(buckets: Buckets[WorkerT], load: int, worker: WorkerT) -> None:
     bucket = buckets[load]
     del bucket[worker]
     if not bucket:

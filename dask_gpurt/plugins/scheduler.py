@@ -17,13 +17,13 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.memory.ledger import Picture
+from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.sharing import HANDLER, SharedStatistics
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
@@ -107,7 +107,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _prepare(self, settings: config.Settings) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.picture = Picture()
+        self.cluster_memory = ClusterMemory()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
         self.learned = SharedStatistics()
         self.placement: SchedulerPlacement | None = None
@@ -179,7 +179,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def memory_changed(self, worker: str, **message: Any) -> None:
         """Handler: what has changed in the tiers of a worker."""
         if worker in self.scheduler.workers:
-            self.picture.apply(worker, message)
+            self.cluster_memory.apply(worker, message)
             if self.placement is not None:
                 self.placement.memory_changed(worker)
 
@@ -195,7 +195,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.scheduler.transitions(recommendations, stimulus_id=f"gpurt-lost-{time()}")
 
     def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
-        self.picture.forget(worker)
+        self.cluster_memory.forget(worker)
         self.workers.remove(worker)
         self.places.remove(worker)
         self.learned.remove(worker)
@@ -208,7 +208,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Choose the workers of tasks from now on, or have Dask choose."""
         if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
-            self.placement = SchedulerPlacement(self.scheduler, topology, self.picture, self.metrics)
+            self.placement = SchedulerPlacement(self.scheduler, topology, self.cluster_memory, self.metrics)
             self.placement.install()
         elif not on and self.placement is not None:
             self.placement.uninstall()
@@ -226,12 +226,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if self.placement is not None:
             self.placement.submitted(tasks)
 
-    def transition(self, key: Key, start: str, finish: str, *_: Any, **told: Any) -> None:
-        self.shuffles.transition(key, finish, told.get("worker"))
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
+        self.shuffles.transition(key, finish, kwargs.get("worker"))
         if self.placement is None or start != "processing":
             return
         if finish == "memory":
-            self.placement.finished(key, told["worker"], told["startstops"])
+            self.placement.finished(key, kwargs["worker"], kwargs["startstops"])
         else:
             self.placement.stopped(key)
 
@@ -243,8 +243,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Handler: a row for each worker and tier, or also for each prefix."""
         for address, state in self.scheduler.workers.items():
             if (whole := state.metrics.get(METRIC)) is not None:
-                self.picture.apply(address, whole)
-        return self.picture.rows_by_prefix() if by == "prefix" else self.picture.rows()
+                self.cluster_memory.apply(address, whole)
+        return self.cluster_memory.rows_by_prefix() if by == "prefix" else self.cluster_memory.rows()
 
     # ---- what workers and clients ask ------------------------------------------------
 

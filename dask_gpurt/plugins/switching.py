@@ -32,7 +32,7 @@ JOIN, READY, LEFT = "gpurt_join", "gpurt-ready", "gpurt-left"
 #: How often a worker is asked that is registered and does not answer, and the seconds in between.
 ATTEMPTS, PAUSE_S = 5, 0.2
 
-Step = Callable[[], Coroutine[Any, Any, None]]
+SwitchAction = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Layer(IntEnum):
@@ -57,7 +57,7 @@ class Switch:
         Switches off; may raise, and is off all the same.
     """
 
-    def __init__(self, on: Step, off: Step):
+    def __init__(self, on: SwitchAction, off: SwitchAction):
         self._turn_on, self._turn_off = on, off
         self._off: asyncio.Task[None] | None = None
 

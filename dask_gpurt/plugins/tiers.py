@@ -33,7 +33,7 @@ from dask_gpurt.plugins.memory_reports import Reporter
 logger = logging.getLogger("dask_gpurt")
 
 #: Seconds between looks at the process as a whole and at the exchange pools.
-LOOK = 0.2
+PRESSURE_POLL_INTERVAL_S = 0.2
 #: The share of its memory limit from which on, at each look, a process has the pages of peers' pools that it
 #: reads at the moment not count as its own.
 DROP_PAGES_FROM = 0.5
@@ -66,7 +66,7 @@ class WorkerBuffer(TieredBuffer):
 
 
 class WorkerTiers:
-    """The ladder of a worker, its account, and the threads that move data.
+    """The tiered buffer of a worker, its account, and the threads that move data.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class WorkerTiers:
         self.ledger = Ledger(_capacities(self.limits))
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
-        self.ladder = WorkerBuffer(
+        self.tiered_buffer = WorkerBuffer(
             self.limits,
             self._lower_tiers(),
             home=self.home,
@@ -98,13 +98,13 @@ class WorkerTiers:
             priority_of=self._priority_of,
             changed=self.reporter.changed,
         )
-        self.ladder.relieve = self._relieve_soon
+        self.tiered_buffer.relieve = self._relieve_soon
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._relieving = False
         #: Whether the runtime is being switched off; what has begun before may come to its end afterwards.
         self.closed = False
-        self._watch = PeriodicCallback(self._look, LOOK * 1000)
+        self._watch = PeriodicCallback(self._look, PRESSURE_POLL_INTERVAL_S * 1000)
 
     def start(self) -> None:
         """Begin to look after the process. On the event loop."""
@@ -121,11 +121,11 @@ class WorkerTiers:
         self._metrics.add("memory.short")
         self._seen.spilling = True
         try:
-            self.ladder.spill(nbytes)
+            self.tiered_buffer.spill(nbytes)
         finally:
             self._seen.spilling = False
-        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.removals
-        return bool(self._seen.left != before)
+        before, self._seen.removals = getattr(self._seen, "removals", 0), self.tiered_buffer.removals
+        return bool(self._seen.removals != before)
 
     async def close(self) -> None:
         """Let everything go that still lies in a tier."""
@@ -133,7 +133,7 @@ class WorkerTiers:
         self._watch.stop()
         self._unguard()
         self.reporter.close()
-        await self.offload(self.ladder.close)
+        await self.offload(self.tiered_buffer.close)
         self.executor.shutdown(wait=False)
 
     def _limits(self, given: Any) -> Limits:
@@ -185,10 +185,10 @@ class WorkerTiers:
             self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
-        beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
+        beyond = self.device.allocated() - self.tiered_buffer.live_bytes(Tier.DEVICE)
         self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
-        too_much = self.ladder.reservations.overshoot()
+        too_much = self.tiered_buffer.reservations.overshoot()
         if not self.settings.memory.tiers:
             # Dask's monitor has Dask's own data spilled, but the shards lie here all the same.
             too_much = max(too_much, self._pressure(process))
@@ -203,10 +203,10 @@ class WorkerTiers:
     def _look_at_cudf(self, manager: Any) -> None:
         spilled = spilled_by_cudf(manager)
         self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
-        self.ladder.set_elsewhere(spilled)
+        self.tiered_buffer.set_elsewhere(spilled)
 
     def _managed_on_host(self) -> int:
-        device = self.ledger.used(Tier.DEVICE) if self.ladder.host_tier is Tier.DEVICE else 0
+        device = self.ledger.used(Tier.DEVICE) if self.tiered_buffer.host_tier is Tier.DEVICE else 0
         cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, "cudf"))
         return device + cells + self.ledger.used(Tier.PINNED)
 
@@ -227,16 +227,16 @@ class WorkerTiers:
             if self._pressure(self.worker.monitor.get_process_memory()):
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()
-            if too_much := max(self.ladder.reservations.overshoot(), self._pressure(process)):
-                self.ladder.spill(too_much, self.ladder.host_tier)
-                self.ladder.make_room(0, Tier.DEVICE)
+            if too_much := max(self.tiered_buffer.reservations.overshoot(), self._pressure(process)):
+                self.tiered_buffer.spill(too_much, self.tiered_buffer.host_tier)
+                self.tiered_buffer.make_room(0, Tier.DEVICE)
         finally:
             self._relieving = False
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:
         """What a user is told once nothing is left to spill."""
         tiers = ", ".join(f"{row['tier']} {row['used']} of {row['capacity']} bytes" for row in self.rows())
-        largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.ladder.largest(3))
+        largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.tiered_buffer.largest(3))
         return MemoryError(
             f"out of memory {self.settings.memory.retries + 1} times, with all spilled that could be: "
             f"{error}. "

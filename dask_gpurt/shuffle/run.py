@@ -28,9 +28,9 @@ from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedErro
 from dask_gpurt.dask_hooks.worker import call_soon, is_finalizing
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
-from dask_gpurt.shuffle.consumer import Consumer, NotReceived
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.producer import Producer
+from dask_gpurt.shuffle.receiver import NotReceived, Receiver
+from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,8 @@ class ShuffleRun:
         self._exchange = exchange
         self._owners = owners
         self._key = (spec.id, run_id)
-        self._producer = Producer(spec, self._key, owners, exchange, self._offer, self.raise_if_closed)
-        self._consumer = Consumer(spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed)
+        self._sender = Sender(spec, self._key, owners, exchange, self._offer, self.raise_if_closed)
+        self._receiver = Receiver(spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed)
         #: Offers on their way, by owner: one message at a time, with all that has come up.
         self._outgoing: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
@@ -198,7 +198,7 @@ class ShuffleRun:
             sender.cancel()
         with contextlib.suppress(ExchangeClosed):  # then all is released already
             try:
-                await self._exchange.offload(self._consumer.close)
+                await self._exchange.offload(self._receiver.close)
             finally:  # whatever became of what was received, nobody needs what was published
                 self._exchange.run_ends(self._key)
                 await self._exchange.withdraw(self._key)
@@ -215,9 +215,9 @@ class ShuffleRun:
         if owners.epoch <= self._owners.epoch or not self.is_open:
             return
         self._owners = owners
-        outdated = self._consumer.renew(owners)
+        outdated = self._receiver.renew(owners)
         self._note_what_is_left()
-        self._producer.renew(owners)
+        self._sender.renew(owners)
         self._exchange.discard_soon(outdated)
         self._retire_all()
 
@@ -280,7 +280,7 @@ class ShuffleRun:
             self.fail(error)
 
     async def _lose(self, shard: Shard, reason: str) -> None:
-        useless, outputs = self._consumer.lose(shard)
+        useless, outputs = self._receiver.lose(shard)
         self._exchange.metrics.add("shuffle.lost.shards")
         self._exchange.discard_soon(useless)
         if outputs:  # else the barrier finds what is missing
@@ -292,7 +292,7 @@ class ShuffleRun:
         """Publish an input partition. On the thread of a transfer task."""
         self.raise_if_closed()
         try:
-            attempt = self._producer.add(data, partition_id, self._dispatch())
+            attempt = self._sender.add(data, partition_id, self._dispatch())
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
@@ -439,12 +439,12 @@ class ShuffleRun:
             await self._flush()
             if epoch != self._owners.epoch:
                 raise Stale(f"{self} has other owners by now")
-            return sorted(self._consumer.seal(message.succeeded))
+            return sorted(self._receiver.seal(message.succeeded))
         if isinstance(message, Retire):
             await self._exchange.forget_shares(sender, self._key, message.shares)
             return []
         try:
-            await self._consumer.receive(message)
+            await self._receiver.receive(message)
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
@@ -455,7 +455,7 @@ class ShuffleRun:
         self.raise_if_closed()
         self._ensure_owner(partition_id, key)
         try:
-            frame = self._consumer.assemble(partition_id, key)
+            frame = self._receiver.assemble(partition_id, key)
         except (NotReceived, PeerLost, ExchangeClosed) as error:
             self.raise_if_closed()
             sync(self._worker.loop, self._recover, str(error), outputs=[partition_id])
@@ -503,14 +503,14 @@ class ShuffleRun:
 
     def task_done(self, key: Key) -> None:
         """A task that had read outputs is in memory: let its shards go."""
-        if finished := self._consumer.task_done(key):
+        if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
             self._note_what_is_left()
 
     def _note_what_is_left(self) -> None:
         """Have what this worker retains make room for other runs while it has no output to read."""
         if not self.closed:
-            self._exchange.run_is_read(self._key, self._consumer.is_read)
+            self._exchange.run_is_read(self._key, self._receiver.is_read)
 
 
 def _exception_of(reply: ErrorMessage) -> Exception:

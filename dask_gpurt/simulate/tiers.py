@@ -9,7 +9,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.memory.policy import Candidate, choose
+from dask_gpurt.memory.policy import EvictionCandidate, choose
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.topology import Link, Speed
 
@@ -258,7 +258,7 @@ class RuntimeTiers(Tiers):
         if nbytes <= 0:
             return []
         free = [
-            Candidate(key, size, self._next_use(key), used)
+            EvictionCandidate(key, size, self._next_use(key), used)
             for used, (key, size) in enumerate(self._keys[tier].items())
             if key not in self._holders
         ]

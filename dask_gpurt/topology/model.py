@@ -10,7 +10,7 @@ from dask_gpurt.topology.estimate import RETURN_FACTOR, ConnectionSetup, PairOve
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
 #: Pairs with a speed of their own that are kept: those of a slow host or cable, by far not all pairs.
-MOST_PAIRS = 1024
+MAX_PAIRS = 1024
 #: The share of the nominal figure that a copy reaches, measured on H200: 391 of 450 GB/s, and 53 of 63.
 NVLINK_SHARE, PCIE_SHARE = 391 / 450, 53 / 63
 #: Nominal bytes per second in one direction, of one NVLink and of one PCIe lane, by generation.
@@ -305,7 +305,7 @@ class Topology:
         self._everywhere: dict[str, None] = {}
         self._rings: dict[tuple[str, ...], dict[str, None]] = {}
         self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
-        self._overrides: PairOverrides[Pair] = PairOverrides(MOST_PAIRS)
+        self._overrides: PairOverrides[Pair] = PairOverrides(MAX_PAIRS)
         self._setup = ConnectionSetup(first or {})
 
     # ---- places ----------------------------------------------------------------------

@@ -56,9 +56,9 @@ class Truth:
 def truth(dask_worker: Any) -> Truth:
     """Ask everybody but the ledger."""
     tiers, found = dask_worker.plugins["gpurt"].tiers, Truth()
-    ladder = tiers.ladder
-    with ladder._table.lock:
-        entries = dict(ladder._table.by_key)
+    tiered_buffer = tiers.tiered_buffer
+    with tiered_buffer._table.lock:
+        entries = dict(tiered_buffer._table.by_key)
         found.resting = not any(e.moving or e.holders or e.readers for e in entries.values())
         found.copied = sum(
             sum(owned(e.value).values())
@@ -67,14 +67,14 @@ def truth(dask_worker: Any) -> Truth:
         )
         for tier in (Tier.DEVICE, Tier.HOST):
             add_live(found, tier, {key: e for key, e in entries.items() if e.live and e.tier is tier})
-        for tier, mapping in ladder._table.lower._tiers.items():
+        for tier, mapping in tiered_buffer._table.lower._tiers.items():
             found.used[tier] += taken(tier, mapping)
             for key, entry in entries.items():
                 if entry.tier is tier and not entry.live:
                     nbytes = size_below(tier, mapping, entry.name)
                     found.least[tier, prefix_of(key, entry)] += nbytes
                     found.most[tier, prefix_of(key, entry)] += nbytes
-        for tier, nbytes in ladder._table.live._reservations.values():
+        for tier, nbytes in tiered_buffer._table.live._reservations.values():
             found.promised[tier] += nbytes
     return found
 
@@ -142,7 +142,7 @@ class Witness(threading.Thread):
 
     def run(self) -> None:
         while not self.ended.wait(LOOK):
-            with self.worker.plugins["gpurt"].tiers.ladder._table.lock:
+            with self.worker.plugins["gpurt"].tiers.tiered_buffer._table.lock:
                 # What is stored below is told when it is there: by one object a thread the ledger is late.
                 said, real = own_account(self.worker), truth(self.worker)
             self.looks += 1

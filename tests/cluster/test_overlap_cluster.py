@@ -62,11 +62,11 @@ def learn(kernel: str, dask_worker: Any) -> None:
 
 
 async def share(dask_worker: Any) -> None:
-    await dask_worker.plugins["gpurt"].overlap._sharing.share()
+    await dask_worker.plugins["gpurt"].overlap._stats_sync.share()
 
 
 def test_workers_decide_from_what_all_have_learnt(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.plugins.sharing.AVERAGE_MAX_AGE_S", 0.0)
+    monkeypatch.setattr("dask_gpurt.plugins.stats_sync.AVERAGE_MAX_AGE_S", 0.0)
     client = start(mode="adaptive", learned="auto")
     for _ in range(2):  # in the first round nobody else may have told anything yet
         client.run(learn, "join")

@@ -21,9 +21,9 @@ from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.api import teach_method
-from dask_gpurt.shuffle.consumer import Consumer
-from dask_gpurt.shuffle.producer import Producer
+from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
 ROWS, PARTS = 200, 4
@@ -84,7 +84,7 @@ def held(worker: Any) -> list[Any]:
     return [
         *worker.plugins["shuffle"].shuffle_runs._runs,
         *exchange._receiving,
-        *(parcel for parcels in exchange._parcels.values() for parcel in parcels),
+        *(incoming for incoming_shards in exchange._incoming.values() for incoming in incoming_shards),
         *([] if not exchange.pools.known("host").pool.used else ["blocks"]),
     ]
 
@@ -120,10 +120,10 @@ def _address(step: Any) -> str:
 
 #: The step of each phase of a run that a test stops at.
 STEPS = {
-    "transfer": (Producer, "add"),
+    "transfer": (Sender, "add"),
     "inputs-done": (ShuffleRun, "_flush"),
     "barrier": (ShuffleRun, "barrier"),
-    "unpack": (Consumer, "assemble"),
+    "unpack": (Receiver, "assemble"),
 }
 
 
@@ -200,14 +200,14 @@ def outputs(scheduler: Any) -> list[Any]:
 
 def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be rescheduled for ever, since Dask begins no shuffle again of which an output has failed."""
-    assemble = Consumer.assemble
+    assemble = Receiver.assemble
 
     def fails(self: Any, partition: int, key: Any) -> Any:
         if partition == 1:
             raise ValueError("a test")
         return assemble(self, partition, key)
 
-    monkeypatch.setattr(Consumer, "assemble", fails)
+    monkeypatch.setattr(Receiver, "assemble", fails)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         out = shuffled().optimize()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.exchange.inbox import reading
+from dask_gpurt.exchange.incoming import reading
 from dask_gpurt.exchange.shard import Attempt, Section, Shard
 from tests.helpers.far_device import Accelerator
 from tests.helpers.in_process import all_placed, on_cluster, until
@@ -46,14 +46,14 @@ async def bytes_of(exchange: Any, shard: Shard) -> np.ndarray:
     """What arrives of a shard."""
     errors: list[Exception] = []
     exchange.run_begins(RUN)
-    parcel = exchange.take(RUN, shard, await exchange.path(shard), errors.append)
+    incoming = exchange.take(RUN, shard, await exchange.path(shard), errors.append)
 
     def read() -> np.ndarray:
-        with reading([(parcel, 0), (parcel, 1)], exchange.landing, lambda: None, "task") as found:
+        with reading([(incoming, 0), (incoming, 1)], exchange.landing, lambda: None, "task") as found:
             return np.concatenate([buffer for buffer, _ in found])
 
     data = await exchange.offload(read)
-    await exchange.offload(exchange.discard, [parcel])
+    await exchange.offload(exchange.discard, [incoming])
     assert not errors
     return data
 

@@ -18,7 +18,7 @@ RUNNING: dict[str, Any] = {
 
 def believed(scheduler: Any, worker: str, *, live: int, disk: int = 0) -> None:
     """Have a scheduler believe for good that a worker has so much room."""
-    scheduler.extensions["gpurt"].picture.forget(worker)
+    scheduler.extensions["gpurt"].cluster_memory.forget(worker)
     message = Ledger({**dict.fromkeys(Tier, 0), Tier.DEVICE: live, Tier.DISK: disk}).snapshot()
     scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})
 

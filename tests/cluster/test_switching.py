@@ -352,14 +352,14 @@ def test_a_key_that_can_not_be_read_does_not_keep_a_worker_on(monkeypatch: pytes
         whole, broken = client.submit(range, 5), client.submit(range, 7)
         await client.gather([whole, broken])
         data = a.plugins["gpurt"].data
-        copies = data._ladder.copies
+        copies = data._tiered_buffer.copies
 
         def fails(keys: Any) -> Any:
             if broken.key in keys:
                 raise PermissionError("the disk was taken away")
             return copies(keys)
 
-        monkeypatch.setattr(data._ladder, "copies", fails)
+        monkeypatch.setattr(data._tiered_buffer, "copies", fails)
         await dask_gpurt.disable(client)
         assert list(await whole) == list(range(5))
         assert list(await broken) == list(range(7)), "it is computed again"

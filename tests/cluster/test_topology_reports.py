@@ -17,7 +17,7 @@ from distributed import Worker
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
+from dask_gpurt.exchange.traffic import MAX_PEERS, Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import TopologyReporter
@@ -310,8 +310,8 @@ def test_traffic_is_summed_and_bounded() -> None:
         for _ in range(2):
             traffic.note(f"tcp://{peer}", "comms", 5, 0.5)
     seen = traffic.take()
-    assert len(seen) == MOST_PEERS
-    assert set(seen) == {(f"tcp://{peer}", "comms", 10, 1.0, 2) for peer in range(MOST_PEERS)}
+    assert len(seen) == MAX_PEERS
+    assert set(seen) == {(f"tcp://{peer}", "comms", 10, 1.0, 2) for peer in range(MAX_PEERS)}
     assert traffic.take() == []
 
 

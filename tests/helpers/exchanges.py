@@ -29,7 +29,7 @@ from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt import config
 from dask_gpurt.exchange import Exchange, Shard, exchange
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle import ShuffleSpec
@@ -228,7 +228,7 @@ class Process:
         self._loop.call_soon_threadsafe(soon)
 
     def _remove_worker(self, worker: str) -> None:
-        self.exchange.peer_left(worker)
+        self.exchange.on_worker_removed(worker)
 
     def _renew(self, id: str, run_id: int, owners: Owners) -> None:
         run = self.run_of(id)
@@ -463,16 +463,18 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
     from dask_gpurt.exchange import calls as module
     from dask_gpurt.shuffle import run
 
-    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S
-    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_AGAIN_S = 0.0
-    module.MOST_CALLS = calls
+    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.WITHDRAW_RETRY_INTERVAL_S
+    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_RETRY_INTERVAL_S = 0.0
+    module.MAX_CALLS = calls
     kept_here = run.sync, run.LONGEST_PAUSE_S
     run.sync, run.LONGEST_PAUSE_S = _without_waiting, 0.001
     try:
         yield
     finally:
         run.sync, run.LONGEST_PAUSE_S = kept_here
-        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S = kept
+        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.WITHDRAW_RETRY_INTERVAL_S = (
+            kept
+        )
 
 
 _doing: set[asyncio.Future[Any]] = set()
@@ -590,7 +592,7 @@ class Cluster:
         for process in self.network.processes.values():
             if not self.scheduler.active:
                 assert process.outbox.pool.used == 0
-            assert not any(process.exchange._parcels.values())
+            assert not any(process.exchange._incoming.values())
 
     def close(self) -> None:
         for process in self._all:

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dask_gpurt.exchange.inbox import Place
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.incoming import ShardState
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.shuffle.run import ShuffleRun
 from tests.helpers.exchanges import (
     AttemptFailed,
@@ -167,9 +167,12 @@ class ExactlyOnce(RuleBasedStateMachine):
         run: ShuffleRun | None = process.run_of(self.shuffle)
         if run is None or run.run_id != self.active.run_spec.run_id:
             return
-        received = run._consumer._share_of.get(output)
-        parcels = received.outputs.get(output, ()) if received else ()
-        if any(parcel.place is Place.MOVING and not parcel._landed.done() for parcel in parcels):
+        received = run._receiver._share_of.get(output)
+        incoming_shards = received.outputs.get(output, ()) if received else ()
+        if any(
+            incoming.state is ShardState.MOVING and not incoming._landed.done()
+            for incoming in incoming_shards
+        ):
             return  # its thread would wait
         key = f"unpack-{output}"
         try:
@@ -265,7 +268,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self._until(self._nothing_waits, self._deliver_all)
         for process in self._alive():
             assert process.outbox.pool.used == 0, "a block is held"
-            assert not any(process.exchange._parcels.values()), "a shard is held"
+            assert not any(process.exchange._incoming.values()), "a shard is held"
             assert not process.landed.kept, "a pulled shard is held"
             assert not process.exchange._released, "a release waits"
             assert not process.exchange._receiving, "a run is not over"

@@ -33,7 +33,7 @@ from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
-from tests.helpers.ladders import new_ladder
+from tests.helpers.tiered_buffers import new_tiered_buffer
 
 OUTPUTS = 5
 ROWS = 100_000
@@ -361,21 +361,24 @@ def test_the_ledger_sees_shards_of_objects(table: PandasTable, tmp_path: Any) ->
     shard = shard_of(piece, packed)
     assert shard.nbytes > 9 * MIB
     assert len(pickle.dumps([shard])) < 2 * KIB
-    ladder, device = new_ladder(str(tmp_path), Limits(12 * MIB, 0, 0, None)), HostDevice(1 << 30)
-    landing = Landing(ladder, "host", Metrics())
+    tiered_buffer, device = (
+        new_tiered_buffer(str(tmp_path), Limits(12 * MIB, 0, 0, None)),
+        HostDevice(1 << 30),
+    )
+    landing = Landing(tiered_buffer, "host", Metrics())
     for number in range(2):  # the second one finds no room beside the first
         landing.put(f"shard-{number}", shard, [packed.block.buffer], device, device.land)
-    assert ladder.ledger.cell(Tier.DEVICE, SHARDS) > 9 * MIB
-    assert ladder.ledger.cell(Tier.DISK, SHARDS) > 9 * MIB
-    ladder.close()
+    assert tiered_buffer.ledger.cell(Tier.DEVICE, SHARDS) > 9 * MIB
+    assert tiered_buffer.ledger.cell(Tier.DISK, SHARDS) > 9 * MIB
+    tiered_buffer.close()
 
 
 def test_the_ledger_sees_partitions_of_objects(tmp_path: Any) -> None:
-    ladder = new_ladder(str(tmp_path), Limits(100 * MIB, 0, 0, None))
-    ladder["a"] = frame = pd.DataFrame({"a": objects([bytes(1000) for _ in range(10_000)])})
-    ladder["view"] = frame[::2]
-    assert 0.9 < ladder.ledger.cell(Tier.DEVICE, PARTITIONS) / 1e7 < 1.2
-    ladder.close()
+    tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(100 * MIB, 0, 0, None))
+    tiered_buffer["a"] = frame = pd.DataFrame({"a": objects([bytes(1000) for _ in range(10_000)])})
+    tiered_buffer["view"] = frame[::2]
+    assert 0.9 < tiered_buffer.ledger.cell(Tier.DEVICE, PARTITIONS) / 1e7 < 1.2
+    tiered_buffer.close()
 
 
 def truth(value: Any, seen: set[int]) -> int:

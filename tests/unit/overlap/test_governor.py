@@ -12,9 +12,9 @@ from dask_gpurt.observe.estimators import MeanEstimate
 from dask_gpurt.overlap.governor import MIN_STEPS, TRIAL_BUDGET_SHARE, Fixed, Governor
 from dask_gpurt.overlap.samples import OFF, PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 from dask_gpurt.overlap.statistics import (
+    MAX_KERNELS,
     MIN_SOLO_SAMPLES,
     MIN_SOLO_STEPS,
-    MOST_KERNELS,
     STALE_STEPS,
     OverlapStatistics,
 )
@@ -435,10 +435,10 @@ def test_what_is_no_setting_is_refused(text: str) -> None:
 
 def test_only_so_many_kernels_are_known() -> None:
     known = OverlapStatistics()
-    for number in range(MOST_KERNELS + 10):
+    for number in range(MAX_KERNELS + 10):
         for _ in range(2 if number < 5 else 1):
             known.add(SoloSample(f"kernel-{number}", 1.0, 1.0))
-    assert len(known.kernels) == MOST_KERNELS
+    assert len(known.kernels) == MAX_KERNELS
     assert {f"kernel-{number}" for number in range(5)} <= set(known.kernels)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.observe import Decisions, Metrics
-from dask_gpurt.observe.decisions import MOST_DECISIONS
+from dask_gpurt.observe.decisions import MAX_DECISIONS
 from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Decision, Governor
@@ -302,11 +302,11 @@ def test_what_was_forgotten_is_entered() -> None:
 
 def test_the_ledger_keeps_the_last_decisions_only() -> None:
     decisions = Decisions()
-    for number in range(2 * MOST_DECISIONS):
+    for number in range(2 * MAX_DECISIONS):
         decisions.note(f"kernel-{number}", "residency 4", "why not")
     entries = decisions.snapshot()
-    assert len(entries) == MOST_DECISIONS
-    assert entries[-1]["subject"] == f"kernel-{2 * MOST_DECISIONS - 1}"
+    assert len(entries) == MAX_DECISIONS
+    assert entries[-1]["subject"] == f"kernel-{2 * MAX_DECISIONS - 1}"
 
 
 # ---- residency -----------------------------------------------------------------------

@@ -12,11 +12,11 @@ from dask_gpurt.topology import SHIPPED, HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import (
     FIRST_TRANSFER_S,
     FIRST_TRANSFER_WEIGHT,
-    MOST_PEERS,
+    MAX_PEERS,
     OVERRIDE_FACTOR,
     WINDOW_S,
 )
-from dask_gpurt.topology.model import MOST_PAIRS
+from dask_gpurt.topology.model import MAX_PAIRS
 
 MIB = 2**20
 
@@ -223,7 +223,7 @@ def test_memory_does_not_grow_with_pairs() -> None:
     for i in range(100):
         for j in range(i):
             topology.observe(f"w{i}", f"w{j}", MIB, 10.0)
-    assert topology.overrides <= MOST_PAIRS
+    assert topology.overrides <= MAX_PAIRS
 
 
 @given(
@@ -335,12 +335,12 @@ def test_who_comes_back_is_met_anew(leaves: str) -> None:
 
 
 def test_as_many_peers_are_remembered_as_one_may_have() -> None:
-    topology = gpus(MOST_PEERS + 2)
-    for index in range(1, MOST_PEERS + 2):
+    topology = gpus(MAX_PEERS + 2)
+    for index in range(1, MAX_PEERS + 2):
         topology.observe(f"w{index}", "w0", 512 * MIB, 0.5, by_comms=True)
     met = [
         index
-        for index in range(1, MOST_PEERS + 2)
+        for index in range(1, MAX_PEERS + 2)
         if not topology.connection_setup(Link.NVLINK, f"w{index}", "w0")
     ]
-    assert met == list(range(2, MOST_PEERS + 2))
+    assert met == list(range(2, MAX_PEERS + 2))

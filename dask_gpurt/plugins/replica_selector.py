@@ -32,7 +32,7 @@ def farness(seconds: Mapping[str, float]) -> dict[str, int]:
     return {worker: int(math.log2(time / nearest)) for worker, time in seconds.items()}
 
 
-class Gathering:
+class ReplicaSelector:
     """Orders the workers that a worker fetches from. On the event loop.
 
     Parameters

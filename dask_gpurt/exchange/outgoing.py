@@ -18,7 +18,7 @@ from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
 #: Seconds after which a producer that still waits tries, and asks the owners, again.
-ASK_AGAIN = 0.5
+ROOM_RETRY_INTERVAL_S = 0.5
 
 
 #: The share of copies that are made for one reader, and are of no use to any other.
@@ -26,7 +26,7 @@ COPIED = -1
 
 
 @dataclass
-class _Entry:
+class _Publication:
     run: RunKey
     blocks: tuple[Block, ...]
     #: The address of whoever may read them, by share.
@@ -58,9 +58,9 @@ class Outbox:
         self.pool = pool
         self._ask_for_room = ask_for_room
         self._metrics = metrics
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Publication] = {}
         #: Those without readers, the oldest first.
-        self._retained: dict[int, _Entry] = {}
+        self._retained: dict[int, _Publication] = {}
         #: Runs of which blocks came or went since the last look.
         self._busy: set[RunKey] = set()
         #: Whether blocks of a run may be read once more. Called under the lock, from any thread.
@@ -101,7 +101,7 @@ class Outbox:
 
     def publish(self, run: RunKey, share: int, owner: str, blocks: Iterable[Block]) -> int:
         """Hand the blocks of a shard over to the owner of a share; return the id of the shard."""
-        entry = _Entry(run, tuple(blocks), {share: owner})
+        entry = _Publication(run, tuple(blocks), {share: owner})
         with self._changed:
             shard = next(self._ids)
             self._entries[shard] = entry
@@ -146,7 +146,7 @@ class Outbox:
                 check()
                 if self.freed == seen:
                     self._ask_for_room(self._readers())
-                    self._changed.wait(ASK_AGAIN)
+                    self._changed.wait(ROOM_RETRY_INTERVAL_S)
                 check()
             finally:
                 self._waiting -= 1
@@ -263,7 +263,7 @@ class Outbox:
         with self._changed:
             return sum(block.nbytes for entry in self._retained.values() for block in entry.blocks)
 
-    def _free(self, entries: list[_Entry]) -> None:
+    def _free(self, entries: list[_Publication]) -> None:
         for entry in entries:
             for block in entry.blocks:
                 self.pool.free(block)

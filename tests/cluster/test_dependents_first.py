@@ -51,7 +51,7 @@ def test_results_that_nobody_reads_are_not_waited_for(tight: Client) -> None:
 
 def test_a_worker_that_dask_pauses_stays_paused(tight: Client) -> None:
     async def pause(dask_worker: object) -> bool:
-        following = dask_worker.plugins["gpurt"].data._following  # type: ignore[attr-defined]
+        following = dask_worker.plugins["gpurt"].data._dependents_first  # type: ignore[attr-defined]
         following.finished("some-task", 100 * SIZE, 0)
         held = bool(following.holds)
         dask_worker.status = dask_worker.status.paused  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.gathering import Gathering, farness
+from dask_gpurt.plugins.replica_selector import ReplicaSelector, farness
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import all_placed, on_cluster
 
@@ -129,10 +129,10 @@ def test_another_signature_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     @on_cluster(workers=1)
     async def run(client: Any, scheduler: Any, a: Any) -> None:
         runtime = a.plugins["gpurt"]
-        runtime.gathering.uninstall()
+        runtime.replica_selector.uninstall()
         assert type(a.state) is WorkerState
         monkeypatch.setattr(WorkerState, "_select_workers_for_gather", select)
-        again = Gathering(a, runtime.exchange.links, runtime.metrics)
+        again = ReplicaSelector(a, runtime.exchange.links, runtime.metrics)
         again.install()
         assert type(a.state) is WorkerState
         assert (

@@ -9,7 +9,7 @@ import dask.dataframe as dd
 import pandas as pd
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.finding import RunFinder
+from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.shuffle.run import ShuffleRun
 from tests.helpers.clusters import cluster
 
@@ -51,15 +51,15 @@ def found(run: Any, *which: Any) -> bool:
         get_or_create_shuffle=ask,
         get_shuffle_run=ask,
     )
-    finder = RunFinder(SimpleNamespace(plugins={"shuffle": plugin}), Metrics())
-    finder.install()
+    run_lookup = RunLookup(SimpleNamespace(plugins={"shuffle": plugin}), Metrics())
+    run_lookup.install()
     find = plugin.get_shuffle_run if len(which) == 2 else plugin.get_or_create_shuffle
     try:
         assert find(*which) is run
     except Asked:
         return False
     finally:
-        finder.uninstall()
+        run_lookup.uninstall()
         assert plugin.get_or_create_shuffle is plugin.get_shuffle_run is ask
     return True
 
@@ -87,7 +87,7 @@ def test_about_any_other_run_dask_is_asked() -> None:
 
 def test_without_dasks_plugin_there_is_nothing_to_find() -> None:
     metrics = Metrics()
-    finder = RunFinder(SimpleNamespace(plugins={}), metrics)
-    finder.install()
-    finder.uninstall()
+    run_lookup = RunLookup(SimpleNamespace(plugins={}), metrics)
+    run_lookup.install()
+    run_lookup.uninstall()
     assert "shuffle.run-lookup" in metrics.snapshot()["fallbacks"]

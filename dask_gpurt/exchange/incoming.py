@@ -19,10 +19,10 @@ from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 
 #: Seconds after which whoever waits for a shard looks whether its run goes on.
-LOOK_AGAIN = 0.5
+RUN_CHECK_INTERVAL_S = 0.5
 
 
-class Place(Enum):
+class ShardState(Enum):
     """Where an offered shard is."""
 
     PRODUCER = "in the producer's pool"
@@ -31,7 +31,7 @@ class Place(Enum):
     GONE = "nowhere any more"
 
 
-class Parcel:
+class IncomingShard:
     """A shard that was offered to this worker. Thread-safe.
 
     Parameters
@@ -61,7 +61,7 @@ class Parcel:
         self.path = path
         self.device = device
         self.key = f"gpurt-shard-{next(self._keys)}"
-        self.place = Place.PRODUCER
+        self.state = ShardState.PRODUCER
         self._landing = landing
         self._release = release
         self._failed = failed
@@ -79,9 +79,9 @@ class Parcel:
     def start_moving(self) -> bool:
         """Claim the move to this process; False when it is under way, done or too late."""
         with self._lock:
-            if self.place is not Place.PRODUCER:
+            if self.state is not ShardState.PRODUCER:
                 return False
-            self.place = Place.MOVING
+            self.state = ShardState.MOVING
             self._moving = True
             return True
 
@@ -90,9 +90,9 @@ class Parcel:
         put(self.key)
         with self._lock:
             self._moving = False
-            in_vain = self.place is Place.GONE
+            in_vain = self.state is ShardState.GONE
             if not in_vain:
-                self.place = Place.LANDED
+                self.state = ShardState.LANDED
                 self._forget()
             let_go = self._lets_go()
         if in_vain:
@@ -128,14 +128,14 @@ class Parcel:
         while True:
             check()
             with self._lock:
-                if self.place is Place.GONE:
+                if self.state is ShardState.GONE:
                     raise ExchangeClosed(f"shard {self.shard.id} of {self.shard.producer.address} is gone")
-                if self.place is not Place.MOVING:
+                if self.state is not ShardState.MOVING:
                     self._readers += 1
-                    landed = self.place is Place.LANDED
+                    landed = self.state is ShardState.LANDED
                     break
             try:
-                self._landed.result(LOOK_AGAIN)
+                self._landed.result(RUN_CHECK_INTERVAL_S)
             except TimeoutError:
                 continue
         try:
@@ -144,7 +144,7 @@ class Parcel:
             with self._lock:
                 self._readers -= 1
                 self._lock.notify_all()
-                let_go = self.place in (Place.LANDED, Place.GONE) and self._lets_go()
+                let_go = self.state in (ShardState.LANDED, ShardState.GONE) and self._lets_go()
             if let_go:
                 self._let_go()
 
@@ -161,13 +161,13 @@ class Parcel:
     def discard(self) -> None:
         """Nobody will read this any more: wait for readers, then let it go. Blocks."""
         with self._lock:
-            before, self.place = self.place, Place.GONE
+            before, self.state = self.state, ShardState.GONE
             while self._readers:
                 self._lock.wait()
             let_go = self._lets_go()
         if let_go:
             self._let_go()
-        if before is Place.LANDED:
+        if before is ShardState.LANDED:
             self._pass_fences()
             self._landing.discard(self.key)
         self._forget()
@@ -175,7 +175,7 @@ class Parcel:
     def abandon(self) -> None:
         """Let go of it, or have its last reader do so. Nothing moves, and nothing new will read it."""
         with self._lock:
-            self.place, self._moving = Place.GONE, False
+            self.state, self._moving = ShardState.GONE, False
             let_go = self._lets_go()
         if let_go:
             self._let_go()
@@ -185,7 +185,7 @@ class Parcel:
 
     def check_wanted(self) -> None:
         """Raise ExchangeClosed when nothing will read this any more."""
-        if self.place is Place.GONE:
+        if self.state is ShardState.GONE:
             address = self.shard.producer.address
             raise ExchangeClosed(f"shard {self.shard.id} of {address} is not wanted any more")
 
@@ -193,7 +193,7 @@ class Parcel:
         """The mover reads no more, whether it has landed the bytes or not."""
         with self._lock:
             self._moving = False
-            let_go = self.place is Place.GONE and self._lets_go()
+            let_go = self.state is ShardState.GONE and self._lets_go()
         if let_go:
             self._let_go()
 
@@ -227,7 +227,7 @@ class Parcel:
 
 @contextmanager
 def reading(
-    wanted: Sequence[tuple[Parcel, int]], landing: Landing, check: Callable[[], None], task: Key
+    wanted: Sequence[tuple[IncomingShard, int]], landing: Landing, check: Callable[[], None], task: Key
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
     """The bytes of some sections of shards, each with a memo, for as long as the body of a task runs. Blocks.
 
@@ -237,31 +237,33 @@ def reading(
         When the run is over.
     """
     with ExitStack() as stack:
-        parcels = {parcel for parcel, _ in wanted}
-        landed = {parcel for parcel in parcels if stack.enter_context(parcel.staying(check))}
+        incoming_shards = {incoming for incoming, _ in wanted}
+        landed = {incoming for incoming in incoming_shards if stack.enter_context(incoming.staying(check))}
         sections = ((p.key, which) for p, which in wanted if p in landed)
         found = stack.enter_context(landing.reading(sections, task))
         try:
             yield [
-                found[parcel.key, which] if parcel in landed else (parcel.source(which), parcel.memos[which])
-                for parcel, which in wanted
+                found[incoming.key, which]
+                if incoming in landed
+                else (incoming.source(which), incoming.memos[which])
+                for incoming, which in wanted
             ]
         finally:
-            drop_pages(parcels - landed)
+            drop_pages(incoming_shards - landed)
 
 
-def drop_pages(read: Iterable[Parcel]) -> None:
+def drop_pages(read: Iterable[IncomingShard]) -> None:
     """Have what was read of the pools of peers not count as memory of this process: it is theirs. Blocks.
 
     Dask pauses workers, and kills them, by what the system counts, and each has read all of its peers' pools
     before long.
     """
     spans: dict[Mapping, tuple[int, int]] = {}
-    for parcel in read:
-        mapping = parcel.path.mapping
+    for incoming in read:
+        mapping = incoming.path.mapping
         if mapping is None:
             continue
-        for section in parcel.shard.sections:
+        for section in incoming.shard.sections:
             start, stop = spans.get(mapping, (section.offset, 0))
             spans[mapping] = min(start, section.offset), max(stop, section.offset + section.nbytes)
     # One call for a mapping: what lies between these shards is hardly mapped, and to pass it costs nothing.

@@ -12,7 +12,7 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
 
 
-class RunFinder:
+class RunLookup:
     """Looks runs up for the tasks of a worker.
 
     Parameters
