@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dask
@@ -13,11 +13,14 @@ from distributed import Client
 import dask_gpurt
 from dask_gpurt.cli.cluster import local_cluster
 
+from ..common.mps import multi_process_service
 from .budget import TaskLog
 from .gpu import Utilisation
 
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
-CONTENDERS = (GPURT, TASKS, P2P, CUDF_POLARS)
+#: The runtime on twice as many workers, two on each GPU under MPS, which share its memory.
+SHARED = "gpurt-shared"
+CONTENDERS = (GPURT, SHARED, TASKS, P2P, CUDF_POLARS)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,13 @@ class ClusterOptions:
     workers: int
     threads: int
     protocol: str | None
-    rmm_pool_size: str | float | None
+    rmm_pool_size: float
+
+    def of(self, names: Sequence[str]) -> ClusterOptions:
+        """Return the options of the cluster of these contenders."""
+        if SHARED not in names:
+            return self
+        return replace(self, workers=2 * self.workers, rmm_pool_size=self.rmm_pool_size / 2)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Contender:
     @property
     def has_runtime(self) -> bool:
         """Tell whether the runtime is on."""
-        return self.name == GPURT
+        return self.name in (GPURT, SHARED)
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
@@ -56,7 +65,8 @@ class Contender:
 def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the contenders of each cluster that is needed: ``tasks`` and ``p2p`` share one."""
     plain = tuple(name for name in names if name in (TASKS, P2P))
-    return [each for each in [(GPURT,) if GPURT in names else (), plain] if each]
+    alone = [(name,) for name in (GPURT, SHARED) if name in names]
+    return [each for each in [*alone, plain] if each]
 
 
 @contextmanager
@@ -65,17 +75,14 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
     with ExitStack() as stack:
         found: list[Contender] = []
         for names in groups:
+            own = options.of(names)
+            if SHARED in names:
+                stack.enter_context(multi_process_service())
             cluster = stack.enter_context(
-                local_cluster(
-                    options.backend,
-                    options.workers,
-                    options.protocol,
-                    options.rmm_pool_size,
-                    threads=options.threads,
-                )
+                local_cluster(own.backend, own.workers, own.protocol, own.rmm_pool_size, threads=own.threads)
             )
             client: Any = stack.enter_context(Client(cluster, set_as_default=False))
-            if GPURT in names:
+            if GPURT in names or SHARED in names:
                 dask_gpurt.enable(client)
             client.register_plugin(TaskLog(), name=TaskLog.name)
             if options.backend == "cudf":

@@ -205,6 +205,7 @@ def test_a_pool_is_made_while_shared_memory_is_full(monkeypatch: pytest.MonkeyPa
 
 def capacity(size: Size | None) -> int:
     mine = Pools(size, 2**30, Metrics())
+    mine.main = "host"  # on a worker with a GPU the setting is about the GPU
     mine.ask_for_room = mine.ask_host = lambda _: None
     try:
         return mine.outbox("host").pool.capacity
