@@ -2,17 +2,24 @@
 
     python -m benchmarks.shuffle.latency --partitions 32 --workers 2 --repeat 20 --json results.json
     python -m benchmarks.shuffle.latency --backend cudf --protocol ucx --rows 1000000
+    python -m benchmarks.shuffle.latency --clock cpu
 
 Every transfer has ended by then and no output has begun: no worker does anything for the user. The time is
-taken on the threads of the tasks, and told apart into what passes until the barrier begins, what it takes,
-and what passes until the first output begins. Frames are small, so that nothing but messages counts; the
-first shuffle of a cluster is left out. Workers are processes of one host, and so have one clock.
+taken on the event loops of the workers, and told apart into what passes until the barrier begins, what it
+takes, and what passes until the first output begins. Frames are small, so that nothing but messages counts;
+the first shuffle of a cluster is left out. Workers are processes of one host, and so have one clock.
+
+On a host that others use too, ``--clock cpu`` has scheduler, workers and client in one process, over tcp, and
+counts its processor time: all that is computed between the two moments, and no waiting.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +28,8 @@ from typing import Any
 import click
 import dask
 import dask.dataframe as dd
-from distributed import Client, Worker, WorkerPlugin, wait
+from distributed import Client, LocalCluster, WorkerPlugin, wait
+from distributed.deploy.cluster import Cluster
 from rich.console import Console
 from rich.table import Table
 
@@ -39,32 +47,39 @@ PHASES = {
 }
 HIGHEST = 2**62
 
-#: A task: which phase it belongs to, when it began, and when it ended, in seconds of the host's clock.
-Span = tuple[str, float, float]
+#: Seconds of the host's clock, which all of its processes share; and of the processor, within this one.
+CLOCKS = {"wall": time.time, "cpu": time.process_time}
+
+#: ``begin`` or ``end``, the phase of the task, and when that was, in seconds.
+Moment = tuple[str, str, float]
 
 
-class Spans(WorkerPlugin):
-    """Remember when the tasks of shuffles have run on a worker, as their threads have measured it."""
+class Moments(WorkerPlugin):
+    """Remember when the tasks of shuffles begin and end on a worker.
 
-    name = "benchmark-spans"
+    Parameters
+    ----------
+    clock
+        One of :data:`CLOCKS`.
+    """
 
-    def setup(self, worker: Worker) -> None:
-        self.worker = worker
-        self.spans: list[Span] = []
+    name = "benchmark-moments"
+
+    def __init__(self, clock: str):
+        self.clock = CLOCKS[clock]
+        self.moments: list[Moment] = []
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
         phase = _phase(str(key[0] if isinstance(key, tuple) else key))
-        if phase is None or (start, finish) != ("executing", "memory"):
-            return
-        for one in self.worker.state.tasks[key].startstops:
-            if one["action"] == "compute":  # in the clock of the scheduler, as the worker estimates that
-                delay = self.worker.scheduler_delay
-                self.spans.append((phase, one["start"] - delay, one["stop"] - delay))
+        if phase is not None and finish == "executing":
+            self.moments.append(("begin", phase, self.clock()))
+        if phase is not None and (start, finish) == ("executing", "memory"):
+            self.moments.append(("end", phase, self.clock()))
 
-    def take(self) -> list[Span]:
-        """Return the spans since the last call."""
-        spans, self.spans = self.spans, []
-        return spans
+    def take(self) -> list[Moment]:
+        """Return the moments since the last call."""
+        moments, self.moments = self.moments, []
+        return moments
 
 
 def _phase(name: str) -> str | None:
@@ -93,12 +108,14 @@ class Latency:
     total: float
 
     @classmethod
-    def between(cls, spans: Iterable[Span]) -> Latency:
-        """Derive the latency of a shuffle from the spans of its tasks."""
-        spans = list(spans)
-        transferred = max(stop for phase, _, stop in spans if phase == "transfer")
-        [(begun, ended)] = [(start, stop) for phase, start, stop in spans if phase == "barrier"]
-        output = min(start for phase, start, _ in spans if phase == "output")
+    def between(cls, moments: Iterable[Moment]) -> Latency:
+        """Derive the latency of a shuffle from the moments of its tasks."""
+        by_kind: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        for what, phase, seconds in moments:
+            by_kind[what, phase].append(seconds)
+        transferred = max(by_kind["end", "transfer"])
+        begun, ended = max(by_kind["begin", "barrier"]), max(by_kind["end", "barrier"])
+        output = min(by_kind["begin", "output"])
         parts = (begun - transferred, ended - begun, output - ended, output - transferred)
         return cls(*(1000 * seconds for seconds in parts))
 
@@ -113,10 +130,10 @@ def measure(client: Client, partitions: int, rows: int, repeat: int, backend: st
     for turn in range(repeat + 1):
         shuffled = frame.shuffle("key").persist()
         wait(shuffled)
-        taken = client.run(lambda dask_worker: dask_worker.plugins[Spans.name].take())
+        taken = client.run(lambda dask_worker: dask_worker.plugins[Moments.name].take())
         check(fingerprints(shuffled), expected, False)
         if turn:
-            found.append(Latency.between(span for spans in taken.values() for span in spans))
+            found.append(Latency.between(one for moments in taken.values() for one in moments))
         del shuffled
     return found
 
@@ -127,8 +144,12 @@ def figures(found: list[Latency]) -> dict[str, dict[str, float]]:
     for name, values in zip(asdict(found[0]), zip(*map(astuple, found), strict=True), strict=True):
         low, median, high = statistics.quantiles(values, method="inclusive")
         summary[name] = {
-            "min": min(values), "quartile": low, "median": median, "third_quartile": high, "max": max(values)
-        }  # fmt: skip
+            "min": min(values),
+            "quartile": low,
+            "median": median,
+            "third_quartile": high,
+            "max": max(values),
+        }
     return summary
 
 
@@ -140,9 +161,21 @@ def show(summary: dict[str, dict[str, float]]) -> None:
     Console().print(table)
 
 
-def ours(method: str) -> Callable[[Client], None]:
-    """Return what switches the runtime on for a method, if that needs it."""
-    return dask_gpurt.enable if method == "gpurt" else (lambda client: None)
+@contextmanager
+def cluster_of(clock: str, backend: str, workers: int, protocol: str | None) -> Iterator[Cluster]:
+    """Start a cluster whose processes share a clock."""
+    if clock == "wall":
+        with local_cluster(backend, workers, protocol) as cluster:
+            yield cluster
+    else:
+        with LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=False,
+            protocol=protocol or "tcp",
+            dashboard_address=":0",
+        ) as cluster:
+            yield cluster
 
 
 @click.command(help=__doc__.partition("\n")[0])
@@ -151,6 +184,7 @@ def ours(method: str) -> Callable[[Client], None]:
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
 @click.option("--repeat", type=click.IntRange(min=2), default=20, show_default=True, help="Warm shuffles.")
 @click.option("--method", type=click.Choice(["gpurt", "p2p"]), default="gpurt", show_default=True)
+@click.option("--clock", type=click.Choice(list(CLOCKS)), default="wall", show_default=True)
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
@@ -160,6 +194,7 @@ def main(
     workers: int | None,
     repeat: int,
     method: str,
+    clock: str,
     backend: str,
     protocol: str | None,
     output: Path | None,
@@ -168,22 +203,29 @@ def main(
     workers = workers or default_workers(backend)
     with (
         dask.config.set({"dataframe.shuffle.method": method}),
-        local_cluster(backend, workers, protocol) as cluster,
+        cluster_of(clock, backend, workers, protocol) as cluster,
         Client(cluster) as client,
     ):
-        ours(method)(client)
-        client.register_plugin(Spans())
+        if method == "gpurt":
+            dask_gpurt.enable(client)
+        client.register_plugin(Moments(clock))
         found = measure(client, partitions, rows, repeat, backend)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": {
-            "partitions": partitions, "rows": rows, "workers": workers, "repeat": repeat, "method": method,
-            "backend": backend, "protocol": protocol,
+            "partitions": partitions,
+            "rows": rows,
+            "workers": workers,
+            "repeat": repeat,
+            "method": method,
+            "clock": clock,
+            "backend": backend,
+            "protocol": protocol,
         },
         **environment(),
         "figures": figures(found),
         "runs": [asdict(one) for one in found],
-    }  # fmt: skip
+    }
     write(results, output)
     show(results["figures"])
 
