@@ -128,14 +128,21 @@ def measure(client: Client, partitions: int, rows: int, repeat: int, backend: st
     expected = totals(fingerprints(frame))
     found = []
     for turn in range(repeat + 1):
+        take(client)  # what the check of the one before has left
         shuffled = frame.shuffle("key").persist()
         wait(shuffled)
-        taken = client.run(lambda dask_worker: dask_worker.plugins[Moments.name].take())
+        moments = take(client)
         check(fingerprints(shuffled), expected, False)
         if turn:
-            found.append(Latency.between(one for moments in taken.values() for one in moments))
+            found.append(Latency.between(moments))
         del shuffled
     return found
+
+
+def take(client: Client) -> list[Moment]:
+    """Return the moments on all workers since the last call."""
+    taken = client.run(lambda dask_worker: dask_worker.plugins[Moments.name].take())
+    return [moment for moments in taken.values() for moment in moments]
 
 
 def figures(found: list[Latency]) -> dict[str, dict[str, float]]:

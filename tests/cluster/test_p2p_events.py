@@ -310,7 +310,7 @@ def test_the_barrier_ends_with_owners_that_are_not_the_current_ones(monkeypatch:
         active.run_spec.worker_for.move({})  # of which the workers do not hear
         stopped.open.set()
         assert_right(await result)
-        assert len(stopped.where) == 2, "it was run again"
+        assert len(stopped.where) > 1, "it was run again"
         del result
 
     run(test)
