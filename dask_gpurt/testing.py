@@ -1,4 +1,4 @@
-"""Faults and checkers that wrap a running runtime from the outside: for tests, and for ``dask gpurt chaos``.
+"""Wrap a running runtime in faults and checkers from the outside: for tests, and for ``dask gpurt chaos``.
 
 Register :class:`Instruments` with a client, and each worker's runtime is wrapped as it is switched on::
 
@@ -171,7 +171,7 @@ def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..
 
 @dataclass(frozen=True)
 class _AsyncAccess:
-    """What goes on: what it reads and writes, and the stream in whose order it is."""
+    """Describe an access under way: what it reads and writes, and the stream in whose order it is."""
 
     name: str
     stream: Hashable

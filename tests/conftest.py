@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from dask.system import CPU_COUNT
 from distributed import Client
+from hypothesis import settings
 
 from tests.helpers import caps
 from tests.helpers.clusters import Library, cluster, fork_with_imports
@@ -29,6 +30,10 @@ if sys.version_info < (3, 12):
     # scheduler are one process, and the client's waits for the scheduler: Python 3.12 has no such lock.
     functools.cached_property.__get__ = _without_lock  # type: ignore[method-assign]
 
+
+# How long an example takes is not judged: machines that run tests are busy.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 #: Processes that run tests beside each other at most: each may have clusters of its own.
 MOST_PROCESSES = 4
@@ -80,12 +85,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", params=["pandas", pytest.param("cudf", marks=pytest.mark.gpu)])
 def library(request: pytest.FixtureRequest) -> Library:
-    """Each of the two libraries in turn: the behaviour is the same."""
+    """Return each of the two libraries in turn: the behaviour is the same."""
     return Library(request.param)
 
 
 @pytest.fixture(scope="module")
 def client(library: Library) -> Iterator[Client]:
-    """A cluster of two processes with the runtime on, shared by tests of a module that leave it as it is."""
+    """Run a cluster of two processes with the runtime on for tests of a module that leave it as it is."""
     with cluster(library.name) as client:
         yield client

@@ -27,7 +27,7 @@ GB = 1e9
 
 
 def columns(nbytes: int) -> dict[str, np.ndarray]:
-    """Columns as shuffles move them, of which some shrink and some do not."""
+    """Return the columns as shuffles move them, of which some shrink and some do not."""
     rows, random = nbytes // 8, np.random.default_rng(0)
     return {
         "keys below a million": random.integers(0, 1_000_000, rows),
@@ -45,7 +45,7 @@ def limit(figures: Sample) -> float:
 
 
 def measure(codec: Any, device: Any, column: np.ndarray, repeat: int) -> dict[str, float]:
-    """Medians of a few trials with a whole column."""
+    """Return medians of a few trials with a whole column."""
     [buffer] = device.from_host([np.ascontiguousarray(column).view(np.uint8)])
     trials = [sample(codec, codec.whole([buffer])) for _ in range(repeat)]
     median = Sample(

@@ -40,7 +40,7 @@ GB = 1e9
 
 
 def new_tiered_buffer(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> TieredBuffer:
-    """A tiered buffer of whose memory tiers at most one has a size, so that it is clear where things go."""
+    """Return a tiered buffer of whose memory tiers at most one has a size, so that all objects go there."""
     pool = BlockPool(pinned, register=getattr(device, "register", None))
     pool.ready.wait()
     return TieredBuffer(
@@ -60,7 +60,7 @@ def new_tiered_buffer(device: Any, directory: str, pinned: int, host: int, files
 
 
 def disk_tiered_buffers(device: Any, directory: Path) -> dict[str, TieredBuffer]:
-    """Tiered buffers without memory tiers, one for each way into files."""
+    """Return tiered buffers without memory tiers, one for each way into files."""
     tiered_buffers = {"disk tier": new_tiered_buffer(device, str(directory), 0, 0)}
     if not device.on_host:
         from dask_gpurt.device.cuda_files import CudaFiles
@@ -71,7 +71,7 @@ def disk_tiered_buffers(device: Any, directory: Path) -> dict[str, TieredBuffer]
 
 
 def frames(on_host: bool, size: int, each: int) -> list[Any]:
-    """Frames of four columns each."""
+    """Return frames of four columns each."""
     rows = each // 32
     if on_host:
         import pandas as library
@@ -112,7 +112,7 @@ def busy(on_host: bool, wanted: bool) -> Iterator[Callable[[], int]]:
 
 
 def turn(tiered_buffer: TieredBuffer, objects: list[Any]) -> dict[str, float]:
-    """Bytes per second down and up, of one turn."""
+    """Return the bytes per second down and up, of one turn."""
     for at, frame in enumerate(objects):
         tiered_buffer[f"x{at}"] = frame
     nbytes = tiered_buffer.live_bytes(Tier.DEVICE)
@@ -130,7 +130,7 @@ def turn(tiered_buffer: TieredBuffer, objects: list[Any]) -> dict[str, float]:
 
 
 def plain(device: Any, nbytes: int, pinned: bool) -> dict[str, float]:
-    """Bytes per second of one copy of an array, down and up: pinned as the tier is, or pageable."""
+    """Return the bytes per second of one copy of an array, down and up, pinned or pageable."""
     memory = np.zeros(nbytes, np.uint8)
     undo = device.register(memory) if pinned and hasattr(device, "register") else None
     buffer, fence = device.gather([memory])

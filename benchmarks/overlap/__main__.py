@@ -47,7 +47,7 @@ from dask_gpurt.cli.environment import environment
 PARTS = ("collectives", "workers", "pipeline")
 #: Part by part: the most seconds, without ``--timeouts``.
 SECONDS = (90.0, 120.0, 120.0)
-#: What stands for a GPU when the host rehearses.
+#: Parameters of a rehearsal on the host, in the place of a GPU.
 REHEARSAL = {
     "seconds": 0.05,
     "task": 0.01,
@@ -101,7 +101,7 @@ class Results:
         write(self.found, self.path)
 
     def cells(self) -> dict[str, dict[str, Any]]:
-        """The cells of each part that has any."""
+        """Return the cells of each part that has any."""
         return {part: known["cells"] for part, known in self.found["parts"].items() if "cells" in known}
 
 

@@ -57,7 +57,7 @@ class Times:
 
 
 class Side(Protocol):
-    """One process."""
+    """Run one process of the comparison."""
 
     share: SmShare | None
 
@@ -191,7 +191,7 @@ class Rehearsal:
 
 
 class Cell:
-    """One process's part in a cell."""
+    """Run one process's part in a cell."""
 
     def __init__(self, plan: Plan, name: str, side: Side, caps: ResidencyCaps | None):
         self.plan, self.name, self.side, self.caps = plan, name, side, caps
@@ -203,7 +203,7 @@ class Cell:
         self.computes = max(2, round(self.leg / once))
         self.collectives = max(2, round(self.computes * once / collective))
         self.work, self.moved = float(self.computes), float(self.collectives * plan.collective)
-        #: What each took alone when it was measured last.
+        #: Seconds that each took alone when it was measured last.
         self.alone = Times(0.0, self.computes * once, self.collectives * collective)
 
     def measure_alone(self) -> Times:

@@ -40,7 +40,7 @@ POOLS = 0.5
 
 @dataclass(frozen=True)
 class Cell:
-    """One way of running tasks beside each other.
+    """Describe one way of running tasks beside each other.
 
     Attributes
     ----------

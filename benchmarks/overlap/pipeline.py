@@ -22,7 +22,7 @@ from dask_gpurt.cli.cluster import local_cluster
 Frame = Any
 STEPS = 10
 #: For how many times as long as a cell it is learnt: there are several kinds of tasks.
-PATIENCE = 3
+LEARNING_FACTOR = 3
 #: Bytes of a row: two keys and a payload.
 ROW = 24
 #: Rows of an input that have the same key, about.
@@ -54,7 +54,7 @@ def pipeline(frame: Frame) -> Frame:
 
 
 def only_shuffles(frame: Frame) -> Frame:
-    """The shuffles of the pipeline, and nothing between them."""
+    """Run the shuffles of the pipeline, and nothing between them."""
     for step in range(STEPS):
         frame = frame.shuffle("ab"[step % 2])
     return frame
@@ -137,7 +137,7 @@ def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
     """Run the pipeline until the governor has had its time to try; what tells whether a run was right."""
     switch(client, ADAPTIVE, learned)
     client.run(_allow)
-    ends = time.monotonic() + (PATIENCE * plan.learn if ADAPTIVE in plan.modes else 0)
+    ends = time.monotonic() + (LEARNING_FACTOR * plan.learn if ADAPTIVE in plan.modes else 0)
     while True:
         _, total = timed(pipeline(frame))
         if time.monotonic() > ends:
@@ -145,7 +145,7 @@ def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
 
 
 def timed(program: Frame) -> tuple[float, int]:
-    """The seconds of a program, and what tells whether it was right."""
+    """Return the seconds of a program, and what tells whether it was right."""
     began = time.perf_counter()
     result = program.persist()
     wait(result)
@@ -154,7 +154,7 @@ def timed(program: Frame) -> tuple[float, int]:
 
 
 def thread_seconds(dask_scheduler: Any) -> dict[str, float]:
-    """Seconds of task threads so far, of all workers, by task prefix."""
+    """Return the seconds of task threads so far, of all workers, by task prefix."""
     prefixes = dask_scheduler.task_prefixes
     return {name: float(prefix.all_durations.get("compute", 0.0)) for name, prefix in prefixes.items()}
 

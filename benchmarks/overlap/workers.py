@@ -54,7 +54,7 @@ FEW = 3
 
 
 class Board(Barrier):
-    """A barrier at which everybody tells everybody a number."""
+    """Meet at a barrier where each worker tells all others a number."""
 
     def __init__(self, file: Path, rank: int, parties: int):
         super().__init__(file, rank, parties)
@@ -67,7 +67,7 @@ class Board(Barrier):
         return super().prepare(file, parties)
 
     def most(self, number: float) -> float:
-        """The largest number that anybody tells."""
+        """Return the largest number of all workers."""
         self._numbers[self._me] = number
         self.meet()
         largest = float(self._numbers.max())
@@ -75,8 +75,8 @@ class Board(Barrier):
         return largest
 
 
-class Beside:
-    """One worker's part: a workload, and shuffles beside it."""
+class WorkloadSide:
+    """Run one worker's part: a workload, and shuffles beside it."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Beside:
     # ---- a leg -------------------------------------------------------------------------
 
     def leg(self, policy: Policy, tasks: int, shuffles: int, *, first: bool = True) -> float:
-        """Compute, shuffle, or both beside each other; the seconds until everybody has done it.
+        """Compute, shuffle, or both beside each other; returns the seconds until all have done it.
 
         Parameters
         ----------
@@ -180,7 +180,7 @@ class Beside:
             self.work()
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """As a worker does it: on the event loop."""
+        """Make a call on the event loop, as a worker does."""
 
         async def told() -> None:
             call()
@@ -208,7 +208,7 @@ class Beside:
     # ---- a cell ------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Find out how much of each fills a leg; the same for everybody."""
+        """Find out how much of each fills a leg; the same on all workers."""
         usual = Fixed(PRIORITY)
         self.work()
         seconds = min(self.leg(usual, 1, 0) for _ in range(3))
@@ -279,7 +279,7 @@ def cell(
     """Measure one workload; the task of one worker."""
     inputs = dict(zip(range(rank, plan.partitions, plan.workers), frames, strict=True))
     with Board(file, rank, plan.workers) as board:
-        beside = Beside(plan, name, addresses, inputs, board, turn)
+        beside = WorkloadSide(plan, name, addresses, inputs, board, turn)
         try:
             beside.fit()
             governor = beside.learn()
@@ -319,7 +319,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
 
 
 def shuffles_of(plan: Plan) -> exchange_sides.Plan:
-    """The shuffles, as the benchmark of the exchange has them."""
+    """Return the shuffles, as the benchmark of the exchange has them."""
     return exchange_sides.Plan(
         size=plan.size,
         partitions=plan.partitions,

@@ -135,7 +135,7 @@ def main(
     for run in run_rounds(parameters, plan):
         _tell(run)
         if runs and run.query != runs[-1].query:
-            write(results_of(parameters, runs), output)  # for whoever is stopped in the middle
+            write(results_of(parameters, runs), output)  # in case it is stopped in the middle
         runs.append(run)
     results = results_of(parameters, runs)
     write(results, output)

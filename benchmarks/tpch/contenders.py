@@ -1,10 +1,10 @@
-"""Who takes part: a cluster with the runtime on, and one of Dask's as shipped, with its ways to shuffle."""
+"""Start the contenders: a cluster with the runtime on, and Dask's as shipped, with its ways to shuffle."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import dask
@@ -13,31 +13,31 @@ from distributed import Client
 import dask_gpurt
 from dask_gpurt.cli.cluster import local_cluster
 
-from ..common.mps import multi_process_service
 from .budget import TaskLog
 from .gpu import Utilisation
 
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
-#: The runtime on twice as many workers, two on each GPU under MPS, which share its memory.
+#: The runtime with two workers in place of each one.
 SHARED = "gpurt-shared"
 CONTENDERS = (GPURT, SHARED, TASKS, P2P, CUDF_POLARS)
+
+TWO_WORKERS = {
+    "gpurt.enabled": True,
+    "gpurt.compute.concurrency": 2,
+    # As in the file that `pip install` puts into Dask's configuration.
+    "distributed.nanny.preload": ["dask_gpurt.preload"],
+}
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What all clusters have in common."""
+    """Set what all clusters have in common."""
 
     backend: str
     workers: int
     threads: int
     protocol: str | None
-    rmm_pool_size: float
-
-    def of(self, names: Sequence[str]) -> ClusterOptions:
-        """Return the options of the cluster of these contenders."""
-        if SHARED not in names:
-            return self
-        return replace(self, workers=2 * self.workers, rmm_pool_size=self.rmm_pool_size / 2)
+    rmm_pool_size: str | float | None
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,19 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
     with ExitStack() as stack:
         found: list[Contender] = []
         for names in groups:
-            own = options.of(names)
             if SHARED in names:
-                stack.enter_context(multi_process_service())
+                stack.enter_context(dask.config.set(TWO_WORKERS))
             cluster = stack.enter_context(
-                local_cluster(own.backend, own.workers, own.protocol, own.rmm_pool_size, threads=own.threads)
+                local_cluster(
+                    options.backend,
+                    options.workers,
+                    options.protocol,
+                    options.rmm_pool_size,
+                    threads=options.threads,
+                )
             )
             client: Any = stack.enter_context(Client(cluster, set_as_default=False))
+            client.wait_for_workers(options.workers * (2 if SHARED in names else 1))
             if GPURT in names or SHARED in names:
                 dask_gpurt.enable(client)
             client.register_plugin(TaskLog(), name=TaskLog.name)

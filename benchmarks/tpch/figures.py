@@ -1,4 +1,4 @@
-"""What comes of timed queries: medians with intervals, ratios, budgets, and how they are printed."""
+"""Summarise timed queries: medians with intervals, ratios and budgets, and how they are printed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESAMPLES = 2000
 #: Figures that a JSON file keeps of a number.
 SIGNIFICANT_DIGITS = 4
 MIB = 2**20
-#: Columns of text, where the output is no terminal.
+#: Columns of text, where the output is not a terminal.
 TABLE_WIDTH = 140
 
 

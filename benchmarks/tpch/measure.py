@@ -25,7 +25,7 @@ FORGET_TIMEOUT_S, FORGET_POLL_INTERVAL_S = 30.0, 0.005
 
 @dataclass
 class Run:
-    """One timed run of a query. ``turn`` 0 is the first of its contender on a new cluster."""
+    """Record one timed run of a query. ``turn`` 0 is the first of its contender on a new cluster."""
 
     query: int
     contender: str
@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run, how often, and what has to come of it."""
+    """Say what is run, how often, and what has to come of it."""
 
     tables: ParquetTables
     queries: Sequence[int]

@@ -1,4 +1,4 @@
-"""The cluster that chaos starts: workers of which every other one keeps its address when it is replaced."""
+"""Start the cluster of chaos: every other worker keeps its address when it is replaced."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import psutil
 from distributed import Client, LocalCluster
 from distributed.core import Status
 
+from dask_gpurt.dask_hooks.expr import find_in_one_step
 from dask_gpurt.dask_hooks.scheduler import start_missing_workers
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ PORTS = range(15_000, 32_000)
 
 
 def keeps_address(name: Any) -> bool:
-    """Whether the process that replaces this worker of ours gets the same address."""
+    """Return whether the process that replaces this worker of ours gets the same address."""
     return int(name) % 2 == 0
 
 
@@ -71,6 +72,7 @@ def _free_ports(count: int) -> list[int]:
 def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
     """Start a cluster on this machine; yields a client, the cluster, and the directory of its workers."""
     _without_class_lock()
+    find_in_one_step()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with tempfile.TemporaryDirectory(prefix="gpurt-chaos-", ignore_cleanup_errors=True) as directory:
         options: dict[str, Any] = {
@@ -130,7 +132,7 @@ def restart_given_up(cluster: Any) -> int:
 
 
 class NannyLog(logging.Handler):
-    """Keeps the last lines that nannies have logged: they are in this process, and say why one gives up."""
+    """Keep the last lines that nannies have logged: they are in this process, and say why one gives up."""
 
     NAMES = ("distributed.nanny", __name__)
 

@@ -1,4 +1,4 @@
-"""What is broken: a class for each kind of fault."""
+"""Break things: a class for each kind of fault."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MESSAGES = {
     "tickets": "gpurt_ticket",
     "fetches": "gpurt_fetch",
 }
-#: A connection that breaks each time is no connection: a reset leaves at least every other message alone.
+#: A connection that breaks each time is none: a reset leaves at least every other message alone.
 MIN_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
 #: Seconds for a worker to answer; a worker that is stopped answers after that.
 ASK_S = 20.0
@@ -69,7 +69,7 @@ class Site:
         self.client = client
         self.cluster = cluster
         self.workers = self.wanted = workers
-        #: How many nannies had given up, and were replaced.
+        #: The number of nannies that had given up, and were replaced.
         self.given_up = 0
         self.log = NannyLog()
 
@@ -116,7 +116,7 @@ class Site:
 
 
 class Fault(ABC):
-    """One fault. ``begin`` and ``end`` are called once each, on one thread.
+    """Inject one fault. ``begin`` and ``end`` are called once each, on one thread.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ class Fault(ABC):
 
 # ---- processes -----------------------------------------------------------------------
 
-#: What Dask itself says where a task has been on too many workers that died.
+#: Messages of Dask itself where a task has been on too many workers that died.
 KILLED = (r"KilledWorker", r"P2PConsistencyError.*given up after")
 
 
@@ -233,12 +233,12 @@ class Stop(Fault):
 
 
 class OnWorkers(Fault):
-    """Something that all workers do wrong, until it is ended."""
+    """Have all workers do something wrong, until it is ended."""
 
     kind: ClassVar[str]
 
     def options(self) -> dict[str, Any]:
-        """What the worker's side needs to know."""
+        """Return what the worker's side needs to know."""
         return {"one_in": self.spec.one_in, "seed": self.spec.seed}
 
     def begin(self) -> None:
@@ -270,7 +270,7 @@ class Messages(OnWorkers):
 
 
 class ResetConnections(Fault):
-    """All connections between workers are aborted."""
+    """Abort all connections between workers."""
 
     hits: int
 
@@ -287,7 +287,7 @@ OUT_OF_MEMORY = (r"MemoryError", r"NoRoom", r"no tier has room", r"no space left
 
 
 class Allocations(OnWorkers):
-    """One of so many allocations of a worker's devices fails."""
+    """Fail one of so many allocations of a worker's devices."""
 
     kind = "allocations"
     explains = OUT_OF_MEMORY
@@ -321,7 +321,7 @@ class FullDisk(OnWorkers):
 
 
 class FullShm(OnWorkers):
-    """There is no space in /dev/shm.
+    """Leave no space in /dev/shm.
 
     It is filled with a nameless file where that costs little memory. On large ones, whose pages are the
     host's memory, taking more of it fails in the workers.
@@ -446,7 +446,7 @@ def _pid(dask_worker: Any) -> int:
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:
-    """Wait for an event of the cluster, as long as that may take; whoever needs it looks again."""
+    """Wait for an event of the cluster, as long as that may take; what needs it looks again."""
     ends = time.monotonic() + ASK_S
     while not happened() and time.monotonic() < ends:
         time.sleep(0.05)

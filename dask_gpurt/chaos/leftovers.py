@@ -1,4 +1,4 @@
-"""What is left when nothing runs any more: of memory, files, mappings, threads and promises."""
+"""Find what is left when nothing runs any more: memory, files, mappings, threads and promises."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dask_gpurt.dask_hooks.shuffle import active_runs
 
 #: Seconds for everything to be let go after the last operation: peers that left are looked for now and then.
 PATIENCE_S = 45.0
-#: How much larger the processes of the last minute may be than those of the first.
+#: The growth of processes that is allowed from the first minute to the last.
 GROWTH, GROWTH_BYTES = 1.25, 64 * 2**20
-#: What memory is compared between.
+#: Seconds of the windows between which memory is compared.
 WINDOW_S = 60.0
 TIER_PREFIX, THREAD_PREFIX = "gpurt-tier-", "gpurt"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a worker process holds.
+    """List what a worker process holds.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ def trimmed(dask_worker: Any) -> int:
 
 
 def anonymous() -> int:
-    """Bytes of memory that are this process's own."""
+    """Return the bytes of memory that are this process's own."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
     return int(line.split()[1]) * 1024
 

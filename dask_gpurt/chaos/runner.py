@@ -31,7 +31,7 @@ END_S = 90.0
 
 
 class Hung(Exception):
-    """Something did not end in its time."""
+    """Report that something did not end in its time."""
 
 
 class Failed(Exception):

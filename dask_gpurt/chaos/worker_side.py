@@ -1,4 +1,4 @@
-"""Faults inside a worker process: its messages, its file systems, its allocations.
+"""Inject faults into a worker process: its messages, its file systems, its allocations.
 
 Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices,
 their pools, ``Exchange.take``), and is taken back by taking the wrapper off. A process that is replaced
@@ -25,13 +25,13 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.testing import FailingAllocations, put_back
 
 NAME = "gpurt-chaos"
-#: Seconds until this process ends itself: long enough for the reply to whoever asked it to.
+#: Seconds until this process ends itself: long enough for the reply to the request.
 KILL_DELAY_S = 0.01
 
 
 @dataclass
 class Rule:
-    """What happens to messages of one operation that this worker sends to other workers.
+    """Change messages of one operation that this worker sends to other workers.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ _LATE: set[asyncio.Task[None]] = set()
 
 
 class FullFileSystem:
-    """Has writes to files below a directory fail with ENOSPC, in this process."""
+    """Make writes to files below a directory fail with ENOSPC, in this process."""
 
     FUNCTIONS = ("write", "pwrite", "posix_fallocate")
 
@@ -186,7 +186,7 @@ class FullFileSystem:
 
 
 class OfferFaultInjector:
-    """Has the exchange of a worker run out of memory as it takes one of so many offers."""
+    """Make the exchange of a worker run out of memory as it takes one of so many offers."""
 
     def __init__(self, exchange: Any, one_in: int, seed: int):
         self._exchange = exchange
@@ -208,7 +208,7 @@ class OfferFaultInjector:
 
 
 class TransferFaultInjector:
-    """Has transfer tasks fail as they pack, after they have published a part because the pool was full."""
+    """Make transfer tasks fail as they pack, after they have published a part because the pool was full."""
 
     def __init__(self, pools: list[Any], one_in: int, seed: int):
         self._random = Random(seed)
@@ -240,7 +240,7 @@ class TransferFaultInjector:
 
 
 class ChaosWorkerPlugin(WorkerPlugin):
-    """Keeps the faults of a worker."""
+    """Keep the faults of a worker."""
 
     name = NAME
     idempotent = True

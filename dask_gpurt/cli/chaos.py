@@ -1,4 +1,4 @@
-"""``dask gpurt chaos``: random operations and random faults, every result checked against pandas."""
+"""Run ``dask gpurt chaos``: random operations and random faults, every result checked against pandas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dask_gpurt.chaos.report import NEVER, Ending
 from dask_gpurt.chaos.runner import existing_cluster
 from dask_gpurt.cli.cluster import choose_backend, visible_gpus
 
-#: Processes on the host, where nobody says how many: one more than a pair.
+#: Processes on the host by default: one more than a pair.
 WORKERS = 3
 #: Characters of an error in the table.
 MAX_ERROR_CHARACTERS = 600

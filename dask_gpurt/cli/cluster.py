@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import click
 import dask
@@ -61,7 +59,7 @@ def local_cluster(
     backend
         ``pandas`` for processes on the host, ``cudf`` for one process per GPU.
     workers
-        How many worker processes. Where there are more than GPUs, several share each one.
+        How many worker processes.
     protocol
         Protocol of the cluster; Dask's default when not given.
     rmm_pool_size
@@ -85,34 +83,12 @@ def local_cluster(
             "scheduler_kwargs": {"dashboard_address": ":0"},
         }
         if backend == "cudf":
-            cluster = _cuda_cluster_class()(rmm_pool_size=rmm_pool_size, **common)
+            cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
+            cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
         else:
             cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
         with cluster:
             yield cluster
-
-
-def _cuda_cluster_class() -> Any:
-    """Make a LocalCUDACluster whose workers may be more than the GPUs: they take the GPUs in turns."""
-    base = importlib.import_module("dask_cuda").LocalCUDACluster
-
-    class SharedCUDACluster(base):  # type: ignore[misc, valid-type]
-        """Name workers by number, and leave to dask-cuda what a worker of a GPU is started with."""
-
-        worker_spec: dict[Any, Any]
-
-        def new_worker_spec(self) -> dict[int, Any]:
-            workers, gpus = self.worker_spec, self.cuda_visible_devices
-            number = next(free for free in itertools.count() if free not in workers)
-            # dask-cuda starts a worker on the first GPU that has none.
-            self.worker_spec = dict.fromkeys(set(gpus) - {gpus[number % len(gpus)]})
-            try:
-                (spec,) = super().new_worker_spec().values()
-            finally:
-                self.worker_spec = workers
-            return {number: spec}
-
-    return SharedCUDACluster
 
 
 def connected(address: str) -> Client:

@@ -12,7 +12,7 @@ from dask.utils import parse_bytes
 #: The ways that a shard may take from worker to worker.
 PATHS = ("shared-memory", "cuda-ipc", "comms")
 
-#: What confines compute while a shuffle runs beside it.
+#: The ways to confine compute while a shuffle runs beside it.
 MODES = ("off", "priority", "adaptive", "fixed")
 
 
@@ -147,6 +147,13 @@ def count(key: str, value: object) -> int:
     if isinstance(value, (int, str)) and not isinstance(value, bool) and str(value).strip().isdecimal():
         return int(value)
     raise wrong(key, value, "a whole number of at least 0")
+
+
+def positive(key: str, value: object) -> int:
+    word = str(value).strip()
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal() and int(word):
+        return int(word)
+    raise wrong(key, value, "a whole number of at least 1")
 
 
 def file_name(key: str, value: object) -> str | None:

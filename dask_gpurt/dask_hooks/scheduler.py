@@ -22,11 +22,13 @@ from dask_gpurt.dask_hooks.types import SchedulerState, WorkerState
 
 
 class Unsuitable(Exception):
-    """Raised by a replacement for a choice that Dask could not act on; it chooses instead."""
+    """Refuse a choice that Dask could not act on, in a replacement; Dask chooses instead."""
 
 
 class Overrides:
-    """Replaced choices. One that raises, and one whose method is not as it is known, is made by Dask.
+    """Replace choices of the scheduler.
+
+    Dask makes those that raise, and those whose method is not as it is known.
 
     Parameters
     ----------

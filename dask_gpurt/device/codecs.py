@@ -1,4 +1,4 @@
-"""What makes less of the bytes of a device, and restores them.
+"""Compress and restore the bytes of a device.
 
 The codecs that Dask knows, as far as they are installed, work in host memory. A device may have some of
 its own besides.
@@ -23,7 +23,7 @@ SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2**16
 
 
 class HostCodec:
-    """One that Dask knows.
+    """Compress with a codec that Dask knows.
 
     Parameters
     ----------
@@ -72,5 +72,5 @@ def check(codec: str, found: int, expected: int) -> None:
 
 
 def host_codecs(to_host: Callable[[Buffer], bytearray | memoryview]) -> dict[str, Codec]:
-    """Those of Dask's codecs that this process has, by name."""
+    """Return those of Dask's codecs that this process has, by name."""
     return {name: HostCodec(name, to_host) for name in CODECS if name in compressions}

@@ -1,4 +1,4 @@
-"""Green contexts: contexts of a GPU that have some of its SMs, for what a thread launches meanwhile.
+"""Make green contexts: contexts of a GPU that have some of its SMs, for what a thread launches meanwhile.
 
 A thread that has one current launches into it whatever names no other stream. Its default stream is
 another than that of the GPU's usual context, so both are joined by events on the way in and out. In between
@@ -34,7 +34,7 @@ Instead = Callable[[int, int], None]
 
 
 class _Kept(threading.local):
-    """How this thread is kept in a context, and what ends that; None while it is not."""
+    """Keep this thread in a context, and know what ends that; None while it is not kept."""
 
     again: Callable[[], None] | None = None
     end: Callable[[], None] | None = None
@@ -114,7 +114,7 @@ class GreenContexts:
             _checked(driver.cuStreamWaitEvent(0, event, 0))
 
     def _keep(self, context: int) -> None:
-        """Whoever makes the usual context current on this thread gets this one from now on."""
+        """Have a thread that makes the usual context current get this one from now on."""
         again, end = partial(self._instead, self._usual, context), partial(self._instead, 0, 0)
         again()
         _kept.again, _kept.end = again, end
@@ -137,7 +137,7 @@ class GreenContexts:
             raise SmsError("green contexts: a kernel gave a wrong result in one")
 
     def _made(self, sms: int) -> tuple[Any, Any, Any]:
-        """This thread's context of so many SMs, as both kinds of handle, and an event."""
+        """Return this thread's context of so many SMs, as both kinds of handle, and an event."""
         runtime.setDevice(self._index)
         made: dict[int, tuple[Any, Any, Any]] = self._threads.__dict__.setdefault("made", {})
         if sms not in made:
@@ -157,7 +157,7 @@ class GreenContexts:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver has returned; raises what went wrong."""
+    """Return the result of a call of the driver; raises what went wrong."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         raise SmsError(f"green contexts: {error.name}")

@@ -1,4 +1,4 @@
-"""Shards that go by Dask's comms: asked for by one worker, handed out by another.
+"""Send shards by Dask's comms: one worker asks for them, another hands them out.
 
 Coroutines run on the event loop; what copies or compresses runs on threads of the exchange.
 """
@@ -30,7 +30,7 @@ from dask_gpurt.observe import Fallback, Metrics
 
 
 class Comms:
-    """Fetches shards from peers, and serves theirs.
+    """Fetch shards from peers, and serve theirs.
 
     Parameters
     ----------
@@ -69,11 +69,11 @@ class Comms:
         self._compress, self._on_gpu = compression != "off", compression == "gpu"
         self._offload = offload
         self._compressor = Compressor(metrics)
-        #: By peer, for as long as somebody waits for its first shard.
+        #: By peer, for as long as a task waits for its first shard.
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def _carries(self, device: Device) -> bool:
-        """Whether the comms of this worker take buffers of a device as they are."""
+        """Return whether the comms of this worker take buffers of a device as they are."""
         return device.carried_by(self._protocol)
 
     # ---- fetching ----------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Comms:
         return reply
 
     async def _packing(self, peer: str, device: Device, by_host: bool) -> dict[str, Any] | None:
-        """What a peer needs to know to decide on compression; None where shards come as they are."""
+        """Describe to a peer what it needs to decide on compression; None where shards come as they are."""
         if self._compress:
             await self._links.learn(peer)
         bandwidth = self._links.bandwidth_between_hosts(peer)
@@ -148,7 +148,10 @@ class Comms:
         return {"bandwidth": bandwidth, "codecs": names}
 
     def _codecs(self, device: Device) -> dict[str, Codec]:
-        """Those for shards of a device; what the comms take from it does not go into host memory for them."""
+        """Return the codecs for shards of a device.
+
+        Those of the host are among them only where the comms do not take the device's buffers.
+        """
         by_host = {} if self._carries(device) else device.host_codecs()
         return {**device.own_codecs(), **by_host} if self._on_gpu else by_host
 
@@ -159,21 +162,23 @@ class Comms:
         self._links.observe(peer, nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
-        """The sections of a shard that was fetched; where staged, they stay until it is released. Blocks."""
+        """Return the sections of a shard that was fetched; where staged, they stay until it is released.
+        Blocks.
+        """
         sizes = [section.nbytes for section in incoming.shard.sections]
         if reply["staged"]:
             assert incoming.path.staging is not None
             return list(map(incoming.path.staging.view, reply["staged"]["offsets"], sizes))
         if reply["codec"] is None:
             whole = [received(data) for data in reply["data"]]
-            # Within a process a comm hands the memory of the producer over, who will reuse it.
+            # Within a process a comm hands over the memory of the producer, which will reuse it.
             return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
         with self._metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])
             return self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes)
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
-        """What makes buffers of a device out of fetched sections."""
+        """Return what makes buffers of a device out of fetched sections."""
         if reply["codec"] is not None:
             there = not self._codecs(device)[reply["codec"]].on_host
         else:
@@ -191,9 +196,9 @@ class Comms:
         staged_for: str | None,
         to: str,
     ) -> dict[str, Any]:
-        """Handler: the bytes of a shard of ``to``, and the seconds that it took.
+        """Handle a fetch: return the bytes of a shard of ``to``, and the seconds that it took.
 
-        What is sent is the pool itself, where it can be: it is nobody else's before the peer has let go.
+        Sent is the pool itself, where it can be: its block is not used again before the peer has let go.
 
         Parameters
         ----------
@@ -268,12 +273,12 @@ class Comms:
         return device.for_comm(buffer) if self._carries(device) else memoryview(device.to_host(buffer))
 
     def forget(self, run: RunKey) -> None:
-        """A run is over."""
+        """Forget a run that is over."""
         self._compressor.forget(run)
 
 
 def received(data: Any) -> Buffer | np.ndarray:
-    """What a comm has brought, as bytes."""
+    """Return what a comm has brought, as bytes."""
     if hasattr(data, "__cuda_array_interface__"):
         return data
     return np.frombuffer(memoryview(data).cast("B"), np.uint8)

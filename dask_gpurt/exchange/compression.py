@@ -1,4 +1,4 @@
-"""Whether shards are worth compressing on their way, found out from a sample of each run.
+"""Decide from a sample of each run whether its shards are worth compressing on their way.
 
 The cores at the top know figures only. The codecs are those of the device that a shard lies on.
 """
@@ -18,17 +18,17 @@ from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Fallback, Metrics
 
 #: With compression it has to take at most so much of the time without: what a sample tells is rough, and
-#: compression takes processors from those who compute.
+#: compression takes processors from tasks.
 PAYING_TIME_SHARE = 0.9
 #: Bytes of a shard: of smaller ones it is the latency that counts, larger ones no codec takes at once.
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 2**16, 2**30
-#: Samples are kept of so many runs, those used last: one may be taken as its run ends, and nobody forgets it.
+#: Runs of which samples are kept, those used last: one may be taken as its run ends, and stays then.
 MAX_RUNS = 256
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a codec makes of a run.
+    """Describe how a codec does on a run.
 
     Parameters
     ----------
@@ -46,11 +46,11 @@ class Sample:
     decompress_rate: float
 
     def seconds_per_byte(self, bandwidth: float) -> float:
-        """Seconds that a byte takes to be compressed, sent and decompressed."""
+        """Return the seconds that a byte takes to be compressed, sent and decompressed."""
         return 1 / self.compress_rate + self.ratio / bandwidth + 1 / self.decompress_rate
 
     def corrected(self, ratio: float, compress_rate: float) -> Sample:
-        """What is to be expected after a shard: half of what was, half of what it has shown.
+        """Return the sample to be expected after a shard: the mean of this one and of the shard's.
 
         Restoring is done elsewhere, and counts as slower by as much as compressing is: it competes too.
         """
@@ -62,7 +62,7 @@ class Sample:
 
 
 def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decompress_rate: float) -> bool:
-    """Whether bytes arrive clearly sooner when they are compressed on one side and restored on the other.
+    """Return whether bytes arrive clearly sooner compressed on one side and restored on the other.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decom
 
 
 def best(samples: Iterable[Sample], bandwidth: float) -> str | None:
-    """The codec with which bytes arrive soonest over a link, None where none pays."""
+    """Return the codec with which bytes arrive soonest over a link, None where none pays."""
     paying = [
         sample
         for sample in samples
@@ -109,7 +109,7 @@ def sample(codec: Codec, whole: Any) -> Sample:
 
 
 class _Run:
-    """What is known of a run, by codec."""
+    """Keep what is known of a run, by codec."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.samples: dict[str, Sample] = {}
@@ -117,7 +117,7 @@ class _Run:
         self._trying = threading.Lock()
 
     def try_out(self, codecs: Iterable[Codec], sections: Sequence[Buffer]) -> None:
-        """Sample those that are new to the run; who comes meanwhile waits for what is found.
+        """Sample those that are new to the run; a thread that comes meanwhile waits for the result.
 
         A sample is small and a link where it matters is slow: a shard that does not wait crosses it in full,
         and all others wait for that.
@@ -130,7 +130,7 @@ class _Run:
 
 
 class Compressor:
-    """Compresses the shards of this worker where that pays. Thread-safe; its methods take a while."""
+    """Compress the shards of this worker where that pays. Thread-safe; its methods take a while."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
@@ -140,7 +140,7 @@ class Compressor:
     def pack(
         self, run: RunKey, sections: Sequence[Buffer], bandwidth: float, codecs: Iterable[Codec]
     ) -> tuple[Codec, Any] | None:
-        """All sections of a shard as one, compressed, and by what; None where that does not pay.
+        """Return all sections of a shard as one, compressed, and by what; None where that does not pay.
 
         Parameters
         ----------
@@ -183,6 +183,6 @@ class Compressor:
         return known.samples
 
     def forget(self, run: RunKey) -> None:
-        """A run is over."""
+        """Forget a run that is over."""
         with self._lock:
             self._runs.pop(run, None)

@@ -1,4 +1,4 @@
-"""One worker's end of the exchange: its pools, its paths to peers, and what moves.
+"""Hold one worker's end of the exchange: its pools, its paths to peers, and what moves.
 
 Coroutines run on the worker's event loop; everything that copies runs on the threads of
 ``executor``. The handlers at the end are what peers call.
@@ -119,7 +119,7 @@ class Exchange:
         #: Bytes of shards that were offered to this worker.
         self.moved = 0
         #: Called on the event loop with how many runs publish and how many shards are being pulled.
-        self.in_flight: Callable[[int, int], None] = _nobody_asks
+        self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
         worker.handlers.update(
             {
@@ -135,13 +135,13 @@ class Exchange:
     # ---- what is in flight -----------------------------------------------------------
 
     def run_begins(self, run: RunKey) -> None:
-        """A run begins to publish and to receive on this worker."""
+        """Note that a run begins to publish and to receive on this worker."""
         self._publishing.add(run)
         self._receiving[run] = set()
         self.in_flight(len(self._publishing), self._pulls)
 
     def _goes_on(self, run: RunKey) -> bool:
-        """Whether a run may need once more what it has published here. From any thread."""
+        """Return whether a run may need once more what it has published here. From any thread."""
         return run in self._receiving
 
     def run_is_read(self, run: RunKey, is_read: bool) -> None:
@@ -156,13 +156,13 @@ class Exchange:
         return run in self._read and run not in self._publishing
 
     def run_published(self, run: RunKey) -> None:
-        """A run publishes nothing any more; again does nothing."""
+        """Note that a run publishes nothing any more; again does nothing."""
         if run in self._publishing:
             self._publishing.remove(run)
             self.in_flight(len(self._publishing), self._pulls)
 
     def run_ends(self, run: RunKey) -> None:
-        """A run is over on this worker; again does nothing."""
+        """Note that a run is over on this worker; again does nothing."""
         self.run_published(run)
         self._read.discard(run)
         self._receiving.pop(run, None)  # from here on nothing of it is retained
@@ -179,13 +179,13 @@ class Exchange:
             self.in_flight(len(self._publishing), self._pulls)
 
     def table(self, frame: Any) -> Table:
-        """The backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
+        """Return the backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
         return backend_for(frame, self.pools.device)
 
     # ---- reading ---------------------------------------------------------------------
 
     async def path(self, shard: Shard) -> Path:
-        """How an offered shard will be read.
+        """Return how an offered shard will be read.
 
         Raises
         ------
@@ -209,7 +209,7 @@ class Exchange:
         Raises
         ------
         ExchangeClosed
-            When the run is over here, or at the producer, who may have reused the block.
+            When the run is over here, or at the producer, which may have reused the block.
         PeerLost
             When the producer has left.
         """
@@ -344,7 +344,7 @@ class Exchange:
             raise ExchangeClosed(f"the exchange of {self.me.address} is closed")
 
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
-        """Let go of incoming shards that nobody will read any more. Blocks while they are read."""
+        """Let go of incoming shards that will not be read any more. Blocks while they are read."""
         for incoming in incoming_shards:
             incoming.discard()
             # Not before: until then its producer has to hear that it is being read.
@@ -375,7 +375,9 @@ class Exchange:
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
         self.comms.forget(run)
-        while published := self.pools.owners(run):  # for one who was asking, more may be staged meanwhile
+        while published := self.pools.owners(
+            run
+        ):  # an owner that was asking may have had more staged meanwhile
             await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
@@ -400,7 +402,7 @@ class Exchange:
     # ---- what peers call -------------------------------------------------------------
 
     async def ticket(self, kind: str, to: str | None) -> dict[str, Any]:
-        """Handler: how to map this worker's pool, for a peer that has been offered shards of ``to``."""
+        """Handle a peer that has been offered shards of ``to``: tell it how to map this worker's pool."""
         reply = {"version": __version__, "incarnation": self.me.incarnation, "ticket": None}
         if kind in self.pools.devices and to in (None, self.me.incarnation):
             outbox = await self.offload(self.pools.outbox, kind)
@@ -408,14 +410,14 @@ class Exchange:
         return reply
 
     def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None:
-        """Handler: the owners of shares are done with shards of ``to``; each comes with its share."""
+        """Handle the release of shards of ``to`` by the owners of shares; each comes with its share."""
         if to == self.me.incarnation:
             self.pools.known(kind).release((shard, share) for shard, share in shards)
         else:  # of the one before at this address, whose ids are others here
             self.metrics.add("exchange.messages.stale")
 
     def drain(self, producer: list[str]) -> None:
-        """Handler: a producer waits for room; copy what was left in its pool."""
+        """Handle a producer that waits for room: copy what was left in its pool."""
         peer = Peer(*producer)
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
@@ -423,7 +425,9 @@ class Exchange:
             self._pull_soon(incoming)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
-        """Handler: a producer ends its part of a run; returns when nothing of it is being read, nor will be.
+        """Handle the end of a producer's part of a run.
+
+        Returns when nothing of it is being read, nor will be.
 
         Where the run goes on, since only the producer closes, what has not been pulled is lost.
         """
@@ -471,7 +475,7 @@ class Exchange:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
     def on_worker_removed(self, address: str) -> None:
-        """A worker has left the cluster: what was known of it says nothing of another one at its address."""
+        """Forget a worker that has left the cluster: another one at its address has nothing to do with it."""
         self.links.forget([address])
         self.peers.forget([address])
         for peer in [peer for peer in self._asked if peer.address == address]:
@@ -481,7 +485,7 @@ class Exchange:
                 del self._incoming[peer]
 
     async def keep_house(self) -> None:
-        """Now and then: give idle memory back, here and of workers that have left."""
+        """Give idle memory back, here and of workers that have left. Called at intervals."""
         peers = list(self.peers)
         # None is the answer of a scheduler on which the runtime has been switched off.
         gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []
@@ -513,5 +517,5 @@ class Exchange:
         self.pools.close()
 
 
-def _nobody_asks(runs: int, pulls: int) -> None:
-    """What is in flight matters to nobody."""
+def _ignore(runs: int, pulls: int) -> None:
+    """Ignore what is in flight."""

@@ -1,4 +1,4 @@
-"""What this worker has been offered by producers, and reads."""
+"""Keep the shards that producers have offered to this worker, while they are pulled and read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 
-#: Seconds after which whoever waits for a shard looks whether its run goes on.
+#: Seconds after which a thread that waits for a shard checks that its run goes on.
 RUN_CHECK_INTERVAL_S = 0.5
 
 
 class ShardState(Enum):
-    """Where an offered shard is."""
+    """Name the states of an offered shard, by where its bytes are."""
 
     PRODUCER = "in the producer's pool"
     MOVING = "being pulled"
@@ -72,7 +72,7 @@ class IncomingShard:
         self._landed: Future[None] = Future()
         #: Done once nothing here reads the producer's block any more.
         self.let_go: Future[None] = Future()
-        #: What the table backend remembers of each section, while it lies in the producer's pool.
+        #: Memos of the table backend for each section, while it lies in the producer's pool.
         self.memos: list[dict[str, Any]] = [{} for _ in shard.sections]
         self._fences: list[Callable[[], None]] = []
 
@@ -113,7 +113,7 @@ class IncomingShard:
 
     @contextmanager
     def staying(self, check: Callable[[], None]) -> Iterator[bool]:
-        """The bytes stay where they are for as long as the body runs; waits for a move under way.
+        """Keep the bytes where they are for as long as the body runs; waits for a move under way.
 
         Yields
         ------
@@ -149,17 +149,17 @@ class IncomingShard:
                 self._let_go()
 
     def source(self, which: int) -> Buffer:
-        """The mapped bytes of a section in the producer's pool, while the shard is there."""
+        """Return the mapped bytes of a section in the producer's pool, while the shard is there."""
         assert self.path.mapping is not None
         section = self.shard.sections[which]
         return self.path.mapping.view(section.offset, section.nbytes)
 
     def sources(self) -> list[Buffer]:
-        """Those of all sections."""
+        """Return the mapped bytes of all sections."""
         return [self.source(which) for which in range(len(self.shard.sections))]
 
     def discard(self) -> None:
-        """Nobody will read this any more: wait for readers, then let it go. Blocks."""
+        """Let a shard go that will not be read any more, after its last reader. Blocks."""
         with self._lock:
             before, self.state = self.state, ShardState.GONE
             while self._readers:
@@ -190,7 +190,7 @@ class IncomingShard:
             raise ExchangeClosed(f"shard {self.shard.id} of {address} is not wanted any more")
 
     def stop_moving(self) -> None:
-        """The mover reads no more, whether it has landed the bytes or not."""
+        """Note that the mover reads no more, whether it has landed the bytes or not."""
         with self._lock:
             self._moving = False
             let_go = self.state is ShardState.GONE and self._lets_go()
@@ -198,17 +198,17 @@ class IncomingShard:
             self._let_go()
 
     def read_until(self, fence: Callable[[], None] | None) -> None:
-        """The device goes on reading after the reader has left, until ``fence`` has been passed."""
+        """Note that the device goes on reading after the reader has left, until ``fence`` has been passed."""
         if fence is not None:
             self._fences.append(fence)
 
     def _pass_fences(self) -> None:
-        # All of them for whoever comes: one that another thread is at is not passed yet.
+        # Each thread passes all of them: one that another thread is at is not passed yet.
         for fence in list(self._fences):
             fence()
 
     def _lets_go(self) -> bool:
-        """Whether the producer's block is ours to give back now, once. Under the lock."""
+        """Return whether the producer's block is ours to give back now, once. Under the lock."""
         held, self._held = self._held, self._held and (self._moving or self._readers > 0)
         return held and not self._held
 
@@ -218,7 +218,7 @@ class IncomingShard:
             self._pass_fences()
             self._release(self.shard)
         except BaseException as error:
-            self.let_go.set_exception(error)  # nobody shall wait for ever
+            self.let_go.set_exception(error)  # nothing may wait for it for ever
             raise
         finally:
             self.path.let_go()
@@ -229,7 +229,8 @@ class IncomingShard:
 def reading(
     wanted: Sequence[tuple[IncomingShard, int]], landing: Landing, check: Callable[[], None], task: Key
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
-    """The bytes of some sections of shards, each with a memo, for as long as the body of a task runs. Blocks.
+    """Yield the bytes of some sections of shards, each with a memo, for as long as the body of a task runs.
+    Blocks.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Where pulled shards wait: in the tiers of the worker, next to the data of its keys.
+"""Keep pulled shards in the tiers of the worker, next to the data of its keys.
 
 A shard stays live only where there is room without moving anything: it will be read once,
 while what would have to go may be read sooner. It never waits for room, since the lowest
@@ -84,12 +84,12 @@ class Landing:
         return Tier.DEVICE if kind == self._main else Tier.HOST
 
     def keeps(self, nbytes: int, kind: str) -> bool:
-        """Whether so many bytes of shards stay live beside other things."""
+        """Return whether so many bytes of shards stay live beside other things."""
         return self._tiered_buffer.reservations.leaves_half(nbytes, self._home(kind))
 
     @contextmanager
     def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, BufferAndMemo]]:
-        """Sections of shards for the table backend, for as long as the body of a task runs."""
+        """Yield the sections of shards for the table backend, for as long as the body of a task runs."""
         with self._tiered_buffer.reading(wanted, reservation(task)) as found:
             yield found
 

@@ -1,6 +1,6 @@
-"""What this worker has published: blocks of its pool that owners may read.
+"""Publish blocks of this worker's pool, which owners may read.
 
-A producer that finds the pool full waits here. It never holds a block that nobody was told
+A producer that finds the pool full waits here. It never holds a block that no owner was told
 of, and owners can always make room: they copy what they had left in place into their own
 memory, which ends on disk and so never waits for a pool. This is why a full pool can not
 deadlock.
@@ -29,7 +29,7 @@ COPIED = -1
 class _Publication:
     run: RunKey
     blocks: tuple[Block, ...]
-    #: The address of whoever may read them, by share.
+    #: The addresses of the owners that may read them, by share.
     readers: dict[int, str]
 
 
@@ -76,7 +76,7 @@ class Outbox:
 
     @property
     def under_pressure(self) -> bool:
-        """Whether a producer waits for room."""
+        """Return whether a producer waits for room."""
         return self._waiting > 0
 
     def allocate(self, nbytes: int) -> Block:
@@ -152,7 +152,7 @@ class Outbox:
                 self._waiting -= 1
 
     def view(self, shard: int) -> tuple[Block, ...] | None:
-        """The blocks of a shard that is still published."""
+        """Return the blocks of a shard that is still published."""
         with self._changed:
             entry = self._entries.get(shard)
         return entry.blocks if entry else None
@@ -179,18 +179,18 @@ class Outbox:
         self._busy.add(entry.run)
         if share != COPIED and self.retains(entry.run):
             self._retained[shard] = entry
-            self._notify(1)  # who waits for room takes it
+            self._notify(1)  # a producer that waits for room takes it
         else:
             self._free([entry])
 
     def owners(self, run: RunKey) -> set[str]:
-        """Who may still read blocks of a run."""
+        """Return the owners that may still read blocks of a run."""
         with self._changed:
             mine = (entry for entry in self._entries.values() if entry.run == run)
             return {owner for entry in mine for owner in entry.readers.values()}
 
     def shares(self, run: RunKey) -> dict[int, str]:
-        """The shares for which a run has published blocks that may still be read, each with its owner."""
+        """Return the shares of a run whose blocks may still be read, each with its owner."""
         with self._changed:
             mine = (entry for entry in self._entries.values() if entry.run == run)
             return {
@@ -198,7 +198,7 @@ class Outbox:
             }
 
     def readers(self) -> set[str]:
-        """Who may still read any block."""
+        """Return the owners that may still read any block."""
         with self._changed:
             return self._readers()
 
@@ -259,7 +259,7 @@ class Outbox:
 
     @property
     def retained(self) -> int:
-        """Bytes that are retained."""
+        """Return the bytes that are retained."""
         with self._changed:
             return sum(block.nbytes for entry in self._retained.values() for block in entry.blocks)
 

@@ -1,4 +1,4 @@
-"""What a partition is: split, pack, unpack, concatenate."""
+"""Split, pack, unpack and concatenate partitions, on pandas and on cudf."""
 
 from dask_gpurt.frames.backend import (
     BlockAllocator,

@@ -1,4 +1,4 @@
-"""The seam between the runtime and a dataframe library.
+"""Define the seam between the runtime and a dataframe library.
 
 A backend cuts a partition into pieces, one for each owner, packs a piece into one buffer,
 reads pieces back out of such buffers and puts an output partition together.
@@ -38,7 +38,7 @@ class Piece:
         return self.offsets[-1]
 
     def halves(self, cut: Callable[[Any, int, int], Any]) -> tuple[Piece, Piece]:
-        """Two pieces with half of the rows each; ``cut(rows, start, stop)`` takes some."""
+        """Return two pieces with half of the rows each; ``cut(rows, start, stop)`` takes some."""
         middle, end = len(self) // 2, len(self)
         first = tuple(min(offset, middle) for offset in self.offsets)
         second = tuple(max(offset - middle, 0) for offset in self.offsets)
@@ -132,7 +132,7 @@ class Part:
 
 
 class BlockAllocator(Protocol):
-    """Cuts the blocks into which pieces are packed."""
+    """Cut the blocks into which pieces are packed."""
 
     def allocate(self, nbytes: int) -> Block:
         """Cut a block; raises PoolFull."""
@@ -182,7 +182,7 @@ class Table(Protocol):
         ...
 
     def cut(self, rows: Any, start: int, stop: int) -> Any:
-        """Some rows of ``Piece.rows``."""
+        """Return some rows of ``Piece.rows``."""
         ...
 
     def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
@@ -213,5 +213,5 @@ class Table(Protocol):
         ...
 
     def fence(self) -> Callable[[], None] | None:
-        """Waits, when called, until everything assembled so far has been read; None: it has."""
+        """Return what waits, when called, until everything assembled so far has been read; None: it has."""
         ...

@@ -1,4 +1,4 @@
-"""cudf partitions, packed column by column, or by libcudf's contiguous split.
+"""Pack cudf partitions column by column, or by libcudf's contiguous split.
 
 Splitting and packing run on the communication stream, behind the user's work. Outputs are
 put together on the user's stream, since that is the stream their memory is freed on.
@@ -42,7 +42,7 @@ class _CudfRows:
 
 @dataclass(frozen=True)
 class _Schema:
-    """What a ``plc.Table`` does not know of the frame it was."""
+    """Keep what a ``plc.Table`` does not know of the frame it was."""
 
     columns: tuple[Any, ...]
     #: None where the index was left behind.
@@ -87,7 +87,7 @@ class CudfTable:
     def __init__(self, device: Device):
         assert isinstance(device, CudaDevice)
         self.device = device
-        #: Of pieces that have their blocks, until they are settled.
+        #: Copies into the blocks of pieces, until they are settled.
         self._copies: list[Copy] = []
 
     def split(
@@ -110,7 +110,10 @@ class CudfTable:
         return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
 
     def _index_of(self, frame: cudf.DataFrame) -> list[ColumnBase]:
-        """The columns of an index. cudf would make those of a range on the user's stream, and wait for it."""
+        """Return the columns of an index.
+
+        cudf would make those of a range on the user's stream, and wait for it.
+        """
         index = frame.index
         if not isinstance(index, cudf.RangeIndex) or not len(index):
             return list(index._columns)
@@ -122,7 +125,7 @@ class CudfTable:
     def _partitioned(
         self, columns: list[ColumnBase], keys: list[ColumnBase], function: hash_id, npartitions: int
     ) -> tuple[plc.Table, list[int]]:
-        """The rows of ``columns`` by output partition, and the row at which each partition ends."""
+        """Return the rows of ``columns`` by output partition, and the row at which each partition ends."""
         stream, raw = self.device.after_compute()
         with access_columns(*columns, *keys, mode="read", scope="internal") as accessed:
             plain = [c.plc_column for c in accessed]
@@ -260,7 +263,7 @@ class _Spare:
 def _hashing(
     frame: cudf.DataFrame | Routed, column: str, *, drop_column: bool
 ) -> tuple[cudf.DataFrame, list[ColumnBase], hash_id]:
-    """The rows to split, the columns to hash, and the function that gives output partitions then.
+    """Return the rows to split, the columns to hash, and the function that gives output partitions then.
 
     Rows go to their hash, which is the one of `hash_values`, or to the identity of a number,
     modulo the count: many times as fast as libcudf's split by a map.
@@ -279,7 +282,7 @@ def _hashing(
 
 
 def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
-    """The key columns, where libcudf's hash of them is all that Dask computes; else None."""
+    """Return the key columns, where libcudf's hash of them is all that Dask computes; else None."""
     if hashed.by is None:
         return None
     columns = [hashed.keys[name]._column for name in hashed.by]
@@ -292,13 +295,13 @@ def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
 
 
 def _as_dask_casts(keys: list[plc.Column], stream: Any) -> list[plc.Column]:
-    """Numbers as float64: Dask hashes them like this, so that types that differ still meet."""
+    """Return the numbers as float64: Dask hashes them like this, so that types that differ still meet."""
     float64 = plc.DataType(plc.TypeId.FLOAT64)
     return [plc.unary.cast(k, float64, stream=stream) if plc.traits.is_numeric(k.type()) else k for k in keys]
 
 
 def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
-    """The schema of a packed piece and a table for each output partition in it, read once."""
+    """Return the schema of a packed piece and a table for each output partition in it, read once."""
     if "opened" not in part.memo:
         read = pickle.loads(part.header)
         if isinstance(read, CudfLayout):
@@ -315,7 +318,7 @@ def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
 
 
 def _concatenated(tables: list[plc.Table]) -> plc.Table:
-    """One table, never a view of what it was made from."""
+    """Return one table, never a view of what it was made from."""
     if len(tables) == 1:
         empty = plc.copying.slice(tables[0], [0, 0], stream=DEFAULT_STREAM)[0]
         tables = [tables[0], empty]
@@ -333,14 +336,14 @@ RowRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class CudfLayout:
-    """What columns lie one behind the other in a buffer.
+    """Describe columns that lie one behind the other in a buffer.
 
     Attributes
     ----------
     types
         The type of each column, its scale, and the bytes of one row of it.
     schema
-        What else there is to know of the frame, as whoever packs it says.
+        What else there is to know of the frame, set as it is packed.
     """
 
     types: tuple[tuple[int, int, int], ...]
@@ -348,7 +351,7 @@ class CudfLayout:
 
     @classmethod
     def of(cls, table: plc.Table, schema: bytes) -> CudfLayout | None:
-        """That of a table; None where a column has nulls, or rows of different sizes."""
+        """Return the layout of a table; None where a column has nulls, or rows of different sizes."""
         columns = table.columns()
         if not columns or not all(
             plc.traits.is_fixed_width(c.type()) and not c.null_count() for c in columns
@@ -358,12 +361,12 @@ class CudfLayout:
         return cls(tuple((int(kind.id()), kind.scale(), plc.types.size_of(kind)) for kind in kinds), schema)
 
     def starts(self, rows: int) -> list[int]:
-        """Where the columns begin in a buffer of so many rows, and where the last one ends."""
+        """Return where the columns begin in a buffer of so many rows, and where the last one ends."""
         sizes = (-(-rows * size // ALIGNMENT) * ALIGNMENT for _, _, size in self.types)
         return list(accumulate(sizes, initial=0))
 
     def view(self, buffer: Buffer, rows: int) -> plc.Table:
-        """The columns in a buffer, where they lie."""
+        """Return the columns in a buffer, where they lie."""
         base = address(buffer)
         return plc.Table(
             [
@@ -373,7 +376,7 @@ class CudfLayout:
         )
 
     def read(self, parts: Sequence[Part], device: CudaDevice) -> plc.Table:
-        """Parts one behind the other, in memory of the user's stream; complete in its order."""
+        """Return the parts one behind the other, in memory of the user's stream; complete in its order."""
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         kinds = list(self._kinds())
         buffers = [rmm.DeviceBuffer(size=rows * size, stream=DEFAULT_STREAM) for _, size in kinds]
@@ -401,7 +404,7 @@ class CudfLayout:
 
 @dataclass(frozen=True)
 class PlainRows:
-    """Some rows of a table of a layout; ``header`` is what is needed to read them."""
+    """Hold some rows of a table of a layout; ``header`` is what is needed to read them."""
 
     table: plc.Table
     layout: CudfLayout
@@ -410,7 +413,7 @@ class PlainRows:
 
     @classmethod
     def of(cls, table: plc.Table, layout: CudfLayout, header: bytes, spans: Sequence[RowRange]) -> PlainRows:
-        """Rows from spans; those that adjoin are copied as one."""
+        """Return the rows from spans; those that adjoin are copied as one."""
         joined: list[RowRange] = []
         for start, stop in spans:
             if joined and joined[-1][1] == start:
@@ -420,7 +423,7 @@ class PlainRows:
         return cls(table, layout, header, tuple(joined))
 
     def between(self, start: int, stop: int) -> PlainRows:
-        """Some of these rows."""
+        """Return some of these rows."""
         ends = accumulate((b - a for a, b in self.spans), initial=0)
         cut = [
             (first + max(start - before, 0), last - max(after - stop, 0))
@@ -429,7 +432,7 @@ class PlainRows:
         return PlainRows(self.table, self.layout, self.header, tuple((a, b) for a, b in cut if a < b))
 
     def copies(self, ptr: int) -> Iterator[Copy]:
-        """What to copy to where their layout fits."""
+        """Return what to copy to where their layout fits."""
         rows = sum(stop - start for start, stop in self.spans)
         starts = self.layout.starts(rows)
         for column, (_, _, size), into in zip(self.table.columns(), self.layout.types, starts, strict=False):

@@ -1,4 +1,4 @@
-"""pandas partitions, packed column by column where they are plain numbers, or else by pickle protocol 5."""
+"""Pack pandas partitions column by column where they are plain numbers, or else by pickle protocol 5."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _PandasRows:
     order: np.ndarray
     ignore_index: bool
     plain: Plain | None
-    #: What was pickled of them, while there is no room for it: pickling is not cheap.
+    #: Their pickle, kept while there is no room for it: pickling is not cheap.
     waiting: list[Chunks] = field(default_factory=list)
 
     def taken(self) -> pd.DataFrame:
@@ -123,7 +123,7 @@ class PandasTable:
 
 
 def _pickled(rows: _PandasRows, offsets: tuple[int, ...], allocator: BlockAllocator) -> Packed:
-    """Rows packed by pickle, whatever they are made of."""
+    """Return the rows packed by pickle, whatever they are made of."""
     chunks = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
     try:
         return chunks.pack(allocator)
@@ -135,7 +135,7 @@ def _pickled(rows: _PandasRows, offsets: tuple[int, ...], allocator: BlockAlloca
 def _targets(
     frame: pd.DataFrame | Routed, column: str, npartitions: int, *, drop_column: bool
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """The rows to split, and the output partition of each in as few bytes as will do."""
+    """Return the rows to split, and the output partition of each in as few bytes as will do."""
     narrow = np.min_scalar_type(npartitions - 1)
     if isinstance(frame, Hashed):
         keys = _hashable(frame) if drop_column else None
@@ -149,7 +149,7 @@ def _targets(
 
 
 def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
-    """The range of each row, where the column is whole numbers.
+    """Return the range of each row, where the column is whole numbers.
 
     To sort these and look the divisions up takes less time than to look each row up.
     """
@@ -171,7 +171,7 @@ def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
 
 
 def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
-    """The key columns, where all that Dask does is to hash numbers; else None."""
+    """Return the key columns, where all that Dask does is to hash numbers; else None."""
     if hashed.by is None:
         return None
     names = list(hashed.by)
@@ -183,7 +183,10 @@ def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
 
 
 def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """The output partition of each row; as Dask has it, of numbers as float64: so types that differ meet."""
+    """Return the output partition of each row.
+
+    As in Dask, numbers are hashed as float64, so that types that differ meet.
+    """
     targets, count = np.empty(len(keys[0]), dtype), np.uint64(npartitions)
     for into, *step in zip(_steps(targets), *map(_steps, keys), strict=True):
         arrays = (pd.util.hash_array(key.astype(np.float64)) for key in step)
@@ -194,13 +197,13 @@ def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> n
 
 
 def _steps(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array in views that are not too large, at least one."""
+    """Yield an array in views that are not too large, at least one."""
     for start in range(0, max(1, len(array)), _HASHED_ROWS):
         yield array[start : start + _HASHED_ROWS]
 
 
 def _opened(part: Part) -> pd.DataFrame:
-    """The rows of a part, which may be views of its buffer."""
+    """Return the rows of a part, which may be views of its buffer."""
     read: PandasLayout | Pickled = pickle.loads(part.header)
     return read.read([part]) if isinstance(read, PandasLayout) else read.read(part)
 
@@ -210,7 +213,7 @@ class _Lease(np.ndarray):
 
 
 def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """The spans of ``order`` one behind the other, without a copy where they are neighbours."""
+    """Return the spans of ``order`` one behind the other, without a copy where they are neighbours."""
     if all(left[1] == right[0] for left, right in pairwise(spans)):
         return order[spans[0][0] : spans[-1][1]]
     return np.concatenate([order[start:stop] for start, stop in spans])
@@ -221,7 +224,7 @@ def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PandasLayout:
-    """What columns lie one behind the other in a buffer.
+    """Describe columns that lie one behind the other in a buffer.
 
     Attributes
     ----------
@@ -240,7 +243,7 @@ class PandasLayout:
 
     @classmethod
     def of(cls, frame: pd.DataFrame, *, ignore_index: bool) -> PandasLayout | None:
-        """That of a frame; None where it is not made of plain numbers."""
+        """Return the layout of a frame; None where it is not made of plain numbers."""
         index = frame.index
         dtypes = [*frame.dtypes, index.dtype]
         known = type(frame) is pd.DataFrame and type(index) in (pd.Index, pd.RangeIndex)
@@ -251,14 +254,14 @@ class PandasLayout:
         return cls(frame.columns, tuple(dtypes[:-1]), None if ignore_index else dtypes[-1], index.name)
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of a buffer for so many rows."""
+        """Return the bytes of a buffer for so many rows."""
         return sum(_padded(rows * dtype.itemsize) for dtype in self._all())
 
     def _all(self) -> list[np.dtype[Any]]:
         return [*([] if self.index is None else [self.index]), *self.dtypes]
 
     def views(self, buffer: np.ndarray, rows: int) -> Iterator[np.ndarray]:
-        """The index, if it is there, and the columns in a buffer."""
+        """Yield the index, if it is there, and the columns in a buffer."""
         start = 0
         for dtype in self._all():
             nbytes = rows * dtype.itemsize
@@ -266,9 +269,9 @@ class PandasLayout:
             start += _padded(nbytes)
 
     def read(self, parts: Sequence[Part], order_by: Hashable = None) -> pd.DataFrame:
-        """Parts of this layout one behind the other, in memory of its own.
+        """Return the parts of this layout one behind the other, in memory of its own.
 
-        In the order of a column, where that is known at once, and is the same whoever sorts.
+        In the order of a column, where that is known at once, and is the same for every sort.
         """
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         index = [] if self.index is None else [np.empty(rows, self.index)]
@@ -287,19 +290,19 @@ class PandasLayout:
         return frame
 
     def _rows(self, part: Part) -> list[np.ndarray]:
-        """The index, if it is there, and the columns of a part."""
+        """Return the index, if it is there, and the columns of a part."""
         start, stop = part.offsets[part.index : part.index + 2]
         return [view[start:stop] for view in self.views(part.buffer, part.offsets[-1])]
 
     def _order(self, columns: Sequence[Sequence[np.ndarray]], by: Hashable) -> np.ndarray | None:
-        """The order of a column, in pieces; None if it is not to be told, or there is no such column."""
+        """Return the order of a column, in pieces; None if it can not be found or does not exist."""
         found = [column for label, column in zip(self.columns, columns, strict=True) if label == by]
         return (
             order_of(np.concatenate(found[0]), distinct=True) if by is not None and len(found) == 1 else None
         )
 
     def _blocks(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Memory for the columns of each dtype, and which columns these are."""
+        """Return memory for the columns of each dtype, and which columns these are."""
         dtypes = dict.fromkeys(self.dtypes)
         places = [np.flatnonzero([other == dtype for other in self.dtypes]) for dtype in dtypes]
         return [(np.empty((len(at), rows), self.dtypes[at[0]]), at) for at in places]
@@ -346,7 +349,7 @@ def _padded(nbytes: int) -> int:
 
 
 def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | None:
-    """The positions of numbers in ascending order; equal ones stay as they are.
+    """Return the positions of numbers in ascending order; equal ones stay as they are.
 
     A number and its position are sorted as one integer of 64 bits, which takes a third of the
     time of ``argsort``.
@@ -382,5 +385,5 @@ def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | Non
 
 
 def is_whole(dtype: Any) -> bool:
-    """Whether a dtype is one of numpy's integers."""
+    """Return whether a dtype is one of numpy's integers."""
     return isinstance(dtype, np.dtype) and dtype.kind in "iu"

@@ -49,7 +49,7 @@ ADMISSION_PATIENCE_S = 30.0
 RETRY_INTERVAL_S = 0.5
 #: Runs of a prefix that are remembered, and the share of them that would have had enough.
 RUNS_REMEMBERED, SUFFICIENT_SHARE = 20, 0.9
-#: How many times as much as any run so far a task is estimated to need at most: a few bytes in and many out,
+#: The most that a task is estimated to need, as a multiple of any run so far: a few bytes in and many out,
 #: as of a task that reads shards, would otherwise reserve everything for one that has inputs.
 MAX_GROWTH = 2
 
@@ -121,7 +121,7 @@ class Admission:
         self._waiting: deque[MemoryRequest] = deque()
         #: Since when the oldest request has been the oldest one.
         self._oldest_since = 0.0
-        #: How many requests were admitted because their time had run out.
+        #: The number of requests that were admitted because their time had run out.
         self.overdue = 0
 
     def ask(self, request: MemoryRequest, fits: bool, now: float) -> bool:
@@ -150,7 +150,7 @@ class Admission:
 
     @property
     def short(self) -> bool:
-        """Whether tasks wait, and for transfers only: nothing more should be sent then."""
+        """Return whether tasks wait, and for transfers only: nothing more should be sent then."""
         tasks_run = any(request.kind == TASK for request in self._running)
         return not tasks_run and any(request.kind == TASK for request in self._waiting)
 
@@ -162,7 +162,7 @@ class Admission:
 
     @property
     def first(self) -> MemoryRequest | None:
-        """The oldest request."""
+        """Return the oldest request."""
         return self._waiting[0] if self._waiting else None
 
     def _queue(self, request: MemoryRequest, now: float) -> None:
@@ -179,12 +179,12 @@ class Admission:
 
     @property
     def running(self) -> frozenset[MemoryRequest]:
-        """What goes on, apart from tasks that have seceded."""
+        """Return what goes on, apart from tasks that have seceded."""
         return frozenset(self._running)
 
     @property
     def waiting(self) -> tuple[MemoryRequest, ...]:
-        """The requests that wait, oldest first."""
+        """Return the requests that wait, oldest first."""
         return tuple(self._waiting)
 
 
@@ -211,7 +211,7 @@ class AdmissionQueue:
 
     @property
     def short(self) -> bool:
-        """Whether peers are to ask later."""
+        """Return whether peers are to ask later."""
         return self._admission.short
 
     async def wait(self, request: MemoryRequest, reserve: Callable[[MemoryRequest], Awaitable[bool]]) -> None:

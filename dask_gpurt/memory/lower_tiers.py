@@ -1,4 +1,4 @@
-"""The tiers below the live ones as one place: what is put goes to the first that has room."""
+"""Use the tiers below the live ones as one place: what is put goes to the first that has room."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LowerTier(Protocol):
 
     @property
     def used(self) -> int:
-        """Bytes that the tier takes, the padding of its blocks included."""
+        """Return the bytes that the tier takes, the padding of its blocks included."""
         ...
 
     def put(self, name: str, frames: Frames, device: Device, /, *, ordered: bool) -> Fence:

@@ -1,4 +1,4 @@
-"""What goes down first: decided by who needs it next. Pure."""
+"""Choose what is evicted first, by its next use. Pure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def next_use(task: Any) -> tuple[Any, ...] | None:
 
 
 def order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
-    """From what goes first: needed by nobody, needed last, large, old."""
+    """Sort candidates, those that are evicted first in front: without a next use, used last, large, old."""
     ranked = sorted(candidates, key=lambda c: (-c.nbytes, c.used, repr(c.key)))
     unneeded = [c for c in ranked if c.needed is None]
     needed = sorted((c for c in ranked if c.needed is not None), key=lambda c: c.needed or (), reverse=True)
@@ -63,7 +63,7 @@ def order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
 
 
 def choose(candidates: Iterable[EvictionCandidate], nbytes: int) -> list[EvictionCandidate]:
-    """The first ones in :func:`order` that free ``nbytes`` between them; all if they can not."""
+    """Return the first ones in :func:`order` that free ``nbytes`` between them; all if they can not."""
     chosen: list[EvictionCandidate] = []
     for candidate in order(c for c in candidates if c.nbytes):
         if nbytes <= 0:

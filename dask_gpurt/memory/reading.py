@@ -22,7 +22,7 @@ BufferAndMemo = tuple[Buffer, dict[str, Any]]
 
 
 class Reader:
-    """Reads the entries of a table. Thread-safe; its methods block."""
+    """Read the entries of a table. Thread-safe; its methods block."""
 
     def __init__(self, table: EntryTable, reservations: Reservations):
         self._table = table
@@ -144,7 +144,7 @@ class Reader:
 
 
 class _Gather:
-    """Brings buffers up: to the device, or into new host memory without one."""
+    """Bring buffers up: to the device, or into new host memory without one."""
 
     def __init__(self, device: Device | None):
         self._device = device

@@ -1,4 +1,4 @@
-"""Objects taken apart: what pickles, and the memory of their arrays, without a copy."""
+"""Take objects apart: into what pickles, and the memory of their arrays, without a copy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Frames:
 
 @dataclass(eq=False)
 class Raw:
-    """Bytes that mean nothing here: a shard of somebody's.
+    """Bytes that mean nothing here: a shard.
 
     Attributes
     ----------
@@ -73,12 +73,12 @@ class Raw:
 
 
 def on_device(buffer: Scattered) -> bool:
-    """Whether a buffer lies on a device."""
+    """Return whether a buffer lies on a device."""
     return not all(isinstance(piece, np.ndarray) for piece in buffer)
 
 
 def take_apart(value: Any) -> Frames:
-    """The header and the buffers of an object; the buffers are its own memory.
+    """Return the header and the buffers of an object; the buffers are its own memory.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def raw_frames(buffers: Iterable[Any]) -> Frames:
-    """Buffers as they are, which come back as a :class:`Raw`."""
+    """Return buffers as they are, which come back as a :class:`Raw`."""
     return Frames(_RAW, tuple([buffer] for buffer in buffers))
 
 
@@ -130,7 +130,7 @@ def _device_frames(value: Any) -> Frames:
 
 
 def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
-    """The object again, in memory of its own.
+    """Put an object together again, in memory of its own.
 
     Parameters
     ----------
@@ -155,9 +155,9 @@ def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
 
 
 def message(frames: Frames) -> Serialized | None:
-    """What Dask sends of an object, out of frames in host memory; None where that takes the object.
+    """Return the message that Dask sends of an object, made of host frames; None where that needs the object.
 
-    Whoever gets it puts the object together as always, on his device where it was on one.
+    Its receiver puts the object together as always, on its device where it was on one.
     """
     if frames.header == _RAW:
         return None
@@ -171,7 +171,7 @@ def message(frames: Frames) -> Serialized | None:
 
 
 def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
-    """Dask's header for the same frames in host memory; None if it can not be said of an object's type."""
+    """Return Dask's header for the same frames in host memory; None if an object's type does not allow it."""
     header = {name: value for name, value in header.items() if name != "compression"}
     if "sub-headers" in header:
         below = [_from_host(one) for one in header["sub-headers"]]
@@ -186,7 +186,7 @@ def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def joined(pieces: Scattered) -> np.ndarray:
-    """A buffer in one piece, in new memory."""
+    """Return a buffer in one piece, in new memory."""
     joined = np.empty(sum(piece.nbytes for piece in pieces), np.uint8)
     at = 0
     for piece in pieces:

@@ -37,7 +37,7 @@ class _Spill:
 
 
 class Spiller:
-    """Makes room in the live tiers of a table. Thread-safe; its methods block.
+    """Make room in the live tiers of a table. Thread-safe; its methods block.
 
     The copies of one call are all begun before the first is waited for, so that a device that is busy is
     waited for once.
@@ -76,7 +76,7 @@ class Spiller:
             chosen = choose(candidates, left) or order(candidates)[:1]
             if not chosen:
                 break
-            tried |= {c.key for c in chosen}  # those that go down are no candidates any more
+            tried |= {c.key for c in chosen}  # those that go down are not candidates any more
             with ExitStack() as spills:
                 for candidate in chosen:
                     if (spill := self._begin(candidate.key, tier)) is not None:

@@ -1,4 +1,4 @@
-"""A worker's data in tiers: the mapping from keys to objects, whichever tier they lie in.
+"""Keep a worker's data in tiers: map keys to objects, whichever tier they lie in.
 
 What tasks read is live: on the device, or for host objects of a worker with a GPU in host memory. In the
 lower tiers (pinned memory, host memory, disk) lie objects taken apart. The parts are
@@ -41,7 +41,7 @@ serving: ContextVar[dict[Key, Any] | None] = ContextVar("serving", default=None)
 
 
 class Spilled(NamedTuple):
-    """What Dask asks a mapping for: bytes that are not in host memory, and bytes on disk."""
+    """Report, as Dask asks of a mapping, the bytes that are not in host memory and the bytes on disk."""
 
     memory: int
     disk: int
@@ -312,7 +312,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     @property
     def host_tier(self) -> Tier:
-        """The live tier that is host memory: the device tier itself on a worker without a GPU."""
+        """Return the live tier that is host memory: the device tier itself on a worker without a GPU."""
         return Tier.DEVICE if Tier.DEVICE in self._table.host_tiers else Tier.HOST
 
     def live_bytes(self, tier: Tier) -> int:
@@ -325,7 +325,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     @property
     def removals(self) -> int:
-        """How many objects have ceased to be live so far, spilled or deleted."""
+        """Return how many objects have ceased to be live so far, spilled or deleted."""
         return self._table.live.removals
 
     def tier(self, key: Key) -> Tier:
@@ -349,7 +349,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     @property
     def spilled_total(self) -> Spilled:
-        """For Dask's metrics: what does not lie in host memory, and what lies on disk."""
+        """Return, for Dask's metrics, what does not lie in host memory, and what lies on disk."""
         table = self._table
         with table.lock:
             entries = [entry for entry in table.by_key.values() if entry.label.kind == PARTITIONS]

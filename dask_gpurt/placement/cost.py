@@ -1,4 +1,4 @@
-"""The cost of a task on a worker: seconds until it could have run there. Pure."""
+"""Compute the cost of a task on a worker: seconds until it could have run there. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Hop(Protocol):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
+        """Return the bytes per second."""
 
     @property
     def latency(self) -> float:
-        """Seconds before the first byte."""
+        """Return the seconds before the first byte."""
 
 
 class Route(NamedTuple):
@@ -74,7 +74,7 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The sum of all terms."""
+        """Return the sum of all terms."""
         return self.waiting + self.running + self.moving + self.room
 
 
@@ -100,6 +100,10 @@ class Candidate(NamedTuple):
     load: float = 0
     held: float = 0
     missing: int = 0
+
+    def after(self, waiting: float) -> Candidate:
+        """Return the same candidate with another wait before the task, in seconds."""
+        return self._replace(terms=self.terms._replace(waiting=waiting))
 
 
 def rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:

@@ -1,4 +1,4 @@
-"""Lets the tasks that read a result come before the one that would make the next result.
+"""Let the tasks that read a result come before the one that would make the next result.
 
 A worker that has finished a task begins another at once. Which task reads the result, and
 whether an input can go, it learns from the scheduler a moment later: by then the next task
@@ -27,17 +27,17 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 
-#: Bytes a second at which objects go down and come up again: nobody waits for longer than that takes.
+#: Bytes a second at which objects go down and come up again: no task waits for longer than that takes.
 SPILL_BYTES_PER_S = 1e9
-#: Seconds between looks, the most that anybody waits, and how often in a row it may be in vain after
+#: Seconds between looks, the longest pause, and how often in a row it may be in vain after
 #: tasks of one prefix.
 POLL_INTERVAL_S, MAX_PAUSE_S, MAX_VAIN_PAUSES = 0.001, 0.1, 3
-#: How much of a priority is the same for all tasks of a graph: what the user says, and which graph.
+#: Fields of a priority that are the same for all tasks of a graph: the user's, and the graph's number.
 _GRAPH_FIELDS = 2
 
 
 class DependentsFirst:
-    """Holds the next task of a worker back for a moment. On the event loop."""
+    """Hold the next task of a worker back for a moment. On the event loop."""
 
     def __init__(self, worker: WorkerServer, tiered_buffer: TieredBuffer, metrics: Metrics):
         self._worker = worker
@@ -48,7 +48,7 @@ class DependentsFirst:
 
     @property
     def holds(self) -> bool:
-        """Whether the worker is paused by this."""
+        """Return whether the worker is paused by this."""
         return self._waiting
 
     def finished(self, key: Key, result: int, inputs: int) -> None:
@@ -100,7 +100,7 @@ class DependentsFirst:
         return self._tiered_buffer.reservations.has_room(2 * nbytes, Tier.DEVICE)
 
     def _brought_forward(self, key: Key) -> bool:
-        """Whether tasks that read the result are here; they come first now.
+        """Return whether tasks that read the result are here; they come first now.
 
         Dask may want some of them later, but until the last of them has run the result takes room.
         """
@@ -120,7 +120,7 @@ class DependentsFirst:
         return bool(readers)
 
     def _outlived(self, key: Key) -> bool:
-        """Whether an input that nobody here needs any more is still here."""
+        """Return whether an input that no task here needs any more is still here."""
         task = self._worker.state.tasks.get(key)
         return task is not None and any(
             dependency.state == "memory" and all(reader.state == "memory" for reader in dependency.dependents)

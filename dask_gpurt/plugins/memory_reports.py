@@ -1,4 +1,4 @@
-"""A worker tells the scheduler what its tiers hold: changes soon, and all with each heartbeat."""
+"""Report a worker's tiers to the scheduler: changes soon, and all with each heartbeat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_REPORTS_PER_HEARTBEAT = 10
 
 
 class Reporter:
-    """Sends the changes of a ledger; from any thread.
+    """Send the changes of a ledger; from any thread.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Reporter:
 
     @property
     def pause(self) -> float:
-        """The least seconds from one message to the next."""
+        """Return the least seconds from one message to the next."""
         heartbeat: float = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
         return max(REPORT_INTERVAL_S, heartbeat / MAX_REPORTS_PER_HEARTBEAT)
 
@@ -49,7 +49,7 @@ class Reporter:
         return self._ledger.snapshot()
 
     def changed(self) -> None:
-        """There may be something to tell."""
+        """Note that there may be something to report."""
         if not self._scheduled.is_set() and not self._closed:
             self._scheduled.set()
             self._worker.loop.add_callback(self._later)
@@ -78,7 +78,7 @@ class Reporter:
 
 
 def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:
-    """Tier, kind and bytes of all that a ledger knows; a tier's ``capacity`` counts as a kind."""
+    """Return tier, kind and bytes of all that a ledger knows; a tier's ``capacity`` counts as a kind."""
     return [
         (str(tier), kind, capacity if kind == "capacity" else ledger.cell(tier, kind))
         for tier, capacity in ledger.capacity.items()

@@ -36,14 +36,8 @@ from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
 from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
 from dask_gpurt.overlap.samples import Setting
-from dask_gpurt.overlap.statistics import (
-    CacheKey,
-    OverlapStatistics,
-    StatisticsFileError,
-    default_path,
-    read,
-    write,
-)
+from dask_gpurt.overlap.statistics import OverlapStatistics
+from dask_gpurt.overlap.statistics_file import CacheKey, StatisticsFileError, default_path, read, write
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.stats_sync import StatsSync
 from dask_gpurt.plugins.switching import Layer

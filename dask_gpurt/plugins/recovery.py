@@ -1,4 +1,4 @@
-"""Mends runs that have lost a worker, so that only what was lost is done again.
+"""Mend runs that have lost a worker, so that only what was lost is done again.
 
 While Dask's p2p restarts a shuffle as a whole, a run of ours goes on:
 
@@ -22,7 +22,7 @@ from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
+from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import RunsInARow
@@ -39,7 +39,7 @@ PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
 
 @dataclass
 class _Loss:
-    """What is to be mended once the outputs are there that are being put together.
+    """Remember what is to be mended once the outputs are there that are being put together.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class _Loss:
 
 
 class Recovery:
-    """Keeps the runs of a scheduler going.
+    """Keep the runs of a scheduler going.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class Recovery:
         self._read: dict[Any, set[int]] = {}
         self._shuffles_of: dict[Key, set[Any]] = {}
         self._pending: dict[Any, set[Key]] = {}
-        #: What has not been mended yet; shuffles that share outputs share that.
+        #: Losses that have not been mended yet; shuffles that share outputs share them.
         self._losses: dict[Any, _Loss] = {}
         #: The workers that have transferred inputs, by task; None before.
         self._producers: dict[Key, str | None] = {}
@@ -117,7 +117,10 @@ class Recovery:
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
         outputs = {task.key: output_partition(task.run_spec) for task in barrier.dependents}
-        self._kept[shuffle], self._pending[shuffle] = outputs, set(outputs)
+        # Where a part of what is made of outputs was lost, the other outputs are not needed,
+        # and stay so for as long as the collection is kept.
+        pending = {task.key for task in barrier.dependents if task.state not in IDLE}
+        self._kept[shuffle], self._pending[shuffle] = outputs, pending
         for key in outputs:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
         transfers = [task.key for task in barrier.dependencies]
@@ -149,8 +152,12 @@ class Recovery:
                 self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
 
     def _end_unless_needed(self, shuffle: Any) -> None:
-        if shuffle in self._kept and not self._pending[shuffle]:
+        if shuffle not in self._kept or self._pending[shuffle]:
+            return
+        if self.is_done(shuffle):
             self.end(shuffle)
+        else:  # a graph that came later needs others of its outputs
+            self._keep(shuffle)
 
     def end(self, shuffle: Any) -> None:
         """Keep nothing of a shuffle any more: Dask ends the run, if no output waits for it."""
@@ -171,7 +178,7 @@ class Recovery:
                 del self._shuffles_of[key]
 
     def restart(self) -> None:
-        """The scheduler forgets all tasks."""
+        """Forget all tasks, as the scheduler does."""
         for shuffle in list(self._kept):
             self._forget(shuffle)
             self._scheduler.clients.pop(_client(shuffle), None)
@@ -187,18 +194,18 @@ class Recovery:
         self._read.clear()
 
     def is_done(self, shuffle: Any) -> bool:
-        """Whether a shuffle has put all of its outputs together that are needed."""
-        return not any(self._is_unfinished(task) for task in self._barrier(shuffle).dependents)
+        """Return whether a shuffle has put all of its outputs together that are needed."""
+        return not any(map(is_unfinished, self._barrier(shuffle).dependents))
 
     # ---- what workers ask ------------------------------------------------------------
 
     def owners(self, id: Any, run_id: int) -> dict[str, Any]:
-        """Handler: the owners of a run; None when it is over."""
+        """Handle a question for the owners of a run; None when it is over."""
         owners = self._owners(id, run_id)
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
     def sealed(self, id: Any, run_id: int, epoch: int, worker: str) -> None:
-        """Handler: note that all owners of an epoch have what there is; the barrier is about to end.
+        """Handle a barrier's note that all owners of an epoch have what there is.
 
         Parameters
         ----------
@@ -223,7 +230,7 @@ class Recovery:
         inputs: Collection[Key] = (),
         unreachable: str | None = None,
     ) -> None:
-        """Handler: mend what is broken, unless owners have changed since.
+        """Handle a loss: mend what is broken, unless owners have changed since.
 
         Parameters
         ----------
@@ -311,7 +318,7 @@ class Recovery:
                 )
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
-        """Outputs for one worker more: the last of each that has more than its share."""
+        """Return the outputs for one worker more: the last of each that has more than its share."""
         waiting = sorted(self._unfinished(shuffle, owners))
         share = len(waiting) // len(self._candidates(shuffle))
         if any(owners[output] == worker for output in waiting):
@@ -355,7 +362,7 @@ class Recovery:
         self._mend(shuffles, needed, workers, loss.reason, gone=loss.gone, idle=owned - needed)
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
-        """Whether outputs are being put together that a loss does not concern."""
+        """Return whether outputs are being put together that a loss does not concern."""
         if not self._is(barrier_key(shuffle), "memory"):
             return False
         outputs = self._kept.get(shuffle, {})
@@ -386,10 +393,15 @@ class Recovery:
         counts
             Whether something has been lost.
         """
-        if impossible := self._impossible(shuffles, workers, counts):
+        exhausted = [shuffle for shuffle in shuffles if counts and self._in_a_row[shuffle] >= self._retries]
+        if impossible := self._impossible(shuffles, workers, exhausted):
+            for shuffle in exhausted:
+                self._in_a_row.forget(shuffle)
             for shuffle in shuffles:
                 self._begin_again(shuffle, f"{reason}; {impossible}")
             return
+        if counts:
+            self._count(shuffles)
         to = deal(lost, workers, self._load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
         for shuffle in shuffles:
@@ -406,21 +418,29 @@ class Recovery:
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
-    def _impossible(self, shuffles: Iterable[Any], workers: list[str], counts: bool) -> str | None:
-        """Why runs can not be mended, None if they can."""
+    def _impossible(
+        self, shuffles: Iterable[Any], workers: list[str], exhausted: Collection[Any]
+    ) -> str | None:
+        """Return why runs can not be mended, None if they can.
+
+        Parameters
+        ----------
+        exhausted
+            Those that have been mended as often as they may be.
+        """
         if not workers:
             return "no worker is left for its outputs"
         for shuffle in shuffles:
             run = self._extension.active_shuffles.get(shuffle)
             if run is None or not isinstance(run.run_spec.worker_for, Owners):
                 return f"{shuffle}, which shares its outputs, is not ours"
-            if counts:
-                outputs = self._barrier(shuffle).dependents
-                self._in_a_row.begins(shuffle, [task.key for task in outputs if self._is_unfinished(task)])
-                if self._in_a_row[shuffle] > self._retries:
-                    self._in_a_row.forget(shuffle)
-                    return f"it was mended {self._retries} times in a row"
-        return None
+        return f"it was mended {self._retries} times in a row" if exhausted else None
+
+    def _count(self, shuffles: Iterable[Any]) -> None:
+        """Count that runs are mended, until all their outputs that are missing now have been there."""
+        for shuffle in shuffles:
+            outputs = self._barrier(shuffle).dependents
+            self._in_a_row.begins(shuffle, [task.key for task in outputs if is_unfinished(task)])
 
     def _move(
         self, shuffle: Any, to: Mapping[int, str], gone: Collection[str], idle: Mapping[int, str]
@@ -442,11 +462,12 @@ class Recovery:
         run = self._extension.active_shuffles[shuffle]
         owners = ToPickle(run.run_spec.worker_for.snapshot())
         message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": owners}
-        here = self._scheduler.stream_comms.keys() & set(workers)
+        # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
+        here = self._scheduler.stream_comms.keys() & set(workers) & set(self._ready)
         self._scheduler.send_all({}, {worker: [message] for worker in here})
 
     def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
-        """How many outputs each worker still has to put together."""
+        """Return how many outputs each worker still has to put together."""
         owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
         return Counter(owners[output] for output in self._unfinished(shuffle, owners) - set(moved))
 
@@ -456,7 +477,7 @@ class Recovery:
         return self._scheduler.tasks[barrier_key(shuffle)]
 
     def _candidates(self, *shuffles: Any) -> list[str]:
-        """The workers that may own outputs of shuffles."""
+        """Return the workers that may own outputs of shuffles."""
         allowed = [self._barrier(shuffle).worker_restrictions for shuffle in shuffles]
         return [
             worker
@@ -465,16 +486,8 @@ class Recovery:
         ]
 
     def _unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
-        """Those of these outputs that may still have to be put together."""
-        done = set()
-        for task in self._barrier(shuffle).dependents:
-            if not self._is_unfinished(task) and (partition := output_partition(task.run_spec)) is not None:
-                done.add(partition)
-        return set(outputs) - done
-
-    @staticmethod
-    def _is_unfinished(task: Any) -> bool:
-        return task.state not in ("memory", *IDLE)
+        """Return those of these outputs that may still have to be put together."""
+        return needed_outputs(self._barrier(shuffle), outputs)
 
     def _is_sealed(self, shuffle: Any) -> bool:
         owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
@@ -485,13 +498,40 @@ class Recovery:
         return task is not None and task.state in states
 
     def _sharing(self, shuffle: Any) -> set[Any]:
-        """A shuffle, and the active ones that share outputs with it, as the other side of a join does."""
-        found = {shuffle}
-        for key in self._kept.get(shuffle, ()):
-            found |= self._shuffles_of[key] & self._extension.active_shuffles.keys()
-        return found
+        """Return a shuffle, and the active ones that share outputs with it, as the two sides of a join do."""
+        others = sharing_outputs(self._barrier(shuffle)) & self._extension.active_shuffles.keys()
+        return {shuffle} | {other for other in others if self._is_ours(other)}
+
+    def _is_ours(self, shuffle: Any) -> bool:
+        return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
+
+
+def is_unfinished(task: Any) -> bool:
+    """Return whether the task of an output is needed, and not in memory."""
+    return task.state not in ("memory", *IDLE)
+
+
+def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
+    """Return those of some outputs that have still to be put together, or may be asked for.
+
+    Parameters
+    ----------
+    barrier
+        The task of the shuffle's barrier. Several graphs may share a shuffle: an output may be read by more
+        than one task, and by none yet.
+    """
+    needed, others = set[int | None](), set[int | None]()
+    for task in barrier.dependents:
+        (needed if is_unfinished(task) else others).add(output_partition(task.run_spec))
+    return set(outputs) - (others - needed)
+
+
+def sharing_outputs(barrier: Any) -> set[Any]:
+    """Return the shuffles that share outputs with that of a barrier, as the other side of a join does."""
+    others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
+    return {shuffle for key in others if (shuffle := id_from_key(key))}
 
 
 def _client(shuffle: Any) -> str:
-    """The name under which the scheduler keeps the results of a shuffle."""
+    """Return the name under which the scheduler keeps the results of a shuffle."""
     return f"gpurt-shuffle-{shuffle}"

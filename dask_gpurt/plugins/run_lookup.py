@@ -1,4 +1,4 @@
-"""Tasks find their run at once where it is known; Dask asks the event loop, and waits until it has time."""
+"""Look the run of a task up where it is known; Dask asks the event loop, and waits until it has time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_gpurt.shuffle.run import ShuffleRun
 
 
 class RunLookup:
-    """Looks runs up for the tasks of a worker.
+    """Look runs up for the tasks of a worker.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class RunLookup:
         self._patches = PatchSet()
 
     def install(self) -> None:
-        """From now on."""
+        """Look runs up from now on."""
         if (plugin := self._worker.plugins.get("shuffle")) is None:
             self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "Dask has no plugin 'shuffle'")
             return

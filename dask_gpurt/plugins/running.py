@@ -1,4 +1,4 @@
-"""How a task runs on a worker with tiers: with room reserved, its inputs held, again if memory was short."""
+"""Run a task on a worker with tiers: with room reserved, its inputs held, again if memory was short."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dask_gpurt.plugins.tiers import WorkerTiers
 
 
 class TaskRunner:
-    """Runs tasks through ``execute`` of the worker.
+    """Run tasks through ``execute`` of the worker.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class TaskRunner:
             )
 
     def receiving(self, nbytes: int) -> AbstractAsyncContextManager[MemoryRequest]:
-        """While so many bytes come from a peer; waits for others first if there is no room."""
+        """Hold room while so many bytes come from a peer; waits for others first if there is none."""
         return self.admission.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
 
     async def _reserve(self, request: MemoryRequest, nbytes: int, inputs: Iterable[Key]) -> bool:
@@ -186,7 +186,7 @@ class TaskRunner:
 
 
 def _out_of_memory(event: Any) -> BaseException | None:
-    """What a task failed with, if it was the memory, whatever was made of it on the way."""
+    """Return the memory error that a task failed with, if any, however it was wrapped on the way."""
     error: BaseException | None = None
     if isinstance(event, ExecuteFailureEvent):
         _, error, _ = clean_exception(event.exception.data)

@@ -1,4 +1,4 @@
-"""The runtime on the scheduler."""
+"""Run the runtime on the scheduler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
-from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
+from dask_gpurt.shuffle.run import CLOSING, OWNERS, RECOVER, SEALED
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -38,7 +38,7 @@ STARTING = "gpurt-starting"
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
-    """Switches the runtime on for a cluster: workers that are there, and that come.
+    """Switch the runtime on for a cluster: workers that are there, and that come.
 
     What is switched on is noted with the way to take it back, in this order: what listens to workers,
     placement, the workers, and then the shuffles, so that no shuffle meets a worker without the runtime. It
@@ -68,7 +68,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         await self.switch.on()
 
     async def stop(self) -> None:
-        """Handler: give Dask back, on the scheduler and on all workers."""
+        """Handle the switching off: give Dask back, on the scheduler and on all workers."""
         await self.switch.off()
 
     # ---- on and off ----------------------------------------------------------------------
@@ -166,7 +166,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self._register(after)
 
     def is_ready(self, worker: str, token: str) -> None:
-        """Handler: a worker has switched on."""
+        """Handle a worker that has switched on."""
         self.workers.is_ready(worker, token)
         if worker in self.workers.ready:
             self.shuffles.recovery.joined(worker)
@@ -177,14 +177,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- memory ------------------------------------------------------------------------
 
     def memory_changed(self, worker: str, **message: Any) -> None:
-        """Handler: what has changed in the tiers of a worker."""
+        """Handle changes in the tiers of a worker."""
         if worker in self.scheduler.workers:
             self.cluster_memory.apply(worker, message)
             if self.placement is not None:
                 self.placement.memory_changed(worker)
 
     def lost(self, worker: str, keys: list[Key]) -> None:
-        """Handler: a worker has keys no more; as if it had died with them."""
+        """Handle the loss of keys by a worker, as if they had died with it."""
         state = self.scheduler.workers.get(worker)
         recommendations = {}
         for task in map(self.scheduler.tasks.get, keys):
@@ -236,11 +236,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.stopped(key)
 
     def explain(self, key: Key) -> list[dict[str, Any]] | None:
-        """Handler: the last decision about a key; None where Dask chooses."""
+        """Handle a question for the last decision about a key; None where Dask chooses."""
         return None if self.placement is None else self.placement.explain(key)
 
     def memory(self, by: str = "tier") -> list[dict[str, Any]]:
-        """Handler: a row for each worker and tier, or also for each prefix."""
+        """Handle a question for memory: a row for each worker and tier, or also for each prefix."""
         for address, state in self.scheduler.workers.items():
             if (whole := state.metrics.get(METRIC)) is not None:
                 self.cluster_memory.apply(address, whole)
@@ -248,12 +248,21 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     # ---- what workers and clients ask ------------------------------------------------
 
-    def gone(self, peers: list[str]) -> list[str]:
-        """Handler: which of these workers have left."""
-        return [peer for peer in peers if peer not in self.scheduler.workers]
+    def gone(self, peers: list[str], closing: bool = False) -> list[str]:
+        """Handle a question: return which of these workers have left.
+
+        Parameters
+        ----------
+        closing
+            Whether those count that are about to.
+        """
+        workers = self.scheduler.workers
+        return [
+            peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
+        ]
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handler: the whole picture, for ``doctor`` and for people.
+        """Handle a question for the state of the whole cluster, for ``doctor`` and for people.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""The tiers of a worker: what they are made of, and who looks after them."""
+"""Build the tiers of a worker, and run the threads that move its data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.device.base import DeviceFiles, passed
+from dask_gpurt.device.base import DeviceFiles, passed, workers_of_device
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
@@ -115,7 +115,10 @@ class WorkerTiers:
         self._unguard = self.device.guard(self._short)
 
     def _short(self, nbytes: int) -> bool:
-        """An allocation of this thread has failed: whether memory has become free since its last one."""
+        """Free memory for a failed allocation of this thread.
+
+        Returns whether any has become free since its last one.
+        """
         if getattr(self._seen, "spilling", False):
             return False  # what takes an object apart may need memory itself
         self._metrics.add("memory.short")
@@ -137,12 +140,14 @@ class WorkerTiers:
         self.executor.shutdown(wait=False)
 
     def _limits(self, given: Any) -> Limits:
+        given_device = getattr(getattr(given, "device_buffer", None), "n", None)
         directory = os.statvfs(self.worker.local_directory)
         return limits(
             self.settings.memory,
             memory_limit=self.memory_limit,
             device_memory=self.device.own_memory(),
-            given_device=getattr(getattr(given, "device_buffer", None), "n", None),
+            # dask-cuda was given it for one worker of a GPU.
+            given_device=given_device and given_device // workers_of_device(),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
         )
@@ -158,7 +163,7 @@ class WorkerTiers:
         return self.device.files(partial(self._metrics.fallback, Fallback.MEMORY_FILES_WITHOUT_KVIKIO))
 
     def home(self, value: Any) -> Tier:
-        """Where an object is live."""
+        """Return the tier in which an object is live."""
         return Tier.DEVICE if self.device.holds(value) else Tier.HOST
 
     def _priority_of(self, key: Key) -> tuple[Any, ...] | None:
@@ -171,7 +176,7 @@ class WorkerTiers:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
     def in_background(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run something that nobody waits for."""
+        """Run something without waiting for it."""
         if self.closed:
             return
         self.executor.submit(function, *args).add_done_callback(_complain)
@@ -211,7 +216,7 @@ class WorkerTiers:
         return device + cells + self.ledger.used(Tier.PINNED)
 
     def _pressure(self, process: int) -> int:
-        """Bytes to spill because the process exceeds Dask's own thresholds."""
+        """Return the bytes to spill because the process exceeds Dask's own thresholds."""
         manager = self.worker.memory_manager
         if not manager.memory_limit or not manager.memory_spill_fraction:
             return 0
@@ -234,7 +239,7 @@ class WorkerTiers:
             self._relieving = False
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:
-        """What a user is told once nothing is left to spill."""
+        """Return the message for a user once nothing is left to spill."""
         tiers = ", ".join(f"{row['tier']} {row['used']} of {row['capacity']} bytes" for row in self.rows())
         largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.tiered_buffer.largest(3))
         return MemoryError(
@@ -245,7 +250,7 @@ class WorkerTiers:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Tier, bytes used and capacity."""
+        """Return tier, bytes used and capacity."""
         return [
             {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
             for tier, capacity in _capacities(self.limits).items()

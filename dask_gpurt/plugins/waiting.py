@@ -1,4 +1,4 @@
-"""What waits in the runtime of a worker, part by part, for whoever looks into a cluster that stands still."""
+"""Describe what waits in the runtime of a worker, part by part, for when a cluster stands still."""
 
 from __future__ import annotations
 

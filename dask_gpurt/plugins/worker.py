@@ -1,4 +1,4 @@
-"""The runtime on a worker."""
+"""Run the runtime on a worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -26,7 +27,8 @@ from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up
-from dask_gpurt.observe import Metrics, prometheus
+from dask_gpurt.observe import Fallback, Metrics, prometheus
+from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
@@ -47,7 +49,7 @@ COMM = "gpurt-comm"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
-    """Gives a worker its end of the exchange.
+    """Give a worker its end of the exchange.
 
     What is switched on is noted with the way to take it back, which happens in the reverse order and for
     each part whatever has become of the others. Dask may remove the plugin, or hand it over a second time,
@@ -109,6 +111,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def _switch_on(self, worker: WorkerServer, settings: config.Settings) -> None:
         undo = self._undo
         self.metrics = Metrics()
+        if reason := os.environ.get(ALONE):
+            self.metrics.fallback(Fallback.COMPUTE_ALONE, reason)
         self.data: WorkerData | None = None
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
@@ -151,7 +155,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return on_worker_removed
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
-        """Handler: the outputs of a run have other owners."""
+        """Handle new owners of the outputs of a run."""
         if (shuffles := self.worker.plugins.get("shuffle")) is None:
             return
         run = active_runs(shuffles).get(id)
@@ -199,11 +203,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return amounts(self.tiers.ledger)
 
     def waiting(self) -> dict[str, Any]:
-        """Return what waits here, for whoever looks into a cluster that stands still."""
+        """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handler: what this worker has, did and fell back from."""
+        """Handle a question for what this worker has, did and fell back from."""
         if connect:
             await self.exchange.peers.connect_all()
         known = self.metrics.snapshot()

@@ -1,4 +1,4 @@
-"""The tiered buffer in the place of a worker's ``data``, so that no move is made on the event loop.
+"""Put the tiered buffer in the place of a worker's ``data``, so that no move is made on the event loop.
 
 Three of the worker's coroutines get a wrapper on the instance: inputs are made live, and
 room for results is made, on threads of the tiers, before Dask's own code goes on. Of ``execute`` this is the
@@ -35,7 +35,7 @@ from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.switching import Layer
 from dask_gpurt.plugins.tiers import WorkerTiers
 
-#: Dask's families of serializers, where nobody says which.
+#: Dask's families of serializers, by default.
 _ALWAYS = ("dask", "pickle")
 
 #: The stream operation that tells the scheduler which keys are gone.
@@ -43,7 +43,7 @@ LOST = "gpurt-lost"
 
 
 class WorkerData:
-    """Puts a tiered buffer in the place of a worker's data, and gives the data back.
+    """Put a tiered buffer in the place of a worker's data, and give the data back.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class WorkerData:
         self._patches = PatchSet(Layer.DATA)
 
     def install(self) -> None:
-        """Take the worker's data over. On the event loop, since it is one step to everybody."""
+        """Take the worker's data over. On the event loop, so that nothing sees it half done."""
         worker = self.worker
         self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
         wrap_data_access(
@@ -107,7 +107,7 @@ class WorkerData:
     # ---- what can not be read any more -------------------------------------------------
 
     async def _copies(self, keys: list[Key]) -> dict[Key, Any]:
-        """Copies of keys; those that can not be read are lost."""
+        """Return copies of keys; those that can not be read are lost."""
         return await self._read(keys, self._tiered_buffer.copies)
 
     async def _read(self, keys: list[Key], how: Callable[[list[Key]], dict[Key, Any]]) -> dict[Key, Any]:
@@ -124,7 +124,7 @@ class WorkerData:
         self.metrics.fallback(Fallback.MEMORY_SPILL_UNREADABLE, str(error))
         for key in keys:
             self._tiered_buffer.discard(key)
-        # First, since Dask's own message has no idea of keys that nobody can compute.
+        # First, since Dask's own message does not know of keys that can not be computed.
         self.worker.batched_stream.send({"op": LOST, "keys": keys})
         self.worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id=f"gpurt-lost-{time()}"))
 
@@ -196,7 +196,7 @@ class WorkerData:
 
 
 def _takes_frames(comm: Any, serializers: Any) -> bool:
-    """Whether a peer gets bytes of his own, and reads whatever family of Dask's they are of."""
+    """Return whether a peer gets bytes of its own, and reads whatever family of Dask's they are of."""
     # Within a process it would get the tier's memory.
     return not comm.peer_address.startswith("inproc") and {"dask", "pickle"} <= set(serializers or _ALWAYS)
 
@@ -207,7 +207,7 @@ def _forget(mapping: Any, key: Key) -> None:
 
 
 def _live_part(data: Any) -> Any:
-    """The part of a mapping of Dask's or dask-cuda's that reads without a copy."""
+    """Return the part of a mapping of Dask's or dask-cuda's that reads without a copy."""
     if isinstance(data, SpillBuffer):
         return data.fast
     if hasattr(data, "device_buffer"):

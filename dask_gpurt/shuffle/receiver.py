@@ -1,4 +1,4 @@
-"""The receiving half of a run: take offers, put output partitions together."""
+"""Receive a run's shards: take offers, put output partitions together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NotReceived(Exception):
 
 @dataclass
 class _Received:
-    """What is there of a share.
+    """Keep what has been received of a share.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class _Received:
 
 
 class Receiver:
-    """Holds what was offered to this worker until it has been read for good.
+    """Hold what was offered to this worker until it has been read for good.
 
     A partition counts as read once the task that asked for it is in memory: a task that
     fails after reading, and is tried again, finds its shards.
@@ -75,7 +75,7 @@ class Receiver:
         self._closed = False
         self._shares: dict[int, _Received] = {}
         self._share_of: dict[int, _Received] = {}
-        #: How many outputs of each incoming shard have not been read for good.
+        #: The number of outputs of each incoming shard that have not been read for good.
         self._unread: dict[IncomingShard, int] = {}
         self._readers: dict[Key, dict[int, _Received]] = {}
         self.renew(owners)
@@ -264,7 +264,7 @@ class Receiver:
 
     @cached_property
     def _meta(self) -> Any:
-        """The empty output partition."""
+        """Return the empty output partition."""
         meta = pickle.loads(self.spec.meta)
         if self.spec.drop_column:
             meta = meta.drop(columns=self.spec.column)

@@ -1,4 +1,4 @@
-"""One run of a shuffle on one worker, in the place of Dask's own p2p run.
+"""Run a shuffle on one worker, in the place of Dask's own p2p run.
 
 Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messages and ends
 them; the methods here are the ones that it calls. ``add_partition`` and
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from dask.context import thread_state
 from dask.typing import Key
-from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
+from distributed.core import ErrorMessage, OKMessage, Status, clean_exception, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Seal(NamedTuple):
-    """Asks a worker to deliver what it still has to offer, then to close its lists of shards.
+    """Ask a worker to deliver what it still has to offer, then to close its lists of shards.
 
     Attributes
     ----------
@@ -49,25 +49,27 @@ class Seal(NamedTuple):
 
 
 class Retire(NamedTuple):
-    """Asks an owner to let go of shares that have been given to others."""
+    """Ask an owner to let go of shares that have been given to others."""
 
     shares: frozenset[int]
 
 
-#: What workers send each other.
+#: Messages from worker to worker.
 Message = list[Shard | Commit] | Seal | Retire
 #: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
 GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
+#: The states of a worker that takes part in nothing any more.
+CLOSING = (Status.closing, Status.closed, Status.failed)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
-#: What the scheduler hears from barriers on the stream of their worker.
+#: Notes of barriers to the scheduler, on the stream of their worker.
 SEALED = "gpurt-sealed"
-#: What workers hear from the scheduler as owners change.
+#: Messages of the scheduler to workers as owners change.
 RENEW = "gpurt-renew"
 
 
 class RunInterrupted(ShuffleClosedError, Reschedule):
-    """Raised to the tasks of a run that begins again: they are to be scheduled again.
+    """Tell the tasks of a run that begins again that they are to be scheduled again.
 
     Dask's transfer and unpack tasks take a ShuffleClosedError for that, its barrier task only a Reschedule.
     """
@@ -105,7 +107,7 @@ class Transferred(int):
 
 
 class ShuffleRun:
-    """This worker's part of a run.
+    """Run a worker's part of a shuffle.
 
     Parameters
     ----------
@@ -157,7 +159,7 @@ class ShuffleRun:
 
     def raise_if_closed(self) -> None:
         """Raise what ended the run, once it has ended."""
-        if self._exchange.closed and not is_finalizing(self._worker):
+        if self._exchange.closed and not self._is_closing():
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
                 "was running: compute it again, or switch off when nothing runs"
@@ -167,9 +169,13 @@ class ShuffleRun:
         if self.closed or self._exchange.closed:
             raise ShuffleClosedError(f"{self} is over")
 
+    def _is_closing(self) -> bool:
+        """Return whether the worker ends, and the runtime with it; the tasks of the run go on elsewhere."""
+        return is_finalizing(self._worker) or self._worker.status in CLOSING
+
     @property
     def is_open(self) -> bool:
-        """Whether nothing has ended it; from any thread."""
+        """Return whether nothing has ended it; from any thread."""
         return not self.closed and self._exception is None and not self._exchange.closed
 
     def fail(self, exception: Exception) -> None:
@@ -199,12 +205,12 @@ class ShuffleRun:
         with contextlib.suppress(ExchangeClosed):  # then all is released already
             try:
                 await self._exchange.offload(self._receiver.close)
-            finally:  # whatever became of what was received, nobody needs what was published
+            finally:  # whatever became of what was received, what was published is not needed
                 self._exchange.run_ends(self._key)
                 await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
-        """What Dask's dashboard shows of a shuffle."""
+        """Report to Dask's dashboard the progress of a shuffle."""
         waiting = {"memory": 0, "buckets": 0, "written": 0, "read": 0, "active": 0, "memory_limit": 0}
         return {"disk": waiting, "comm": waiting, "start": self.start_time}
 
@@ -273,7 +279,7 @@ class ShuffleRun:
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
     def _shard_failed(self, shard: Shard, error: Exception) -> None:
-        """A shard that was accepted can not be had. On the event loop; does not wait."""
+        """Note that a shard that was accepted can not be had. On the event loop; does not wait."""
         if isinstance(error, PeerLost):
             call_soon(self._worker, self._lose, shard, str(error))
         else:
@@ -300,7 +306,7 @@ class ShuffleRun:
         return Transferred(self.run_id, partition_id, attempt, key, self._worker.address)
 
     def _dispatch(self) -> int:
-        """How the scheduler counts the task that runs on this thread."""
+        """Return the number by which the scheduler counts the task that runs on this thread."""
         task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
         return -1 if task is None else int(task.run_id)
 
@@ -346,7 +352,10 @@ class ShuffleRun:
             run_id=self.run_id,
         )
         if reply["status"] != "OK":
-            raise _exception_of(cast(ErrorMessage, reply))
+            error = _exception_of(cast(ErrorMessage, reply))
+            if not isinstance(error, GONE) and await self._exchange.calls.is_closing(owner):
+                raise PeerLost(f"worker {owner} closes ({error})") from error
+            raise error
         return cast(dict[str, list[int]], reply).get("missing", [])
 
     async def _flush(self) -> None:
@@ -400,25 +409,27 @@ class ShuffleRun:
 
     async def _seal(
         self, seal: Seal, workers: Collection[str], owners: Collection[str]
-    ) -> dict[str, list[int]]:
+    ) -> dict[str, Sequence[int]]:
         """Send a seal to workers; return the inputs that something is missing of, by owner."""
         workers = sorted(workers)
         answers = await asyncio.gather(
             *(self._deliver(worker, seal) for worker in workers), return_exceptions=True
         )
-        by_worker = dict(zip(workers, answers, strict=True))
-        for worker, answer in by_worker.items():
+        missing: dict[str, Sequence[int]] = {}
+        for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, GONE) and worker in owners:
                 self.raise_if_closed()
                 await self._recover(str(answer), unreachable=worker)
                 raise Stale(str(answer)) from answer
+            if not isinstance(answer, BaseException) and answer:
+                missing[worker] = answer
         for answer in answers:
             if isinstance(answer, Stale):
                 await self._catch_up()
-            # What a producer that has left did not deliver is missing.
+            # What a worker that has left, and owns nothing, did not deliver is missing.
             if isinstance(answer, BaseException) and not isinstance(answer, GONE):
                 raise answer
-        return {worker: answer for worker, answer in by_worker.items() if isinstance(answer, list) and answer}
+        return missing
 
     # ---- consuming -------------------------------------------------------------------
 
@@ -502,7 +513,7 @@ class ShuffleRun:
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
     def task_done(self, key: Key) -> None:
-        """A task that had read outputs is in memory: let its shards go."""
+        """Let the shards of a task go that has read outputs and is in memory."""
         if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
             self._note_what_is_left()

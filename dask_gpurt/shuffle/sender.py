@@ -1,4 +1,4 @@
-"""The sending half of a run: cut a partition, pack it, tell the owners."""
+"""Send a run's shards: cut a partition, pack it, tell the owners."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Published:
 
 
 class Sender:
-    """Publishes the shards of input partitions.
+    """Publish the shards of input partitions.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ class Sender:
             self.offer(share.owner, Commit(share.id, published.source, published.attempt, len(shards)))
 
     def _will_spill(self, frame: Any, kind: str, shares: int) -> bool:
-        """Whether owners can hardly keep all that is shuffled live, if other inputs are like this one.
+        """Return whether owners can hardly keep live all that is shuffled, if other inputs are like this one.
 
         A section that has been spilled is read as a whole for each output in it. So each output
         gets a section of its own then; otherwise fewer and larger ones are cheaper.
@@ -169,7 +169,7 @@ class Sender:
         return not self.exchange.landing.keeps(share, kind)
 
     def _validated(self, frame: Any, source: int) -> Any:
-        """The partition with its columns in order; refused before anything of it is published."""
+        """Return the partition with its columns in order; refuses it before anything of it is published."""
         if isinstance(frame, Routed):
             plain = self._in_order(
                 frame.frame, [c for c in self.spec.columns if c != self.spec.column], source
@@ -201,10 +201,10 @@ def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
 
 
 class _Packing:
-    """One input partition on its way into the pool.
+    """Pack one input partition into the pool.
 
     Pieces are published once they are all packed, or as soon as one more does not fit:
-    nobody waits for room while holding what nobody else knows of. An attempt that fails
+    no attempt waits for room while it holds blocks that no owner knows of. An attempt that fails
     after that has no commit, and a later one takes the place of what it has published.
     """
 
@@ -214,7 +214,7 @@ class _Packing:
         self.outbox = outbox
         self.source = source
         self.attempt = attempt
-        #: What has been offered.
+        #: Shards that have been offered.
         self.shards: list[Shard] = []
         self._parts = Counter[int]()
         self._packed: list[tuple[Share, Piece, Packed]] = []
@@ -229,7 +229,7 @@ class _Packing:
                 self._give_back()
 
     def commits(self, shares: Iterable[Share]) -> list[tuple[str, Commit]]:
-        """What ends the attempt, for the owner of each share."""
+        """Return the commits that end the attempt, for the owner of each share."""
         return [
             (share.owner, Commit(share.id, self.source, self.attempt, self._parts[share.id]))
             for share in shares
@@ -237,7 +237,7 @@ class _Packing:
 
     def _give_back(self) -> None:
         if self._packed:
-            self.table.settle()  # whoever gets these blocks next shall not meet what still writes them
+            self.table.settle()  # nothing may write into these blocks when they are used next
             for _, _, packed in self._packed:
                 self.outbox.give_back(packed.block)
 

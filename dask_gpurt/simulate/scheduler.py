@@ -1,4 +1,4 @@
-"""Dask's scheduler in virtual time: all of its decisions, without its server."""
+"""Run Dask's scheduler in virtual time: all of its decisions, without its server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Stopwatch:
 
     @property
     def microseconds(self) -> float:
-        """The mean CPU time of a call, in microseconds."""
+        """Return the mean CPU time of a call, in microseconds."""
         return 1e6 * self.seconds / self.count if self.count else 0.0
 
 
@@ -209,7 +209,7 @@ class VirtualScheduler(Scheduler):
 
     @property
     def heartbeat_interval(self) -> float:
-        """Seconds between two heartbeats of a worker."""
+        """Return the seconds between two heartbeats of a worker."""
         return float(heartbeat_interval(len(self.workers)))
 
     # ---- the client ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tasks of known duration and size, without code."""
+"""Define tasks of known duration and size, without code."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ class Workload:
 
     @property
     def works(self) -> dict[str, Work]:
-        """All tasks by their keys."""
+        """Return all tasks by their keys."""
         return {work.key: work for submission in self.submissions for work in submission.works}

@@ -1,4 +1,4 @@
-"""Dask's worker in virtual time: its own state machine, and the time that tasks and transfers take."""
+"""Run Dask's worker in virtual time: its own state machine, and the time that tasks and transfers take."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class VirtualWorker:
 
     @property
     def executing(self) -> dict[str, float]:
-        """Seconds for which each running task has been running."""
+        """Return the seconds for which each running task has been running."""
         return {key: self._clock.now - start for key, start in self._started.items()}
 
     def _execute(self, key: str) -> None:

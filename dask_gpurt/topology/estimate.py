@@ -99,7 +99,7 @@ class PairOverrides(Generic[Key]):
         average = self._averages.pop(pair, None)
         known = average is not None
         if average is None:
-            expected = transfers * usual.latency + nbytes / usual.bandwidth
+            expected = usual.seconds(nbytes, transfers)
             if expected / OVERRIDE_FACTOR <= seconds <= expected * OVERRIDE_FACTOR:
                 return
             average = SpeedEstimate(usual)

@@ -44,7 +44,7 @@ def read(exchange: Any, incoming: IncomingShard) -> int:
 
 
 async def taken(exchange: Exchange, shard: Shard) -> IncomingShard:
-    """A shard that was offered to an owner."""
+    """Return a shard that was offered to an owner."""
     exchange.run_begins(RUN)
     return exchange.take(RUN, shard, await exchange.path(shard), print)
 
@@ -54,7 +54,7 @@ class Enough(Exception):
 
 
 def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
-    """A block, as a producer gets it whose run ends after some time."""
+    """Cut a block, as a producer does whose run ends after some time."""
     until = time.monotonic() + seconds
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""Which path shards take: the one with the least time, of those that there are."""
+"""Choose the path of shards: the one with the least time, of those that there are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBYTES = 100_000
 
 
 def with_accelerator(worker: Any) -> Any:
-    """The exchange of a worker, which gets one."""
+    """Give the exchange of a worker an accelerator."""
     exchange = worker.plugins["gpurt"].exchange
     exchange.pools.devices["accelerator"] = Accelerator(2**30)
     return exchange
@@ -43,7 +43,7 @@ def publish(exchange: Any, owner: str, data: np.ndarray) -> Shard:
 
 
 async def bytes_of(exchange: Any, shard: Shard) -> np.ndarray:
-    """What arrives of a shard."""
+    """Return what arrives of a shard."""
     errors: list[Exception] = []
     exchange.run_begins(RUN)
     incoming = exchange.take(RUN, shard, await exchange.path(shard), errors.append)

@@ -1,4 +1,4 @@
-"""Work is stolen on running clusters: by whom, and by whom not."""
+"""Work is stolen on running clusters: by which workers, and by which not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster, until
 
-#: What the tasks of a test wait for; its workers are in this process.
+#: The event that the tasks of a test wait for; its workers are in this process.
 GO = threading.Event()
 PLACEMENT: dict[str, Any] = {"gpurt.placement.enabled": True, "distributed.scheduler.work-stealing": True}
 
@@ -28,7 +28,7 @@ def held_up(i: int) -> int:
 
 
 def moves_of(scheduler: Any) -> list[tuple[str, str]]:
-    """From whom to whom work is about to be moved, as it happens."""
+    """Record from which worker to which one work is about to be moved."""
     found: list[tuple[str, str]] = []
     stealing = scheduler.extensions["stealing"]
     request = stealing.move_task_request
@@ -42,7 +42,7 @@ def moves_of(scheduler: Any) -> list[tuple[str, str]]:
 
 
 def load(client: Any, worker: str, tasks: int) -> list[Any]:
-    """Tasks that wait on one worker, although others may take them."""
+    """Make tasks that wait on one worker, although others may take them."""
     futures: list[Any] = client.map(held_up, range(tasks), workers=[worker], allow_other_workers=True)
     return futures
 
@@ -95,7 +95,9 @@ def test_the_nvlink_domain_comes_first(tmp_path: Path) -> None:
     @on_cluster(workers=3, file=file, **PLACEMENT)
     async def run(client: Any, scheduler: Any, victim: Any, near: Any, far: Any) -> None:
         await all_placed(scheduler)
-        kept = await client.scatter(bytes(10**6), workers=[near.address])  # Dask goes to who holds less
+        kept = await client.scatter(
+            bytes(10**6), workers=[near.address]
+        )  # Dask takes the one that holds less
         moves = moves_of(scheduler)
         futures = load(client, victim.address, 3)
         await until(lambda: bool(moves))

@@ -1,4 +1,4 @@
-"""Which of several replicas a worker fetches."""
+"""Choose which of several replicas a worker fetches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_differs_by_noise_is_equally_far(times: list[float]) -> None:
     assert set(farness({str(at): time for at, time in enumerate(times)}).values()) == {0}
 
 
-def test_nobody_is_not_far() -> None:
+def test_no_workers_have_no_farness() -> None:
     assert farness({}) == {}
 
 
@@ -76,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def fetched(file: Path, prepare: Callable[[Any], None] = lambda runtime: None) -> tuple[set[str], Any]:
-    """From whom the first worker fetches what its neighbour and two on the other host have; its fallbacks."""
+    """Return which workers the first one fetches from what three others have; and its fallbacks."""
     found: list[Any] = []
 
     @on_cluster(workers=4, file=file)

@@ -33,7 +33,7 @@ def test_only_the_first_task_of_a_run_asks_the_event_loop() -> None:
         frame = dd.from_pandas(pd.DataFrame({"key": range(1000)}), npartitions=16)
         assert len(frame.shuffle("key").compute()) == 1000
         asked = client.run(lambda dask_worker: len(dask_worker.plugins["shuffle"].shuffle_runs.asked))
-    assert set(asked.values()) <= {0, 1}  # by when the other worker has told of the run, nobody asks
+    assert set(asked.values()) <= {0, 1}  # once the other worker has told of the run, none asks
     assert any(asked.values())
 
 

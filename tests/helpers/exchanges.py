@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from dask.context import thread_state
 from distributed.comm import CommClosedError
-from distributed.core import AsyncTaskGroup, error_message
+from distributed.core import AsyncTaskGroup, Status, error_message
 from distributed.shuffle._core import ShuffleId, ShuffleRunSpec
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -38,7 +38,7 @@ from dask_gpurt.shuffle.run import RENEW, SEALED, ShuffleRun
 
 
 class Inline(Executor):
-    """Runs what it is given at once."""
+    """Run what it is given at once."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -50,7 +50,7 @@ class Inline(Executor):
 
 
 class Landed:
-    """Takes the place of the tiers: keeps the bytes of pulled shards."""
+    """Take the place of the tiers: keep the bytes of pulled shards."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[np.ndarray]] = {}
@@ -74,7 +74,7 @@ class Landed:
 
 
 class AttemptFailed(Exception):
-    """Ends a transfer task in the middle, as a MemoryError would."""
+    """End a transfer task in the middle, as a MemoryError would."""
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class Network:
                 message.answer.set_exception(CommClosedError("the connection was reset"))
 
     def lose(self, message: Message) -> None:
-        """The connection breaks before a message has arrived."""
+        """Break the connection before a message has arrived."""
         self.messages.remove(message)
         if not message.answer.done():
             message.answer.set_exception(CommClosedError("the connection was reset"))
@@ -162,7 +162,9 @@ class Network:
 
 
 def _received(answer: Any) -> Any:
-    """What a comm makes of an answer: bytes of its own."""
+    """Return what a comm makes of an answer: bytes of its own, and tuples of lists."""
+    if isinstance(answer, dict):
+        answer = {name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()}
     if isinstance(answer, dict) and answer.get("data"):
         return {**answer, "data": [bytes(one.data) for one in answer["data"]]}
     if isinstance(answer, dict) and answer.get("status") == "error":
@@ -185,7 +187,7 @@ class Process:
         self.batched_stream = SimpleNamespace(send=scheduler.hear)
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network = loop, network
-        self.alive = True
+        self.alive, self.status = True, Status.running
         #: Handlers that are under way, which end with their process.
         self.handling: set[asyncio.Future[Any]] = set()
         settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})
@@ -236,7 +238,7 @@ class Process:
             run.renew(owners)
 
     def die(self) -> None:
-        """End as after kill -9: nothing is said to anybody, and what peers have mapped stays readable."""
+        """End as after kill -9: without a message, and what peers have mapped stays readable."""
         self.alive = False
         del self._network.processes[self.address]
         self._network.streams.pop(self, None)
@@ -248,7 +250,7 @@ class Process:
         self._ongoing_background_tasks.close()
 
     def run_of(self, shuffle: str) -> ShuffleRun | None:
-        """Its part of the active run of a shuffle."""
+        """Return its part of the active run of a shuffle."""
         found: Any = self.shuffles.shuffle_runs._active_runs.get(ShuffleId(shuffle))
         return found
 
@@ -272,13 +274,13 @@ META = pd.DataFrame({"row": np.empty(0, "int64"), TARGET: np.empty(0, "int64")})
 
 
 def frame_of(rows: Sequence[int], outputs: int) -> pd.DataFrame:
-    """A frame with these rows, each of which belongs to the output of its number."""
+    """Return a frame with these rows, each of which belongs to the output of its number."""
     numbers = np.array(rows, "int64")
     return pd.DataFrame({"row": numbers, TARGET: numbers % outputs})
 
 
 def spec_of(shuffle: str, outputs: int) -> ShuffleSpec:
-    """A shuffle of such frames."""
+    """Return a shuffle of such frames."""
     return ShuffleSpec(
         id=ShuffleId(shuffle),
         disk=False,
@@ -335,7 +337,7 @@ class Scheduler:
         return self.active[spec.id]
 
     def end(self, shuffle: str) -> None:
-        """Nothing needs a shuffle any more."""
+        """End a shuffle that nothing needs any more."""
         ended = self.active.pop(shuffle)
         for address in ended.participants & self.network.processes.keys():
             self.network.stream(
@@ -399,8 +401,12 @@ class Scheduler:
 
     # ---- what workers ask ------------------------------------------------------------
 
-    async def gpurt_gone(self, peers: list[str]) -> list[str]:
-        return [peer for peer in peers if peer not in self.workers]
+    async def gpurt_gone(self, peers: list[str], closing: bool = False) -> list[str]:
+        return [peer for peer in peers if peer not in self.workers or (closing and self._closes(peer))]
+
+    def _closes(self, address: str) -> bool:
+        process = self.network.processes.get(address)
+        return process is not None and process.status is Status.closing
 
     async def gpurt_links(self, worker: str, peers: list[str]) -> dict[str, Any]:
         return {"links": {}, "classes": {}}
@@ -537,7 +543,7 @@ class Cluster:
         await quiet()
 
     def rows(self, source: int) -> range:
-        """The rows of an input."""
+        """Return the rows of an input."""
         return range(source * self.ROWS, (source + 1) * self.ROWS)
 
     async def transfer(self, shuffle: str, source: int, process: Process) -> Any:
@@ -574,12 +580,12 @@ class Cluster:
         return {output: list(frame["row"]) for output, (_, frame) in active.outputs.items()}
 
     async def shuffle(self, shuffle: str) -> dict[int, list[int]]:
-        """Shuffle; the rows of each output."""
+        """Return shuffle; returns the rows of each output."""
         await self.barrier(shuffle, await self.transfer_all(shuffle))
         return await self.outputs(shuffle)
 
     def expected(self) -> dict[int, list[int]]:
-        """The rows of each output that a shuffle has to give."""
+        """Return the rows that a shuffle has to give for each output."""
         rows = [row for source in range(self.INPUTS) for row in self.rows(source)]
         return {
             output: [row for row in rows if row % self.OUTPUTS == output] for output in range(self.OUTPUTS)

@@ -42,6 +42,6 @@ def array(fill: int, kib: int = 10) -> np.ndarray:
 
 
 def put(tiered_buffer: TieredBuffer, key: str, value: Any) -> None:
-    """As the worker does it: room first."""
+    """Put a value as the worker does: room first."""
     tiered_buffer.reservations.reserve(key, value.nbytes, Tier.DEVICE)
     tiered_buffer[key] = value

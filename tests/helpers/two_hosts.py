@@ -1,4 +1,4 @@
-"""Two hosts on one machine: namespaces of the kernel, joined by a link of a known speed.
+"""Make two hosts of one machine: namespaces of the kernel, joined by a link of a known speed.
 
 A host has a network, a name, processes and ``/dev/shm`` of its own, as a container has. It lives for as
 long as its first process, which reads until we are gone: nothing outlives the test, however that ends.
@@ -32,7 +32,7 @@ PORTS = {"tcp": 8786, "ucx": 8788}
 #: UCX goes by TCP over the link, within a host too: it takes two namespaces of one kernel for one host.
 UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 CLONE_NEWNET = 0x40000000
-PATIENCE = 60
+PATIENCE_S = 60
 
 
 class Host:
@@ -69,13 +69,13 @@ class Host:
         environment = {**os.environ, **UCX, **inherited}
         enter = ["nsenter", "--target", str(self.pid), "--all", "--wd=."]
         process = subprocess.Popen([*enter, *command], env=environment, stderr=subprocess.DEVNULL)
-        self._stack.callback(process.wait, PATIENCE)
+        self._stack.callback(process.wait, PATIENCE_S)
         self._stack.callback(process.kill)
 
     def run(self, *command: str, within: str = "--all") -> None:
         """Run something to its end."""
         enter = ["nsenter", "--target", str(self.pid), within, "--"]
-        done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
     def configure(self, *command: str) -> None:
@@ -84,7 +84,7 @@ class Host:
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
-        """This thread, and threads that it starts, are in the network of this host."""
+        """Put this thread, and threads that it starts, in the network of this host."""
         with open("/proc/thread-self/ns/net") as outside, open(f"/proc/{self.pid}/ns/net") as inside:
             _enter(inside.fileno())
             try:
@@ -103,7 +103,9 @@ def _enter(namespace: int) -> None:
 def two_hosts(
     scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp", **settings: Any
 ) -> Iterator[Client]:
-    """A cluster with the runtime on, of so many workers on each of two hosts; the scheduler is on the first.
+    """Run a cluster with the runtime on, of so many workers on each of two hosts.
+
+    The scheduler is on the first.
 
     Parameters
     ----------
@@ -134,8 +136,8 @@ def two_hosts(
                 where = ("--protocol", protocol, "--local-directory", str(scratch))
                 host.start(*dask_command, "worker", _scheduler(protocol), *options, *where)
         with hosts[0].network():
-            client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE))
-        client.wait_for_workers(2 * workers, timeout=PATIENCE)
+            client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE_S))
+        client.wait_for_workers(2 * workers, timeout=PATIENCE_S)
         instrument(client)
         dask_gpurt.enable(client)
         try:
@@ -150,7 +152,7 @@ def _scheduler(protocol: str) -> str:
 
 
 def _doors(protocol: str) -> tuple[str, ...]:
-    """Options of a scheduler that speaks TCP, and what its workers do."""
+    """Return options of a scheduler that speaks TCP, and what its workers do."""
     protocols = list(dict.fromkeys(("tcp", protocol)))
     ports = ",".join(str(PORTS[each]) for each in protocols)
     return "--protocol", ",".join(protocols), "--port", ports
@@ -169,11 +171,11 @@ def _join(one: Host, other: Host, rate: int | None) -> None:
 
 
 def host_of(worker: str) -> str:
-    """The address of the host of a worker."""
+    """Return the address of the host of a worker."""
     return worker.partition("://")[2].rpartition(":")[0]
 
 
 def on_other_host(client: Client) -> list[str]:
-    """The workers that are not on the scheduler's host."""
+    """Return the workers that are not on the scheduler's host."""
     workers = client.nthreads()
     return [worker for worker in workers if host_of(worker) != ADDRESSES[0]]

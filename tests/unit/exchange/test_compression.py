@@ -209,7 +209,7 @@ def test_the_first_shard_of_a_run_is_the_sample_for_it() -> None:
 
 
 @has_codec
-def test_the_sample_of_a_run_that_nobody_forgets_is_not_kept_for_ever() -> None:
+def test_the_sample_of_a_run_that_is_never_forgotten_is_not_kept_for_ever() -> None:
     """As of a shard that is compressed while its run ends."""
     noise, zeros = (
         sections(np.random.default_rng(0).random(100_000)),
@@ -257,7 +257,7 @@ def test_a_sample_is_bounded_and_from_both_ends(nbytes: int) -> None:
 
 
 class Refusing(HostCodec):
-    """As one of a GPU whose memory is full."""
+    """Act as a codec of a GPU whose memory is full."""
 
     on_host, fast = False, 1e12
 
@@ -275,7 +275,7 @@ def test_what_a_device_can_not_compress_goes_as_it_is_and_that_is_said() -> None
 
 
 class Held(HostCodec):
-    """One that takes until it is let, and counts how often it was tried out."""
+    """Compress only once it is let, and count how often it was tried out."""
 
     def __init__(self) -> None:
         super().__init__(CODECS[0].name, memoryview)

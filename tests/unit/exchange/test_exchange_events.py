@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 from distributed.comm import CommClosedError
+from distributed.core import Status
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import ShuffleClosedError
 
@@ -24,7 +25,7 @@ from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchanges import Cluster, Process, quiet, without_pauses
+from tests.helpers.exchanges import Cluster, Process, quiet, spec_of, without_pauses
 
 A, B = "tcp://a:1", "tcp://b:1"
 
@@ -119,7 +120,7 @@ async def test_an_offer_of_a_worker_to_itself_fails() -> None:
 
 
 def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
-    """A comm within a process hands the memory of the producer over, who reuses it after the release."""
+    """A comm within a process hands over the memory of the producer, which reuses it after the release."""
     rng = np.random.default_rng(0)
     rows = pd.DataFrame({"key": rng.integers(0, 999, 60_000), "row": np.arange(60_000)})
     with (
@@ -245,11 +246,17 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
 
 @in_process
 async def test_a_shard_never_arrives() -> None:
-    """The barrier finds out, and what is missing is transferred again."""
+    """The barrier, which runs on A, finds out, and what is missing is transferred again."""
+    for owner in (A, B):
+        await lose_commits_to(owner)
+
+
+async def lose_commits_to(owner: str) -> None:
     cluster = Cluster(A, B)
 
     async def swallow(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "shuffle_receive" and cluster.scheduler.recoveries == 0 and b"Commit" in content["data"]:
+        lost = op == "shuffle_receive" and address == owner and b"Commit" in content["data"]
+        if lost and cluster.scheduler.recoveries == 0:
             return {"status": "OK", "missing": []}
         return await handle(address, op, content)
 
@@ -263,6 +270,60 @@ async def test_a_shard_never_arrives() -> None:
     results = [await cluster.transfer("a shuffle", i, cluster.network.processes[A]) for i in range(3)]
     await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
+    """It is retired, say: its exchange is closed before its connections are. The run goes on without it."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    closing = cluster.network.processes[B]
+    closing.status = Status.closing
+    closing.close()
+    with pytest.raises(Reschedule):
+        await cluster.barrier("a shuffle", results)
+    await quiet()
+    assert (cluster.scheduler.recoveries, cluster.scheduler.restarts) == (1, 0)
+    cluster.close()
+
+
+@in_process
+async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
+    """Its connections are closed, say, so that it can not ask the scheduler what it is offered."""
+    cluster = Cluster(A, B)
+    closing = cluster.network.processes[B]
+
+    async def fail(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive":
+            raise RuntimeError("ConnectionPool is closed")
+        return await handle(address, op, content)
+
+    intercept(cluster, fail)
+    closing.status = Status.closing
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    await cluster.transfer("a shuffle", 0, cluster.network.processes[A])
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    run.raise_if_closed()
+    assert set(cluster.scheduler.active["a shuffle"].owners.values()) == {A}
+    cluster.close()
+
+
+@in_process
+async def test_an_error_of_a_worker_that_stays_fails_the_run() -> None:
+    cluster = Cluster(A, B)
+
+    async def fail(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive":
+            raise RuntimeError("broken")
+        return await handle(address, op, content)
+
+    intercept(cluster, fail)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    await cluster.transfer("a shuffle", 0, cluster.network.processes[A])
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    with pytest.raises(RuntimeError, match="broken"):
+        run.raise_if_closed()
     cluster.close()
 
 

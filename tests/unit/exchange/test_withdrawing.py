@@ -1,4 +1,4 @@
-"""A run ends while its shards are read elsewhere: their blocks are nobody else's before that is through.
+"""A run ends while its shards are read elsewhere: their blocks are not used again before that is through.
 
 Two ends of the exchange in one process, and between them a wire that holds what was sent until it is let.
 """
@@ -32,7 +32,10 @@ OURS, OTHERS = 1, 2
 
 
 class Worker:
-    """What an exchange needs of a worker. Replies to ``gpurt_fetch`` are read off the wire once it is let."""
+    """Provide what an exchange needs of a worker.
+
+    Replies to ``gpurt_fetch`` are read off the wire once it is let.
+    """
 
     def __init__(self, address: str, all_of_them: dict[str, Worker]):
         loop = asyncio.get_running_loop()
@@ -58,7 +61,7 @@ class Worker:
         return [peer for peer in peers if peer not in self._peers]
 
     def leaves(self) -> None:
-        """The scheduler has removed it."""
+        """Act as if the scheduler had removed it."""
         del self._peers[self.address]
 
     def rpc(self, peer: str) -> Any:
@@ -86,7 +89,7 @@ class Worker:
 
 
 class Landed:
-    """In the place of the tiers: the bytes of shards, copied from where they lie once that is let."""
+    """Take the place of the tiers: copy the bytes of shards from where they lie once that is let."""
 
     def __init__(self) -> None:
         self.found: list[np.ndarray] = []
@@ -132,18 +135,18 @@ class Pair:
         return self.owner.take(RUN, self.shard, await self.owner.path(self.shard), self.failed.append)
 
     def overwrite(self) -> None:
-        """Whatever may be reused is: the pool gives memory back, and another run takes some of it."""
+        """Overwrite all that may be reused: the pool gives memory back, and another run takes some of it."""
         self.producer.pools.trim()
         self.outbox.allocate(NBYTES).buffer[:] = OTHERS
 
     async def settled(self) -> None:
-        """Wait until whoever does not wait for a test has done what there is to do."""
+        """Wait until all that does not wait for a test is done."""
         for _ in range(50):
             for end in (self.producer, self.owner):
                 await end.offload(int)
 
     async def ends(self, incoming: IncomingShard, *, owner_first: bool, go_on: Callable[[], object]) -> None:
-        """The run ends; ``go_on`` lets whoever is reading, after what may be reused has been."""
+        """End the run; ``go_on`` lets readers go on, after what may be reused has been."""
         let_go = []
         if owner_first:
             let_go.append(asyncio.create_task(self.owner.offload(self.owner.discard, [incoming])))
@@ -161,7 +164,7 @@ class Pair:
 
 
 class Reading:
-    """Somebody who reads a shard where it lies, on a thread, until let go on."""
+    """Read a shard where it lies, on a thread, until told to go on."""
 
     def __init__(self, incoming: IncomingShard):
         self._incoming = incoming
@@ -183,10 +186,10 @@ def session(test: Awaitable[None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-whoever_ends_first = pytest.mark.parametrize("owner_first", [False, True])
+either_end_first = pytest.mark.parametrize("owner_first", [False, True])
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
     async def test() -> None:
         pair = Pair("comms")
@@ -199,7 +202,7 @@ def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
     session(test())
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
     """By its owner, out of the mapped pool."""
 
@@ -214,7 +217,7 @@ def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
     session(test())
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> None:
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
@@ -277,7 +280,7 @@ def test_a_pull_that_fails_leaves_nothing_behind() -> None:
     session(test())
 
 
-def test_a_fence_that_fails_keeps_nobody_waiting() -> None:
+def test_a_fence_that_fails_keeps_nothing_waiting() -> None:
     def fence() -> None:
         raise RuntimeError("an illegal address")
 

@@ -70,7 +70,7 @@ def pieces(
 
 
 def one_piece(table: PandasTable, frame: pd.DataFrame) -> Piece:
-    """All rows, evenly over the outputs."""
+    """Return all rows, evenly over the outputs."""
     targets = np.arange(len(frame)) * OUTPUTS // max(1, len(frame))
     (piece,) = pieces(table, frame.assign(_partitions=targets), [list(range(OUTPUTS))])
     return piece
@@ -84,7 +84,7 @@ def parts_of(piece: Piece, packed: Packed) -> dict[int, Part]:
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
-    """An array of objects, whatever they are; numpy would look into lists."""
+    """Return an array of objects, whatever they are; numpy would look into lists."""
     array = np.empty(len(values), object)
     for at, value in enumerate(values):
         array[at] = value
@@ -92,7 +92,7 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 
 
 def column(values: Sequence[Any]) -> pd.Series:
-    """A column of objects, also of strings, of which pandas would make a column of its own kind."""
+    """Return a column of objects, also of strings, of which pandas would make a column of its own kind."""
     return pd.Series(objects(values), dtype=object)
 
 
@@ -116,7 +116,7 @@ ROW = st.tuples(st.integers(0, OUTPUTS - 1), CELLS, CELLS)
 
 
 def mixed(rows: Sequence[tuple[int, Any, Any]], names: Sequence[str]) -> pd.DataFrame:
-    """Columns of objects beside others."""
+    """Draw columns of objects beside others."""
     numbers = np.arange(len(rows))
     made = {
         "a": column([a for _, a, _ in rows]),
@@ -172,7 +172,7 @@ def test_rows_of_objects_are_those_of_pandas(
 
 
 def cells(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """What is in a frame, so that nan is nan, and 1 is neither 1.0 nor True."""
+    """Return what is in a frame, so that nan is nan, and 1 is neither 1.0 nor True."""
     return list(frame.columns), [[repr(cell) for cell in row] for row in frame.itertuples(name=None)]
 
 
@@ -382,7 +382,7 @@ def test_the_ledger_sees_partitions_of_objects(tmp_path: Any) -> None:
 
 
 def truth(value: Any, seen: set[int]) -> int:
-    """Bytes of an object and of all that it holds, each once."""
+    """Return the bytes of an object and of all that it holds, each once."""
     if id(value) in seen:
         return 0
     seen.add(id(value))

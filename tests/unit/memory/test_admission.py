@@ -1,4 +1,4 @@
-"""What may run when memory is short, and what tasks are thought to need."""
+"""Admit tasks when memory is short, and estimate what they need."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_need_grows_with_the_inputs() -> None:
 
 def test_a_need_far_above_all_that_was_seen_is_a_mistake() -> None:
     estimator = MemoryEstimator()
-    estimator.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are no inputs
+    estimator.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are not inputs
     assert estimator.estimate("read", 100 * MIB) == 20 * MIB
 
 
@@ -57,7 +57,7 @@ def test_most_of_the_last_runs_would_have_had_enough_and_none_is_overdone(peaks:
     assert sum(peak <= need + 1 for peak in last) >= 0.9 * len(last)
 
 
-# ---- who waits for whom ----------------------------------------------------------------
+# ---- which request waits for which -----------------------------------------------------
 
 
 MIB = 2**20
@@ -73,7 +73,7 @@ class Explored:
         self.needs, self.room = needs, room
 
     def replay(self, history: History) -> tuple[Admission, set[MemoryRequest], set[MemoryRequest]]:
-        """The state after a history: who has begun, and who has finished."""
+        """Return the state after a history: which requests have begun, and which have finished."""
         admission, began, done = Admission(), set[MemoryRequest](), set[MemoryRequest]()
         for what, who in history:
             if what == "ask":
@@ -87,12 +87,12 @@ class Explored:
         return admission, began, done
 
     def steps(self, history: History) -> list[Step]:
-        """What can happen next. A task that has seceded may need tasks of its own: it ends last."""
+        """Return what can happen next. A task that has seceded may need tasks of its own: it ends last."""
         admission, began, done = self.replay(history)
         asks = [("ask", who) for who in self.needs if who not in began]
         running = [who for who in self.needs if who in admission.running]
         seceded = [who for who in began - done if who not in admission.running]
-        # Only when nobody else is left: whatever it waits for has to have had its turn.
+        # Only when no other is left: whatever it waits for has to have had its turn.
         ends = seceded if not asks and not running else []
         leaves = [("finish", who) for who in running]
         leaves += [("secede", who) for who in running if who.kind == TASK]
@@ -117,8 +117,8 @@ def holders(tasks: tuple[int, ...], fetches: tuple[int, ...] = (), sends: tuple[
         (holders((2, 8), (9,), (5,)), 8),
     ],
 )
-def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: int) -> None:
-    """Every reachable state: whoever waits there, somebody goes on, or the first to ask may."""
+def test_in_no_state_do_all_wait(needs: dict[MemoryRequest, int], room: int) -> None:
+    """In every reachable state where requests wait, a task goes on, or the first to ask may."""
     explored = Explored(needs, room)
     states: set[Any] = set()
     histories: list[History] = [()]
@@ -135,7 +135,7 @@ def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: 
         moving = [
             step
             for step in steps
-            if step[0] != "ask" or explored.replay((*history, step))[1] > began  # somebody got in
+            if step[0] != "ask" or explored.replay((*history, step))[1] > began  # one got in
         ]
         assert moving, f"stuck after {history}"
         histories += [(*history, step) for step in steps]
@@ -145,7 +145,7 @@ def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: 
 A, B, C = (MemoryRequest(TASK, name) for name in "abc")
 
 
-def test_whoever_leaves_names_the_one_that_waits_longest() -> None:
+def test_a_task_that_ends_names_the_request_that_waits_longest() -> None:
     admission = Admission()
     assert admission.ask(A, True, 0)
     assert not admission.ask(B, False, 0)
@@ -168,7 +168,7 @@ def test_a_task_waits_for_what_is_sent_and_nothing_more_comes_or_goes_meanwhile(
     assert admission.ask(B, True, 0)
     assert not admission.short, "it waits for another task as well, and peers need not"
     assert admission.leave(B, 0) == admission.leave(send, 0) == A
-    assert admission.ask(A, False, 0), "nobody is left to wait for"
+    assert admission.ask(A, False, 0), "nothing is left to wait for"
     assert admission.ask(fetch, True, 0)
 
 
@@ -207,7 +207,7 @@ def test_the_time_of_the_next_request_begins_when_the_one_before_it_gives_up() -
     assert admission.ask(C, False, 15)
 
 
-PATIENCE = 5
+PATIENCE_S = 5
 #: What may happen in a step: a request of a kind comes, something that runs ends, a request is withdrawn, or
 #: nothing but time passes.
 events = st.one_of(
@@ -221,16 +221,16 @@ events = st.one_of(
 @given(st.lists(st.tuples(events, st.booleans()), max_size=60))
 def test_whatever_comes_goes_or_stays_for_ever_each_request_is_admitted_in_its_time(steps: Any) -> None:
     """One step a second, in which each request asks. What runs ends only where a step says so."""
-    admission, now, numbers = Admission(PATIENCE), 0, itertools.count()
+    admission, now, numbers = Admission(PATIENCE_S), 0, itertools.count()
     due: dict[MemoryRequest, int] = {}
 
     def ask(who: MemoryRequest, fits: bool) -> None:
         if admission.ask(who, fits, now):
             due.pop(who, None)
         else:
-            due.setdefault(who, now + PATIENCE * len(admission.waiting))
+            due.setdefault(who, now + PATIENCE_S * len(admission.waiting))
 
-    for (what, which), fits in [*steps, *[(("pass", 0), False)] * (PATIENCE * len(steps))]:
+    for (what, which), fits in [*steps, *[(("pass", 0), False)] * (PATIENCE_S * len(steps))]:
         now += 1
         running, waiting = sorted(admission.running), admission.waiting
         if what == "come":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,13 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.clusters import cluster
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer
+from tests.helpers.waiting import until
 
 MIB = 2**20
 
 
 class Spillable:
-    """As cudf's owner of a buffer: one and the same wherever the bytes are."""
+    """Act as cudf's owner of a buffer: one and the same wherever the bytes are."""
 
     def __init__(self, nbytes: int):
         self.size = nbytes
@@ -36,7 +36,7 @@ class Spillable:
 
 
 class Column:
-    """As pylibcudf's, and cudf's around it."""
+    """Act as pylibcudf's column, and as cudf's around it."""
 
     dtype = np.dtype(np.uint8)
 
@@ -56,7 +56,7 @@ class Column:
 
 
 class Frame:
-    """As a frame of cudf's."""
+    """Act as a frame of cudf's."""
 
     __module__ = "cudf.of.this.test"
 
@@ -78,7 +78,7 @@ class Manager:
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Spillable]:
-    """Three of 10 KiB that a manager looks after."""
+    """Return three buffers of 10 KiB that a manager looks after."""
     made = [Spillable(10 * KIB) for _ in range(3)]
     module = SimpleNamespace(get_global_manager=lambda: Manager(*made))
     monkeypatch.setitem(sys.modules, "cudf.core.buffer.spill_manager", module)
@@ -173,10 +173,12 @@ def test_the_account_agrees_with_cudf() -> None:
         return int(get_global_manager().spill_device_memory(16 * MIB))
 
     def told(client: Client, tier: str, kind: str, nbytes: int) -> None:
-        deadline = time.monotonic() + 10
-        while (said := dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind]) != nbytes:
-            assert time.monotonic() < deadline, f"{said} bytes of {kind} in the {tier} tier, truly {nbytes}"
-            time.sleep(0.1)
+        def said() -> int:
+            return int(dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind])
+
+        until(
+            lambda: said() == nbytes, lambda: f"{said()} bytes of {kind} in the {tier} tier, truly {nbytes}"
+        )
 
     with cluster("cudf", workers=1, memory__tiers=True, **sizes) as client:
         client.run(enable_cudf_spill)

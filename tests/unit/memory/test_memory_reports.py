@@ -1,4 +1,4 @@
-"""How often a worker tells the scheduler what its tiers hold."""
+"""Limit how often a worker tells the scheduler what its tiers hold."""
 
 from __future__ import annotations
 

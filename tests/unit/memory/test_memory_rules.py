@@ -1,4 +1,4 @@
-"""What goes down first, how large tiers are, and what objects own: rules, without a cluster."""
+"""Check the rules of memory without a cluster: what is evicted first, the sizes of tiers, owned bytes."""
 
 from __future__ import annotations
 

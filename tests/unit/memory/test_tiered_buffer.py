@@ -31,7 +31,7 @@ def tiered_buffer(tmp_path: Any) -> Iterator[TieredBuffer]:
 
 
 class AgainstDict(RuleBasedStateMachine):
-    """What is put is what is read, wherever it lay meanwhile, and no tier exceeds its limit."""
+    """Read back what was put, wherever it lay meanwhile, with no tier over its limit."""
 
     keys = st.sampled_from("abcdefgh")
 
@@ -115,21 +115,21 @@ AgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=30
 test_against_a_dict = AgainstDict.TestCase
 
 
-def test_what_nobody_needs_goes_down_first(tmp_path: Any) -> None:
+def test_what_is_not_needed_is_evicted_first(tmp_path: Any) -> None:
     tiered_buffer = new_tiered_buffer(
         str(tmp_path), Limits(30 * KIB, 0, 0, None), needed={"now": (0,), "later": (7,)}
     )
-    for fill, key in enumerate(["later", "nobody", "now"]):
+    for fill, key in enumerate(["later", "unneeded", "now"]):
         put(tiered_buffer, key, array(fill))
     put(tiered_buffer, "new", array(9))
     assert {key: tiered_buffer.tier(key) for key in tiered_buffer} == {
         "later": Tier.DEVICE,
-        "nobody": Tier.DISK,
+        "unneeded": Tier.DISK,
         "now": Tier.DEVICE,
         "new": Tier.DEVICE,
     }
     put(tiered_buffer, "newer", array(10))
-    assert tiered_buffer.tier("later") is Tier.DEVICE  # `new` is needed by nobody
+    assert tiered_buffer.tier("later") is Tier.DEVICE  # `new` is not needed
     assert tiered_buffer.tier("new") is Tier.DISK
     tiered_buffer.close()
 
@@ -231,7 +231,7 @@ def test_serving_overrides_what_lies_there(tiered_buffer: TieredBuffer) -> None:
 
 
 def test_many_threads(tmp_path: Any) -> None:
-    """Readers, spillers and writers at once: nobody sees anything but what was put."""
+    """Readers, spillers and writers at once: none sees anything but what was put."""
     tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(50 * KIB, 30 * KIB, 30 * KIB, None))
     wrong: list[Any] = []
 

@@ -37,7 +37,7 @@ SEEDS, SIZES, AMOUNTS = st.integers(0, 99), st.integers(1, 20), st.integers(0, 6
 
 
 class Gate:
-    """Where a test stops a thread, or refuses what is to be stored."""
+    """Stop a thread for a test, or refuse what is to be stored."""
 
     closed, refuse_after = False, -1
 
@@ -115,7 +115,7 @@ def assert_identical(found: Any, expected: Any) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """What is put is what is read, the account is right, and nothing stays behind."""
+    """Read back what was put, with the account right, and leave nothing behind."""
 
     # ---- what differs on a GPU ---------------------------------------------------------------
 
@@ -123,11 +123,11 @@ class Machine(RuleBasedStateMachine):
         return HostDevice(1 << 30)
 
     def home(self, value: Any) -> Tier:
-        """The tier that an object is in when nothing has moved it."""
+        """Return the tier that an object is in when nothing has moved it."""
         return Tier.DEVICE
 
     def here(self, value: Any) -> Any:
-        """An object where tasks would have it."""
+        """Return an object where tasks would have it."""
         return value
 
     def back(self, value: Any) -> Any:
@@ -167,9 +167,9 @@ class Machine(RuleBasedStateMachine):
     def store(self, key: str, value: Any, expected: Any) -> None:
         self.tiered_buffer[key], self.model[key] = value, expected
         self.promised.pop(key, None)
-        self.nobody_holds(key)
+        self.is_not_held(key)
 
-    def nobody_holds(self, key: str) -> None:
+    def is_not_held(self, key: str) -> None:
         for _, keys in self.held:
             keys.discard(key)
 
@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def delete(self, key: str) -> None:
-        self.nobody_holds(key)
+        self.is_not_held(key)
         if self.model.pop(key, None) is not None:
             del self.tiered_buffer[key]
         else:
@@ -265,7 +265,7 @@ class Machine(RuleBasedStateMachine):
             assert_identical(self.back(reader.result()), expected)
 
     def act(self, data: st.DataObject, actions: list[str]) -> None:
-        """Only what does not wait for the thread at the gate."""
+        """Do only what does not wait for the thread at the gate."""
         for action in actions:
             key, of = data.draw(KEYS), data.draw(KEYS)
             if action == "put":
@@ -288,7 +288,7 @@ class Machine(RuleBasedStateMachine):
     def spill_until_the_disk_is_full(self, nbytes: int, after: int) -> None:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         answers = itertools.chain([mock.DEFAULT] * after, itertools.repeat(full))
-        with mock.patch.object(os, "write", mock.Mock(wraps=os.write, side_effect=answers)):
+        with mock.patch.object(os, "pwrite", mock.Mock(wraps=os.pwrite, side_effect=answers)):
             self.tiered_buffer.spill(nbytes)
 
     # ---- what always holds -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What happens to a key while it is on its way from tier to tier, one test for each event."""
+"""Let things happen to a key while it is on its way from tier to tier, one test for each event."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from dask_gpurt.memory.serialize import raw_frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
+from tests.helpers.waiting import until
 
 ALL = 1 << 30
 
 
 @pytest.fixture
 def tiered_buffer(tmp_path: Path) -> TieredBuffer:
-    """A device of 20 KiB, above a disk."""
+    """Return a device of 20 KiB, above a disk."""
     return new_tiered_buffer(str(tmp_path), Limits(20 * KIB, 0, 0, None))
 
 
 @pytest.fixture
 def spilled(tiered_buffer: TieredBuffer) -> TieredBuffer:
-    """With ``x`` in a file."""
+    """Return one with ``x`` in a file."""
     tiered_buffer["x"] = array(1)
     tiered_buffer.spill(ALL)
     return tiered_buffer
@@ -70,10 +71,7 @@ def files(directory: Path) -> list[Path]:
 
 def assert_gone(directory: Path) -> None:
     """No file is left; the tier removes them on a thread of its own."""
-    deadline = time.monotonic() + 5
-    while left := files(directory):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.001)
+    until(lambda: not files(directory), lambda: files(directory))
 
 
 def test_objects_that_share_memory_make_room_together(tiered_buffer: TieredBuffer) -> None:
@@ -185,7 +183,7 @@ def test_trifles_may_go_above_the_limit_until_they_are_more_than_one(tmp_path: P
     assert not tiered_buffer.reservations.try_reserve("large", 11 * KIB, Tier.DEVICE)
     taken = [tiered_buffer.reservations.try_reserve(str(i), 3 * KIB, Tier.DEVICE) for i in range(5)]
     assert taken == [True, True, True, False, False]
-    assert not tiered_buffer.reservations.overshoot(), "and nobody spills for them"
+    assert not tiered_buffer.reservations.overshoot(), "and nothing is spilled for them"
     tiered_buffer["y"] = array(2, 11)
     assert tiered_buffer.reservations.overshoot() == 11 * KIB
 

@@ -207,7 +207,7 @@ def test_nothing_is_tried_where_nothing_is_to_be_gained() -> None:
     assert set(steps.seconds) == {PRIORITY}
 
 
-def test_a_kernel_that_nobody_knows_runs_with_priority_only() -> None:
+def test_an_unknown_kernel_runs_with_priority_only() -> None:
     decision = Governor(CANDIDATES).choose("new")
     assert decision.setting == PRIORITY
     assert "to be measured" in decision.why
@@ -277,7 +277,7 @@ def test_fixed_is_fixed() -> None:
 
 @st.composite
 def curves(draw: st.DrawFn) -> Curve:
-    """Any response in which confined compute keeps its share at least, and communication loses nothing."""
+    """Draw responses in which confined compute keeps its share at least, and communication loses nothing."""
     reference = Speeds(draw(st.floats(0.1, 1)), draw(st.floats(0.2, 1)))
     if reference.compute + reference.communication < 1:
         reference = Speeds(1 - reference.communication, reference.communication)

@@ -1,4 +1,4 @@
-"""What is confined when, and what is measured of it: with a clock and a link of the test's own."""
+"""Confine and measure tasks beside a shuffle, with a clock and a link of the test's own."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_the_governor_finds_its_setting_by_what_is_reported(kernel: str, found: 
 
 
 def one_step(bench: Bench, kernel: str, curve: Curve) -> list[Setting]:
-    """As many seconds of tasks as of communication; what the tasks beside it were confined to."""
+    """Run as many seconds of tasks as of communication; returns what the tasks beside it were confined to."""
     left, confined = float(TASKS), []
     bench.control.in_flight(1, 0)
     for _ in range(TASKS):

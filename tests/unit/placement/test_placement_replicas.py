@@ -1,4 +1,4 @@
-"""Who takes a replica, and who drops one: the rules, and a person's choice in some situations."""
+"""Choose the workers that take a replica or drop one: the rules, and a person's choice in some situations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINNED, DISK = (Route.over(SHIPPED[link]) for link in (Link.PINNED, Link.DISK))
 
 
 def over(*links: Link) -> float:
-    """Seconds that the data take over some links."""
+    """Return the seconds that the data take over some links."""
     return sum(SHIPPED[link].seconds(NBYTES) for link in links)
 
 
@@ -34,7 +34,7 @@ def replica(worker: str, reach: float, memory: FreeMemory, spill: Route = PINNED
 
 ROOMY, SHORT, FULL = space(40), space(1), space(1, below=0)
 
-#: In each the first one is who takes it.
+#: In each the first one takes it.
 TAKING = {
     "over NVLink before TCP": [
         Recipient("b", over(Link.NVLINK), ROOMY),
@@ -44,7 +44,7 @@ TAKING = {
         Recipient("b", over(Link.NVLINK), space(4)),
         Recipient("a", over(Link.TCP), space(80)),
     ],
-    "who has most room of those with like links": [
+    "the one with most room of those with like links": [
         Recipient("b", over(Link.NVLINK), space(40)),
         Recipient("a", 0.9 * over(Link.NVLINK), space(20)),
     ],
@@ -52,7 +52,7 @@ TAKING = {
         Recipient("b", over(Link.TCP), ROOMY),
         Recipient("a", over(Link.NVLINK), SHORT),
     ],
-    "nearby where everybody has to spill": [
+    "nearby where all have to spill": [
         Recipient("b", over(Link.NVLINK), SHORT),
         Recipient("a", over(Link.TCP), SHORT),
     ],
@@ -60,15 +60,15 @@ TAKING = {
         Recipient("b", over(Link.TCP), SHORT),
         Recipient("a", over(Link.NVLINK), FULL),
     ],
-    "who was asked and has not got it yet": [
+    "one that was asked and has not got it yet": [
         Recipient("b", over(Link.TCP), SHORT, asked=True),
         Recipient("a", over(Link.NVLINK), ROOMY),
     ],
-    "another where who was asked has no room any more": [
+    "another where the one asked has no room any more": [
         Recipient("b", over(Link.TCP), SHORT),
         Recipient("a", over(Link.NVLINK), FULL, asked=True),
     ],
-    "who holds less where memory has no limit": [
+    "the one that holds less where memory has no limit": [
         Recipient("b", over(Link.TCP), FreeMemory(math.inf), held=1),
         Recipient("a", over(Link.TCP), FreeMemory(math.inf), held=2),
     ],
@@ -84,7 +84,7 @@ GOING = {
         replica("a", 0, SHORT),
         replica("b", over(Link.PINNED), SHORT, live=False),
     ],
-    "the spilled one where the live one is in nobody's way": [
+    "the spilled one where the live one is not in the way": [
         replica("a", over(Link.PINNED), SHORT, live=False),
         replica("b", 0, ROOMY),
     ],
@@ -100,7 +100,7 @@ GOING = {
         replica("a", 0, FULL),
         replica("b", over(Link.DISK, Link.TCP), SHORT, live=False),
     ],
-    "the one far from who needs it": [
+    "the one far from the one that needs it": [
         replica("a", over(Link.TCP), ROOMY),
         replica("b", over(Link.NVLINK), ROOMY),
     ],
@@ -114,7 +114,7 @@ GOING = {
         replica("a", 0, ROOMY),
         replica("b", over(Link.DISK), FULL, live=False, kept=True),
     ],
-    "the one of who holds more where memory has no limit": [
+    "the one of the worker that holds more where memory has no limit": [
         replica("a", 0, FreeMemory(math.inf), held=2),
         replica("b", 0, FreeMemory(math.inf), held=1),
     ],
@@ -131,7 +131,7 @@ def test_the_replica_that_a_person_would_drop(replicas: list[Replica]) -> None:
     assert choose_dropped(replicas, NBYTES) == replicas[0]
 
 
-def test_nobody_takes_what_there_is_no_room_for() -> None:
+def test_no_worker_takes_what_there_is_no_room_for() -> None:
     assert choose_recipient([Recipient("a", 0, FULL), Recipient("b", 0, space(-200))], NBYTES) is None
     assert choose_recipient([], NBYTES) is None
 
@@ -158,7 +158,9 @@ def fits(each: Recipient | Replica, nbytes: float) -> bool:
 
 
 @given(some_recipients, amounts)
-def test_a_recipient_has_room_and_there_is_one_if_anybody_has(found: list[Recipient], nbytes: float) -> None:
+def test_a_recipient_has_room_and_there_is_one_if_any_worker_has(
+    found: list[Recipient], nbytes: float
+) -> None:
     able = [each for each in found if fits(each, nbytes)]
     chosen = choose_recipient(found, nbytes)
     assert (chosen in able) if able else chosen is None

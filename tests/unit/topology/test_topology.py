@@ -173,17 +173,17 @@ def test_small_transfers_tell_the_latency() -> None:
 def test_a_pair_that_departs_has_its_own_speed_and_comes_back() -> None:
     topology = hosts(20)
 
-    def everybody(slow: float) -> None:
+    def all_workers(slow: float) -> None:
         for i in range(1, 20):
             topology.observe("w0", f"w{i}", 100 * MIB, 100 * MIB / (slow if i == 7 else 1.1e9))
 
     for _ in range(50):
-        everybody(0.2e9)
+        all_workers(0.2e9)
     assert topology.speed("w7", "w0").bandwidth == pytest.approx(0.2e9, rel=0.2)
     assert topology.speed("w0", "w3").bandwidth > 0.7e9
     assert topology.overrides == 1
     for _ in range(300):
-        everybody(1.1e9)
+        all_workers(1.1e9)
     assert topology.overrides == 0
     assert topology.speed("w7", "w0") == topology.speed("w0", "w3")
 

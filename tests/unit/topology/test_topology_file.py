@@ -22,7 +22,7 @@ from dask_gpurt.topology.file import (
     parse,
     parse_host,
 )
-from dask_gpurt.topology.model import Nic
+from dask_gpurt.topology.hosts import Nic
 from tests.helpers.fake_nvml import bridged, cut_up, pcie_only, switched
 
 GOOD = """\
@@ -97,7 +97,7 @@ def wrong(old: str, new: str) -> str:
         ("2.5 GB/s", "-2.5e9", 3, "a bandwidth is -2.5e9: expected a number of bytes per second above 0"),
         ("2.5 GB/s", "0", 3, "a bandwidth is 0"),
         ("2.5 GB/s", "nan", 3, "a bandwidth is nan"),
-        ("2.5 GB/s", "fast", 3, "'fast' is no figure: expected"),
+        ("2.5 GB/s", "fast", 3, "'fast' is not a number: expected"),
         ("300 us", "-1", 3, "a latency is -1: expected a number of seconds of at least 0"),
         ("300 us", "[1]", 3, "expected one value"),
         ("rdma: {b", "infiniband: {b", 4, "unknown link 'infiniband': expected one of same-device, nvlink"),
@@ -116,14 +116,14 @@ def wrong(old: str, new: str) -> str:
         ("[same-device, nvlink x18]", "[same-device]", 12, "a row of links has 1 entries for 2 GPUs"),
         ("    - [nvlink x18, same-device]\n", "", 12, "links has 1 rows for 2 GPUs"),
         ("[same-device, ", "[pcie, ", 12, "GPU-a and itself are joined by pcie, not same-device"),
-        ("[same-device, nvlink x18]", "[same-device, hyperlink]", 12, "'hyperlink' is no link"),
+        ("[same-device, nvlink x18]", "[same-device, hyperlink]", 12, "'hyperlink' is not a link"),
         (
             "    links:",
             "    matrix:",
             12,
             "unknown key 'matrix': expected one of numa-nodes, gpus, links, nics",
         ),
-        ("generation: 4", "generation: four", 10, "'four' is no whole number"),
+        ("generation: 4", "generation: four", 10, "'four' is not a whole number"),
         ("rdma: true", "rdma: perhaps", 15, "'perhaps' is neither true nor false"),
         ("  two: {}", "  one: {}", 16, "'one' is there twice"),
         ("  two: {}", "  two: []", 16, "expected keys with values"),
