@@ -25,7 +25,7 @@ from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, detect
 from dask_gpurt.topology.file import TopologyError, parse
-from dask_gpurt.topology.model import Host
+from dask_gpurt.topology.hosts import Host
 from tests.helpers.in_process import FILE, all_placed, on_cluster, topology, until
 
 
