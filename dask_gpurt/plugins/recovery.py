@@ -204,10 +204,21 @@ class Recovery:
         owners = self._owners(id, run_id)
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
-    def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
-        """Handle a barrier's note that all owners have what there is; False when the epoch is not current."""
+    def sealed(self, id: Any, run_id: int, epoch: int, worker: str) -> None:
+        """Handle a barrier's note that all owners of an epoch have what there is.
+
+        Parameters
+        ----------
+        worker
+            The one that runs the barrier; the end of the task comes behind this on its stream.
+        """
         owners = self._owners(id, run_id)
-        return owners is not None and owners.seal(epoch)
+        if owners is None or owners.seal(epoch) or owners.sealed:
+            return
+        # Whatever moves outputs has the barrier run again, and the worker hears of the owners before that.
+        # Should it have missed them all the same, it shall not end with others.
+        self._send_owners(id, {worker})
+        self._release([barrier_key(id)], "processing")
 
     def recover(
         self,
@@ -444,9 +455,15 @@ class Recovery:
             partition = output_partition(task.run_spec)
             if partition is None or partition in moved:
                 restrict_again(self._extension, task, None if partition is None else moved[partition])
-        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": ToPickle(owners.snapshot())}
+        self._send_owners(shuffle, run.participating_workers)
+
+    def _send_owners(self, shuffle: Any, workers: Collection[str]) -> None:
+        """Tell workers the owners of a run as they are now."""
+        run = self._extension.active_shuffles[shuffle]
+        owners = ToPickle(run.run_spec.worker_for.snapshot())
+        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": owners}
         # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
-        here = run.participating_workers & self._scheduler.stream_comms.keys() & set(self._ready)
+        here = self._scheduler.stream_comms.keys() & set(workers) & set(self._ready)
         self._scheduler.send_all({}, {worker: [message] for worker in here})
 
     def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:

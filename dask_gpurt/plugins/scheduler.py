@@ -129,13 +129,13 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             JOIN: self.workers.join,
             OWNERS: self.shuffles.recovery.owners,
             RECOVER: self.shuffles.recovery.recover,
-            SEALED: self.shuffles.recovery.sealed,
         }
         operations = {
             OP: self.memory_changed,
             LOST: self.lost,
             READY: self.is_ready,
             LEFT: self.workers.has_left,
+            SEALED: self.shuffles.recovery.sealed,
         }
         patches = dask_hooks.PatchSet()
         self._undo.callback(patches.restore)
@@ -152,7 +152,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _bear_with_unreachable(self) -> None:
         # Dask closes workers that send what it does not know, and these have not heard of it yet.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, PLACE, TRAFFIC):
+            for name in (OP, LOST, READY, LEFT, PLACE, TRAFFIC, SEALED):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:

@@ -6,6 +6,7 @@ Scheduler, workers and client are in one process. A gate stops a step of a run u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -121,6 +122,7 @@ def _address(step: Any) -> str:
 #: The step of each phase of a run that a test stops at.
 STEPS = {
     "transfer": (Sender, "add"),
+    "offers": (ShuffleRun, "receive"),
     "inputs-done": (ShuffleRun, "_flush"),
     "barrier": (ShuffleRun, "barrier"),
     "unpack": (Receiver, "assemble"),
@@ -264,8 +266,27 @@ def test_a_worker_that_takes_no_part_is_closed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("phase", ["transfer", "barrier", "unpack"])
+def test_no_failures_are_allowed_and_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        (leaves,) = [worker for worker in crew if worker.address == stopped.where[0]]
+        closing = asyncio.create_task(leaves.close(executor_wait=False))
+        # Dask blames the task that a worker had as it left. Where the scheduler hears that the worker closes,
+        # and moves its outputs, before the worker has left, there is none to blame.
+        with contextlib.suppress(KilledWorker):
+            assert_right(await result)
+        stopped.open.set()
+        await closing
+        result.release()
+
+    run(test, **{"distributed.scheduler.allowed-failures": 0})
+
+
+@pytest.mark.parametrize("phase", ["transfer", "barrier", "unpack"])
 def test_no_failures_are_allowed_and_a_worker_is_lost(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    """A worker that closes may hand over its outputs before it is removed, which is no failure."""
     stopped = gate(monkeypatch, phase)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -299,6 +320,50 @@ def test_workers_are_retired_during_transfer(monkeypatch: pytest.MonkeyPatch) ->
         del result
 
     run(test, workers=3)
+
+
+def test_the_barrier_begins_before_all_offers_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their owner misses them at first, and is asked once more when they are there."""
+    held = gate(monkeypatch, "offers")
+    looked: list[str] = []
+    seal = Receiver.seal
+
+    def look(self: Receiver, *args: Any) -> set[int]:
+        looked.append(_address(self))
+        return seal(self, *args)
+
+    monkeypatch.setattr(Receiver, "seal", look)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(lambda: looked)
+        held.open.set()
+        assert_right(await result)
+        assert looked.count(held.where[0]) == 2
+        missing = [
+            w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.inputs.missing", 0) for w in crew
+        ]
+        assert not any(missing)
+        assert runs(*crew) == len(crew)
+        del result
+
+    run(test)
+
+
+def test_the_barrier_ends_with_owners_that_are_not_the_current_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        [active] = scheduler.extensions["shuffle"].active_shuffles.values()
+        active.run_spec.worker_for.move({})  # of which the workers do not hear
+        stopped.open.set()
+        assert_right(await result)
+        assert len(stopped.where) > 1, "it was run again"
+        del result
+
+    run(test)
 
 
 def test_a_worker_is_paused_and_another_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.owners import Owners, deal
-from dask_gpurt.shuffle.run import RENEW, ShuffleRun
+from dask_gpurt.shuffle.run import RENEW, SEALED, ShuffleRun
 
 
 class Inline(Executor):
@@ -184,6 +184,7 @@ class Process:
         self.state = SimpleNamespace(tasks={}, nthreads=1)
         self.loop = SimpleNamespace(time=loop.time, add_callback=self._add_callback)
         self.scheduler = scheduler
+        self.batched_stream = SimpleNamespace(send=scheduler.hear)
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network = loop, network
         self.alive, self.status = True, Status.running
@@ -434,9 +435,11 @@ class Scheduler:
         active = self._of(id, run_id)
         return {"owners": active and active.owners.snapshot()}
 
-    async def gpurt_sealed(self, id: str, run_id: int, epoch: int) -> bool:
-        active = self._of(id, run_id)
-        return active is not None and active.owners.seal(epoch)
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take what a worker says on its stream: that a barrier, which is about to end, has sealed a run."""
+        assert message["op"] == SEALED
+        if (active := self._of(message["id"], message["run_id"])) is not None:
+            active.owners.seal(message["epoch"])
 
     async def gpurt_recover(
         self,

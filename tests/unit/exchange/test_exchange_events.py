@@ -137,6 +137,77 @@ def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
 
 
 @in_process
+async def test_the_barrier_asks_all_workers_at_once_and_each_once() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals: list[tuple[str, str]] = []
+
+    async def count(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        seals.append((address, op))
+        return await handle(address, op, content)
+
+    intercept(cluster, count)
+    await cluster.barrier("a shuffle", results)
+    assert seals == [(B, "shuffle_receive")], "the worker of the barrier needs no message"
+    assert cluster.scheduler.active["a shuffle"].owners.sealed
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> None:
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive" and b"Commit" in content["data"]:
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    results = await cluster.transfer_all("a shuffle")
+    barrier = asyncio.ensure_future(cluster.barrier("a shuffle", results))
+    await quiet()
+    assert not barrier.done(), "the other worker was asked, and misses what it has not been offered"
+    arrives.set()
+    await barrier
+    assert counted(cluster.network.processes[A], "shuffle.inputs.missing") == 0
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
+    cluster = Cluster(A, B)
+    assert await cluster.shuffle("first") == cluster.expected()
+    await quiet()
+    used = {process: process.outbox.pool.used for process in cluster.network.processes.values()}
+    assert all(process.outbox.retained == used[process] > 0 for process in used)
+    assert await cluster.shuffle("second") == cluster.expected()
+    await quiet()
+    assert all(process.outbox.pool.used <= used[process] for process in used), "no pool has grown"
+    await cluster.end("first")
+    await cluster.end("second")
+    cluster.close()
+
+
+@in_process
+async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() -> None:
+    cluster = Cluster(A, B, paths=["comms"])  # blocks are copied at once, and retained before they are read
+    results = await cluster.transfer_all("first")
+    await quiet()
+    retained = {process: process.outbox.retained for process in cluster.network.processes.values()}
+    assert all(retained.values())
+    await cluster.transfer_all("second")
+    assert all(process.outbox.retained >= retained[process] for process in retained), "what may be lost stays"
+    await cluster.barrier("first", results)
+    assert await cluster.outputs("first") == cluster.expected()
+    cluster.close()
+
+
+@in_process
 async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     cluster = Cluster(A, B)
     results = await cluster.transfer_all("a shuffle")
