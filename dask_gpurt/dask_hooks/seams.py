@@ -2,7 +2,7 @@
 
 Names are strings, and are imported one by one when they are looked at: a Dask that has moved one of them is a
 difference that can be told, not an ImportError in the middle of something. This module imports nothing
-private; ``expr``, ``graph``, ``shuffle``, ``worker`` and ``scheduler`` do so, after a look at this list.
+private; ``expr``, ``graph``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` do so, after a look at this list.
 """
 
 from __future__ import annotations
@@ -260,6 +260,22 @@ EXPRESSIONS = Part(
         Seam(_EXPR + "_util:_convert_to_list", "column"),
     ),
 )
+#: How a client plans: each ``_meta`` and what surrounds it is left to Dask, or answered from what is kept.
+PLANNING = Part(
+    "planning",
+    (
+        Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",)),
+        Seam("dask._expr:optimize_until", "expr stage", bodies=("4a3ba39e6083",)),
+        Seam(_EXPR + "_merge:Merge._meta", "self", bodies=("7c0a8d4b8c24",)),
+        Seam(_EXPR + "_expr:Projection._meta", "self", bodies=("13de50e69369",)),
+        Seam(_EXPR + "_expr:Blockwise._meta", "self", bodies=("69e022db907c",)),
+        Seam(_EXPR + "_expr:Assign._meta", "self", bodies=("5d6377ef6b5f",)),
+        Seam(_EXPR + "_reductions:ApplyConcatApply._meta", "self", bodies=("fc1f6575f429",)),
+        Seam(_EXPR + "_groupby:GroupbyAggregation._meta", "self", bodies=("ae71eae6efc9",)),
+        Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
+    ),
+    without="each query is planned anew, as Dask does",
+)
 #: How tasks find the run that they belong to.
 RUN_LOOKUP = Part(
     "run lookup",
@@ -329,7 +345,7 @@ REPLICAS = Part(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: What is needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, EXPRESSIONS, RUN_LOOKUP, REPLICA_CHOICE, *CHOICES)
+PARTS = (*REQUIRED, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------

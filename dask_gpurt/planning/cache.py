@@ -1,0 +1,151 @@
+"""Keep what a client plans with from one query to the next.
+
+Three things are kept, each for one reason more why Dask computes the same again:
+
+- *expressions*, by name. Dask has one instance of equal expressions, as long as somebody holds it; each step
+  of an optimisation drops most of them, and the next one makes them again, with all that follows from them;
+- *metadata* of operations, by the operation and the schemas of its inputs. A projection of the same columns
+  from two expressions that differ in a filter is computed once;
+- *plans*: what an expression was optimised to.
+
+Names of expressions follow from all that they stand for: operations, parameters and the checksums of files.
+What does not follow from the name are settings: where one of those changes by which Dask plans, all that was
+kept is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks.planning import (
+    Expr,
+    metadata,
+    name_of,
+    operands_of,
+    replace_planning,
+    settings,
+)
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.planning.lru import LRU
+from dask_gpurt.planning.operands import Plain, frozen
+from dask_gpurt.planning.schemas import schema_of
+
+#: The most of each that are kept. The 22 queries of TPC-H make 7,000 expressions.
+EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILE_PLANS_LIMIT = 8_192, 4_096, 256, 256
+
+
+class PlanningCache:
+    """Keep expressions, metadata and plans while the runtime is on. Thread-safe.
+
+    Parameters
+    ----------
+    is_usable
+        Whether what is planned now is for a client that has the runtime; for others Dask plans as shipped.
+    metrics
+        Where uses are counted.
+    """
+
+    def __init__(self, is_usable: Callable[[], bool], metrics: Metrics):
+        self._is_usable = is_usable
+        self._metrics = metrics
+        self._patches = PatchSet()
+        self._lock = threading.Lock()
+        self._settings: tuple[Any, ...] | None = None
+        self._plain = Plain()
+        self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
+        self._metadata: LRU[Any] = LRU(METADATA_LIMIT)
+        self._plans: LRU[Expr] = LRU(PLANS_LIMIT)
+
+    def install(self) -> None:
+        """Replace Dask's planning; again does nothing. Where Dask is not as known, it stays as it is."""
+        if self._patches:
+            return
+        try:
+            replace_planning(
+                self._patches,
+                made=self._made,
+                optimise=self._optimise,
+                describe=self._describe,
+                file_plans=FILE_PLANS_LIMIT,
+            )
+        except UnsupportedError as error:
+            self._metrics.fallback(Fallback.PLANNING_UNSUPPORTED, str(error))
+
+    def remove(self) -> None:
+        """Give Dask back, and drop all that was kept."""
+        self._patches.restore()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all that was kept."""
+        for kept in (self._expressions, self._metadata, self._plans):
+            kept.clear()
+
+    def _is_active(self) -> bool:
+        """Tell whether something may be kept or used now; drop it all if settings have changed."""
+        if not self._is_usable():
+            return False
+        found = settings()
+        with self._lock:
+            changed, self._settings = found != self._settings, found
+        if changed:
+            self.clear()
+        return True
+
+    # ---- in the place of Dask's ---------------------------------------------------------------------
+
+    def _made(self, original: Callable[..., Expr], kind: type, *operands: Any, **keywords: Any) -> Expr:
+        expr = original(kind, *operands, **keywords)
+        if not self._is_active():
+            return expr
+        name = name_of(expr)
+        # While it is kept Dask finds it itself; getting it counts as a use.
+        if self._expressions.get(name) is not None:
+            outcome = "reused"
+        elif self._plain.note(expr):
+            self._expressions.put(name, expr)
+            outcome = "kept"
+        else:
+            outcome = "not-kept"
+        self._metrics.add("planning.expressions.{outcome}", 1, outcome)
+        return expr
+
+    def _optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
+        if not self._is_active() or expr not in self._plain:
+            return original(expr, stage)
+        key = (type(expr), name_of(expr), stage)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = original(expr, stage)
+            self._plans.put(key, plan)
+            self._metrics.add("planning.plans.{outcome}", 1, "computed")
+        else:
+            self._metrics.add("planning.plans.{outcome}", 1, "reused")
+        return plan
+
+    def _describe(self, original: Callable[[Expr], Any], expr: Expr) -> Any:
+        if not self._is_active() or (key := _operation_key(expr)) is None:
+            return original(expr)
+        found = self._metadata.get(key)
+        if found is None:
+            found = original(expr)
+            self._metadata.put(key, found)
+            self._metrics.add("planning.metadata.{outcome}", 1, "computed")
+        else:
+            self._metrics.add("planning.metadata.{outcome}", 1, "reused")
+        # Each expression has a frame of its own, as with Dask; names of an index may be set in place.
+        return found.copy(deep=False) if hasattr(found, "columns") else found
+
+
+def _operation_key(expr: Expr) -> Hashable | None:
+    """Return what the metadata of an operation depend on; None where that is not known."""
+    parts: list[Hashable] = [type(expr)]
+    for operand in operands_of(expr):
+        part = schema_of(metadata(operand)) if isinstance(operand, Expr) else frozen(operand)
+        if part is None:
+            return None
+        parts.append((isinstance(operand, Expr), part))
+    return tuple(parts)
