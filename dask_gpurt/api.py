@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import dask
@@ -17,7 +18,12 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.observe import Metrics
+from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
+
+if TYPE_CHECKING:
+    from dask_gpurt.planning import PlanningCache
 
 # Modules that import private parts of Dask are imported where they are used, once these are known to exist.
 
@@ -25,6 +31,8 @@ from dask_gpurt.observe.report import RuntimeReport
 NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
+#: What this process kept and used of its planning; it has no worker to count it.
+_metrics = Metrics()
 _lock = threading.Lock()
 
 
@@ -101,7 +109,8 @@ def report(client: Client | None = None, *, connect: bool = False) -> RuntimeRep
     -------
     RuntimeReport
         For the cluster, and in ``workers`` for each worker: ``counters``, ``fallbacks`` and more. Its fields
-        can be read as items too: ``report(client)["counters"]``.
+        can be read as items too: ``report(client)["counters"]``. What was planned counts for the process that
+        asks, since it was switched on first.
     """
     client = client or default_client()
     found: RuntimeReport = client.sync(_report, client, connect)
@@ -220,6 +229,8 @@ async def activate(client: Client) -> None:
     with _lock:
         _enabled.add(client)
         choose(is_enabled)
+        if config.load().planning.cache:
+            _planning_cache().install()
     if not await _stays_on(client):
         _leave(client)
         raise RuntimeError("the runtime was switched off by another client while it was switched on")
@@ -241,6 +252,14 @@ def _leave(client: Client) -> None:
                 _enabled.discard(other)
         if not _enabled and (method := sys.modules.get("dask_gpurt.dataframe.method")):
             method.leave()
+            _planning_cache().remove()
+
+
+@functools.cache
+def _planning_cache() -> PlanningCache:
+    from dask_gpurt.planning import PlanningCache
+
+    return PlanningCache(is_enabled, _metrics)
 
 
 async def _deactivate(client: Client) -> None:
@@ -254,7 +273,12 @@ async def _deactivate(client: Client) -> None:
 async def _report(client: Client, connect: bool) -> RuntimeReport:
     if not await _is_on(client):
         return RuntimeReport()
-    return RuntimeReport.of(await _scheduler(client).gpurt_report(connect=connect))
+    reply = await _scheduler(client).gpurt_report(connect=connect)
+    here = _metrics.snapshot()
+    counters = combine([reply["counters"], here["counters"]])
+    return RuntimeReport.of(
+        {**reply, "counters": counters, "fallbacks": {**here["fallbacks"], **reply["fallbacks"]}}
+    )
 
 
 async def _explain(client: Client, key: Key) -> pd.DataFrame:

@@ -28,13 +28,16 @@ from dask_gpurt.dask_hooks.seams import PLANNING
 __all__ = [
     "Expr",
     "deferred_values",
+    "files_read",
     "is_method_name",
     "is_shared",
+    "known_of_files",
     "metadata",
     "name_of",
     "operands_of",
     "replace_planning",
     "settings",
+    "tell_of_files",
 ]
 
 #: A replacement that gets the original as its first argument.
@@ -42,6 +45,9 @@ Replacement = Callable[..., Any]
 
 #: What expressions keep of files besides their operands; their names follow from the files.
 _OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
+
+#: What does not change what is known of the files.
+_OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
 
 #: The operations whose metadata follow from their operands and from the metadata of their inputs alone, with
 #: the class that says how. An exact class is meant where a subclass may read more.
@@ -69,6 +75,23 @@ def operands_of(expr: Expr) -> Iterator[Any]:
     for position, operand in enumerate(expr.operands):
         if position >= len(names) or names[position] not in _OF_FILES:
             yield operand
+
+
+def files_read(expr: Expr) -> dict[str, Any]:
+    """Return the operands of an expression that reads files by which it finds out about them."""
+    given = zip(expr._parameters, expr.operands, strict=False)
+    return {name: operand for name, operand in given if name not in _OF_FILES | _OF_COLUMNS}
+
+
+def known_of_files(expr: Expr) -> dict[str, Any] | None:
+    """Return what an expression that reads files has found out about them; None if nothing yet."""
+    found: dict[str, Any] | None = expr.operand("_dataset_info_cache")
+    return found
+
+
+def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
+    """Have an expression that reads files know about them what another one has found out."""
+    expr._dataset_info_cache = known
 
 
 def is_shared(expr: Expr) -> bool:
@@ -111,9 +134,15 @@ def settings() -> tuple[Any, ...]:
 
 
 def replace_planning(
-    patches: PatchSet, *, made: Replacement, optimise: Replacement, describe: Replacement, file_plans: int
+    patches: PatchSet,
+    *,
+    made: Replacement,
+    optimise: Replacement,
+    describe: Replacement,
+    look_at_files: Replacement,
+    file_plans: int,
 ) -> None:
-    """Replace how expressions are made, optimised and described.
+    """Replace how expressions are made, optimised and described, and how files are looked at.
 
     Parameters
     ----------
@@ -124,6 +153,9 @@ def replace_planning(
     describe
         Called as ``describe(original, expr)``, for the metadata of a join, projection, filter, assignment or
         groupby, which depend on nothing but operands and the metadata of the inputs.
+    look_at_files
+        Called as ``look_at_files(original, expr)``, for what a read of Parquet files through fsspec has to
+        know about them.
     file_plans
         For how many sets of files and filters Dask keeps the statistics of their footers.
 
@@ -135,6 +167,7 @@ def replace_planning(
     wraps: dict[Any, Wrap] = {
         PLANNING["__new__"]: lambda original: partial(made, original),
         PLANNING["optimize_until"]: lambda original: partial(optimise, original),
+        PLANNING["_dataset_info"]: lambda original: partial(look_at_files, original),
     }
     for seam in PLANNING.seams:
         if (concerns := _DESCRIBED.get(seam.short)) is not None:
@@ -151,5 +184,3 @@ def _where(
         return describe(original, expr) if concerns(type(expr)) else original(expr)
 
     return described
-
-

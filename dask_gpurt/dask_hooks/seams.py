@@ -2,7 +2,8 @@
 
 Names are strings, and are imported one by one when they are looked at: a Dask that has moved one of them is a
 difference that can be told, not an ImportError in the middle of something. This module imports nothing
-private; ``expr``, ``graph``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` do so, after a look at this list.
+private; ``expr``, ``graph``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` do so, after a look at
+this list.
 """
 
 from __future__ import annotations
@@ -272,6 +273,7 @@ PLANNING = Part(
         Seam(_EXPR + "_expr:Assign._meta", "self", bodies=("5d6377ef6b5f",)),
         Seam(_EXPR + "_reductions:ApplyConcatApply._meta", "self", bodies=("fc1f6575f429",)),
         Seam(_EXPR + "_groupby:GroupbyAggregation._meta", "self", bodies=("ae71eae6efc9",)),
+        Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
     ),
     without="each query is planned anew, as Dask does",
@@ -365,6 +367,8 @@ def _find(owner: Any, attribute: str) -> Any:
 def _function(found: Any) -> Any:
     if isinstance(found, cached_property):
         return found.func
+    if isinstance(found, property):
+        return found.fget
     if isinstance(found, (staticmethod, classmethod)):
         return found.__func__
     return found

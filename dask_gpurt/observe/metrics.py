@@ -172,6 +172,7 @@ METRICS: Mapping[str, Metric] = {
         # ---- planning
         _counter("planning.expressions.{outcome}", "expressions of a client: `reused`, `kept`, `not-kept`"),
         _counter("planning.metadata.{outcome}", "metadata of operations: `reused`, `computed`"),
+        _counter("planning.files.{outcome}", "looks at the files of a table: `reused`, `read`"),
         _counter("planning.plans.{outcome}", "optimised queries: `reused`, `computed`"),
         # ---- overlap
         _counter("overlap.decisions", "changes of the setting under which a kernel runs"),

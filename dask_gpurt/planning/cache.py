@@ -1,12 +1,13 @@
 """Keep what a client plans with from one query to the next.
 
-Three things are kept, each for one reason more why Dask computes the same again:
+Four things are kept, each for one reason more why Dask computes the same again:
 
 - *expressions*, by name. Dask has one instance of equal expressions, as long as somebody holds it; each step
   of an optimisation drops most of them, and the next one makes them again, with all that follows from them;
 - *metadata* of operations, by the operation and the schemas of its inputs. A projection of the same columns
   from two expressions that differ in a filter is computed once;
-- *plans*: what an expression was optimised to.
+- *plans*: what an expression was optimised to;
+- *files*: what a read of Parquet files knows about them, as long as the files are the same.
 
 Names of expressions follow from all that they stand for: operations, parameters and the checksums of files.
 What does not follow from the name are settings: where one of those changes by which Dask plans, all that was
@@ -22,19 +23,23 @@ from typing import Any
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.planning import (
     Expr,
+    files_read,
+    known_of_files,
     metadata,
     name_of,
     operands_of,
     replace_planning,
     settings,
+    tell_of_files,
 )
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.planning.files import FileStates, Source
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
 from dask_gpurt.planning.schemas import schema_of
 
 #: The most of each that are kept. The 22 queries of TPC-H make 7,000 expressions.
-EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILE_PLANS_LIMIT = 8_192, 4_096, 256, 256
+EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT = 8_192, 4_096, 256, 256
 
 
 class PlanningCache:
@@ -58,6 +63,7 @@ class PlanningCache:
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
         self._metadata: LRU[Any] = LRU(METADATA_LIMIT)
         self._plans: LRU[Expr] = LRU(PLANS_LIMIT)
+        self._files: LRU[tuple[FileStates, dict[str, Any]]] = LRU(FILES_LIMIT)
 
     def install(self) -> None:
         """Replace Dask's planning; again does nothing. Where Dask is not as known, it stays as it is."""
@@ -69,7 +75,8 @@ class PlanningCache:
                 made=self._made,
                 optimise=self._optimise,
                 describe=self._describe,
-                file_plans=FILE_PLANS_LIMIT,
+                look_at_files=self._look_at_files,
+                file_plans=FILES_LIMIT,
             )
         except UnsupportedError as error:
             self._metrics.fallback(Fallback.PLANNING_UNSUPPORTED, str(error))
@@ -81,7 +88,7 @@ class PlanningCache:
 
     def clear(self) -> None:
         """Drop all that was kept."""
-        for kept in (self._expressions, self._metadata, self._plans):
+        for kept in (self._expressions, self._metadata, self._plans, self._files):
             kept.clear()
 
     def _is_active(self) -> bool:
@@ -139,10 +146,33 @@ class PlanningCache:
         # Each expression has a frame of its own, as with Dask; names of an index may be set in place.
         return found.copy(deep=False) if hasattr(found, "columns") else found
 
+    def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
+        if (known := known_of_files(expr)) is not None:
+            return known
+        if not self._is_active():
+            return original(expr)
+        read = files_read(expr)
+        key, source = frozen(read), Source.of(read)
+        if key is None or source is None:
+            return original(expr)
+        # Looked at before they are read: files that change meanwhile differ from this the next time.
+        states = source.states()
+        before = self._files.get(key)
+        if before is not None and before[0] == states:
+            known = dict(before[1])
+            tell_of_files(expr, known)
+            self._metrics.add("planning.files.{outcome}", 1, "reused")
+            return known
+        found = original(expr)
+        self._files.put(key, (states, dict(found)))
+        self._metrics.add("planning.files.{outcome}", 1, "read")
+        return found
+
 
 def _operation_key(expr: Expr) -> Hashable | None:
     """Return what the metadata of an operation depend on; None where that is not known."""
-    parts: list[Hashable] = [type(expr)]
+    kind: Any = type(expr)
+    parts: list[Hashable] = [kind]
     for operand in operands_of(expr):
         part = schema_of(metadata(operand)) if isinstance(operand, Expr) else frozen(operand)
         if part is None:

@@ -31,7 +31,10 @@ from dask_gpurt.dask_hooks.planning import (
 
 #: The packages whose functions and classes stay what they are while a process runs.
 TRUSTED = frozenset(
-    "builtins cudf dask dask_cudf dask_gpurt functools numpy operator _operator pandas pyarrow tlz toolz".split()
+    [
+        *("builtins", "functools", "operator", "_operator", "tlz", "toolz"),
+        *("numpy", "pandas", "pyarrow", "cudf", "dask", "dask_cudf", "dask_gpurt"),
+    ]
 )
 #: The most values in one operand, and bytes of an array: more counts as data.
 VALUES_LIMIT, ARRAY_LIMIT_BYTES = 10_000, 64 * 1024
@@ -78,16 +81,23 @@ class Plain:
             return value.nbytes <= ARRAY_LIMIT_BYTES and (
                 not value.dtype.hasobject or all(map(self._is_plain, value.flat))
             )
+        if type(value) is partial:
+            return self._is_plain([value.func, value.args, value.keywords])
         if (deferred := deferred_values(value)) is not None:
             return all(map(self._is_plain, deferred))
-        return is_trusted(value)
+        return is_trusted(value) or is_empty_frame(value)
+
+
+def is_empty_frame(value: Any) -> bool:
+    """Tell whether this is the metadata of a frame: one of pandas or cudf without rows."""
+    kind = type(value)
+    return kind.__name__ in ("DataFrame", "Series") and is_trusted(kind) and len(value) == 0
 
 
 def is_trusted(value: Any) -> bool:
     """Tell whether this is a function or a class that stays what it is while the process runs."""
-    if type(value) is partial:
-        parts = (value.func, *value.args, *value.keywords.values())
-        return all(isinstance(part, _SCALARS) or is_trusted(part) for part in parts)
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, type) and is_trusted(value.__self__) and is_trusted(value.__func__)
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)):
         closed_over = getattr(value, "__closure__", None) or ()
         of = getattr(value, "__module__", None) or "numpy"  # ufuncs have none
@@ -107,4 +117,4 @@ def frozen(value: Any) -> Hashable | None:
         return frozen([*value.items()])
     if value is None or isinstance(value, (bool, int, float, str, bytes, Enum, np.dtype)):
         return (type(value), value)
-    return (type(value), value) if is_trusted(value) and not isinstance(value, partial) else None
+    return (type(value), value) if is_trusted(value) else None

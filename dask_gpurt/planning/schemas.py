@@ -37,6 +37,8 @@ def schema_of(frame: Any) -> Hashable | None:
         return None
     if len(frame) or getattr(frame, "attrs", None) or not _allows_duplicates(frame):
         return None
+    columns: Hashable
+    dtypes: tuple[Hashable, ...]
     index = _index_key(frame.index)
     if kind.__name__ == "Series":
         columns, dtypes = _label(frame.name), (_dtype_key(frame.dtype),)
