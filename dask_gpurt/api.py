@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
+#: Those of them whose planning is kept.
+_planning: WeakSet[Client] = WeakSet()
 #: What this process kept and used of its planning; it has no worker to count it.
 _metrics = Metrics()
 _lock = threading.Lock()
@@ -230,6 +232,7 @@ async def activate(client: Client) -> None:
         _enabled.add(client)
         choose(is_enabled)
         if config.load().planning.cache:
+            _planning.add(client)
             _planning_cache().install()
     if not await _stays_on(client):
         _leave(client)
@@ -250,16 +253,26 @@ def _leave(client: Client) -> None:
             of_the_cluster = other is client or _address(other) == _address(client) is not None
             if of_the_cluster or other.status == "closed":
                 _enabled.discard(other)
+                _planning.discard(other)
+        if not _planning and "dask_gpurt.planning" in sys.modules:
+            _planning_cache().remove()
         if not _enabled and (method := sys.modules.get("dask_gpurt.dataframe.method")):
             method.leave()
-            _planning_cache().remove()
 
 
 @functools.cache
 def _planning_cache() -> PlanningCache:
     from dask_gpurt.planning import PlanningCache
 
-    return PlanningCache(is_enabled, _metrics)
+    return PlanningCache(_keeps_plans, _metrics)
+
+
+def _keeps_plans() -> bool:
+    """Tell whether the planning of this client is kept."""
+    try:
+        return default_client() in _planning
+    except ValueError:
+        return False
 
 
 async def _deactivate(client: Client) -> None:

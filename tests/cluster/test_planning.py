@@ -66,3 +66,5 @@ def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
             assert result(path, "pandas").equals(enabled)
         dask_gpurt.enable(client)
         assert reused(client) == before
+        assert result(path, "pandas").equals(enabled)
+        assert reused(client) == before  # it was dropped
