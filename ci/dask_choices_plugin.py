@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from distributed import Scheduler, SchedulerPlugin, utils_test
 
-from dask_gpurt.memory.ledger import Picture
+from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import LedgerHeadroom, Placement
 from dask_gpurt.topology import SHIPPED, Link, Speed, Topology
@@ -38,7 +38,7 @@ _metrics: list[Metrics] = []
 
 
 class _OneSpeed(Topology):
-    """All links as fast as Dask believes that they are, at that time."""
+    """Have all links as fast as Dask believes that they are, at that time."""
 
     def __init__(self, scheduler: Any):
         super().__init__()
@@ -49,7 +49,7 @@ class _OneSpeed(Topology):
 
 
 class _Events(SchedulerPlugin):
-    """Tells a placement what Dask has no seam for."""
+    """Tell a placement what Dask has no seam for."""
 
     name = "gpurt-placement"
 
@@ -68,7 +68,7 @@ async def _start_with_placement(scheduler: Any) -> Any:
     metrics = Metrics()
     _metrics.append(metrics)
     placement = Placement(
-        scheduler, _OneSpeed(scheduler), LedgerHeadroom(Picture(), scheduler.workers), metrics
+        scheduler, _OneSpeed(scheduler), LedgerHeadroom(ClusterMemory(), scheduler.workers), metrics
     )
     placement.bind()
     scheduler.add_plugin(_Events(placement))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Dask's own shuffle tests, as they are installed, on a real cluster with the runtime enabled.
-# GPURT_SUITE_BASELINE=1 leaves the runtime off. Arguments go to pytest.
+# GPURT_SUITE_BASELINE=1 leaves the runtime off. Arguments go to pytest, for example -n 0 for one cluster in place of two.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 scratch=$(mktemp -d)
@@ -9,5 +9,5 @@ packages=$(python -c "import dask, os; print(os.path.dirname(os.path.dirname(das
 cd "$scratch"
 
 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -c /dev/null --rootdir "$packages" \
-    -p no:cacheprovider -p dask_suite_plugin --timeout 60 -W ignore -rs "$@" \
+    -p no:cacheprovider -p dask_suite_plugin --timeout 60 -n 2 -W ignore -rs "$@" \
     --pyargs dask.dataframe.dask_expr.tests.test_shuffle dask.dataframe.tests.test_shuffle

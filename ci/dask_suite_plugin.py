@@ -44,6 +44,7 @@ if sys.version_info < (3, 12):
 
 _client = pytest.StashKey[Client]()
 _runs = pytest.StashKey[int]()
+RUNS = "gpurt_shuffle_runs"
 
 
 def _deselecting_entry(item: pytest.Item) -> str | None:
@@ -65,7 +66,14 @@ def _assert_eq(a: Any, b: Any, *args: Any, **kwargs: Any) -> None:
     _original_assert_eq(a, b, *args, **kwargs)
 
 
+def _only_hands_out(config: pytest.Config) -> bool:
+    """Return whether the tests run in other processes, of pytest-xdist, with a cluster each."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if _only_hands_out(session.config):
+        return
     if not BASELINE:
         dask.config.set({"gpurt.enabled": True})
     cluster = LocalCluster(
@@ -103,20 +111,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    client = session.config.stash.get(_client, None)
-    if client is None:
-        return
+    if (client := session.config.stash.get(_client, None)) is not None:
+        _end(client, session.config)
+    if not (BASELINE or session.config.option.collectonly or session.config.stash.get(_runs, 0)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _end(client: Client, config: pytest.Config) -> None:
+    """Count the runs of this process, and close its cluster."""
     try:
-        if not BASELINE and not session.config.option.collectonly:
+        if not BASELINE and not config.option.collectonly:
             import dask_gpurt
 
             runs = int(dask_gpurt.report(client)["counters"].get("shuffle.runs", 0))
-            session.config.stash[_runs] = runs
-            if not runs:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            config.stash[_runs] = runs
+            if hasattr(config, "workeroutput"):
+                config.workeroutput[RUNS] = runs
     finally:
         client.close()
         client.cluster.close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add up what the processes of pytest-xdist have counted."""
+    stash = node.config.stash
+    stash[_runs] = stash.get(_runs, 0) + getattr(node, "workeroutput", {}).get(RUNS, 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

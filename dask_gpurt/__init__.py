@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "dask_setup",
+    "dask_teardown",
     "disable",
     "enable",
     "explain",
@@ -46,3 +47,10 @@ async def dask_setup(server: Any) -> None:
     from dask_gpurt.preload import activate
 
     await activate(server)
+
+
+async def dask_teardown(server: Any) -> None:
+    """Take back what a nanny that preloads the package has started, as it closes."""
+    from dask_gpurt import preload
+
+    await preload.dask_teardown(server)

@@ -37,6 +37,16 @@ async def dask_setup(server: Any) -> None:
         api.teach_method()
 
 
+async def dask_teardown(server: Any) -> None:
+    """Close what was started beside a nanny that is closing."""
+    from distributed import Nanny
+
+    if isinstance(server, Nanny):
+        from dask_gpurt.plugins import colocation
+
+        await colocation.separate(server)
+
+
 async def activate(server: Any) -> None:
     """Switch the runtime on for the cluster that ``server`` is part of.
 
@@ -62,7 +72,7 @@ async def _activate(server: Any) -> None:
     from distributed import Client, Nanny, Scheduler, Worker
 
     from dask_gpurt import api
-    from dask_gpurt.plugins import residency, scheduler
+    from dask_gpurt.plugins import colocation, residency, scheduler
 
     settings = dict(dask.config.get("gpurt", {}))
     if isinstance(server, Scheduler):
@@ -72,6 +82,7 @@ async def _activate(server: Any) -> None:
     elif isinstance(server, (Worker, Nanny)):
         if isinstance(server, Nanny):
             residency.preload_into(server)
+            await colocation.colocate(server)
         # Workers of dask-cuda do not read distributed.worker.preload, their nannies do read their own list.
         await _activate_through(server, scheduler.GpurtSchedulerPlugin(settings))
     else:

@@ -32,7 +32,7 @@ from dask_gpurt.observe import Fallback
 ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")
 
 #: The first byte, and the one behind the last.
-Span = tuple[int, int]
+AddressRange = tuple[int, int]
 #: The stream that user code computes on, in whose order all threads are.
 COMPUTE = "compute"
 
@@ -170,15 +170,15 @@ def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..
 
 
 @dataclass(frozen=True)
-class _Operation:
-    """What goes on: what it reads and writes, and the stream in whose order it is."""
+class _AsyncAccess:
+    """Describe an access under way: what it reads and writes, and the stream in whose order it is."""
 
     name: str
     stream: Hashable
-    reads: list[Span]
-    writes: list[Span]
+    reads: list[AddressRange]
+    writes: list[AddressRange]
 
-    def conflicts_with(self, other: _Operation) -> bool:
+    def conflicts_with(self, other: _AsyncAccess) -> bool:
         """Return whether it makes a difference which of two operations comes first."""
         return (
             overlap(self.writes, other.writes)
@@ -206,7 +206,7 @@ class HandoverChecker:
     def __init__(self, report: Callable[[str], None], count: Callable[[], None] = passed):
         self._report = report
         self._count = count
-        self._pending: dict[int, _Operation] = {}
+        self._pending: dict[int, _AsyncAccess] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -229,7 +229,7 @@ class HandoverChecker:
         stream
             The one in whose order it is: this thread's own for communication, if not given.
         """
-        begun = _Operation(name, stream or threading.get_ident(), spans(reads), spans(writes))
+        begun = _AsyncAccess(name, stream or threading.get_ident(), spans(reads), spans(writes))
         with self._lock:
             number = next(self._numbers)
             others = [other for other in self._pending.values() if other.stream != begun.stream]
@@ -248,12 +248,12 @@ class HandoverChecker:
             Whether it goes on being read: then only what writes it is too early.
         """
         found = spans(buffers)
-        next_use = _Operation(name, None, found if readable else [], [] if readable else found)
+        next_use = _AsyncAccess(name, None, found if readable else [], [] if readable else found)
         with self._lock:
             others = list(self._pending.values())
         self._check(next_use, others, name)
 
-    def _check(self, mine: _Operation, others: Iterable[_Operation], how: str) -> None:
+    def _check(self, mine: _AsyncAccess, others: Iterable[_AsyncAccess], how: str) -> None:
         self._count()
         for other in others:
             if mine.conflicts_with(other):
@@ -431,12 +431,12 @@ def _end_all(ends: list[Fence]) -> None:
     ends.clear()
 
 
-def spans(buffers: Iterable[Any]) -> list[Span]:
+def spans(buffers: Iterable[Any]) -> list[AddressRange]:
     """Return where buffers lie, in order; those without a byte are left out."""
     return sorted((at := address(each), at + each.nbytes) for each in buffers if each.nbytes)
 
 
-def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
+def overlap(some: Sequence[AddressRange], others: Sequence[AddressRange]) -> bool:
     """Return whether spans in order and others in order have a byte in common."""
     mine, theirs = iter(some), iter(others)
     one, other = next(mine, None), next(theirs, None)

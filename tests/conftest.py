@@ -80,12 +80,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", params=["pandas", pytest.param("cudf", marks=pytest.mark.gpu)])
 def library(request: pytest.FixtureRequest) -> Library:
-    """Each of the two libraries in turn: the behaviour is the same."""
+    """Return each of the two libraries in turn: the behaviour is the same."""
     return Library(request.param)
 
 
 @pytest.fixture(scope="module")
 def client(library: Library) -> Iterator[Client]:
-    """A cluster of two processes with the runtime on, shared by tests of a module that leave it as it is."""
+    """Run a cluster of two processes with the runtime on for tests of a module that leave it as it is."""
     with cluster(library.name) as client:
         yield client

@@ -48,7 +48,7 @@ def make_unique(part: int, rows: int, total: int, backend: str) -> Any:
 
 
 def arrays_of(backend: str) -> Any:
-    """The array library of a dataframe backend."""
+    """Return the array library of a dataframe backend."""
     return importlib.import_module({"pandas": "numpy", "cudf": "cupy"}[backend])
 
 

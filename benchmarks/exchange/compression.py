@@ -21,13 +21,13 @@ from rich.table import Table
 from benchmarks.common.commandline import in_bytes, write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.discover import discover
-from dask_gpurt.exchange.compression import WORTH, Sample, sample
+from dask_gpurt.exchange.compression import PAYING_TIME_SHARE, Sample, sample
 
 GB = 1e9
 
 
 def columns(nbytes: int) -> dict[str, np.ndarray]:
-    """Columns as shuffles move them, of which some shrink and some do not."""
+    """Return the columns as shuffles move them, of which some shrink and some do not."""
     rows, random = nbytes // 8, np.random.default_rng(0)
     return {
         "keys below a million": random.integers(0, 1_000_000, rows),
@@ -38,12 +38,14 @@ def columns(nbytes: int) -> dict[str, np.ndarray]:
 
 
 def limit(figures: Sample) -> float:
-    """Bytes per second of the fastest link on which a codec pays, with its pace WORTH of the plain one."""
-    return max(0.0, WORTH - figures.ratio) / (1 / figures.compress_rate + 1 / figures.decompress_rate)
+    """Return the bytes per second of the fastest link on which a codec pays."""
+    return max(0.0, PAYING_TIME_SHARE - figures.ratio) / (
+        1 / figures.compress_rate + 1 / figures.decompress_rate
+    )
 
 
 def measure(codec: Any, device: Any, column: np.ndarray, repeat: int) -> dict[str, float]:
-    """Medians of a few trials with a whole column."""
+    """Return medians of a few trials with a whole column."""
     [buffer] = device.from_host([np.ascontiguousarray(column).view(np.uint8)])
     trials = [sample(codec, codec.whole([buffer])) for _ in range(repeat)]
     median = Sample(

@@ -128,9 +128,9 @@ class Gpurt:
 
     async def _seal(self) -> None:
         """Do what the barrier task does: each input has one attempt, and all have been offered now."""
-        shares = self.run._consumer._shares.values()
+        shares = self.run._receiver._shares.values()
         inputs = {source: one.attempt for share in shares for source, one in share.inputs._inputs.items()}
-        if (missing := self.run._consumer.seal(inputs)) or (shares and len(inputs) != self.plan.partitions):
+        if (missing := self.run._receiver.seal(inputs)) or (shares and len(inputs) != self.plan.partitions):
             raise RuntimeError(
                 f"{len(inputs)} of {self.plan.partitions} inputs are there; not whole: {missing}"
             )

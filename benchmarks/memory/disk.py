@@ -35,7 +35,7 @@ def timed(path: Path, size: int, *, write: bool) -> tuple[float, float]:
 
 
 def speed(directory: Path, processes: int, size: int) -> dict[str, float]:
-    """Bytes per second of all processes together, written and read."""
+    """Return the bytes per second of all processes together, written and read."""
     files = [directory / f"disk-speed-{number}" for number in range(processes)]
     figures = {}
     with ProcessPoolExecutor(processes) as pool:

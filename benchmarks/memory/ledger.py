@@ -32,7 +32,7 @@ import dask_gpurt
 from benchmarks.common.commandline import write
 from benchmarks.memory.ledger_workers import CELLS, Truth, change, run, schedule, send
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.memory.ledger import KINDS, PARTITIONS, Ledger, Picture
+from dask_gpurt.memory.ledger import KINDS, PARTITIONS, ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 
 SPAWN = get_context("spawn")
@@ -44,7 +44,7 @@ SETTLE = 3.0
 PATIENCE = 10.0
 #: The part of the load without which nothing is shown to be cheap.
 REACHED = 0.9
-#: The targets: a share of a core, and microseconds for a change, on the worker and in ``Picture.apply``.
+#: The targets: a share of a core, and microseconds for a change on the worker and in ``ClusterMemory.apply``.
 MOST_SHARE, MOST_MICROSECONDS = 0.2, 2.0
 
 
@@ -157,7 +157,7 @@ def measure_change(changes: int = 100_000) -> float:
 
 
 def measure_apply(cells: int, rounds: int = 200, workers: int = 256) -> float:
-    """Time ``Picture.apply`` alone, with messages of so many cells as they come off the wire.
+    """Time ``ClusterMemory.apply`` alone, with messages of so many cells as they come off the wire.
 
     Returns
     -------
@@ -169,11 +169,11 @@ def measure_apply(cells: int, rounds: int = 200, workers: int = 256) -> float:
         for cell in range(cells):
             change(ledger, turn * len(CELLS) + cell, turn)
         messages.append(loads(dumps(ledger.changes())))
-    picture, names = Picture(), [f"tcp://127.0.0.1:{40000 + i}" for i in range(workers)]
+    cluster_memory, names = ClusterMemory(), [f"tcp://127.0.0.1:{40000 + i}" for i in range(workers)]
     start = time.perf_counter()
     for message in messages:
         for name in names:
-            picture.apply(name, message)
+            cluster_memory.apply(name, message)
     return (time.perf_counter() - start) / (rounds * workers * cells) * 1e6
 
 
@@ -225,7 +225,7 @@ def print_summary(results: Mapping[str, Any]) -> None:
         "{messages:,.0f} messages of {messages_due:,.0f}".format(**figures)
     )
     for cells, cost in figures["microseconds_of_apply"].items():
-        click.echo(f"Picture.apply: {cost:.2f} µs a cell, {cells} in a message")
+        click.echo(f"ClusterMemory.apply: {cost:.2f} µs a cell, {cells} in a message")
     click.echo("On the worker: {microseconds_on_worker:.2f} µs a change".format(**figures))
     click.echo(figures["verdict"])
 

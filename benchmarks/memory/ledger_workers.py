@@ -116,7 +116,7 @@ async def schedule(pipe: Connection) -> None:
 
 async def send(pipe: Connection, address: str, count: int, rate: float) -> None:
     """Be ``count`` workers that do what comes through the pipe."""
-    tiers.LOOK = NEVER
+    tiers.PRESSURE_POLL_INTERVAL_S = NEVER
     with dask.config.set(QUIET):
         async with AsyncExitStack() as stack:
             workers = [Worker(address, nthreads=1, dashboard=False, memory_limit=0) for _ in range(count)]

@@ -65,7 +65,7 @@ class Budget:
 
     @property
     def limit(self) -> int:
-        """The memory limit of a worker without a GPU: twice what it keeps, as tasks have copies of it."""
+        """Return the memory limit of a worker without a GPU, twice what it keeps: tasks have copies."""
         return 2 * self.kept + self.pool + INTERPRETER
 
 
@@ -99,7 +99,7 @@ def turns(operations: Sequence[str], contenders: Sequence[str], repeat: int) -> 
 
 @contextmanager
 def cluster(contender: str, plan: Plan) -> Iterator[Client]:
-    """A cluster in which a contender has its budget."""
+    """Yield a cluster in which a contender has its budget."""
     budget = plan.budget
     settings = {
         "dataframe.shuffle.method": contender,

@@ -17,7 +17,7 @@ from benchmarks.common.rows import GIB
 
 @dataclass
 class Run:
-    """One timed run; ``error`` says why there are no figures."""
+    """Record one timed run; ``error`` says why there are no figures."""
 
     operation: str
     contender: str

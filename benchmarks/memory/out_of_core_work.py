@@ -71,7 +71,7 @@ def expected(operation: str, size: int, partitions: int) -> tuple[int | None, ..
 
 
 def sum_of_products(rows: int) -> int:
-    """The sum of key times payload, with numpy in pieces: what the workers are compared with."""
+    """Return the sum of key times payload, with numpy in pieces: what the workers are compared with."""
 
     def of_piece(start: int) -> int:
         position = np.arange(start, min(start + PIECE, rows), dtype="int64")

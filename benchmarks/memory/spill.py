@@ -2,8 +2,9 @@
 
     python -m benchmarks.memory.spill --size 4GiB --object 256MiB --disk /tmp
 
-A ladder as a worker has it, without a worker: frames are put on the device, spilled, and made live again, in
-turns with the plain copies that show what the bus does. On a host without a GPU it measures copies in memory.
+A tiered buffer as a worker has it, without a worker: frames are put on the device, spilled, and made live
+again, in turns with the plain copies that show what the bus does. On a host without a GPU it measures copies
+in memory.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from dask_gpurt.observe import Metrics
 GB = 1e9
 
 
-def new_ladder(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> TieredBuffer:
-    """A ladder of whose memory tiers at most one has a size, so that it is clear where things go."""
+def new_tiered_buffer(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> TieredBuffer:
+    """Return a tiered buffer of whose memory tiers at most one has a size, so that it is clear where things
+    go.
+    """
     pool = BlockPool(pinned, register=getattr(device, "register", None))
     pool.ready.wait()
     return TieredBuffer(
@@ -58,19 +61,19 @@ def new_ladder(device: Any, directory: str, pinned: int, host: int, files: Any =
     )
 
 
-def disk_ladders(device: Any, directory: Path) -> dict[str, TieredBuffer]:
-    """Ladders without memory tiers, one for each way into files."""
-    ladders = {"disk tier": new_ladder(device, str(directory), 0, 0)}
+def disk_tiered_buffers(device: Any, directory: Path) -> dict[str, TieredBuffer]:
+    """Return tiered buffers without memory tiers, one for each way into files."""
+    tiered_buffers = {"disk tier": new_tiered_buffer(device, str(directory), 0, 0)}
     if not device.on_host:
         from dask_gpurt.device.cuda_files import CudaFiles
 
         files = CudaFiles(device, click.echo, with_kvikio=False)
-        ladders["disk tier without kvikio"] = new_ladder(device, str(directory), 0, 0, files)
-    return ladders
+        tiered_buffers["disk tier without kvikio"] = new_tiered_buffer(device, str(directory), 0, 0, files)
+    return tiered_buffers
 
 
 def frames(on_host: bool, size: int, each: int) -> list[Any]:
-    """Frames of four columns each."""
+    """Return frames of four columns each."""
     rows = each // 32
     if on_host:
         import pandas as library
@@ -110,26 +113,26 @@ def busy(on_host: bool, wanted: bool) -> Iterator[Callable[[], int]]:
             thread.join()
 
 
-def turn(ladder: TieredBuffer, objects: list[Any]) -> dict[str, float]:
-    """Bytes per second down and up, of one turn."""
+def turn(tiered_buffer: TieredBuffer, objects: list[Any]) -> dict[str, float]:
+    """Return the bytes per second down and up, of one turn."""
     for at, frame in enumerate(objects):
-        ladder[f"x{at}"] = frame
-    nbytes = ladder.live_bytes(Tier.DEVICE)
+        tiered_buffer[f"x{at}"] = frame
+    nbytes = tiered_buffer.live_bytes(Tier.DEVICE)
     began = time.perf_counter()
-    freed = ladder.spill(nbytes)
+    freed = tiered_buffer.spill(nbytes)
     down = time.perf_counter() - began
     if freed != nbytes:
-        raise RuntimeError(f"{freed} of {nbytes} bytes were spilled: {ladder._metrics.snapshot()}")
+        raise RuntimeError(f"{freed} of {nbytes} bytes were spilled: {tiered_buffer._metrics.snapshot()}")
     began = time.perf_counter()
-    ladder.release(ladder.hold(list(ladder)))
+    tiered_buffer.release(tiered_buffer.hold(list(tiered_buffer)))
     up = time.perf_counter() - began
-    for key in list(ladder):
-        del ladder[key]
+    for key in list(tiered_buffer):
+        del tiered_buffer[key]
     return {"down": nbytes / down, "up": nbytes / up}
 
 
 def plain(device: Any, nbytes: int, pinned: bool) -> dict[str, float]:
-    """Bytes per second of one copy of an array, down and up: pinned as the tier is, or pageable."""
+    """Return the bytes per second of one copy of an array, down and up, pinned or pageable."""
     memory = np.zeros(nbytes, np.uint8)
     undo = device.register(memory) if pinned and hasattr(device, "register") else None
     buffer, fence = device.gather([memory])
@@ -162,24 +165,24 @@ def main(size: str, each: str, repeat: int, disk: Path | None, output: Path | No
         rmm.reinitialize(pool_allocator=True, initial_pool_size=6 * nbytes)
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        ladders = {
-            "pinned tier": new_ladder(device, directory, 2 * nbytes, 0),
-            "host tier": new_ladder(device, directory, 0, 2 * nbytes),
-            **(disk_ladders(device, disk) if disk else {}),
+        tiered_buffers = {
+            "pinned tier": new_tiered_buffer(device, directory, 2 * nbytes, 0),
+            "host tier": new_tiered_buffer(device, directory, 0, 2 * nbytes),
+            **(disk_tiered_buffers(device, disk) if disk else {}),
         }
         for _ in range(repeat + 1):
             for load in (False, True):
                 with busy(device.on_host, load):
                     name = "busy" if load else "idle"
-                    for tier, ladder in ladders.items():
+                    for tier, tiered_buffer in tiered_buffers.items():
                         objects = frames(device.on_host, nbytes, one)
-                        found.setdefault(f"{tier}, {name}", []).append(turn(ladder, objects))
+                        found.setdefault(f"{tier}, {name}", []).append(turn(tiered_buffer, objects))
                         del objects
                     for pinned in (True, False):
                         what = f"one {'pinned' if pinned else 'pageable'} copy, {name}"
                         found.setdefault(what, []).append(plain(device, one, pinned))
-        for ladder in ladders.values():
-            ladder.close()
+        for tiered_buffer in tiered_buffers.values():
+            tiered_buffer.close()
     figures = {
         what: {way: statistics.median(t[way] for t in turns[1:]) for way in ("down", "up")}
         for what, turns in found.items()

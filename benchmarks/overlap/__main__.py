@@ -101,7 +101,7 @@ class Results:
         write(self.found, self.path)
 
     def cells(self) -> dict[str, dict[str, Any]]:
-        """The cells of each part that has any."""
+        """Return the cells of each part that has any."""
         return {part: known["cells"] for part, known in self.found["parts"].items() if "cells" in known}
 
 

@@ -57,7 +57,7 @@ class Times:
 
 
 class Side(Protocol):
-    """One process."""
+    """Run one process of the comparison."""
 
     share: SmShare | None
 
@@ -191,7 +191,7 @@ class Rehearsal:
 
 
 class Cell:
-    """One process's part in a cell."""
+    """Run one process's part in a cell."""
 
     def __init__(self, plan: Plan, name: str, side: Side, caps: ResidencyCaps | None):
         self.plan, self.name, self.side, self.caps = plan, name, side, caps

@@ -27,19 +27,19 @@ COLOURS = ("#9aa0a6", "#3b6fd4", "#2aa7c9", "#22a06b", "#e2803a", "#8a63d2", "#c
 
 @dataclass(frozen=True)
 class Round:
-    """One measurement of a cell: each alone, and both together under each setting, in seconds."""
+    """Record one measurement of a cell: each alone, and both together under each setting, in seconds."""
 
     compute: float
     communication: float
     together: Mapping[str, float]
 
     def hidden(self, setting: str) -> float:
-        """f: the share of what could be hidden that was."""
+        """Return f: the share of what could be hidden that was."""
         both = self.compute + self.communication
         return (both - self.together[setting]) / (both - max(self.compute, self.communication))
 
     def saved(self, setting: str) -> float:
-        """The share of the time of one after the other that was saved."""
+        """Return the share of the time of one after the other that was saved."""
         return 1 - self.together[setting] / (self.compute + self.communication)
 
 
@@ -73,7 +73,9 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def against(medians: Mapping[str, float]) -> dict[str, float | None]:
-    """The adaptive setting's time as a share of that without control, and of that of the best fixed one."""
+    """Return the adaptive setting's time as a share of that without control, and of that of the best fixed
+    one.
+    """
     mine = medians.get(ADAPTIVE)
     fixed = [seconds for setting, seconds in medians.items() if setting != ADAPTIVE]
     return {
@@ -83,7 +85,7 @@ def against(medians: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median of values, and their ends."""
+    """Return the median of values, and their ends."""
     if not values:
         return {}
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
@@ -130,7 +132,7 @@ def _said(figure: Mapping[str, Any], off: Mapping[str, Any] | None) -> tuple[str
 
 
 def _summary(cells: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """The means over all cells, and how the adaptive setting compares in the worst one."""
+    """Yield the means over all cells, and how the adaptive setting compares in the worst one."""
     for setting in dict.fromkeys(setting for cell in cells.values() for setting in cell["settings"]):
         of_all = [cell["settings"][setting] for cell in cells.values() if setting in cell["settings"]]
         hidden, saved = (statistics.mean(one[what]["median"] for one in of_all) for what in ("f", "saved"))

@@ -1,6 +1,6 @@
 """Record the activity of a GPU worker's device: compute, communication, both, or nothing.
 
-PyTorch's profiler asks CUPTI for each kernel and copy of the process, whoever launched it. What ran on the
+PyTorch's profiler asks CUPTI for each kernel and copy of the process, of all libraries. What ran on the
 stream of user code is compute; the runtime's own streams are communication.
 """
 
@@ -99,7 +99,7 @@ def _side(one: Ran) -> str:
 
 
 def shares(ran: Iterable[Ran]) -> dict[str, float]:
-    """Seconds with compute only, with communication only, with both and with neither of them."""
+    """Return the seconds with compute only, with communication only, with both and with neither of them."""
     edges = sorted(
         (at, change, _side(one)) for one in ran for at, change in ((one.began, 1), (one.ended, -1))
     )

@@ -51,7 +51,7 @@ def measure(launcher: Path, threads: int, launches: int) -> dict[str, float]:
 
 
 def summarise(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """The median of each case and the spread; added is to the same run without the interposer."""
+    """Return the median and the spread of each case, and what each adds to the run without the interposer."""
     summary = {}
     for case in CASES:
         values = [run[case] for run in runs]

@@ -54,7 +54,7 @@ def pipeline(frame: Frame) -> Frame:
 
 
 def only_shuffles(frame: Frame) -> Frame:
-    """The shuffles of the pipeline, and nothing between them."""
+    """Run the shuffles of the pipeline, and nothing between them."""
     for step in range(STEPS):
         frame = frame.shuffle("ab"[step % 2])
     return frame
@@ -145,7 +145,7 @@ def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
 
 
 def timed(program: Frame) -> tuple[float, int]:
-    """The seconds of a program, and what tells whether it was right."""
+    """Return the seconds of a program, and what tells whether it was right."""
     began = time.perf_counter()
     result = program.persist()
     wait(result)
@@ -154,7 +154,7 @@ def timed(program: Frame) -> tuple[float, int]:
 
 
 def thread_seconds(dask_scheduler: Any) -> dict[str, float]:
-    """Seconds of task threads so far, of all workers, by task prefix."""
+    """Return the seconds of task threads so far, of all workers, by task prefix."""
     prefixes = dask_scheduler.task_prefixes
     return {name: float(prefix.all_durations.get("compute", 0.0)) for name, prefix in prefixes.items()}
 

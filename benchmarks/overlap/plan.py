@@ -65,11 +65,11 @@ class Plan:
     rmm_pool_size: float = 0.5
 
     def candidates(self) -> dict[Setting, float]:
-        """The caps that the governor may try, with the share of its speed that compute keeps at worst."""
+        """Return the caps that the governor may try, with the least share of speed that compute keeps."""
         return {Setting(residency=cap): min(1.0, cap / USUAL_BLOCKS) for cap in self.caps}
 
     def settings(self, *, caps: bool, contexts: bool = False) -> dict[str, Setting | None]:
-        """The settings that take turns; None leaves it to the governor.
+        """Return the settings that take turns; None leaves it to the governor.
 
         Parameters
         ----------
@@ -81,7 +81,7 @@ class Plan:
 
 
 def rotated(settings: Iterable[str], turn: int) -> list[str]:
-    """The settings in the order of a round: each is first once, so that none is always after the same."""
+    """Return the settings in the order of a round: each is first once, and none always after the same."""
     names = list(settings)
     first = turn % len(names)
     return [*names[first:], *names[:first]]

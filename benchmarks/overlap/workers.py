@@ -36,7 +36,7 @@ from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
 from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
 from dask_gpurt.overlap.samples import PRIORITY, Setting
 from dask_gpurt.plugins.overlapping import cache_key
-from dask_gpurt.plugins.sharing import StatsSync
+from dask_gpurt.plugins.stats_sync import StatsSync
 
 Frame = Any
 #: Nannies load the interposer where these are set as they start.
@@ -54,7 +54,7 @@ FEW = 3
 
 
 class Board(Barrier):
-    """A barrier at which everybody tells everybody a number."""
+    """Meet at a barrier where each worker tells all others a number."""
 
     def __init__(self, file: Path, rank: int, parties: int):
         super().__init__(file, rank, parties)
@@ -67,7 +67,7 @@ class Board(Barrier):
         return super().prepare(file, parties)
 
     def most(self, number: float) -> float:
-        """The largest number that anybody tells."""
+        """Return the largest number of all workers."""
         self._numbers[self._me] = number
         self.meet()
         largest = float(self._numbers.max())
@@ -76,7 +76,7 @@ class Board(Barrier):
 
 
 class Beside:
-    """One worker's part: a workload, and shuffles beside it."""
+    """Run one worker's part: a workload, and shuffles beside it."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Beside:
     # ---- a leg -------------------------------------------------------------------------
 
     def leg(self, policy: Policy, tasks: int, shuffles: int, *, first: bool = True) -> float:
-        """Compute, shuffle, or both beside each other; the seconds until everybody has done it.
+        """Compute, shuffle, or both beside each other; returns the seconds until all have done it.
 
         Parameters
         ----------
@@ -180,7 +180,7 @@ class Beside:
             self.work()
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """As a worker does it: on the event loop."""
+        """Make a call on the event loop, as a worker does."""
 
         async def told() -> None:
             call()
@@ -208,7 +208,7 @@ class Beside:
     # ---- a cell ------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Find out how much of each fills a leg; the same for everybody."""
+        """Find out how much of each fills a leg; the same on all workers."""
         usual = Fixed(PRIORITY)
         self.work()
         seconds = min(self.leg(usual, 1, 0) for _ in range(3))
@@ -319,7 +319,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
 
 
 def shuffles_of(plan: Plan) -> exchange_sides.Plan:
-    """The shuffles, as the benchmark of the exchange has them."""
+    """Return the shuffles, as the benchmark of the exchange has them."""
     return exchange_sides.Plan(
         size=plan.size,
         partitions=plan.partitions,

@@ -33,7 +33,7 @@ def make(name: str, backend: str, rows: int, side: int) -> Work:
 
 
 def frames(library: Any, arrays: Any, rows: int) -> tuple[Any, Any]:
-    """A frame of random keys and values, and one that has each key once."""
+    """Return a frame of random keys and values, and one that has each key once."""
     random = arrays.random.RandomState(1)
     distinct = max(1, int(rows * DISTINCT))
     left = {"key": random.randint(0, distinct, rows, dtype="int64"), "value": random.random_sample(rows)}
@@ -42,7 +42,7 @@ def frames(library: Any, arrays: Any, rows: int) -> tuple[Any, Any]:
 
 
 def strings(library: Any, rows: int) -> Any:
-    """A series of strings of two numbers with a hyphen between them."""
+    """Return a series of strings of two numbers with a hyphen between them."""
     random = np.random.RandomState(1)
     count = max(1, int(rows * STRINGS))
     first, second = (library.Series(random.randint(0, 2**31, count)).astype("str") for _ in range(2))
@@ -56,7 +56,7 @@ class Streams:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def here(self) -> tuple[Any, Any]:
-        """That of the current context, for cupy, and for libcudf."""
+        """Return the stream of the current context, for cupy, and for libcudf."""
         driver, cupy = (importlib.import_module(module) for module in ("cuda.bindings.driver", "cupy"))
         _, context = driver.cuCtxGetCurrent()
         if int(context) not in self._made:
@@ -66,7 +66,7 @@ class Streams:
 
 
 def _on_gpu(name: str, rows: int, side: int) -> Work:
-    """On a stream of the least priority, which waits for no other, in whatever context is current."""
+    """Use a stream of the least priority, which waits for no other, in whatever context is current."""
     cudf, cupy, plc = (importlib.import_module(module) for module in ("cudf", "cupy", "pylibcudf"))
     streams = Streams()
     run: Callable[[Any, Any], Any]

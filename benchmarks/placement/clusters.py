@@ -62,14 +62,14 @@ class Run:
 
 @contextlib.contextmanager
 def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
-    """A cluster for each side."""
+    """Yield a cluster for each side."""
     with contextlib.ExitStack() as stack:
         yield {side: stack.enter_context(cluster(workers, nbytes, side == "gpurt")) for side in SIDES}
 
 
 @contextlib.contextmanager
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
-    """Processes with the runtime on."""
+    """Run a cluster of processes with the runtime on."""
     settings = {"gpurt.placement.enabled": placement}
     memory = max(LEAST, ROOM * nbytes // workers)
     with dask.config.set(settings), simulator.cluster(workers, memory) as client:
@@ -102,7 +102,7 @@ def measure(clients: Mapping[str, Client], name: str, nbytes: int, repeat: int) 
 
 @contextlib.contextmanager
 def prepared(client: Client, workload: Workload, nbytes: int, turn: int) -> Iterator[Any]:
-    """The data of a workload, for as long as it runs; in the same turn on the same workers on both sides."""
+    """Keep the data of a workload for as long as it runs; on the same workers on both sides in a turn."""
     with client.as_current():
         yield workload.prepare(client, nbytes, random.Random(turn))
 
@@ -119,12 +119,14 @@ def timed(client: Client, name: str, side: str, turn: int, data: Any) -> tuple[R
 
 
 def cpu(client: Client) -> float:
-    """Seconds of cores until now: of the workers, and of this process, which is client and scheduler."""
+    """Return the seconds of cores until now: of the workers, and of this process, which is client and
+    scheduler.
+    """
     return time.process_time() + sum(client.run(time.process_time).values())
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
-    """The figures of a workload: medians and spread of the warm runs, and how often ours was as fast."""
+    """Return the figures of a workload: medians and spread of warm runs, and how often ours was as fast."""
     warm = {side: [run.seconds for run in runs if run.side == side and run.turn] for side in SIDES}
     pairs = [stock / ours for stock, ours in zip(*warm.values(), strict=True)]
     medians = {side: statistics.median(seconds) for side, seconds in warm.items()}
@@ -147,7 +149,7 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def table(figures: Sequence[Mapping[str, Any]]) -> Table:
-    """The figures as people read them."""
+    """Return the figures in a table for people."""
     made = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -172,7 +174,7 @@ def table(figures: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def fallbacks(clients: Mapping[str, Client]) -> dict[str, Any]:
-    """Decisions that were left to Dask where they should be ours."""
+    """Return the decisions that were left to Dask where they should be ours."""
     known = dask_gpurt.report(clients["gpurt"]).fallbacks.to_dict()
     return {what: told for what, told in known.items() if what.startswith("placement")}
 

@@ -30,7 +30,7 @@ from distributed.scheduler import Scheduler
 
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.memory.ledger import Ledger, Picture
+from dask_gpurt.memory.ledger import ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import FreeMemory, LedgerHeadroom, Placement
@@ -54,7 +54,7 @@ class BareState(VirtualScheduler):
 
     def __init__(self, workers: int, threads: int = 1):
         with dask.config.set({"distributed.scheduler.work-stealing": False}):
-            super().__init__(Clock(), 0.0, _nobody_listens)
+            super().__init__(Clock(), 0.0, _no_listener)
         self.sent: deque[tuple[str, Any]] = deque()
         for number in range(workers):
             host, device = divmod(number, PER_HOST)
@@ -74,7 +74,7 @@ class BareState(VirtualScheduler):
         return done
 
     def finish(self, key: Any, address: str, nbytes: int = NBYTES) -> None:
-        """A worker has fetched what a task needs, and run it."""
+        """End the fetches and the run of a task on a worker."""
         ts, ws = self.tasks[key], self.workers[address]
         for dts in ts.dependencies:
             self.add_replica(dts, ws)
@@ -91,16 +91,19 @@ class BareState(VirtualScheduler):
         )
 
 
-def _nobody_listens(*messages: Any) -> None:
-    """Reports to the client go nowhere."""
+def _no_listener(*messages: Any) -> None:
+    """Drop reports to the client."""
 
 
 def headroom_of(state: Scheduler) -> LedgerHeadroom:
-    """Room for everything, as the ledgers of all workers have told."""
-    picture, capacity = Picture(), {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0}
+    """Return room for everything, as the ledgers of all workers have told."""
+    cluster_memory, capacity = (
+        ClusterMemory(),
+        {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0},
+    )
     for address in state.workers:
-        picture.apply(address, Ledger(capacity).snapshot())
-    return LedgerHeadroom(picture, state.workers)
+        cluster_memory.apply(address, Ledger(capacity).snapshot())
+    return LedgerHeadroom(cluster_memory, state.workers)
 
 
 class Roomy:
@@ -148,7 +151,7 @@ def topology_of(state: Scheduler) -> Topology:
 
 
 class Timed:
-    """Counts the time in a scheduler's choices."""
+    """Count the time in a scheduler's choices."""
 
     def __init__(self, state: Any):
         self.seconds = 0.0
@@ -170,7 +173,7 @@ class Timed:
 
 
 class Stopwatch:
-    """Counts the time from when the graph has been taken: tasks are made and in order, and none is placed."""
+    """Count the time from when the graph has been taken: tasks are made and in order, and none is placed."""
 
     def __init__(self, state: Any):
         self._state, self._transitions = state, state.transitions
@@ -187,7 +190,7 @@ class Stopwatch:
 
 
 def measure(graph: Callable[[int], Any], workers: int, tasks: int, ours: bool, part: str) -> float:
-    """Microseconds a task, of one of :data:`PARTS`."""
+    """Return the microseconds a task takes in one of :data:`PARTS`."""
     state = BareState(workers)
     if ours:
         Placement(state, topology_of(state), headroom_of(state), Metrics()).bind()
@@ -203,7 +206,7 @@ def measure(graph: Callable[[int], Any], workers: int, tasks: int, ours: bool, p
 
 
 def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int) -> dict[str, Any]:
-    """The figures of one graph on so many workers: Dask and ours take turns."""
+    """Return the figures of one graph on so many workers: Dask and ours take turns."""
     found: dict[str, list[float]] = {f"{side}_{part}us": [] for part in PARTS for side in SIDES}
     for _, part, side in product(range(repeat), PARTS, SIDES):
         found[f"{side}_{part}us"].append(measure(graph, workers, tasks, side == "ours", part))

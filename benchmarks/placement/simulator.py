@@ -1,4 +1,4 @@
-"""Is the simulator right? The same graphs on a LocalCluster of processes and in virtual time.
+"""Compare the simulator with processes: the same graphs on a LocalCluster and in virtual time.
 
 Tasks sleep for their time, beside making a result of their size, and results go over the loopback. The speed
 of that and the cost of a task are measured first: they are all that the simulator is told of this machine.
@@ -47,7 +47,7 @@ STRETCHED = {
 
 
 def work(seconds: float, nbytes: int, *inputs: object) -> np.ndarray:
-    """A task: makes its result, and sleeps for what is left of its time."""
+    """Make the result of a task, and sleep for what is left of its time."""
     until = time.perf_counter() + seconds
     result = np.ones(nbytes, dtype="u1")
     time.sleep(max(0.0, until - time.perf_counter()))
@@ -55,7 +55,7 @@ def work(seconds: float, nbytes: int, *inputs: object) -> np.ndarray:
 
 
 def graph(workload: Workload) -> tuple[dict[str, Task], list[str]]:
-    """A workload of one submission, as a graph that can be computed."""
+    """Return a workload of one submission, as a graph that can be computed."""
     (submission,) = workload.submissions
     made = {
         str(one.key): Task(
@@ -72,7 +72,7 @@ def graph(workload: Workload) -> tuple[dict[str, Task], list[str]]:
 
 
 def stretched(workload: Workload, factor: float) -> Workload:
-    """The same with tasks that take longer: on this machine they only sleep."""
+    """Return the same with tasks that take longer: on this machine they only sleep."""
 
     def longer(one: Work) -> Work:
         return dataclasses.replace(one, seconds=max(one.seconds * factor, one.nbytes / 1e9))
@@ -85,7 +85,7 @@ def stretched(workload: Workload, factor: float) -> Workload:
 
 @contextmanager
 def cluster(workers: int, memory: int) -> Iterator[Client]:
-    """Processes of one thread; the client is the current one, but not of who comes later."""
+    """Run processes of one thread; the client is the current one, but not for clients that come later."""
     with (
         LocalCluster(
             n_workers=workers,
@@ -145,7 +145,7 @@ def forget(client: Client) -> None:
 
 
 def measured(client: Client, workload: Workload) -> float:
-    """Seconds that a workload takes here."""
+    """Return the seconds that a workload takes here."""
     forget(client)
     made, wanted = graph(workload)
     start = time.perf_counter()
@@ -155,7 +155,7 @@ def measured(client: Client, workload: Workload) -> float:
 
 
 def simulated(workload: Workload, workers: int, memory: int, speed: Speed, overheads: Overheads) -> float:
-    """Seconds that the simulator says."""
+    """Return the seconds that the simulator says."""
     machine = Machine(Place("localhost"), Capacity(0, 0, memory))
     here = Cluster("local", [machine] * workers, speeds={Link.SHARED_MEMORY: speed})
     return Simulation(here, workload, overheads=overheads).run().makespan

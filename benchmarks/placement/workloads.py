@@ -56,7 +56,7 @@ def shares(parts: int) -> list[float]:
 
 
 def frame(part: int, rows: Sequence[int]) -> pd.DataFrame:
-    """A partition: few keys have most of the rows."""
+    """Make a partition in which few keys have most of the rows."""
     rng = np.random.default_rng(part)
     key = np.minimum(rng.zipf(1.3, rows[part]) - 1, KEYS - 1)
     return pd.DataFrame({"key": key, "payload": rng.integers(0, 1000, rows[part])})
@@ -68,7 +68,7 @@ def rows(nbytes: int) -> list[int]:
 
 
 def frames(nbytes: int) -> Any:
-    """A collection of partitions of very different sizes."""
+    """Make a collection of partitions of very different sizes."""
     return dd.from_map(frame, range(PARTITIONS), rows=rows(nbytes), meta=empty())
 
 
@@ -90,7 +90,7 @@ def dealt(client: Client, made: Sequence[Any], chance: random.Random, workers: i
 
 
 def worked(data: np.ndarray, factor: int = 1) -> int:
-    """A task that a device works on."""
+    """Make a task that a device works on."""
     time.sleep(data.nbytes * WORK * factor)
     return int(data[:1000].sum()) * factor
 
@@ -99,7 +99,7 @@ def worked(data: np.ndarray, factor: int = 1) -> int:
 
 
 def prepare_join(client: Client, nbytes: int, chance: random.Random) -> Any:
-    """A large side whose partitions and keys are skewed, and one row for each key."""
+    """Make a large side with skewed partitions and keys, and a side with one row for each key."""
     made = [dask.delayed(frame)(part, rows(nbytes)) for part in range(PARTITIONS)]
     weights = pd.DataFrame({"key": np.arange(KEYS), "weight": np.arange(KEYS) % 97})
     held = dd.from_delayed(dealt(client, made, chance), meta=empty(), verify_meta=False)
@@ -109,7 +109,7 @@ def prepare_join(client: Client, nbytes: int, chance: random.Random) -> Any:
 
 
 def join(client: Client, sides: Any) -> Any:
-    """Both are shuffled."""
+    """Join two frames that are both shuffled."""
     left, right = sides
     merged = left.merge(right, on="key", broadcast=False, shuffle_method="gpurt")
     return int((merged.payload * merged.weight).sum().compute())
@@ -130,7 +130,7 @@ def added(*parts: np.ndarray) -> np.ndarray:
 
 
 def tree(client: Client, leaves: Any) -> Any:
-    """Each leaf gives as much to add up, but takes as long as it is large."""
+    """Add up leaves in a tree: each gives as much to add up, but takes as long as it is large."""
     level = [dask.delayed(leaf)(data) for data in leaves]
     while len(level) > 1:
         level = [dask.delayed(added)(*level[at : at + FAN_IN]) for at in range(0, len(level), FAN_IN)]
@@ -138,13 +138,13 @@ def tree(client: Client, leaves: Any) -> Any:
 
 
 def prepare_reuse(client: Client, nbytes: int, chance: random.Random) -> Any:
-    """All data are on half of the workers, as if they had been read before the others came."""
+    """Put all data on half of the workers, as if they had been read before the others came."""
     made = [dask.delayed(array)(nbytes / PARTITIONS, at=at) for at in range(PARTITIONS)]
     return dealt(client, made, chance, len(client.nthreads()) // 2)
 
 
 def reuse(client: Client, data: Any) -> Any:
-    """Three passes over the data, one after the other."""
+    """Pass over the data three times."""
     passes = (client.compute([dask.delayed(worked)(one, turn) for one in data]) for turn in (1, 2, 3))
     return [sum(client.gather(futures)) for futures in passes]
 
@@ -154,7 +154,7 @@ def prepare_nothing(client: Client, nbytes: int, chance: random.Random) -> int:
 
 
 def pipeline(client: Client, nbytes: int) -> Any:
-    """Read, map, shuffle, group."""
+    """Read, map, shuffle and group."""
     read = frames(nbytes)
     mapped = read.assign(payload=read.payload * 2)
     summed = mapped.shuffle("key", shuffle_method="gpurt").groupby("key").payload.sum(split_out=4)
@@ -162,7 +162,7 @@ def pipeline(client: Client, nbytes: int) -> Any:
 
 
 def random_dag(client: Client, nbytes: int) -> Any:
-    """Layers of tasks with random inputs, sizes and lengths: the simulator's."""
+    """Make layers of tasks with random inputs, sizes and lengths, as the simulator does."""
     scale = Scale(PARTITIONS, 4 * nbytes, 4)
     made, wanted = graph(stretched(SIMULATED["random-dag"](scale, random.Random(0)), 0.25))
     return sum(len(result) for result in client.gather(client.get(made, wanted, sync=False)))

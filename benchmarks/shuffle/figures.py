@@ -17,7 +17,7 @@ from benchmarks.common.rows import GIB
 
 @dataclass
 class Run:
-    """One timed run. ``turn`` 0 is the first one of its method and operation."""
+    """Record one timed run. ``turn`` 0 is the first one of its method and operation."""
 
     operation: str
     method: str

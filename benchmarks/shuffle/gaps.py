@@ -89,7 +89,7 @@ class Plan:
 
 @dataclass
 class Ran:
-    """One operation: what it took, and the longest time in which nothing happened."""
+    """Record one operation: its duration, and the longest time in which nothing happened."""
 
     switch: str
     name: str
@@ -122,12 +122,12 @@ class Transitions(SchedulerPlugin):
         self.gap, self.between, self.computing = 0.0, ("", ""), 0.0
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, startstops: Any = (), **__: Any) -> None:
-        """Dask's hook."""
+        """Note a transition: Dask's hook."""
         took = sum(each["stop"] - each["start"] for each in startstops or () if each["action"] == "compute")
         self.note(f"{key} {start} to {finish}", took)
 
     def note(self, what: str, computing: float = 0.0) -> None:
-        """Something has happened."""
+        """Note that something has happened."""
         now = time.monotonic()
         with self._lock:
             if self.last is not None and now - self.last > self.gap:
@@ -138,13 +138,13 @@ class Transitions(SchedulerPlugin):
             self._what = what
 
     def begin(self) -> None:
-        """An operation begins."""
+        """Note that an operation begins."""
         with self._lock:
             self.last, self.gap, self.computing = time.monotonic(), 0.0, 0.0
             self.between, self._what = ("", ""), "begin"
 
     def end(self) -> None:
-        """An operation has ended, or was given up: nothing is expected to happen."""
+        """Note that an operation has ended, or was given up: nothing is expected to happen."""
         self.note("end")
         with self._lock:
             self.last = None
@@ -296,7 +296,7 @@ def _run(
 
 
 def _pressure() -> float:
-    """Seconds in which some process of this machine has waited for a CPU so far."""
+    """Return the seconds in which a process of this machine has waited for a CPU so far."""
     with suppress(OSError):
         some = Path("/proc/pressure/cpu").read_text().splitlines()[0]
         return int(some.rpartition("total=")[2]) / 1e6

@@ -80,7 +80,7 @@ class KillAt(SchedulerPlugin):
 
 @dataclass(frozen=True)
 class Run:
-    """One shuffle."""
+    """Record one shuffle."""
 
     method: str
     phase: str
@@ -91,7 +91,7 @@ class Run:
 
 @contextlib.contextmanager
 def cluster_of(method: str, workers: int, backend: str) -> Iterator[Client]:
-    """A cluster whose shuffles go by a method."""
+    """Run a cluster whose shuffles go by a method."""
     with (
         dask.config.set({"dataframe.shuffle.method": method}),
         local_cluster(backend, workers) as cluster,

@@ -56,7 +56,9 @@ def run_rounds(parameters: dict[str, Any], plan: Plan) -> Iterator[Run]:
         turn = number % max(1, len(groups))
         for together in [groups] if on_host else [[group] for group in [*groups[turn:], *groups[:turn]]]:
             with start(options, together) as contenders:
-                traced = not on_host and all(can_trace(each.client) for each in contenders)
+                traced = (
+                    parameters["trace"] and not on_host and all(can_trace(each.client) for each in contenders)
+                )
                 yield from measure(contenders, plan, round_number=number, traced=traced)
         if CUDF_POLARS in names:
             yield from run_polars(plan, workers=options.workers, round_number=number)
@@ -99,6 +101,7 @@ def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--rmm-pool-size", type=float, default=0.6, show_default=True, help="A share of the GPU.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Against DuckDB.")
+@click.option("--trace/--no-trace", default=True, show_default=True, help="One more run, with CUPTI.")
 @click.option("--prepare-only", is_flag=True, help="Make the tables and DuckDB's results, and end.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="A page of budgets; bokeh.")
@@ -127,13 +130,12 @@ def main(
     parameters["workers"] = parameters["workers"] or default_workers(backend)
     parameters |= {"scale": tables.scale, "parts": tables.parts, "checked": check}
     wanted = expected(tables, parameters["queries"]) if check else {}
-    threads = parameters["workers"] * parameters["threads"]
-    plan = Plan(tables, parameters["queries"], wanted, parameters["repeat"], threads)
+    plan = Plan(tables, parameters["queries"], wanted, parameters["repeat"])
     runs: list[Run] = []
     for run in run_rounds(parameters, plan):
         _tell(run)
         if runs and run.query != runs[-1].query:
-            write(results_of(parameters, runs), output)  # for whoever is stopped in the middle
+            write(results_of(parameters, runs), output)  # in case it is stopped in the middle
         runs.append(run)
     results = results_of(parameters, runs)
     write(results, output)

@@ -1,4 +1,4 @@
-"""Where the time of a query goes, by the scheduler's own log.
+"""Divide the time of a query by what it was spent on, from the scheduler's own log.
 
 A query's time is cut at five moments, which all come from the clock of one host:
 
@@ -30,7 +30,7 @@ KINDS_NAMED = 8
 
 
 class Step(NamedTuple):
-    """Something that a worker did for a task, in seconds since the epoch."""
+    """Record something that a worker did for a task, in seconds since the epoch."""
 
     kind: str
     action: str
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Logged:
-    """All that the scheduler knows of a query: when its graphs were made, and the steps of its tasks."""
+    """Keep all that the scheduler knows of a query: when its graphs were made, and the steps of its tasks."""
 
     #: Begin and end of each graph.
     graphs: Sequence[tuple[float, float]]

@@ -1,4 +1,6 @@
-"""Who takes part: a cluster with the runtime on, and one of Dask's as shipped, with its ways to shuffle."""
+"""Start the contenders: a cluster with the runtime on, and one of Dask's as shipped, with its ways to
+shuffle.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,21 @@ from .budget import TaskLog
 from .gpu import Utilisation
 
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
-CONTENDERS = (GPURT, TASKS, P2P, CUDF_POLARS)
+#: The runtime with two workers in place of each one.
+SHARED = "gpurt-shared"
+CONTENDERS = (GPURT, SHARED, TASKS, P2P, CUDF_POLARS)
+
+TWO_WORKERS = {
+    "gpurt.enabled": True,
+    "gpurt.compute.concurrency": 2,
+    # As in the file that `pip install` puts into Dask's configuration.
+    "distributed.nanny.preload": ["dask_gpurt.preload"],
+}
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What all clusters have in common."""
+    """Set what all clusters have in common."""
 
     backend: str
     workers: int
@@ -42,7 +53,7 @@ class Contender:
     @property
     def has_runtime(self) -> bool:
         """Tell whether the runtime is on."""
-        return self.name == GPURT
+        return self.name in (GPURT, SHARED)
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
@@ -56,7 +67,8 @@ class Contender:
 def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the contenders of each cluster that is needed: ``tasks`` and ``p2p`` share one."""
     plain = tuple(name for name in names if name in (TASKS, P2P))
-    return [each for each in [(GPURT,) if GPURT in names else (), plain] if each]
+    alone = [(name,) for name in (GPURT, SHARED) if name in names]
+    return [each for each in [*alone, plain] if each]
 
 
 @contextmanager
@@ -65,6 +77,8 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
     with ExitStack() as stack:
         found: list[Contender] = []
         for names in groups:
+            if SHARED in names:
+                stack.enter_context(dask.config.set(TWO_WORKERS))
             cluster = stack.enter_context(
                 local_cluster(
                     options.backend,
@@ -75,7 +89,8 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
                 )
             )
             client: Any = stack.enter_context(Client(cluster, set_as_default=False))
-            if GPURT in names:
+            client.wait_for_workers(options.workers * (2 if SHARED in names else 1))
+            if GPURT in names or SHARED in names:
                 dask_gpurt.enable(client)
             client.register_plugin(TaskLog(), name=TaskLog.name)
             if options.backend == "cudf":

@@ -1,4 +1,4 @@
-"""What workers count while a query runs: bytes read, moved and spilled, and seconds of CPU."""
+"""Read the counters of workers while a query runs: bytes read, moved and spilled, and seconds of CPU."""
 
 from __future__ import annotations
 

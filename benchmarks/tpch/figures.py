@@ -1,4 +1,4 @@
-"""What comes of timed queries: medians with intervals, ratios, budgets, and how they are printed."""
+"""Summarise timed queries: medians with intervals, ratios and budgets, and how they are printed."""
 
 from __future__ import annotations
 

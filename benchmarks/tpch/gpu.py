@@ -1,4 +1,4 @@
-"""How busy the GPUs are: by CUPTI where PyTorch is there to ask it, else as NVML tells."""
+"""Measure how busy the GPUs are: by CUPTI through PyTorch where it is installed, else by NVML."""
 
 from __future__ import annotations
 

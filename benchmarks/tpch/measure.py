@@ -25,7 +25,7 @@ FORGET_TIMEOUT_S, FORGET_POLL_INTERVAL_S = 30.0, 0.005
 
 @dataclass
 class Run:
-    """One timed run of a query. ``turn`` 0 is the first of its contender on a new cluster."""
+    """Record one timed run of a query. ``turn`` 0 is the first of its contender on a new cluster."""
 
     query: int
     contender: str
@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run, how often, and what has to come of it."""
+    """Say what is run, how often, and what has to come of it."""
 
     tables: ParquetTables
     queries: Sequence[int]
@@ -47,8 +47,6 @@ class Plan:
     wanted: Mapping[int, pd.DataFrame]
     #: Runs after each first one.
     warm: int
-    #: Task threads of all workers of a cluster.
-    threads: int
 
 
 def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, traced: bool) -> Iterator[Run]:
@@ -89,6 +87,7 @@ def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, t
 def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, dict[str, Any]]:
     """Run a query and check its result; return its seconds and where they went."""
     client = contender.client
+    threads = sum(client.nthreads().values())
     forget(client)
     client.run(gc.collect)
     counted = read_counters(client, contender.has_runtime)
@@ -101,7 +100,7 @@ def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, di
         built = time()
         found = collected(query, lazy.compute())
         ended = time()
-    spent = budget(began, built, ended, take_log(client), plan.threads)
+    spent = budget(began, built, ended, take_log(client), threads)
     if contender.on_gpu:
         spent["gpu_busy_nvml"] = take_utilisation(client)
     spent |= difference(counted, read_counters(client, contender.has_runtime))

@@ -71,7 +71,7 @@ def discounted(lineitem: Any) -> Any:
 
 @query(order=["l_returnflag", "l_linestatus"])
 def q1(tables: Tables) -> Any:
-    """Pricing summary report."""
+    """Compute the pricing summary report."""
     lineitem = tables["lineitem"]
     shipped = lineitem[lineitem.l_shipdate <= day("1998-09-02")]
     price = discounted(shipped)
@@ -100,7 +100,7 @@ def q1(tables: Tables) -> Any:
 
 @query(order=["-s_acctbal", "n_name", "s_name", "p_partkey"], limit=100)
 def q2(tables: Tables) -> Any:
-    """Minimum cost supplier."""
+    """Compute the minimum cost supplier."""
     part, region = tables["part"], tables["region"]
     part = part[(part.p_size == 15) & part.p_type.str.endswith("BRASS")]
     offers = (
@@ -118,7 +118,7 @@ def q2(tables: Tables) -> Any:
 
 @query(order=["-revenue", "o_orderdate"], limit=10)
 def q3(tables: Tables) -> Any:
-    """Shipping priority."""
+    """Compute the shipping priority."""
     customer, orders, lineitem = tables["customer"], tables["orders"], tables["lineitem"]
     customer = customer[customer.c_mktsegment == "BUILDING"]
     orders = orders[orders.o_orderdate < day("1995-03-15")]
@@ -133,7 +133,7 @@ def q3(tables: Tables) -> Any:
 
 @query(order=["o_orderpriority"])
 def q4(tables: Tables) -> Any:
-    """Order priority checking."""
+    """Compute the order priority checking."""
     orders, lineitem = tables["orders"], tables["lineitem"]
     orders = orders[(orders.o_orderdate >= day("1993-07-01")) & (orders.o_orderdate < day("1993-10-01"))]
     late = lineitem[lineitem.l_commitdate < lineitem.l_receiptdate]
@@ -144,7 +144,7 @@ def q4(tables: Tables) -> Any:
 
 @query(order=["-revenue"])
 def q5(tables: Tables) -> Any:
-    """Local supplier volume."""
+    """Compute the local supplier volume."""
     region, orders = tables["region"], tables["orders"]
     orders = orders[(orders.o_orderdate >= day("1994-01-01")) & (orders.o_orderdate < day("1995-01-01"))]
     sold = (
@@ -163,7 +163,7 @@ def q5(tables: Tables) -> Any:
 
 @query(scalar="revenue")
 def q6(tables: Tables) -> Any:
-    """Forecasting revenue change."""
+    """Compute the forecasting revenue change."""
     lineitem = tables["lineitem"]
     kept = lineitem[
         (lineitem.l_shipdate >= day("1994-01-01"))
@@ -177,7 +177,7 @@ def q6(tables: Tables) -> Any:
 
 @query(order=["supp_nation", "cust_nation", "l_year"])
 def q7(tables: Tables) -> Any:
-    """Volume shipping."""
+    """Compute the volume shipping."""
     nation, lineitem = tables["nation"], tables["lineitem"]
     nation = nation[nation.n_name.isin(["FRANCE", "GERMANY"])][["n_nationkey", "n_name"]]
     lineitem = lineitem[
@@ -204,7 +204,7 @@ def q7(tables: Tables) -> Any:
 
 @query(order=["o_year"])
 def q8(tables: Tables) -> Any:
-    """National market share."""
+    """Compute the national market share."""
     part, region, nation, orders = (tables[name] for name in ("part", "region", "nation", "orders"))
     part = part[part.p_type == "ECONOMY ANODIZED STEEL"]
     orders = orders[(orders.o_orderdate >= day("1995-01-01")) & (orders.o_orderdate <= day("1996-12-31"))]
@@ -230,7 +230,7 @@ def q8(tables: Tables) -> Any:
 
 @query(order=["nation", "-o_year"])
 def q9(tables: Tables) -> Any:
-    """Product type profit measure."""
+    """Compute the product type profit measure."""
     part = tables["part"]
     part = part[part.p_name.str.contains("green")][["p_partkey"]]
     suppliers = tables["nation"].merge(tables["supplier"], left_on="n_nationkey", right_on="s_nationkey")
@@ -248,7 +248,7 @@ def q9(tables: Tables) -> Any:
 
 @query(order=["-revenue"], limit=20)
 def q10(tables: Tables) -> Any:
-    """Returned item reporting."""
+    """Compute the returned item reporting."""
     orders, lineitem = tables["orders"], tables["lineitem"]
     orders = orders[(orders.o_orderdate >= day("1993-10-01")) & (orders.o_orderdate < day("1994-01-01"))]
     returned = (
@@ -266,7 +266,7 @@ def q10(tables: Tables) -> Any:
 
 @query(order=["-value"])
 def q11(tables: Tables) -> Any:
-    """Important stock identification."""
+    """Compute the important stock identification."""
     nation, partsupp = tables["nation"], tables["partsupp"]
     stock = (
         nation[nation.n_name == "GERMANY"]
@@ -280,7 +280,7 @@ def q11(tables: Tables) -> Any:
 
 @query(order=["l_shipmode"])
 def q12(tables: Tables) -> Any:
-    """Shipping modes and order priority."""
+    """Compute the shipping modes and order priority."""
     lineitem = tables["lineitem"]
     late = lineitem[
         lineitem.l_shipmode.isin(["MAIL", "SHIP"])
@@ -298,7 +298,7 @@ def q12(tables: Tables) -> Any:
 
 @query(order=["-custdist", "-c_count"])
 def q13(tables: Tables) -> Any:
-    """Customer distribution."""
+    """Compute the customer distribution."""
     orders = tables["orders"]
     orders = orders[~orders.o_comment.str.contains("special.*requests")]
     found = tables["customer"].merge(orders, how="left", left_on="c_custkey", right_on="o_custkey")
@@ -309,7 +309,7 @@ def q13(tables: Tables) -> Any:
 
 @query(scalar="promo_revenue")
 def q14(tables: Tables) -> Any:
-    """Promotion effect."""
+    """Compute the promotion effect."""
     lineitem = tables["lineitem"]
     sold = lineitem[
         (lineitem.l_shipdate >= day("1995-09-01")) & (lineitem.l_shipdate < day("1995-10-01"))
@@ -321,7 +321,7 @@ def q14(tables: Tables) -> Any:
 
 @query(order=["s_suppkey"])
 def q15(tables: Tables) -> Any:
-    """Top supplier."""
+    """Compute the top supplier."""
     lineitem = tables["lineitem"]
     shipped = lineitem[(lineitem.l_shipdate >= day("1996-01-01")) & (lineitem.l_shipdate < day("1996-04-01"))]
     shipped = shipped.assign(total_revenue=discounted(shipped))
@@ -333,7 +333,7 @@ def q15(tables: Tables) -> Any:
 
 @query(order=["-supplier_cnt", "p_brand", "p_type", "p_size"])
 def q16(tables: Tables) -> Any:
-    """Parts and suppliers."""
+    """Compute the parts and suppliers."""
     part, supplier = tables["part"], tables["supplier"]
     part = part[
         (part.p_brand != "Brand#45")
@@ -352,7 +352,7 @@ def q16(tables: Tables) -> Any:
 
 @query(scalar="avg_yearly")
 def q17(tables: Tables) -> Any:
-    """Small-quantity-order revenue."""
+    """Compute the small-quantity-order revenue."""
     part = tables["part"]
     part = part[(part.p_brand == "Brand#23") & (part.p_container == "MED BOX")][["p_partkey"]]
     sold = part.merge(tables["lineitem"], left_on="p_partkey", right_on="l_partkey")
@@ -364,7 +364,7 @@ def q17(tables: Tables) -> Any:
 
 @query(order=["-o_totalprice", "o_orderdate"], limit=100)
 def q18(tables: Tables) -> Any:
-    """Large volume customer."""
+    """Compute the large volume customer."""
     lineitem = tables["lineitem"]
     quantities = lineitem.groupby("l_orderkey").agg({"l_quantity": "sum"}).reset_index()
     large = quantities[quantities.l_quantity > 300].rename(columns={"l_quantity": "sum_quantity"})
@@ -380,7 +380,7 @@ def q18(tables: Tables) -> Any:
 
 @query(scalar="revenue")
 def q19(tables: Tables) -> Any:
-    """Discounted revenue."""
+    """Compute the discounted revenue."""
     lineitem = tables["lineitem"]
     delivered = lineitem[
         lineitem.l_shipmode.isin(["AIR", "AIR REG"]) & (lineitem.l_shipinstruct == "DELIVER IN PERSON")
@@ -412,7 +412,7 @@ def _pairs(containers: str) -> list[tuple[str, str]]:
 
 @query(order=["s_name"])
 def q20(tables: Tables) -> Any:
-    """Potential part promotion."""
+    """Compute the potential part promotion."""
     part, lineitem, nation = tables["part"], tables["lineitem"], tables["nation"]
     forest = part[part.p_name.str.startswith("forest")][["p_partkey"]]
     shipped = lineitem[(lineitem.l_shipdate >= day("1994-01-01")) & (lineitem.l_shipdate < day("1995-01-01"))]
@@ -430,7 +430,7 @@ def q20(tables: Tables) -> Any:
 
 @query(order=["-numwait", "s_name"], limit=100)
 def q21(tables: Tables) -> Any:
-    """Suppliers who kept orders waiting."""
+    """Compute the suppliers who kept orders waiting."""
     lineitem, orders, nation = tables["lineitem"], tables["orders"], tables["nation"]
     late = lineitem[lineitem.l_receiptdate > lineitem.l_commitdate][["l_orderkey", "l_suppkey"]]
 
@@ -455,7 +455,7 @@ def q21(tables: Tables) -> Any:
 
 @query(order=["cntrycode"])
 def q22(tables: Tables) -> Any:
-    """Global sales opportunity."""
+    """Compute the global sales opportunity."""
     customer, orders = tables["customer"], tables["orders"]
     customer = customer.assign(cntrycode=customer.c_phone.str.slice(0, 2))
     customer = customer[customer.cntrycode.isin(["13", "31", "23", "29", "30", "18", "17"])]

@@ -35,7 +35,7 @@ PORTS = range(15_000, 32_000)
 
 
 def keeps_address(name: Any) -> bool:
-    """Whether the process that replaces this worker of ours gets the same address."""
+    """Return whether the process that replaces this worker of ours gets the same address."""
     return int(name) % 2 == 0
 
 
@@ -130,7 +130,7 @@ def restart_given_up(cluster: Any) -> int:
 
 
 class NannyLog(logging.Handler):
-    """Keeps the last lines that nannies have logged: they are in this process, and say why one gives up."""
+    """Keep the last lines that nannies have logged: they are in this process, and say why one gives up."""
 
     NAMES = ("distributed.nanny", __name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 #: The most that an explanation says.
-LONGEST = 600
+MAX_CHARACTERS = 600
 
 
 def difference(
@@ -57,7 +57,7 @@ def difference(
             _in_order(found, by), _in_order(expected, by), check_exact=True, check_categorical=False
         )
     except AssertionError as error:
-        return f"{error}{_rows(found, expected, by)}"[:LONGEST]
+        return f"{error}{_rows(found, expected, by)}"[:MAX_CHARACTERS]
     return None
 
 

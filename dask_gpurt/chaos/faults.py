@@ -1,4 +1,4 @@
-"""What is broken: a class for each kind of fault."""
+"""Break things: a class for each kind of fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MESSAGES = {
     "fetches": "gpurt_fetch",
 }
 #: A connection that breaks each time is no connection: a reset leaves at least every other message alone.
-LEAST_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
+MIN_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
 #: Seconds for a worker to answer; a worker that is stopped answers after that.
 ASK_S = 20.0
 SHM = "/dev/shm"
@@ -116,7 +116,7 @@ class Site:
 
 
 class Fault(ABC):
-    """One fault. ``begin`` and ``end`` are called once each, on one thread.
+    """Inject one fault. ``begin`` and ``end`` are called once each, on one thread.
 
     Parameters
     ----------
@@ -233,12 +233,12 @@ class Stop(Fault):
 
 
 class OnWorkers(Fault):
-    """Something that all workers do wrong, until it is ended."""
+    """Have all workers do something wrong, until it is ended."""
 
     kind: ClassVar[str]
 
     def options(self) -> dict[str, Any]:
-        """What the worker's side needs to know."""
+        """Return what the worker's side needs to know."""
         return {"one_in": self.spec.one_in, "seed": self.spec.seed}
 
     def begin(self) -> None:
@@ -263,14 +263,14 @@ class Messages(OnWorkers):
         return {
             "action": self.action,
             "op": self.op,
-            "one_in": min(max(self.spec.one_in, LEAST_ONE_IN[self.action]), 5),
+            "one_in": min(max(self.spec.one_in, MIN_ONE_IN[self.action]), 5),
             "seed": self.spec.seed,
             "seconds": min(self.spec.lasting_s, 2),
         }
 
 
 class ResetConnections(Fault):
-    """All connections between workers are aborted."""
+    """Abort all connections between workers."""
 
     hits: int
 
@@ -287,7 +287,7 @@ OUT_OF_MEMORY = (r"MemoryError", r"NoRoom", r"no tier has room", r"no space left
 
 
 class Allocations(OnWorkers):
-    """One of so many allocations of a worker's devices fails."""
+    """Fail one of so many allocations of a worker's devices."""
 
     kind = "allocations"
     explains = OUT_OF_MEMORY
@@ -321,7 +321,7 @@ class FullDisk(OnWorkers):
 
 
 class FullShm(OnWorkers):
-    """There is no space in /dev/shm.
+    """Leave no space in /dev/shm.
 
     It is filled with a nameless file where that costs little memory. On large ones, whose pages are the
     host's memory, taking more of it fails in the workers.
@@ -391,7 +391,7 @@ class ScaleUp(ScaleDown):
         self._scale(self.site.workers + 1)
 
 
-class Switch(Fault):
+class SwitchRuntime(Fault):
     """The runtime is switched off, and on again when the operations have ended."""
 
     explains = (r"the runtime was switched off", r"the runtime is not on")
@@ -405,10 +405,10 @@ class Switch(Fault):
         return 1
 
 
-class SwitchTwice(Fault):
+class SwitchRuntimeTwice(Fault):
     """The runtime is switched off, and on again by two threads at once."""
 
-    explains = Switch.explains
+    explains = SwitchRuntime.explains
     ends_last = True
     #: Whether it did not go on, beside another fault.
     is_off = False
@@ -446,7 +446,7 @@ def _pid(dask_worker: Any) -> int:
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:
-    """Wait for an event of the cluster, as long as that may take; whoever needs it looks again."""
+    """Wait for an event of the cluster, as long as that may take; what needs it looks again."""
     ends = time.monotonic() + ASK_S
     while not happened() and time.monotonic() < ends:
         time.sleep(0.05)
@@ -469,7 +469,7 @@ FAULTS: dict[str, type[Fault]] = {
     "full-shm": FullShm,
     "scale-down": ScaleDown,
     "scale-up": ScaleUp,
-    "switch": Switch,
-    "switch-twice": SwitchTwice,
+    "switch": SwitchRuntime,
+    "switch-twice": SwitchRuntimeTwice,
     CHECKS_THE_CHECKER: WrongRow,
 }

@@ -51,7 +51,7 @@ def to_pandas(frame: Any) -> Any:
 
 
 def _rows_of(spec: FrameSpec, number: int) -> tuple[int, int]:
-    """Number the first row of a partition; and count its rows."""
+    """Return the number of the first row of a partition; and count its rows."""
     filled = [at for at in range(spec.partitions) if at not in spec.empty]
     before = sum(at < number for at in filled)
     first, last = (spec.rows * at // len(filled) for at in (before, before + 1))

@@ -1,4 +1,4 @@
-"""What is left when nothing runs any more: of memory, files, mappings, threads and promises."""
+"""Find what is left when nothing runs any more: memory, files, mappings, threads and promises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIER_PREFIX, THREAD_PREFIX = "gpurt-tier-", "gpurt"
 
 @dataclass(frozen=True)
 class Probe:
-    """What a worker process holds.
+    """List what a worker process holds.
 
     Attributes
     ----------
@@ -76,14 +76,14 @@ def trimmed(dask_worker: Any) -> int:
 
 
 def anonymous() -> int:
-    """Bytes of memory that are this process's own."""
+    """Return the bytes of memory that are this process's own."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
     return int(line.split()[1]) * 1024
 
 
 def _is_incoming(thing: Any) -> bool:
     # By the module, so that the name of the class may change.
-    return type(thing).__module__ == "dask_gpurt.exchange.inbox" and hasattr(thing, "shard")
+    return type(thing).__module__ == "dask_gpurt.exchange.incoming" and hasattr(thing, "shard")
 
 
 def _open_pools() -> Iterable[int]:

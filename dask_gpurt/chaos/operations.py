@@ -1,4 +1,4 @@
-"""What is computed: each operation on a cluster, and the same in pandas."""
+"""Compute each operation on a cluster, and the same in pandas."""
 
 from __future__ import annotations
 

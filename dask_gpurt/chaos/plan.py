@@ -27,7 +27,7 @@ DASKS_SHUFFLES, NOT_DASKS = frozenset({"switch", "switch-twice"}), "object"
 
 @dataclass(frozen=True)
 class Setup:
-    """How the runtime is switched on.
+    """Describe how the runtime is switched on.
 
     Attributes
     ----------
@@ -150,7 +150,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """All steps of a seed.
+    """Draw all steps of a seed.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def setup(self) -> Setup:
-        """How the runtime is switched on at first."""
+        """Return how the runtime is switched on at first."""
         return self._setup(Random(f"{self.seed}"))
 
     def _setup(self, random: Random) -> Setup:

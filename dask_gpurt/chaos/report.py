@@ -1,4 +1,4 @@
-"""What a run has shown."""
+"""Report what a run has shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Ending(StrEnum):
-    """How an operation ended."""
+    """Name how an operation ended."""
 
     RIGHT = "right"
     #: In an error that a fault explains: Dask itself would not have survived it, or memory was refused.
@@ -65,11 +65,11 @@ class Report:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing was wrong, hung, unexplained or left."""
+        """Return whether nothing was wrong, hung, unexplained or left."""
         return bool(self.outcomes) and not self.left and not any(map(self.count, NEVER))
 
     def kinds(self) -> list[str]:
-        """Kinds of operations that have run."""
+        """Return the kinds of operations that have run."""
         return sorted({one.kind for one in self.outcomes})
 
     def bad(self) -> list[Outcome]:
@@ -77,7 +77,7 @@ class Report:
         return [one for one in self.outcomes if one.ending in NEVER]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return everything, for JSON."""
         return {
             "seed": self.seed,
             "workers": self.workers,

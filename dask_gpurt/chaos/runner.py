@@ -31,7 +31,7 @@ END_S = 90.0
 
 
 class Hung(Exception):
-    """Something did not end in its time."""
+    """Report that something did not end in its time."""
 
 
 class Failed(Exception):
@@ -42,7 +42,7 @@ class Failed(Exception):
         self.said = said
 
 
-class _Operation:
+class _RunningOperation:
     """An operation on a thread of its own: Dask computes some things while a sort is built."""
 
     def __init__(self, spec: OperationSpec, client: Client, backend: str):
@@ -93,7 +93,7 @@ class Chaos:
         Directory for files that tell of what hangs.
     directory
         Local directory of the workers, if it is known.
-    told
+    on_step
         Called with the report after each step.
     """
 
@@ -106,7 +106,7 @@ class Chaos:
         limit_s: float = 120.0,
         dumps: Path = Path("."),
         directory: str | None = None,
-        told: Callable[[Report, Step], None] = lambda report, step: None,
+        on_step: Callable[[Report, Step], None] = lambda report, step: None,
     ):
         self.plan = plan
         self.site = site
@@ -114,7 +114,7 @@ class Chaos:
         self.limit_s = limit_s
         self.dumps = dumps
         self.directory = directory
-        self.told = told
+        self.on_step = on_step
         self.report = Report(plan.seed, site.workers)
         self._shm = leftovers.named_shm()
 
@@ -143,7 +143,7 @@ class Chaos:
     def _step(self, step: Step) -> None:
         faults = [FAULTS[spec.kind](spec, self.site) for spec in step.faults]
         self.report.faults.update(spec.kind for spec in step.faults)
-        operations = [_Operation(spec, self.site.client, self.backend) for spec in step.operations]
+        operations = [_RunningOperation(spec, self.site.client, self.backend) for spec in step.operations]
         try:
             for operation in operations:
                 self._wait(operation.built, operation)
@@ -169,7 +169,7 @@ class Chaos:
         except TimeoutError as error:
             raise Hung(str(error)) from error
         self.report.steps += 1
-        self.told(self.report, step)
+        self.on_step(self.report, step)
 
     def _begin(self, faults: Iterator[Fault]) -> None:
         for fault in faults:
@@ -193,11 +193,11 @@ class Chaos:
 
     # ---- waiting ---------------------------------------------------------------------
 
-    def _wait(self, event: threading.Event, operation: _Operation) -> None:
+    def _wait(self, event: threading.Event, operation: _RunningOperation) -> None:
         if not event.wait(self.limit_s):
             raise Hung(f"{operation.spec.kind} was not built in {self.limit_s:g} s")
 
-    def _wait_for_end(self, operation: _Operation) -> None:
+    def _wait_for_end(self, operation: _RunningOperation) -> None:
         try:
             operation.done.exception(self.limit_s)
         except TimeoutError:
@@ -214,7 +214,7 @@ class Chaos:
 
     # ---- judging ---------------------------------------------------------------------
 
-    def _judge(self, operation: _Operation, step: Step) -> Outcome:
+    def _judge(self, operation: _RunningOperation, step: Step) -> Outcome:
         names = tuple(spec.kind for spec in step.faults)
         seconds = operation.ended - operation.began
         return Outcome(
@@ -222,7 +222,7 @@ class Chaos:
         )
 
     def _ending(
-        self, operation: _Operation, faults: Sequence[FaultSpec]
+        self, operation: _RunningOperation, faults: Sequence[FaultSpec]
     ) -> tuple[Ending, str] | tuple[Ending, str, str]:
         if not operation.done.done():
             return Ending.HUNG, f"no end after {self.limit_s:g} s"

@@ -16,7 +16,7 @@ from dask_gpurt.chaos.faults import Site
 from dask_gpurt.dask_hooks.shuffle import active_runs
 
 #: Tasks and coroutines that are described of each process.
-MOST = 60
+MAX_DESCRIBED = 60
 
 
 def describe(site: Site) -> str:
@@ -44,7 +44,7 @@ def threads() -> str:
 def coroutines() -> str:
     """Print where each coroutine of this event loop waits."""
     out = io.StringIO()
-    for task in list(asyncio.all_tasks())[:MOST]:
+    for task in list(asyncio.all_tasks())[:MAX_DESCRIBED]:
         task.print_stack(file=out)
     return out.getvalue()
 
@@ -65,8 +65,8 @@ async def _ask_scheduler(client: Client) -> str:
 async def describe_scheduler(dask_scheduler: Any) -> str:
     """Name each task that is not in memory, with what it waits for."""
     waiting = [task for task in dask_scheduler.tasks.values() if task.state not in ("memory", "forgotten")]
-    lines = [_describe_task(task) for task in waiting[:MOST]]
-    more = [f"and {len(waiting) - MOST} more"] if len(waiting) > MOST else []
+    lines = [_describe_task(task) for task in waiting[:MAX_DESCRIBED]]
+    more = [f"and {len(waiting) - MAX_DESCRIBED} more"] if len(waiting) > MAX_DESCRIBED else []
     return "\n".join([*_describe_workers(dask_scheduler), *lines, *more, coroutines()])
 
 
@@ -87,7 +87,7 @@ async def describe_worker(dask_worker: Any) -> str:
     state = dask_worker.state
     lines = [f"state: {dask_worker.status.name}, {len(state.tasks)} tasks"]
     for name in ("executing", "long_running", "ready", "waiting", "in_flight_tasks", "missing_dep_flight"):
-        if found := [str(task.key) for task in list(getattr(state, name, ()))[:MOST]]:
+        if found := [str(task.key) for task in list(getattr(state, name, ()))[:MAX_DESCRIBED]]:
             lines.append(f"{name}: {', '.join(found)}")
     if (shuffles := dask_worker.plugins.get("shuffle")) is not None:
         lines += [f"run: {run!r}" for run in active_runs(shuffles).values()]

@@ -25,13 +25,13 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.testing import FailingAllocations, put_back
 
 NAME = "gpurt-chaos"
-#: Seconds until this process ends itself: long enough for the reply to whoever asked it to.
+#: Seconds until this process ends itself: long enough for the reply to the request.
 KILL_DELAY_S = 0.01
 
 
 @dataclass
 class Rule:
-    """What happens to messages of one operation that this worker sends to other workers.
+    """Change messages of one operation that this worker sends to other workers.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ _LATE: set[asyncio.Task[None]] = set()
 
 
 class FullFileSystem:
-    """Has writes to files below a directory fail with ENOSPC, in this process."""
+    """Make writes to files below a directory fail with ENOSPC, in this process."""
 
     FUNCTIONS = ("write", "pwrite", "posix_fallocate")
 
@@ -185,8 +185,8 @@ class FullFileSystem:
             setattr(os, name, original)
 
 
-class RefusedOffers:
-    """Has the exchange of a worker run out of memory as it takes one of so many offers."""
+class OfferFaultInjector:
+    """Make the exchange of a worker run out of memory as it takes one of so many offers."""
 
     def __init__(self, exchange: Any, one_in: int, seed: int):
         self._exchange = exchange
@@ -207,8 +207,8 @@ class RefusedOffers:
         put_back(self._exchange, "take", self._before)
 
 
-class FailingTransfers:
-    """Has transfer tasks fail as they pack, after they have published a part because the pool was full."""
+class TransferFaultInjector:
+    """Make transfer tasks fail as they pack, after they have published a part because the pool was full."""
 
     def __init__(self, pools: list[Any], one_in: int, seed: int):
         self._random = Random(seed)
@@ -240,7 +240,7 @@ class FailingTransfers:
 
 
 class ChaosWorkerPlugin(WorkerPlugin):
-    """Keeps the faults of a worker."""
+    """Keep the faults of a worker."""
 
     name = NAME
     idempotent = True
@@ -265,13 +265,13 @@ class ChaosWorkerPlugin(WorkerPlugin):
             self.faults[number] = FullFileSystem(*options["prefixes"] or [self.worker.local_directory])
         elif runtime is not None and kind == "transfers":
             pools = runtime.exchange.pools
-            self.faults[number] = FailingTransfers(
+            self.faults[number] = TransferFaultInjector(
                 [pools.known(each).pool for each in pools.devices], **options
             )
         elif runtime is not None and kind == "allocations":
             self.faults[number] = FailingAllocations(list(runtime.exchange.pools.devices.values()), **options)
         elif runtime is not None and kind == "offers":
-            self.faults[number] = RefusedOffers(runtime.exchange, **options)
+            self.faults[number] = OfferFaultInjector(runtime.exchange, **options)
 
     def stop(self, number: int) -> int:
         """End a fault; how often it hit."""

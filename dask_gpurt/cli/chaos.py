@@ -20,10 +20,10 @@ from dask_gpurt.chaos.report import NEVER, Ending
 from dask_gpurt.chaos.runner import existing_cluster
 from dask_gpurt.cli.cluster import choose_backend, visible_gpus
 
-#: Processes on the host, where nobody says how many: one more than a pair.
+#: Processes on the host by default: one more than a pair.
 WORKERS = 3
 #: Characters of an error in the table.
-SHOWN = 600
+MAX_ERROR_CHARACTERS = 600
 
 
 @click.command()
@@ -113,12 +113,14 @@ def chaos(
         client, cluster, directory = place
         site = Site(client, cluster, count if cluster else len(client.nthreads()))
 
-        def told(report: Report, step: Step) -> None:
+        def on_step(report: Report, step: Step) -> None:
             status.update(
                 f"seed {seed}, step {step.number}, {len(report.outcomes)} operations, {len(report.bad())} bad"
             )
 
-        run = Chaos(plan, site, backend=backend, limit_s=limit, dumps=dumps, directory=directory, told=told)
+        run = Chaos(
+            plan, site, backend=backend, limit_s=limit, dumps=dumps, directory=directory, on_step=on_step
+        )
         report = run.run(seconds, steps)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2))
@@ -169,7 +171,7 @@ def print_report(report: Report, console: Console) -> None:
     for one in report.bad():
         where = f"step {one.step}, {one.kind} beside {', '.join(one.faults) or 'no fault'}"
         console.print(f"[red]{one.ending}[/]: {where}", highlight=False)
-        console.print(one.detail[:SHOWN], markup=False, highlight=False)
+        console.print(one.detail[:MAX_ERROR_CHARACTERS], markup=False, highlight=False)
     for left in report.left:
         console.print("[red]left[/]:", end=" ")
         console.print(left, markup=False, highlight=False)

@@ -242,8 +242,8 @@ def print_results(results: Mapping[str, Any], outcomes: Sequence[OperationTiming
     for method, ratio in results["speedups"].items():
         console.print(f"gpurt against {method}: {ratio:.2f} times as fast (geometric mean)")
     if results["tiers"]["failed"]:
-        told = f"{results['tiers']['failed']} samples of the tiers failed: {results['tiers']['error']}"
-        console.print(told, style="red", markup=False)
+        message = f"{results['tiers']['failed']} samples of the tiers failed: {results['tiers']['error']}"
+        console.print(message, style="red", markup=False)
     console.print(f"Report: {results['report']} ({results['elapsed']:.0f} s in all)", soft_wrap=True)
 
 

@@ -79,7 +79,7 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool) -
     return f"by Dask's own {'default' if method in (None, 'gpurt') else method}"
 
 
-def _unused_parts() -> tuple[dask_hooks.Part, ...]:
+def _unused_parts() -> tuple[dask_hooks.SeamGroup, ...]:
     """Return the parts of Dask that nothing needs, as settings are."""
     if config.problems() or config.load().placement.enabled:
         return ()

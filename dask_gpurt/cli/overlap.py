@@ -15,7 +15,7 @@ from rich.table import Table
 import dask_gpurt
 from dask_gpurt.cli.cluster import connected
 from dask_gpurt.overlap.governor import rows
-from dask_gpurt.overlap.statistics import StatisticsFileError, directory, load
+from dask_gpurt.overlap.statistics_file import StatisticsFileError, directory, load
 
 #: Decisions of a worker that are printed, the latest.
 PRINTED_DECISIONS = 10

@@ -33,7 +33,7 @@ from dask_gpurt.simulate.simulation import WorkloadFailed
 
 ALL = "all"
 #: The least bytes in a ratio, where one placement moves none.
-LEAST_BYTES = 1
+MIN_BYTES = 1
 
 
 @click.command("simulate")
@@ -150,7 +150,7 @@ def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, flo
         for placement in (ours, other)
     }
     parts = [
-        max(LEAST_BYTES, our) / their for our, their in zip(moved[ours], moved[other], strict=True) if their
+        max(MIN_BYTES, our) / their for our, their in zip(moved[ours], moved[other], strict=True) if their
     ]
     worst = min(speedups, key=speedups.__getitem__)
     return {

@@ -18,7 +18,7 @@ from dask_gpurt.cli.cluster import connected
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.detect import discover, nvml_missing, visible_devices
 from dask_gpurt.topology.file import Description, TopologyError, as_values, load, parse
-from dask_gpurt.topology.model import Gpu, Host, Nic
+from dask_gpurt.topology.hosts import Gpu, Host, Nic
 
 
 @click.command()

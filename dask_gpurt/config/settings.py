@@ -60,6 +60,19 @@ class ShuffleSettings:
 
 
 @dataclass(frozen=True)
+class ComputeSettings:
+    """Set how many tasks run beside each other.
+
+    Parameters
+    ----------
+    concurrency
+        Workers in place of each one that is started, which share its GPU.
+    """
+
+    concurrency: int = _setting(values.positive)
+
+
+@dataclass(frozen=True)
 class TopologySettings:
     """Set how the links between workers are known.
 
@@ -227,6 +240,8 @@ class Settings:
         How a shuffle runs.
     memory
         Where a worker keeps its data.
+    compute
+        How many tasks run beside each other.
     topology
         What joins the workers.
     overlap
@@ -242,6 +257,7 @@ class Settings:
     exchange: ExchangeSettings = _section(ExchangeSettings)
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)
+    compute: ComputeSettings = _section(ComputeSettings)
     topology: TopologySettings = _section(TopologySettings)
     overlap: OverlapSettings = _section(OverlapSettings)
     placement: PlacementSettings = _section(PlacementSettings)

@@ -149,6 +149,13 @@ def count(key: str, value: object) -> int:
     raise wrong(key, value, "a whole number of at least 0")
 
 
+def positive(key: str, value: object) -> int:
+    word = str(value).strip()
+    if isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal() and int(word):
+        return int(word)
+    raise wrong(key, value, "a whole number of at least 1")
+
+
 def file_name(key: str, value: object) -> str | None:
     if value is None or (isinstance(value, str) and value.strip()):
         return value

@@ -98,7 +98,7 @@ def task_of(expr: Any, key: Any, index: int) -> Any:
 
 
 def is_aligned(merge: Any, side: Any, on: Any) -> bool:
-    """Whether a side of a join is partitioned by its keys already."""
+    """Return whether a side of a join is partitioned by its keys already."""
     return bool(merge._on_condition_already_partitioned(side, on))
 
 

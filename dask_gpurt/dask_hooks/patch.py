@@ -29,7 +29,7 @@ Method = Callable[..., Any]
 #: Makes a replacement of what it replaces.
 Wrap = Callable[[Method], Method]
 #: Is told of a method by name, and why Dask's own was called in the place of the replacement.
-Failed = Callable[[str, str], None]
+FailureHandler = Callable[[str, str], None]
 
 _NOTHING: Any = object()
 
@@ -39,7 +39,7 @@ class PatchOrderError(RuntimeError):
 
 
 class _Place(Protocol):
-    """Where a value is kept that can be replaced."""
+    """Access a value where it is kept and can be replaced."""
 
     def read(self) -> Any:
         """Return what is kept at this very place; ``_NOTHING`` if nothing is."""
@@ -270,7 +270,7 @@ class PatchSet:
             self._patches.pop().restore()
 
 
-def guarded(name: str, ours: Method, original: Method, failed: Failed) -> Method:
+def guarded(name: str, ours: Method, original: Method, failed: FailureHandler) -> Method:
     """Make a function that is ours, and where that raises Dask's.
 
     Parameters

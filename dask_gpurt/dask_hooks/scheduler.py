@@ -9,17 +9,25 @@ from typing import Any
 from distributed import SpecCluster
 from distributed.stealing import WorkStealing
 
-from dask_gpurt.dask_hooks.patch import Failed, Method, PatchSet, guarded
-from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, REPLICAS, STEALING, Part, UnsupportedError
+from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, guarded
+from dask_gpurt.dask_hooks.seams import (
+    PLACEMENT,
+    PLACEMENT_STATE,
+    REPLICAS,
+    STEALING,
+    SeamGroup,
+    UnsupportedError,
+)
 from dask_gpurt.dask_hooks.types import SchedulerState, WorkerState
 
 
 class Unsuitable(Exception):
-    """Raised by a replacement for a choice that Dask could not act on; it chooses instead."""
+    """Refuse a choice that Dask could not act on, in a replacement; Dask chooses instead."""
 
 
 class Overrides:
-    """Replaced choices. One that raises, and one whose method is not as it is known, is made by Dask.
+    """Replace choices of the scheduler. Dask makes those that raise, and those whose method is not as it is
+    known.
 
     Parameters
     ----------
@@ -32,7 +40,7 @@ class Overrides:
         Dask's own methods by name, for replacements that ask them.
     """
 
-    def __init__(self, failed: Failed):
+    def __init__(self, failed: FailureHandler):
         self._failed = failed
         self._patches = PatchSet()
         self.originals: dict[str, Method] = {}
@@ -55,7 +63,7 @@ class Overrides:
         """Replace the choices of the active memory manager; as :meth:`scheduler`."""
         self._put(REPLICAS, manager, ours)
 
-    def _put(self, part: Part, owner: Any, ours: Callable[[str], Method]) -> None:
+    def _put(self, part: SeamGroup, owner: Any, ours: Callable[[str], Method]) -> None:
         for seam in part.seams:
             name = seam.attribute
             original = getattr(owner, name, None)

@@ -26,12 +26,12 @@ OLDEST, NEWEST = "2026.7.1", "2026.8.0"
 
 
 class UnsupportedError(RuntimeError):
-    """This system or this Dask is none that the runtime can work on; it stays off."""
+    """Refuse to run on a system or a Dask that the runtime does not support; it stays off."""
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One private name of Dask's, with the parameters by which it is called.
+    """Name something private of Dask's, with the parameters by which it is called.
 
     Attributes
     ----------
@@ -50,12 +50,12 @@ class Seam:
 
     @property
     def short(self) -> str:
-        """The name without its module."""
+        """Return the name without its module."""
         return self.name.partition(":")[2]
 
     @property
     def attribute(self) -> str:
-        """The last part of the name."""
+        """Return the last part of the name."""
         return self.short.rpartition(".")[2]
 
     def owner(self) -> Any:
@@ -98,7 +98,7 @@ class Seam:
 
 
 @dataclass(frozen=True)
-class Part:
+class SeamGroup:
     """The seams that one part of a runtime needs.
 
     Attributes
@@ -131,7 +131,7 @@ class Part:
 
 
 class State(StrEnum):
-    """How a seam compares with what is known of it."""
+    """Name how a seam compares with what is known of it."""
 
     KNOWN = "as known"
     DIFFERS = "differs"
@@ -161,7 +161,7 @@ _STATE = "distributed.scheduler:SchedulerState."
 _MANAGER = "distributed.active_memory_manager:ActiveMemoryManagerExtension."
 
 #: Tasks as graphs have them, and what tasks of dataframes call.
-GRAPHS = Part(
+GRAPHS = SeamGroup(
     "graphs",
     (
         Seam(_TASKS + "Alias"),
@@ -173,7 +173,7 @@ GRAPHS = Part(
     ),
 )
 #: Runs of shuffles on the scheduler: replaced on its extension, or called there.
-SCHEDULER_SHUFFLES = Part(
+SCHEDULER_SHUFFLES = SeamGroup(
     "shuffles on the scheduler",
     (
         Seam(_EXTENSION + "_retrieve_spec", "self shuffle_id"),
@@ -194,7 +194,7 @@ SCHEDULER_SHUFFLES = Part(
     ),
 )
 #: The specs and tasks that others stand in for, and what calls runs on a worker.
-WORKER_SHUFFLES = Part(
+WORKER_SHUFFLES = SeamGroup(
     "shuffles on workers",
     (
         Seam(_CORE + "ShuffleSpec.create_run_on_worker", "self run_id span_id worker_for plugin"),
@@ -225,7 +225,7 @@ WORKER_SHUFFLES = Part(
     ),
 )
 #: What a worker does with tasks and data: replaced on the worker, or called there.
-WORKER = Part(
+WORKER = SeamGroup(
     "tasks and data of workers",
     (
         Seam("distributed.worker:Worker.execute", "self key stimulus_id"),
@@ -238,7 +238,7 @@ WORKER = Part(
     ),
 )
 #: What a client needs to make graphs. Other processes need not import it.
-EXPRESSIONS = Part(
+EXPRESSIONS = SeamGroup(
     "expressions",
     (
         Seam(_EXPR + "_shuffle:Shuffle._lower", "self"),
@@ -262,7 +262,7 @@ EXPRESSIONS = Part(
     ),
 )
 #: How a client plans: each ``_meta`` and what surrounds it is left to Dask, or answered from what is kept.
-PLANNING = Part(
+PLANNING = SeamGroup(
     "planning",
     (
         Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",)),
@@ -279,7 +279,7 @@ PLANNING = Part(
     without="each query is planned anew, as Dask does",
 )
 #: How tasks find the run that they belong to.
-RUN_LOOKUP = Part(
+RUN_LOOKUP = SeamGroup(
     "run lookup",
     (
         Seam(_PLUGIN + "get_or_create_shuffle", "self shuffle_id"),
@@ -287,8 +287,8 @@ RUN_LOOKUP = Part(
     ),
     without="tasks ask the event loop for their run",
 )
-#: From whom a worker fetches; the runtime has a copy of the body, with another order.
-REPLICA_CHOICE = Part(
+#: The choice of the worker to fetch from; the runtime has a copy of the body, with another order.
+REPLICA_CHOICE = SeamGroup(
     "replica choice",
     (
         Seam(
@@ -300,7 +300,7 @@ REPLICA_CHOICE = Part(
     without="dependencies are fetched from where Dask chooses",
 )
 #: Which worker runs a task. Each method that differs is left to Dask.
-PLACEMENT = Part(
+PLACEMENT = SeamGroup(
     "placement",
     (
         Seam(_STATE + "decide_worker_non_rootish", "self ts"),
@@ -314,7 +314,7 @@ PLACEMENT = Part(
     without="Dask chooses workers by the methods that differ",
 )
 #: What placement reads of the scheduler.
-PLACEMENT_STATE = Part(
+PLACEMENT_STATE = SeamGroup(
     "load of workers",
     (
         Seam(_STATE + "_get_prefix_duration", "self prefix"),
@@ -323,7 +323,7 @@ PLACEMENT_STATE = Part(
     without="Dask chooses workers",
 )
 #: Which worker takes a task from another.
-STEALING = Part(
+STEALING = SeamGroup(
     "work stealing",
     (
         Seam(
@@ -334,7 +334,7 @@ STEALING = Part(
     without="Dask chooses who takes tasks from others",
 )
 #: Which worker gets a replica, and which drops one.
-REPLICAS = Part(
+REPLICAS = SeamGroup(
     "active memory manager",
     (
         Seam(_MANAGER + "_find_recipient", "self ts candidates pending_repl"),
@@ -342,12 +342,26 @@ REPLICAS = Part(
     ),
     without="Dask chooses who keeps replicas",
 )
+#: The arguments of a nanny, so that another one is started in the same way.
+NANNY = SeamGroup(
+    "nannies",
+    (
+        Seam(
+            "distributed.nanny:Nanny.__init__",
+            "self scheduler_ip scheduler_port scheduler_file worker_port nthreads local_directory services "
+            "name memory_limit reconnect validate quiet resources silence_logs death_timeout preload "
+            "preload_argv preload_nanny preload_nanny_argv security contact_address listen_address "
+            "worker_class env interface host port protocol config worker_kwargs",
+        ),
+    ),
+    without="one worker runs where several were to share a GPU",
+)
 
 #: What every process of a cluster can not do without; clients need EXPRESSIONS too.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: What is needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, *CHOICES)
+PARTS = (*REQUIRED, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------
@@ -379,7 +393,9 @@ def _signature(found: Any) -> inspect.Signature:
 
 
 def _passes_on(found: Any, known: Collection[str] | None) -> bool:
-    """Whether it is a wrapper of another package: it takes anything, or what is known and other keywords."""
+    """Return whether it is a wrapper of another package: it takes anything, or what is known and other
+    keywords.
+    """
     signature = _signature(found)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
@@ -420,7 +436,7 @@ def differences(seams: Iterable[Seam]) -> list[str]:
     return [found for seam in seams if (found := seam.difference()) is not None]
 
 
-def table(unused: Collection[Part] = ()) -> list[Row]:
+def table(unused: Collection[SeamGroup] = ()) -> list[Row]:
     """Compare all seams with the installed Dask.
 
     Parameters
@@ -431,7 +447,7 @@ def table(unused: Collection[Part] = ()) -> list[Row]:
     return [row for part in PARTS for row in _rows(part, part in unused)]
 
 
-def _rows(part: Part, unused: bool) -> Iterator[Row]:
+def _rows(part: SeamGroup, unused: bool) -> Iterator[Row]:
     for seam in part.seams:
         found = None if unused else seam.difference()
         if found is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import distributed
     from dask.typing import Key
-    from distributed import scheduler, worker_memory, worker_state_machine
+    from distributed import active_memory_manager, scheduler, worker_memory, worker_state_machine
     from distributed.core import Status
     from distributed.worker_state_machine import StateMachineEvent
     from tornado.ioloop import IOLoop, PeriodicCallback
@@ -151,8 +151,13 @@ class TaskPrefix(Protocol):
 class TaskGroup(Protocol):
     """Tasks of one prefix in one graph: ``distributed.scheduler.TaskGroup``."""
 
+    last_worker: Any  # a worker of Dask's own, which is set too
     last_worker_tasks_left: int
 
+    @property
+    def states(self) -> Mapping[Any, int]: ...
+    @property
+    def stop(self) -> float: ...
     def __len__(self) -> int: ...
 
 
@@ -174,7 +179,7 @@ class SchedulerTask(Protocol):
     @property
     def prefix(self) -> TaskPrefix: ...
     @property
-    def group(self) -> Any: ...  # a TaskGroup, which refers to workers of Dask's own
+    def group(self) -> TaskGroup: ...
     @property
     def dependencies(self) -> AbstractSet[SchedulerTask]: ...
     @property
@@ -277,6 +282,13 @@ class SchedulerServer(SchedulerState, Protocol):
     ) -> dict[str, Any]: ...
 
 
+class MemoryBalancer(Protocol):
+    """Copies and drops replicas: ``distributed.active_memory_manager.ActiveMemoryManagerExtension``."""
+
+    @property
+    def workers_memory(self) -> Mapping[Any, int]: ...
+
+
 # ---- compared with Dask's own ----------------------------------------------------------------------
 
 if TYPE_CHECKING:
@@ -303,6 +315,9 @@ if TYPE_CHECKING:
         return of_dask
 
     def _task_group(of_dask: scheduler.TaskGroup) -> TaskGroup:
+        return of_dask
+
+    def _memory_balancer(of_dask: active_memory_manager.ActiveMemoryManagerExtension) -> MemoryBalancer:
         return of_dask
 
     def _worker_state(of_dask: scheduler.WorkerState) -> WorkerState:

@@ -78,5 +78,5 @@ def call_soon(server: Any, function: Callable[..., Any], *args: Any) -> None:
 
 
 def is_finalizing(server: Any) -> bool:
-    """Whether the interpreter is shutting down, as a server sees it."""
+    """Return whether the interpreter is shutting down, as a server sees it."""
     return cast(bool, server._is_finalizing())

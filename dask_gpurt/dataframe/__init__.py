@@ -1,4 +1,4 @@
-"""How dask-expr comes to us: the shuffle method "gpurt"."""
+"""Make dask-expr use the shuffle method "gpurt"."""
 
 from dask_gpurt.dataframe.method import METHOD, choose, leave, teach
 

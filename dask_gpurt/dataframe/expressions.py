@@ -39,7 +39,7 @@ class GpurtShuffle(P2PShuffle):
 
     @property
     def _drops_index(self) -> bool:
-        """Whether the index stays behind.
+        """Return whether the index stays behind.
 
         So it does in ``set_index``, which replaces it anyway. Where the user asks for it, Dask's
         description of the result still has the index, so it has to be one that rows can be
@@ -61,12 +61,12 @@ class GpurtShuffle(P2PShuffle):
 
 
 def _is_numbering(index: Any) -> bool:
-    """Whether an index could be the numbers of rows: whole numbers without a name."""
+    """Return whether an index could be the numbers of rows: whole numbers without a name."""
     return index.nlevels == 1 and index.name is None and index.dtype == "int64"
 
 
 class HashTargets(AssignPartitioningIndex):
-    """Says which columns decide on the output partition, and leaves the hash to the transfer.
+    """Name the columns that decide on the output partition, and leave the hash to the transfer.
 
     The operands are those of Dask's expression, which would add the column at once, and the
     columns that are wanted afterwards, where the keys may not be among them.
@@ -101,14 +101,16 @@ class HashTargets(AssignPartitioningIndex):
 
 
 class RangeTargets(Blockwise):
-    """Says which ranges of a column decide on the output partition, and leaves the rest to the transfer."""
+    """Name the ranges of a column that decide on the output partition, and leave the rest to the transfer."""
 
     _parameters = ["frame", "by", "name", "divisions", "na_position"]
     _is_length_preserving = True
 
     @classmethod
     def of(cls, assigned: Assign) -> Blockwise:
-        """In the place of what Dask makes to sort by a column of the same frame; anything else as it is."""
+        """Take the place of what Dask makes to sort by a column of the same frame; anything else is returned
+        as it is.
+        """
         frame, *pairs = assigned.operands
         if len(pairs) != 2 or type(pairs[1]) is not SetPartitionsPreSetIndex:
             return assigned
@@ -137,7 +139,7 @@ class RangeTargets(Blockwise):
 def _hash_join_transfer(
     frame: Any, by: Any, name: str, npartitions: int, id: Any, input_partition: int, by_index: bool
 ) -> Any:
-    """A transfer of one side of a join, with the arguments of Dask's."""
+    """Return a transfer of one side of a join, with the arguments of Dask's."""
     names = [by] if isinstance(by, str) else by
     if by_index or not isinstance(names, list) or not set(names) <= set(frame.columns):
         transfer = create_assign_index_merge_transfer()
@@ -165,14 +167,14 @@ class GpurtHashJoin(HashJoinP2P):
 
     @property
     def _numbers_rows(self) -> bool:
-        """Whether the join is on columns alone: it gives rows new numbers, so the old stay behind."""
+        """Return whether the join is on columns alone: it gives rows new numbers, so the old stay behind."""
         sides = ((self.left, self.left_on), (self.right, self.right_on))
         by_columns = (set(convert_to_list(on) or ()) <= set(side.columns) for side, on in sides)
         return not self.left_index and not self.right_index and all(by_columns)
 
 
 class _WholeHashJoin(HashJoinP2P):
-    """Hashes to all partitions of the join, also where only some of them are wanted.
+    """Hash to all partitions of the join, also where only some of them are wanted.
 
     Dask's own takes the number of wanted ones, and so gives other rows.
     """
@@ -192,7 +194,7 @@ def _with_our_spec(layer: dict[Any, Any], *, ignore_index: bool, order_by: Any =
 
 
 def _targets(frame: Any, column: str) -> Any:
-    """What adds the output partitions of a shuffle, if ``frame`` only exists for that; else None.
+    """Return what adds the output partitions of a shuffle, if ``frame`` only exists for that; else None.
 
     Then its work is done within the transfer task: no task of its own, and no partition
     with the extra column is kept.

@@ -137,7 +137,7 @@ def _lower_reduction(original: Callable[[Any], Any], expr: Any) -> Any:
 
 
 def _but_names(expr: Any) -> Any:
-    """The same under the names that columns had before."""
+    """Return the same under the names that columns had before."""
     return expr.frame if type(expr) is RenameFrame else expr
 
 
@@ -164,7 +164,7 @@ def _uses_our_method(expr: Any) -> bool:
 
 
 def _dasks_default() -> str:
-    """What Dask would use if nobody had set a method."""
+    """Return the method that Dask would use if none had been set."""
     from distributed import default_client
 
     try:

@@ -1,4 +1,4 @@
-"""What a worker computes on: memory that is shared with peers, and copies out of it."""
+"""Give a worker devices to compute on: memory that is shared with peers, and copies out of it."""
 
 from dask_gpurt.device.base import (
     Block,

@@ -6,6 +6,7 @@ and maps the pools of others. All methods block; none is called on the event loo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ AUTO_POOL_OF_FREE = 0.4
 #: starts says nothing of later, and where the pools of a host promise more than there is, producers wait.
 AUTO_POOL_OF_SHM = 0.4
 
+#: Set in the environment of workers that share a device: how many they are.
+COLOCATED = "GPURT_COLOCATED"
+
 #: Libraries whose objects lie in the memory of a GPU.
 _GPU_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
 
@@ -38,7 +42,12 @@ Fence = Callable[[], None]
 
 
 def passed() -> None:
-    """The fence of what is complete already."""
+    """Return at once: the fence of what is complete already."""
+
+
+def workers_of_device() -> int:
+    """Return how many workers share the memory of this worker's device, itself included."""
+    return int(os.environ.get(COLOCATED, 1))
 
 
 def lives_on_device(value: Any) -> bool:
@@ -95,7 +104,7 @@ class Block:
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """How large a pool of a device may be, in bytes.
+    """Limit the size of a device's pool, in bytes.
 
     Attributes
     ----------
@@ -123,7 +132,7 @@ class Mapping(Protocol):
     """A pool, own or of a peer, that this process can read."""
 
     def view(self, offset: int, nbytes: int) -> Buffer:
-        """A view of a part of the pool; it keeps the mapping alive."""
+        """Return a view of a part of the pool; it keeps the mapping alive."""
         ...
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
@@ -141,31 +150,31 @@ class Pool(Mapping, Protocol):
 
     @property
     def capacity(self) -> int:
-        """Bytes that fit."""
+        """Return the bytes that fit."""
         ...
 
     @property
     def used(self) -> int:
-        """Bytes in blocks."""
+        """Return the bytes in blocks."""
         ...
 
     @property
     def backed(self) -> int:
-        """Bytes of the system's memory that it takes now, whether blocks are there or not."""
+        """Return the bytes of the system's memory that it takes now, whether blocks are there or not."""
         ...
 
     @property
     def cuts(self) -> int:
-        """Blocks that were cut so far."""
+        """Return the blocks that were cut so far."""
         ...
 
     @property
     def short(self) -> int:
-        """The size of the block that was asked for last, if the system had no memory for it; else 0."""
+        """Return the size of the block last asked for, if the system had no memory for it; else 0."""
         ...
 
     def ticket(self) -> Ticket:
-        """What a peer needs to map this pool."""
+        """Return what a peer needs to map this pool."""
         ...
 
     def allocate(self, nbytes: int) -> Block:
@@ -218,7 +227,7 @@ class SmContexts(Protocol):
 
 
 class DeviceFiles(Protocol):
-    """Moves buffers of a device to files and back, not by way of ordinary host memory. All methods block."""
+    """Move buffers of a device to files and back, not by way of ordinary host memory. All methods block."""
 
     def write(self, fd: int, path: str, parts: Sequence[tuple[Buffer, int]], *, ordered: bool) -> list[int]:
         """Write buffers, each from a multiple of PAGE on, into a file that is as long as it will be.
@@ -240,7 +249,7 @@ class DeviceFiles(Protocol):
         ...
 
     def read(self, fd: int, path: str, spans: Sequence[tuple[int, int]]) -> list[tuple[Buffer, int]]:
-        """New buffers with what a file holds, each with its crc32.
+        """Return new buffers with what a file holds, each with its crc32.
 
         Parameters
         ----------
@@ -264,7 +273,7 @@ class CodecError(Exception):
 
 
 class Codec(Protocol):
-    """Compresses what is in the memory of a device. Thread-safe; its methods block."""
+    """Compress what is in the memory of a device. Thread-safe; its methods block."""
 
     #: As peers know it.
     name: str
@@ -274,7 +283,7 @@ class Codec(Protocol):
     fast: float
 
     def whole(self, sections: Sequence[Buffer]) -> Any:
-        """Buffers of the device as one, for :meth:`compress`.
+        """Return buffers of the device as one, for :meth:`compress`.
 
         Raises
         ------
@@ -284,15 +293,15 @@ class Codec(Protocol):
         ...
 
     def part(self, whole: Any) -> Any:
-        """What of it stands for all when the codec is tried out."""
+        """Return the part of it that stands for all when the codec is tried out."""
         ...
 
     def compress(self, whole: Any) -> Any:
-        """Bytes that :meth:`decompress` restores, with their size as ``nbytes``."""
+        """Return the bytes that :meth:`decompress` restores, with their size as ``nbytes``."""
         ...
 
     def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
-        """The sections that were compressed as one, given the bytes of each.
+        """Return the sections that were compressed as one, given the bytes of each.
 
         Raises
         ------
@@ -303,7 +312,7 @@ class Codec(Protocol):
 
 
 class Device(Protocol):
-    """What a worker computes on."""
+    """Compute on a device, with memory, streams and copies of its own."""
 
     #: "host" or "cuda"
     kind: str
@@ -317,7 +326,7 @@ class Device(Protocol):
     host_links: tuple[Link, ...]
     #: What to install where it has no codec.
     codecs_missing: str
-    #: Of its memory, what a pool takes when nobody says: enough for producers to run ahead.
+    #: The share of its memory that a pool takes by default: enough for producers to run ahead.
     pool_share: float
     #: Whether its own streams come before those of user code, where they share the device. What is
     #: launched after a change has the new priority, and the order that it would have had.
@@ -328,7 +337,7 @@ class Device(Protocol):
         ...
 
     def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
-        """Contexts that have some of its SMs.
+        """Return contexts that have some of its SMs.
 
         Parameters
         ----------
@@ -358,7 +367,10 @@ class Device(Protocol):
         ...
 
     def own_memory(self) -> int | None:
-        """Return the bytes of its memory; None where that is the host's, as limited for the worker."""
+        """Return the bytes of its memory, this worker's part where workers share it.
+
+        None where that is the host's, as limited for the worker.
+        """
         ...
 
     def holds(self, value: Any) -> bool:
@@ -386,19 +398,19 @@ class Device(Protocol):
         ...
 
     def carried_by(self, protocol: str) -> bool:
-        """Whether Dask's comms of ``protocol`` ("tcp", "ucx", …) take buffers of this device."""
+        """Return whether Dask's comms of ``protocol`` ("tcp", "ucx", …) take buffers of this device."""
         ...
 
     def for_comm(self, source: Buffer) -> Any:
-        """``source`` as such a comm takes it, without a copy."""
+        """Return ``source`` as such a comm takes it, without a copy."""
         ...
 
     def host_codecs(self) -> dict[str, Codec]:
-        """What compresses its buffers in host memory, by the name that peers know it by."""
+        """Return the codecs for its buffers in host memory, by the name that peers know them by."""
         ...
 
     def own_codecs(self) -> dict[str, Codec]:
-        """What compresses its buffers where they are, if that is not in host memory."""
+        """Return the codecs for its buffers where they are, if that is not in host memory."""
         ...
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
@@ -436,7 +448,7 @@ class Device(Protocol):
         ...
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
-        """One buffer of this device out of pieces of host memory, which stay until the fence.
+        """Return one buffer of this device out of pieces of host memory, which stay until the fence.
 
         The copies of a thread are made in order.
 
@@ -448,7 +460,7 @@ class Device(Protocol):
         ...
 
     def files(self, refused: Callable[[str], None]) -> DeviceFiles | None:
-        """How its buffers get into files; None where they lie in host memory.
+        """Return how its buffers get into files; None where they lie in host memory.
 
         Parameters
         ----------
@@ -458,7 +470,7 @@ class Device(Protocol):
         ...
 
     def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
-        """As :meth:`gather`, for buffers that come and go together."""
+        """Gather as :meth:`gather` does, for buffers that come and go together."""
         ...
 
     def pinning(self) -> Callable[[np.ndarray], Callable[[], None]] | None:
@@ -477,14 +489,15 @@ class Device(Protocol):
         ...
 
     def peak(self) -> int:
-        """The most bytes that user code held at once since the last call, beyond those of then.
+        """Return the most bytes that user code held at once since the last call, beyond those of then.
 
         0 where the allocator does not tell.
         """
         ...
 
     def allocated(self) -> int:
-        """Bytes that user code has been given since :meth:`guard` and still holds; 0 where nobody tells.
+        """Return the bytes that user code has been given since :meth:`guard` and still holds; 0 where they
+        are not counted.
 
         Neither this nor :meth:`peak` asks the device, so the event loop may call them.
         """

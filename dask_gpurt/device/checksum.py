@@ -1,4 +1,4 @@
-"""The crc32 of zlib on a GPU, so that whoever reads a file can check it, wherever he computes.
+"""Compute the crc32 of zlib on a GPU, so that a file can be checked on any device that reads it.
 
 A crc is linear: parts are worked out at once, each is multiplied by x to the power of the bits
 behind it, modulo the polynomial, and all are xored. That is zlib's own ``crc32_combine``.
@@ -13,7 +13,7 @@ PART, THREADS = 4096, 128
 
 
 def times(a: int, b: int) -> int:
-    """The product of two polynomials modulo that of the crc, as ``multmodp`` of zlib."""
+    """Return the product of two polynomials modulo that of the crc, as ``multmodp`` of zlib."""
     product, bit = 0, 1 << 31
     while bit:
         if a & bit:

@@ -1,4 +1,4 @@
-"""What makes less of the bytes of a device, and restores them.
+"""Compress and restore the bytes of a device.
 
 The codecs that Dask knows, as far as they are installed, work in host memory. A device may have some of
 its own besides.
@@ -17,13 +17,13 @@ from dask_gpurt.device.base import Buffer, Codec
 #: The codecs of Dask that are tried: one that is fast, and one that makes less of the bytes.
 CODECS = ("lz4", "zstd")
 #: Bytes per second of a link at which these gain nothing: they compress some hundred MB/s on a core.
-FAST = 2e9
+MAX_LINK_BYTES_PER_S = 2e9
 #: A sample for them is so many pieces of so many bytes, from all over the shard: its columns differ.
-PIECES, PIECE = 16, 2**16
+SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2**16
 
 
 class HostCodec:
-    """One that Dask knows.
+    """Compress with a codec that Dask knows.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class HostCodec:
     """
 
     on_host = True
-    fast = FAST
+    fast = MAX_LINK_BYTES_PER_S
 
     def __init__(self, name: str, to_host: Callable[[Buffer], bytearray | memoryview]):
         self.name = name
@@ -45,10 +45,10 @@ class HostCodec:
         return here[0] if len(here) == 1 else memoryview(b"".join(here))
 
     def part(self, whole: memoryview) -> memoryview:
-        if whole.nbytes <= PIECES * PIECE:
+        if whole.nbytes <= SAMPLE_PIECES * SAMPLE_PIECE_BYTES:
             return whole
-        starts = np.linspace(0, whole.nbytes - PIECE, PIECES, dtype=int)
-        return memoryview(b"".join(whole[start : start + PIECE] for start in starts))
+        starts = np.linspace(0, whole.nbytes - SAMPLE_PIECE_BYTES, SAMPLE_PIECES, dtype=int)
+        return memoryview(b"".join(whole[start : start + SAMPLE_PIECE_BYTES] for start in starts))
 
     def compress(self, whole: memoryview) -> memoryview:
         return memoryview(compressions[self.name].compress(whole))
@@ -72,5 +72,5 @@ def check(codec: str, found: int, expected: int) -> None:
 
 
 def host_codecs(to_host: Callable[[Buffer], bytearray | memoryview]) -> dict[str, Codec]:
-    """Those of Dask's codecs that this process has, by name."""
+    """Return those of Dask's codecs that this process has, by name."""
     return {name: HostCodec(name, to_host) for name in CODECS if name in compressions}

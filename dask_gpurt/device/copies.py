@@ -1,4 +1,4 @@
-"""What to copy, as few copies as that takes. Pure."""
+"""Plan copies, as few as it takes. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.device.arena import ALIGNMENT
 
 
 class Copy(NamedTuple):
-    """So many bytes, from one address to another."""
+    """Copy so many bytes from one address to another."""
 
     to: int
     at: int
@@ -19,14 +19,14 @@ class Copy(NamedTuple):
 
 
 def address(source: Any) -> int:
-    """Where a buffer begins, on the device or in host memory."""
+    """Return where a buffer begins, on the device or in host memory."""
     if isinstance(source, np.ndarray):
         return int(source.ctypes.data)
     return int(source.__cuda_array_interface__["data"][0])
 
 
 def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]:
-    """Copies of buffers into pieces of host memory.
+    """Return copies of buffers into pieces of host memory.
 
     What lies side by side in one allocation on both sides is one copy, with the padding between: each call
     of CUDA lets other threads have Python's lock, and has to wait for it then. Two allocations may adjoin
@@ -38,7 +38,7 @@ def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]
         Buffers. Those with the same ``owner`` are parts of one allocation.
     into
         The pieces of each. Views of one array are parts of one allocation. Between parts that are less than
-        256 bytes apart there is nobody else's.
+        256 bytes apart belongs to nothing else.
     """
     found: list[Copy] = []
     before: tuple[Any, Any] = None, None
@@ -57,7 +57,7 @@ def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]
 
 
 def fillings(buffers: Sequence[Any], scattered: Sequence[list[np.ndarray]]) -> list[Copy]:
-    """Copies of pieces of host memory into one buffer after the other.
+    """Return copies of pieces of host memory into one buffer after the other.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def fillings(buffers: Sequence[Any], scattered: Sequence[list[np.ndarray]]) -> l
 
 
 def _allocation(source: Any) -> Any:
-    """What a buffer is a part of, as far as it says."""
+    """Return the allocation that a buffer is a part of, as far as it says."""
     return source.base if isinstance(source, np.ndarray) else getattr(source, "owner", None)
 
 

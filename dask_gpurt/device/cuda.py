@@ -46,6 +46,7 @@ from dask_gpurt.device.base import (
     SmContexts,
     Ticket,
     lives_on_device,
+    workers_of_device,
 )
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
@@ -154,7 +155,7 @@ class CudaDevice:
         self._since: Any = None
 
     def stream(self) -> tuple[Stream, Any]:
-        """This thread's communication stream, for rmm and libcudf, and for cupy."""
+        """Return this thread's communication stream, for rmm and libcudf, and for cupy."""
         mine, first = self._streams, self.prioritised
         if not hasattr(mine, "pair"):
             with usual_context(self.index):  # a confined task may be the first to ask
@@ -181,13 +182,13 @@ class CudaDevice:
                     raise PriorityError(f"a stream has the priority {found} after it was given {priority}")
 
     def after_compute(self) -> tuple[Stream, Any]:
-        """The communication stream, ordered behind what the user's stream was given so far."""
+        """Return the communication stream, ordered behind what the user's stream was given so far."""
         pair = self.stream()
         pair[1].wait_event(self.compute_event())
         return pair
 
     def compute_event(self) -> Any:
-        """An event behind what the user's stream was given so far."""
+        """Return an event behind what the user's stream was given so far."""
         event = cupy.cuda.Event(block=True, disable_timing=True)
         runtime.eventRecord(event.ptr, DEFAULT_STREAM.__cuda_stream__()[1])
         return event
@@ -215,15 +216,16 @@ class CudaDevice:
         return int(free), int(total)
 
     def own_memory(self) -> int:
-        return self.memory()[1]
+        return self.memory()[1] // workers_of_device()
 
     def holds(self, value: Any) -> bool:
         return lives_on_device(value)
 
     def pool_limits(self) -> PoolLimits:
         free, total = self.memory()
-        automatic = min(self.pool_share * total, AUTO_POOL_OF_FREE * free)
-        return PoolLimits(total, automatic, free, free, total, "the device")
+        own = self.own_memory()
+        automatic = min(self.pool_share * own, AUTO_POOL_OF_FREE * free)
+        return PoolLimits(own, automatic, free, free, total, "the device")
 
     def create_pool(self, nbytes: int) -> Pool:
         runtime.setDevice(self.index)
@@ -263,7 +265,7 @@ class CudaDevice:
         return self._copied([(source.ptr, source.size) for source in sources])
 
     def _copied(self, sources: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """New buffers, in one allocation, with what lies at some addresses, so many bytes of it."""
+        """Return new buffers, in one allocation, with what lies at some addresses, so many bytes of it."""
         stream, raw = self.stream()
         buffers = cut([size for _, size in sources], stream)
         copy_async(
@@ -303,7 +305,7 @@ class CudaDevice:
         return behind(raw)
 
     def copy_in_order(self, copies: Sequence[Copy]) -> None:
-        """Copies that come behind what the user's stream was given so far, and before what follows."""
+        """Copy behind what the user's stream was given so far, and before what follows."""
         _, raw = self.after_compute()
         copy_async(copies, raw.ptr)
         done = cupy.cuda.Event(disable_timing=True)
@@ -311,7 +313,7 @@ class CudaDevice:
         runtime.streamWaitEvent(DEFAULT_STREAM.__cuda_stream__()[1], done.ptr)
 
     def empty(self, sizes: Iterable[int]) -> list[Buffer]:
-        """Buffers that anything may fill at once. Blocks."""
+        """Return buffers that anything may fill at once. Blocks."""
         runtime.setDevice(self.index)
         # As in `gather`; whatever fills them does not know of the order of the user's stream.
         buffers = [rmm.DeviceBuffer(size=size, stream=DEFAULT_STREAM) for size in sizes]
@@ -344,7 +346,7 @@ class CudaDevice:
 
     def _give_back(self, ours: Any, before: Any) -> None:
         self._held = self._since = None
-        # Somebody who has put another one on top since goes on with what he has.
+        # A resource that was put on top since keeps what it wraps.
         if rmm.mr.get_per_device_resource(self.index) is ours:
             rmm.mr.set_per_device_resource(self.index, before)
 
@@ -363,7 +365,7 @@ class CudaDevice:
 
 
 def _codecs_of(device: CudaDevice) -> dict[str, Codec]:
-    """Those that work on the GPU, if they are installed."""
+    """Return the codecs that work on the GPU, if they are installed."""
     try:
         from dask_gpurt.device.cuda_codecs import codecs
     except ImportError:
@@ -372,7 +374,7 @@ def _codecs_of(device: CudaDevice) -> dict[str, Codec]:
 
 
 def _start_spilling_of_cudf() -> None:
-    """Where cudf is to spill by itself, let it begin: it refuses to on top of another's callback."""
+    """Let cudf begin to spill, where it is to do so by itself: it refuses to on top of another's callback."""
     if "cudf" in sys.modules or "CUDF_SPILL" in os.environ:
         from cudf.core.buffer.spill_manager import get_global_manager
 
@@ -380,7 +382,7 @@ def _start_spilling_of_cudf() -> None:
 
 
 def _allocator(resource: Any) -> str:
-    """The names of a memory resource and of what it takes its memory from."""
+    """Return the names of a memory resource and of what it takes its memory from."""
     names = [type(resource).__name__]
     while (resource := getattr(resource, "upstream_mr", None)) is not None:
         names.append(type(resource).__name__)

@@ -30,14 +30,14 @@ if "nvidia.libnvcomp" in sys.modules:
 #: nvCOMP's names, by ours: one that is fast, and one that makes less of the bytes.
 ALGORITHMS = {"nvcomp-lz4": "LZ4", "nvcomp-zstd": "Zstd"}
 #: Bytes per second of a link at which they gain nothing.
-FAST = 20e9
+MAX_LINK_BYTES_PER_S = 20e9
 #: By address, those that nvCOMP was told to work on: what it allocates is freed on one of them.
 _STREAMS: dict[int, Stream] = {}
 _USED: WeakSet[CudaCodec] = WeakSet()
 
 
 class CudaCodec:
-    """An algorithm of nvCOMP, on the communication stream of whoever calls.
+    """An algorithm of nvCOMP, on the communication stream of the calling thread.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class CudaCodec:
     """
 
     on_host = False
-    fast = FAST
+    fast = MAX_LINK_BYTES_PER_S
 
     def __init__(self, name: str, device: CudaStreams):
         self.name = name
@@ -87,7 +87,7 @@ class CudaCodec:
             return buffers
 
     def _room_for(self, sizes: Sequence[int]) -> tuple[list[Buffer], Buffer]:
-        """New buffers of so many bytes, and the memory from the first of them to the last."""
+        """Return new buffers of so many bytes, and the memory from the first of them to the last."""
         buffers = cut(sizes, self._device.stream()[0])
         first, last = buffers[0], buffers[-1]
         return list(buffers), DeviceSpan(first.ptr, last.ptr + last.size - first.ptr, first.owner)
@@ -108,7 +108,7 @@ class CudaCodec:
 
     @contextmanager
     def _working(self) -> Iterator[Any]:
-        """This thread's communication stream; what goes wrong on it is an error of the codec."""
+        """Use this thread's communication stream; what goes wrong on it is an error of the codec."""
         cupy.cuda.Device(self._device.index).use()
         ours, stream = self._device.stream()
         _STREAMS.setdefault(stream.ptr, ours)
@@ -119,7 +119,7 @@ class CudaCodec:
 
 
 def codecs(device: CudaStreams) -> dict[str, Codec]:
-    """Those of a GPU, by name. From now on nvCOMP takes its memory where the user's code does."""
+    """Return the codecs of a GPU, by name. From now on nvCOMP takes its memory where the user's code does."""
     nvcomp.set_device_allocator(_allocate)
     return {name: CudaCodec(name, device) for name in ALGORITHMS}
 

@@ -2,14 +2,12 @@
 
 kvikio moves it without the host where GPU-direct storage is set up, and else by its own threads
 through pinned memory. It is not on every host and does not take every file system, so there is
-a plainer way: two pinned buffers for each thread, one being copied while the other is on its
-way to the disk.
+a plainer way, through pinned buffers (:mod:`dask_gpurt.device.bounce`).
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
@@ -21,12 +19,11 @@ import rmm
 from cupy.cuda import runtime
 
 from dask_gpurt.device.base import PAGE, Buffer, Fence, passed
+from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, read_pages, whole_pages
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
 from dask_gpurt.device.copies import address
 from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, behind
 
-#: Bytes of a pinned buffer: as much as keeps a disk busy.
-BOUNCE = 4 << 20
 #: Threads of kvikio, as libcudf takes them; kvikio's own default is one.
 KVIKIO_THREADS = 4
 
@@ -53,7 +50,7 @@ class CudaFiles:
 
     def write(self, fd: int, path: str, parts: Sequence[At], *, ordered: bool) -> list[int]:
         found = self.checksums([buffer for buffer, _ in parts], ordered=ordered)
-        # Whoever has seen the checksums has waited for the work before.
+        # A thread that has the checksums has waited for the work before them.
         self._move(path, "r+", "pwrite", parts, partial(self._bounce.write, fd))
         return found
 
@@ -80,7 +77,7 @@ class CudaFiles:
             self._refused(str(error))
 
     def checksums(self, buffers: Sequence[Buffer], *, ordered: bool) -> list[int]:
-        """The crc32 of each buffer, as zlib has it. Blocks."""
+        """Return the crc32 of each buffer, as zlib has it. Blocks."""
         stream, raw = self._device.after_compute() if ordered else self._device.stream()
         found = rmm.DeviceBuffer(size=4 * len(buffers), stream=stream)
         runtime.memsetAsync(found.ptr, 0, found.size, raw.ptr)
@@ -111,7 +108,7 @@ def _all_at_once(begin: Callable[..., Any], parts: Sequence[At]) -> None:
 
 
 def view(buffer: Buffer) -> DeviceSpan:
-    """A buffer as kvikio takes it, whichever library it is of."""
+    """Return a buffer as kvikio takes it, whichever library it is of."""
     return DeviceSpan(address(buffer), buffer.nbytes, buffer)
 
 
@@ -122,7 +119,7 @@ def _crc32() -> Any:
 
 @cache
 def _kvikio() -> Any:
-    """The module, set to what suits a disk unless the environment says otherwise."""
+    """Return the module, set to what suits a disk unless the environment says otherwise."""
     import kvikio
     import kvikio.defaults
 
@@ -135,34 +132,25 @@ def _kvikio() -> Any:
 
 
 class Bounce:
-    """Files through two pinned buffers for each thread, so that a copy and the disk go side by side."""
+    """Move files through two pinned buffers for each thread."""
 
     def __init__(self, device: CudaStreams):
         self._device = device
-        self._threads = threading.local()
+        self._buffers = BounceBuffers(2, self._pinned)
 
-    def _buffers(self) -> list[np.ndarray]:
-        if not hasattr(self._threads, "pair"):
-            self._device.stream()  # of this thread, and so its device
-            pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(2 * BOUNCE + PAGE), 0)
-            memory = np.frombuffer(pinned, np.uint8)[-pinned.ptr % PAGE :]
-            self._threads.pair = [memory[:BOUNCE], memory[BOUNCE : 2 * BOUNCE]]
-        pair: list[np.ndarray] = self._threads.pair
-        return pair
+    def _pinned(self, nbytes: int) -> np.ndarray:
+        self._device.stream()  # of this thread, and so its device
+        pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes + PAGE), 0)
+        return np.frombuffer(pinned, np.uint8)[-pinned.ptr % PAGE :][:nbytes]
 
     def write(self, fd: int, parts: Sequence[At]) -> None:
         """Write buffers, whole pages of them."""
-        copied: tuple[Fence, memoryview, int] | None = None
-        for number, (source, nbytes, at) in enumerate(_chunks(parts)):
-            memory = self._buffers()[number % 2][: -(-nbytes // PAGE) * PAGE]
-            piece = DeviceSpan(source, nbytes, None)
-            fence = self._device.scatter([piece], [[memory[:nbytes]]], ordered=False)
-            memory[nbytes:] = 0
-            if copied is not None:
-                _write(fd, *copied)
-            copied = fence, memory.data, at
-        if copied is not None:
-            _write(fd, *copied)
+        self._buffers.write(
+            fd, (Chunk(nbytes, at, partial(self._copy, source)) for source, nbytes, at in _chunks(parts))
+        )
+
+    def _copy(self, source: int, memory: np.ndarray) -> Fence:
+        return self._device.scatter([DeviceSpan(source, memory.nbytes, None)], [[memory]], ordered=False)
 
     def read(self, fd: int, parts: Sequence[At]) -> None:
         """Fill buffers, from any place in a file."""
@@ -170,9 +158,9 @@ class Bounce:
         fences: list[Fence] = [passed, passed]
         try:
             for number, (target, nbytes, at) in enumerate(_chunks(parts)):
-                memory, skipped = self._buffers()[number % 2], at % PAGE
+                memory, skipped = self._buffers.of_thread()[number % 2], at % PAGE
                 fences[number % 2]()  # what was read into it before has been copied
-                _read(fd, memory, at - skipped, skipped + nbytes)
+                read_pages(fd, memory[: whole_pages(skipped + nbytes)], at - skipped, skipped + nbytes)
                 source = memory.ctypes.data + skipped
                 runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, raw.ptr)
                 fences[number % 2] = behind(raw)
@@ -181,26 +169,10 @@ class Bounce:
 
 
 def _chunks(parts: Sequence[At]) -> Iterator[tuple[int, int, int]]:
-    """Pieces that fit into a bounce buffer: where on the device, how many bytes, and where in the file."""
+    """Yield pieces that fit into a bounce buffer: address on the device, bytes, and place in the file."""
     for buffer, at in parts:
         where, left = address(buffer) if buffer.nbytes else 0, buffer.nbytes
         while left:
-            nbytes = min(left, BOUNCE - at % PAGE)
+            nbytes = min(left, BOUNCE_BUFFER_BYTES - at % PAGE)
             yield where, nbytes, at
             where, at, left = where + nbytes, at + nbytes, left - nbytes
-
-
-def _write(fd: int, fence: Fence, data: memoryview, at: int) -> None:
-    fence()
-    while data:
-        done = os.pwrite(fd, data, at)
-        data, at = data[done:], at + done
-
-
-def _read(fd: int, memory: np.ndarray, at: int, least: int) -> None:
-    filled = 0
-    while filled < least:
-        nbytes = os.preadv(fd, [memory[filled : -(-least // PAGE) * PAGE].data], at + filled)
-        if not nbytes:
-            raise EOFError
-        filled += nbytes

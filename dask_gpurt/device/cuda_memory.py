@@ -90,7 +90,7 @@ def copy_async(copies: Sequence[Copy], stream: int) -> None:
 
 
 def behind(stream: Any) -> Fence:
-    """Waits until what a stream has been given so far is done, sleeping meanwhile."""
+    """Return a fence that waits until what a stream has been given so far is done, sleeping meanwhile."""
     event = cupy.cuda.Event(block=True, disable_timing=True)
     event.record(stream)
     wait: Fence = event.synchronize
@@ -98,7 +98,7 @@ def behind(stream: Any) -> Fence:
 
 
 def cut(sizes: Sequence[int], stream: Stream) -> list[DeviceSpan]:
-    """New buffers in one allocation: of many small ones each would take its time."""
+    """Return new buffers in one allocation: of many small ones each would take its time."""
     starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     whole = rmm.DeviceBuffer(size=starts[-1], stream=stream)
     return [DeviceSpan(whole.ptr + start, size, whole) for start, size in zip(starts, sizes, strict=False)]

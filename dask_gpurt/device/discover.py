@@ -1,4 +1,4 @@
-"""Which devices this process computes on."""
+"""Find the devices that this process computes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.device.host import HostDevice
 
 
 def discover(memory_limit: int) -> dict[str, Device]:
-    """The devices by kind: always the host, and the GPU that this process uses if any.
+    """Return the devices by kind: always the host, and the GPU that this process uses if any.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def main_kind(devices: Mapping[str, Device]) -> str:
 
 
 def cuda_missing() -> str | None:
-    """Why this process has no GPU to work on; None when it has one."""
+    """Return why this process has no GPU to work on; None when it has one."""
     for package in ("cudf", "pylibcudf", "rmm", "cuda.bindings"):
         try:
             if importlib.util.find_spec(package) is None:

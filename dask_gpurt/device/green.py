@@ -22,11 +22,11 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM
 from dask_gpurt.device.base import SmsError
 
 #: cudaStreamPerThread: what stands for each thread's own default stream, which no green context has.
-PER_THREAD = 2
+PER_THREAD_STREAM = 2
 #: SMs in a group, since compute capability 9.0 and before, as cuda.h of CUDA 13.0 has it.
-UNIT, UNIT_BEFORE = 8, 2
+SM_UNIT, SM_UNIT_BEFORE_HOPPER = 8, 2
 #: Numbers that are added up to try one out.
-TRIAL = 1000
+TRIAL_NUMBERS = 1000
 
 
 #: Has a thread get its context, the second, instead of the usual one, the first.
@@ -34,7 +34,7 @@ Instead = Callable[[int, int], None]
 
 
 class _Kept(threading.local):
-    """How this thread is kept in a context, and what ends that; None while it is not."""
+    """Keep this thread in a context, and know what ends that; None while it is not kept."""
 
     again: Callable[[], None] | None = None
     end: Callable[[], None] | None = None
@@ -76,7 +76,7 @@ class GreenContexts:
     """
 
     def __init__(self, device: int, instead: Instead):
-        if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD:
+        if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD_STREAM:
             raise SmsError("default streams of threads can not be confined: unset CUDF_PER_THREAD_STREAM")
         self._index = device
         self._instead = instead
@@ -89,7 +89,7 @@ class GreenContexts:
         except (AttributeError, RuntimeError) as error:  # as cuda.bindings says what a driver lacks
             raise SmsError(f"green contexts need a driver of CUDA 12.4: {error}") from error
         self.total = int(self._all.sm.smCount)
-        self.unit = UNIT if runtime.getDeviceProperties(device)["major"] >= 9 else UNIT_BEFORE
+        self.unit = SM_UNIT if runtime.getDeviceProperties(device)["major"] >= 9 else SM_UNIT_BEFORE_HOPPER
         self._threads = threading.local()
 
     @contextmanager
@@ -114,7 +114,7 @@ class GreenContexts:
             _checked(driver.cuStreamWaitEvent(0, event, 0))
 
     def _keep(self, context: int) -> None:
-        """Whoever makes the usual context current on this thread gets this one from now on."""
+        """Have a thread that makes the usual context current get this one from now on."""
         again, end = partial(self._instead, self._usual, context), partial(self._instead, 0, 0)
         again()
         _kept.again, _kept.end = again, end
@@ -127,17 +127,17 @@ class GreenContexts:
         """Run a kernel of this process confined to so many SMs; SmsError when that does not work."""
         try:
             with self.entered(sms):
-                total = int(cupy.arange(TRIAL).sum())
+                total = int(cupy.arange(TRIAL_NUMBERS).sum())
                 stays = int(_checked(driver.cuCtxGetCurrent())) == int(self._made(sms)[1])
         except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
             raise SmsError(f"green contexts: {error}") from error
         if not stays:
             raise SmsError("green contexts: cupy leaves one, past the interposer")
-        if total != TRIAL * (TRIAL - 1) // 2:
+        if total != TRIAL_NUMBERS * (TRIAL_NUMBERS - 1) // 2:
             raise SmsError("green contexts: a kernel gave a wrong result in one")
 
     def _made(self, sms: int) -> tuple[Any, Any, Any]:
-        """This thread's context of so many SMs, as both kinds of handle, and an event."""
+        """Return this thread's context of so many SMs, as both kinds of handle, and an event."""
         runtime.setDevice(self._index)
         made: dict[int, tuple[Any, Any, Any]] = self._threads.__dict__.setdefault("made", {})
         if sms not in made:
@@ -157,7 +157,7 @@ class GreenContexts:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver has returned; raises what went wrong."""
+    """Return the result of a call of the driver; raises what went wrong."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         raise SmsError(f"green contexts: {error.name}")

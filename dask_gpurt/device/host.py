@@ -52,7 +52,7 @@ _TOKEN = 16
 #: Bytes that the kernel maps at once where one of them is read (its fault_around_bytes).
 _FAULT_AROUND = 2**16
 #: Bytes whose pages are dropped, or given back, in one call: Python runs nothing else meanwhile, and for the
-#: second nobody frees a block. 20 to 200 ns a page of 4 KiB were seen.
+#: second no block is freed. 20 to 200 ns a page of 4 KiB were seen.
 _DROP_STEP, _TRIM_STEP = 2**25, 2**20
 #: What the system says when it has no memory for a page of a file.
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
@@ -198,7 +198,7 @@ class HostPool(HostMapping):
 
     def _trim_one(self, start: int, stop: int) -> None:
         # A block may have been cut from it since it was looked at; under the lock there is none, and none
-        # comes. Whoever gets it next finds no memory behind it, and takes it anew: under the other lock.
+        # comes. The next block there finds no memory behind it, and takes it anew: under the other lock.
         with self._growing, self._lock:
             if self._fd >= 0 and self._arena.is_free(start, stop):
                 self._map.madvise(mmap.MADV_REMOVE, _HEADER + start, stop - start)
@@ -212,7 +212,7 @@ class HostPool(HostMapping):
 
 
 def no_room(nbytes: int) -> str:
-    """What to do about a block that can not be had, for people."""
+    """Say what to do about a block that can not be had."""
     free, total = shm_memory()
     return (
         f"{SHM} has no room for {nbytes} bytes ({format_bytes(free)} of {format_bytes(total)} are free, and "
@@ -232,7 +232,7 @@ def shm_memory() -> tuple[int, int]:
 
 
 def _file_with_header(nbytes: int) -> int:
-    """A nameless file for so many bytes, with memory behind its header."""
+    """Return a nameless file for so many bytes, with memory behind its header."""
     with contextlib.suppress(OSError):  # no such mount, one without nameless files, or a full one
         fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         try:
@@ -385,7 +385,7 @@ class HostDevice:
         return None  # its copies take no bus
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
-        return passed  # Linux promises memory that it does not have, and malloc asks nobody
+        return passed  # Linux promises memory that it does not have, and malloc does not check
 
     def peak(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""A set of ranges of integers, of which a pool remembers the parts that have memory behind them."""
+"""Keep sets of integers as ranges: the free parts of a pool, and those that have memory behind them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Range = tuple[int, int]
 
 
 class Ranges:
-    """Disjoint ranges, with neighbours merged. Pure; not thread-safe."""
+    """Keep disjoint ranges, with neighbours merged. Pure; not thread-safe."""
 
     def __init__(self) -> None:
         self._stops = SortedDict()
@@ -22,7 +22,7 @@ class Ranges:
         return iter(list(self._stops.items()))
 
     def add(self, start: int, stop: int) -> None:
-        """Include a range, whatever of it is there already."""
+        """Include a range; parts of it may be there already."""
         if start >= stop:
             return
         touching = list(self._touching(start, stop))
@@ -31,7 +31,7 @@ class Ranges:
         self._replace(touching, [(start, stop)])
 
     def remove(self, start: int, stop: int) -> None:
-        """Leave a range out, whatever of it is there."""
+        """Leave a range out; parts of it may be out already."""
         if start >= stop:
             return
         found = [
@@ -41,20 +41,24 @@ class Ranges:
         right = [(stop, last) for _, last in found if last > stop]
         self._replace(found, [*left, *right])
 
+    def first(self, length: int) -> int | None:
+        """Return the start of the first range of at least ``length`` integers, None without one."""
+        return next((start for start, stop in self._stops.items() if stop - start >= length), None)
+
     def within(self, start: int, stop: int) -> list[Range]:
-        """The parts of a range that are in the set."""
+        """Return the parts of a range that are in the set."""
         cut = [(max(first, start), min(last, stop)) for first, last in self._touching(start, stop)]
         return [(first, last) for first, last in cut if first < last]
 
     def gaps(self, start: int, stop: int) -> list[Range]:
-        """The parts of a range that are not."""
+        """Return the parts of a range that are not."""
         found = self.within(start, stop)
         edges = [start, *(edge for part in found for edge in part), stop]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(first, last) for first, last in pairs if first < last]
 
     def _touching(self, start: int, stop: int) -> Iterator[Range]:
-        """The ranges that overlap with one or border on it."""
+        """Yield the ranges that overlap with one or border on it."""
         at = max(0, self._stops.bisect_right(start) - 1)
         for first in self._stops.islice(at):
             if first > stop:

@@ -1,4 +1,4 @@
-"""How bytes get from worker to worker: published, pulled, landed, released."""
+"""Move bytes from worker to worker: publish, pull, land, release."""
 
 from dask_gpurt.exchange.exchange import Exchange
 from dask_gpurt.exchange.shard import Attempt, Commit, ExchangeClosed, Peer, PeerLost, Shard

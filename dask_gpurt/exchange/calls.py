@@ -1,4 +1,4 @@
-"""Calls to peers: again where a connection breaks, until the peer answers or has left.
+"""Call peers: again where a connection breaks, until the peer answers or has left.
 
 A worker that has left without a word, or stands still, does not break connections: Dask goes on trying to
 connect for 30 seconds, and waits for an answer for ever. So each call is watched.
@@ -18,7 +18,7 @@ from dask_gpurt.exchange.shard import PeerLost
 from dask_gpurt.observe import Metrics
 
 #: Calls until a peer that has not left counts as lost, and the longest pause between them in seconds.
-MOST_CALLS, LONGEST_PAUSE_S = 30, 1.0
+MAX_CALLS, LONGEST_PAUSE_S = 30, 1.0
 #: The pause before the second call, in seconds; each further one is twice as long.
 FIRST_PAUSE_S = 0.05
 #: How often a call that is under way is looked at, in seconds: does the peer live, is its answer needed?
@@ -26,7 +26,7 @@ WATCH_S = 0.5
 
 
 class Calls:
-    """Calls handlers of peers. On the event loop.
+    """Call handlers of peers. On the event loop.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Calls:
             When the worker has left, or could not be reached again and again.
         """
         pause = FIRST_PAUSE_S
-        for number in range(1, MOST_CALLS + 1):
+        for number in range(1, MAX_CALLS + 1):
             try:
                 return await self.once(address, op, check=check, **message)
             except OSError as error:
@@ -63,7 +63,7 @@ class Calls:
                 self._metrics.add("exchange.calls.repeated")
                 if await self.has_left(address):
                     raise PeerLost(f"worker {address} has left ({error})") from error
-                if number == MOST_CALLS:
+                if number == MAX_CALLS:
                     reason = f"worker {address} was called {number} times and could not be reached: {error}"
                     raise PeerLost(reason) from error
             await asyncio.sleep(pause)

@@ -19,9 +19,9 @@ from dask_gpurt.device import Block, Device, PoolFull
 from dask_gpurt.device.base import Buffer, Codec
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import Compressor
-from dask_gpurt.exchange.inbox import Parcel
+from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.exchange.outbox import COPIED
+from dask_gpurt.exchange.outgoing import COPIED
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer, PeerLost, RunKey
@@ -30,7 +30,7 @@ from dask_gpurt.observe import Fallback, Metrics
 
 
 class Comms:
-    """Fetches shards from peers, and serves theirs.
+    """Fetch shards from peers, and serve theirs.
 
     Parameters
     ----------
@@ -69,16 +69,16 @@ class Comms:
         self._compress, self._on_gpu = compression != "off", compression == "gpu"
         self._offload = offload
         self._compressor = Compressor(metrics)
-        #: By peer, for as long as somebody waits for its first shard.
+        #: By peer, for as long as a task waits for its first shard.
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def _carries(self, device: Device) -> bool:
-        """Whether the comms of this worker take buffers of a device as they are."""
+        """Return whether the comms of this worker take buffers of a device as they are."""
         return device.carried_by(self._protocol)
 
     # ---- fetching ----------------------------------------------------------------------
 
-    async def fetch(self, parcel: Parcel, *, by_host: bool = False) -> dict[str, Any]:
+    async def fetch(self, incoming: IncomingShard, *, by_host: bool = False) -> dict[str, Any]:
         """Ask the producer for a shard.
 
         Parameters
@@ -98,29 +98,29 @@ class Comms:
         ExchangeClosed
             When nothing needs the shard any more.
         """
-        peer = parcel.shard.producer.address
-        packing = await self._packing(peer, parcel.device, by_host)
+        peer = incoming.shard.producer.address
+        packing = await self._packing(peer, incoming.device, by_host)
         if packing is not None and not self._links.is_measured(peer):
             # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
             async with self._first.setdefault(peer, asyncio.Lock()):
                 if not self._links.is_measured(peer):
-                    return await self._ask(parcel, packing)
-            packing = await self._packing(peer, parcel.device, by_host)
-        return await self._ask(parcel, packing)
+                    return await self._ask(incoming, packing)
+            packing = await self._packing(peer, incoming.device, by_host)
+        return await self._ask(incoming, packing)
 
-    async def _ask(self, parcel: Parcel, packing: dict[str, Any] | None) -> dict[str, Any]:
-        shard = parcel.shard
+    async def _ask(self, incoming: IncomingShard, packing: dict[str, Any] | None) -> dict[str, Any]:
+        shard = incoming.shard
         producer = shard.producer
         start = perf_counter()
         reply: dict[str, Any] | None = await self._calls.call(
             producer.address,
             "gpurt_fetch",
-            check=parcel.check_wanted,
+            check=incoming.check_wanted,
             kind=shard.device,
             shard=shard.id,
-            run=list(parcel.run),
+            run=list(incoming.run),
             packing=packing,
-            staged_for=None if parcel.path.staging is None else self._me.address,
+            staged_for=None if incoming.path.staging is None else self._me.address,
             to=producer.incarnation,
         )
         if reply is None:  # Dask's answer to an operation that it does not know
@@ -132,7 +132,7 @@ class Comms:
         return reply
 
     async def _packing(self, peer: str, device: Device, by_host: bool) -> dict[str, Any] | None:
-        """What a peer needs to know to decide on compression; None where shards come as they are."""
+        """Describe to a peer what it needs to decide on compression; None where shards come as they are."""
         if self._compress:
             await self._links.learn(peer)
         bandwidth = self._links.bandwidth_between_hosts(peer)
@@ -148,7 +148,9 @@ class Comms:
         return {"bandwidth": bandwidth, "codecs": names}
 
     def _codecs(self, device: Device) -> dict[str, Codec]:
-        """Those for shards of a device; what the comms take from it does not go into host memory for them."""
+        """Return the codecs for shards of a device; those of the host only where the comms do not take its
+        buffers.
+        """
         by_host = {} if self._carries(device) else device.host_codecs()
         return {**device.own_codecs(), **by_host} if self._on_gpu else by_host
 
@@ -158,22 +160,24 @@ class Comms:
         self._traffic.note(peer, COMMS, nbytes, seconds)
         self._links.observe(peer, nbytes, now - seconds, now)
 
-    def unpacked(self, parcel: Parcel, reply: dict[str, Any]) -> list[Any]:
-        """The sections of a shard that was fetched; where staged, they stay until it is released. Blocks."""
-        sizes = [section.nbytes for section in parcel.shard.sections]
+    def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
+        """Return the sections of a shard that was fetched; where staged, they stay until it is released.
+        Blocks.
+        """
+        sizes = [section.nbytes for section in incoming.shard.sections]
         if reply["staged"]:
-            assert parcel.path.staging is not None
-            return list(map(parcel.path.staging.view, reply["staged"]["offsets"], sizes))
+            assert incoming.path.staging is not None
+            return list(map(incoming.path.staging.view, reply["staged"]["offsets"], sizes))
         if reply["codec"] is None:
             whole = [received(data) for data in reply["data"]]
             # Within a process a comm hands the memory of the producer over, who will reuse it.
             return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
         with self._metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])
-            return self._codecs(parcel.device)[reply["codec"]].decompress(packed, sizes)
+            return self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes)
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
-        """What makes buffers of a device out of fetched sections."""
+        """Return what makes buffers of a device out of fetched sections."""
         if reply["codec"] is not None:
             there = not self._codecs(device)[reply["codec"]].on_host
         else:
@@ -191,9 +195,9 @@ class Comms:
         staged_for: str | None,
         to: str,
     ) -> dict[str, Any]:
-        """Handler: the bytes of a shard of ``to``, and the seconds that it took.
+        """Handle a fetch: return the bytes of a shard of ``to``, and the seconds that it took.
 
-        What is sent is the pool itself, where it can be: it is nobody else's before the peer has let go.
+        Sent is the pool itself, where it can be: its block is not used again before the peer has let go.
 
         Parameters
         ----------
@@ -268,12 +272,12 @@ class Comms:
         return device.for_comm(buffer) if self._carries(device) else memoryview(device.to_host(buffer))
 
     def forget(self, run: RunKey) -> None:
-        """A run is over."""
+        """Forget a run that is over."""
         self._compressor.forget(run)
 
 
 def received(data: Any) -> Buffer | np.ndarray:
-    """What a comm has brought, as bytes."""
+    """Return what a comm has brought, as bytes."""
     if hasattr(data, "__cuda_array_interface__"):
         return data
     return np.frombuffer(memoryview(data).cast("B"), np.uint8)

@@ -1,4 +1,4 @@
-"""Whether shards are worth compressing on their way, found out from a sample of each run.
+"""Decide from a sample of each run whether its shards are worth compressing on their way.
 
 The cores at the top know figures only. The codecs are those of the device that a shard lies on.
 """
@@ -19,16 +19,16 @@ from dask_gpurt.observe import Fallback, Metrics
 
 #: With compression it has to take at most so much of the time without: what a sample tells is rough, and
 #: compression takes processors from those who compute.
-WORTH = 0.9
+PAYING_TIME_SHARE = 0.9
 #: Bytes of a shard: of smaller ones it is the latency that counts, larger ones no codec takes at once.
-LEAST, MOST = 2**16, 2**30
-#: Samples are kept of so many runs, those used last: one may be taken as its run ends, and nobody forgets it.
-RUNS = 256
+MIN_SHARD_BYTES, MAX_SHARD_BYTES = 2**16, 2**30
+#: Runs of which samples are kept, those used last: one may be taken as its run ends, and stays then.
+MAX_RUNS = 256
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a codec makes of a run.
+    """Describe how a codec does on a run.
 
     Parameters
     ----------
@@ -45,22 +45,26 @@ class Sample:
     compress_rate: float
     decompress_rate: float
 
-    def pace(self, bandwidth: float) -> float:
-        """Seconds that a byte takes to be compressed, sent and decompressed."""
+    def seconds_per_byte(self, bandwidth: float) -> float:
+        """Return the seconds that a byte takes to be compressed, sent and decompressed."""
         return 1 / self.compress_rate + self.ratio / bandwidth + 1 / self.decompress_rate
 
     def corrected(self, ratio: float, compress_rate: float) -> Sample:
-        """What is to be expected after a shard: half of what was, half of what it has shown.
+        """Return the sample to be expected after a shard: the mean of this one and of what the shard has
+        shown.
 
         Restoring is done elsewhere, and counts as slower by as much as compressing is: it competes too.
         """
-        pace = (1 / self.compress_rate + 1 / compress_rate) / 2
-        slower = pace * self.compress_rate
-        return Sample(self.codec, (self.ratio + ratio) / 2, 1 / pace, self.decompress_rate / slower)
+        seconds_per_byte = (1 / self.compress_rate + 1 / compress_rate) / 2
+        slower = seconds_per_byte * self.compress_rate
+        return Sample(
+            self.codec, (self.ratio + ratio) / 2, 1 / seconds_per_byte, self.decompress_rate / slower
+        )
 
 
 def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decompress_rate: float) -> bool:
-    """Whether bytes arrive clearly sooner when they are compressed on one side and restored on the other.
+    """Return whether bytes arrive clearly sooner when they are compressed on one side and restored on the
+    other.
 
     Parameters
     ----------
@@ -71,17 +75,20 @@ def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decom
     compress_rate, decompress_rate
         Bytes before compression, per second.
     """
-    return Sample("", ratio, compress_rate, decompress_rate).pace(bandwidth) < WORTH / bandwidth
+    return (
+        Sample("", ratio, compress_rate, decompress_rate).seconds_per_byte(bandwidth)
+        < PAYING_TIME_SHARE / bandwidth
+    )
 
 
 def best(samples: Iterable[Sample], bandwidth: float) -> str | None:
-    """The codec with which bytes arrive soonest over a link, None where none pays."""
+    """Return the codec with which bytes arrive soonest over a link, None where none pays."""
     paying = [
         sample
         for sample in samples
         if compression_pays(bandwidth, sample.ratio, sample.compress_rate, sample.decompress_rate)
     ]
-    return min(paying, key=lambda sample: sample.pace(bandwidth)).codec if paying else None
+    return min(paying, key=lambda sample: sample.seconds_per_byte(bandwidth)).codec if paying else None
 
 
 def sample(codec: Codec, whole: Any) -> Sample:
@@ -104,7 +111,7 @@ def sample(codec: Codec, whole: Any) -> Sample:
 
 
 class _Run:
-    """What is known of a run, by codec."""
+    """Keep what is known of a run, by codec."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.samples: dict[str, Sample] = {}
@@ -125,17 +132,17 @@ class _Run:
 
 
 class Compressor:
-    """Compresses the shards of this worker where that pays. Thread-safe; its methods take a while."""
+    """Compress the shards of this worker where that pays. Thread-safe; its methods take a while."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._runs: LRU[RunKey, _Run] = LRU(RUNS, {})
+        self._runs: LRU[RunKey, _Run] = LRU(MAX_RUNS, {})
 
     def pack(
         self, run: RunKey, sections: Sequence[Buffer], bandwidth: float, codecs: Iterable[Codec]
     ) -> tuple[Codec, Any] | None:
-        """All sections of a shard as one, compressed, and by what; None where that does not pay.
+        """Return all sections of a shard as one, compressed, and by what; None where that does not pay.
 
         Parameters
         ----------
@@ -149,7 +156,7 @@ class Compressor:
         """
         nbytes = sum(section.nbytes for section in sections)
         tried = {codec.name: codec for codec in codecs if bandwidth < codec.fast}
-        if not tried or not LEAST <= nbytes <= MOST:
+        if not tried or not MIN_SHARD_BYTES <= nbytes <= MAX_SHARD_BYTES:
             return None
         try:
             samples = self._of(run, sections, tried.values())
@@ -178,6 +185,6 @@ class Compressor:
         return known.samples
 
     def forget(self, run: RunKey) -> None:
-        """A run is over."""
+        """Forget a run that is over."""
         with self._lock:
             self._runs.pop(run, None)

@@ -1,4 +1,4 @@
-"""One worker's end of the exchange: its pools, its paths to peers, and what moves.
+"""Hold one worker's end of the exchange: its pools, its paths to peers, and what moves.
 
 Coroutines run on the worker's event loop; everything that copies runs on the threads of
 ``executor``. The handlers at the end are what peers call.
@@ -22,10 +22,10 @@ from dask_gpurt.device.base import CodecError
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.host_room import HostRoom
-from dask_gpurt.exchange.inbox import Parcel, Place, drop_pages
+from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.exchange.outbox import COPIED, Outbox
+from dask_gpurt.exchange.outgoing import COPIED, Outbox
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
@@ -36,13 +36,13 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds between looks at whether a pool is empty and can give its memory back.
-IDLE = 10.0
+TRIM_INTERVAL_S = 10.0
 #: Seconds for which a producer that asked for room counts as short of it.
-PRESSED = 1.0
+PRESSURE_LASTS_S = 1.0
 #: Until an owner that could not be reached, but has not left, is asked again to let a run go.
-WITHDRAW_AGAIN_S = 1.0
+WITHDRAW_RETRY_INTERVAL_S = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
-THREADS = 4
+COPY_THREADS = 4
 
 
 class Exchange:
@@ -54,7 +54,7 @@ class Exchange:
         The Dask worker; its ``rpc``, ``loop``, ``address`` and directory are used.
     pools
         The devices of the worker and their pools.
-    ladder
+    tiered_buffer
         Where pulled shards go.
     settings, metrics
         Shared by all rooms of this worker.
@@ -64,7 +64,7 @@ class Exchange:
         self,
         worker: Any,
         pools: Pools,
-        ladder: TieredBuffer,
+        tiered_buffer: TieredBuffer,
         settings: Settings,
         metrics: Metrics,
     ):
@@ -77,7 +77,7 @@ class Exchange:
         self.pools.retains = self._goes_on
         self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
         self.pools.ask_host = self.host_room.ask
-        self.landing = Landing(ladder, pools.main, metrics)
+        self.landing = Landing(tiered_buffer, pools.main, metrics)
         self.traffic = Traffic()
         self.links = Links(worker)
         self.calls = Calls(worker, metrics)
@@ -103,9 +103,9 @@ class Exchange:
             settings.exchange.compression,
             self.offload,
         )
-        self.executor = ThreadPoolExecutor(THREADS, thread_name_prefix="gpurt-comm")
+        self.executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="gpurt-comm")
         self._limiter = ResourceLimiter(settings.exchange.inflight)
-        self._parcels: defaultdict[Peer, set[Parcel]] = defaultdict(set)
+        self._incoming: defaultdict[Peer, set[IncomingShard]] = defaultdict(set)
         #: Releases that are on their way or still to be sent.
         self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
         self._asked: dict[Peer, float] = {}
@@ -116,7 +116,7 @@ class Exchange:
         #: Bytes of shards that were offered to this worker.
         self.moved = 0
         #: Called on the event loop with how many runs publish and how many shards are being pulled.
-        self.in_flight: Callable[[int, int], None] = _nobody_asks
+        self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
         worker.handlers.update(
             {
@@ -132,23 +132,23 @@ class Exchange:
     # ---- what is in flight -----------------------------------------------------------
 
     def run_begins(self, run: RunKey) -> None:
-        """A run begins to publish and to receive on this worker."""
+        """Note that a run begins to publish and to receive on this worker."""
         self._publishing.add(run)
         self._receiving[run] = set()
         self.in_flight(len(self._publishing), self._pulls)
 
     def _goes_on(self, run: RunKey) -> bool:
-        """Whether a run may need once more what it has published here. From any thread."""
+        """Return whether a run may need once more what it has published here. From any thread."""
         return run in self._receiving
 
     def run_published(self, run: RunKey) -> None:
-        """A run publishes nothing any more; again does nothing."""
+        """Note that a run publishes nothing any more; again does nothing."""
         if run in self._publishing:
             self._publishing.remove(run)
             self.in_flight(len(self._publishing), self._pulls)
 
     def run_ends(self, run: RunKey) -> None:
-        """A run is over on this worker; again does nothing."""
+        """Note that a run is over on this worker; again does nothing."""
         self.run_published(run)
         self._receiving.pop(run, None)  # from here on nothing of it is retained
         self.pools.end(run)
@@ -164,13 +164,13 @@ class Exchange:
             self.in_flight(len(self._publishing), self._pulls)
 
     def table(self, frame: Any) -> Table:
-        """The backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
+        """Return the backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
         return backend_for(frame, self.pools.device)
 
     # ---- reading ---------------------------------------------------------------------
 
     async def path(self, shard: Shard) -> Path:
-        """How an offered shard will be read.
+        """Return how an offered shard will be read.
 
         Raises
         ------
@@ -179,7 +179,9 @@ class Exchange:
         """
         return await self.peers.path(shard.producer, shard.device, shard.nbytes)
 
-    def take(self, run: RunKey, shard: Shard, path: Path, failed: Callable[[Exception], None]) -> Parcel:
+    def take(
+        self, run: RunKey, shard: Shard, path: Path, failed: Callable[[Exception], None]
+    ) -> IncomingShard:
         """Take an offered shard: pull it soon unless it can wait where it lies. Does not wait for anything.
 
         Parameters
@@ -201,87 +203,89 @@ class Exchange:
             address = shard.producer.address
             raise ExchangeClosed(f"shard {shard.id} of {address} was offered after the end of its run")
         device = self.pools.device(shard.device)
-        if not path.hold():  # from here on nothing fails: the parcel lets go of it
+        if not path.hold():  # from here on nothing fails: the incoming shard lets go of it
             raise PeerLost(f"worker {shard.producer.address} has left")
         release = partial(self._release_soon, path)
-        parcel = Parcel(run, shard, path, device, self.landing, release, failed)
-        self._parcels[shard.producer].add(parcel)
+        incoming = IncomingShard(run, shard, path, device, self.landing, release, failed)
+        self._incoming[shard.producer].add(incoming)
         self.moved += shard.nbytes
         headers = sum(len(section.header) for section in shard.sections)
         self.metrics.add("exchange.bytes.{path}", shard.nbytes + headers, path.name)
         self.metrics.add("exchange.shards.{path}", 1, path.name)
-        pressed = self.worker.loop.time() - self._asked.get(shard.producer, -PRESSED) < PRESSED
+        pressed = (
+            self.worker.loop.time() - self._asked.get(shard.producer, -PRESSURE_LASTS_S) < PRESSURE_LASTS_S
+        )
         if pressed or not path.in_place:
-            self._pull_soon(parcel)
-        return parcel
+            self._pull_soon(incoming)
+        return incoming
 
     def refuse(self, shard: Shard) -> None:
         """Have the producer free a shard that will not be taken."""
         self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id, shard.share)
 
-    def _pull_soon(self, parcel: Parcel) -> None:
-        if parcel.start_moving():
-            call_soon(self.worker, self._pull, parcel)
+    def _pull_soon(self, incoming: IncomingShard) -> None:
+        if incoming.start_moving():
+            call_soon(self.worker, self._pull, incoming)
 
-    async def _pull(self, parcel: Parcel) -> None:
+    async def _pull(self, incoming: IncomingShard) -> None:
         try:
             await self._limiter.wait_for_available()
-            if parcel.place is not Place.GONE:
-                await self._pull_now(parcel)
+            if incoming.state is not ShardState.GONE:
+                await self._pull_now(incoming)
                 return
         except Exception as error:
-            if parcel.place is not Place.GONE:  # else it belongs to what is over, and nothing reads it
-                parcel.fail(error)
+            if incoming.state is not ShardState.GONE:  # else it belongs to what is over, and nothing reads it
+                incoming.fail(error)
         with contextlib.suppress(ExchangeClosed):  # which lets go of all
-            await self.offload(parcel.stop_moving)  # on a thread: it may wait for a device
+            await self.offload(incoming.stop_moving)  # on a thread: it may wait for a device
 
-    async def _pull_now(self, parcel: Parcel) -> None:
-        nbytes = parcel.shard.nbytes
+    async def _pull_now(self, incoming: IncomingShard) -> None:
+        nbytes = incoming.shard.nbytes
         self._limiter.increase(nbytes)
         self.metrics.peak("exchange.inflight.peak", acquired(self._limiter))
         try:
             with self._pulling():
-                if parcel.path.mapping is None:
-                    await self._pull_fetched(parcel)
+                if incoming.path.mapping is None:
+                    await self._pull_fetched(incoming)
                 else:
                     with self.metrics.seconds("exchange.seconds.pulling"):
-                        await self.offload(self._pull_mapped, parcel)
+                        await self.offload(self._pull_mapped, incoming)
         finally:
             await self._limiter.decrease(nbytes)
 
-    async def _pull_fetched(self, parcel: Parcel) -> None:
+    async def _pull_fetched(self, incoming: IncomingShard) -> None:
         try:
-            await self.offload(self._land_fetched, parcel, await self.comms.fetch(parcel))
+            await self.offload(self._land_fetched, incoming, await self.comms.fetch(incoming))
         except CodecError as error:
             self.metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
-            reply = await self.comms.fetch(parcel, by_host=True)
-            await self.offload(self._land_fetched, parcel, reply)
+            reply = await self.comms.fetch(incoming, by_host=True)
+            await self.offload(self._land_fetched, incoming, reply)
 
-    def _pull_mapped(self, parcel: Parcel) -> None:
-        shard = parcel.shard
+    def _pull_mapped(self, incoming: IncomingShard) -> None:
+        shard = incoming.shard
         address = shard.producer.address
-        copy = self.traffic.timed(address, parcel.path.name, parcel.device.land, shard.nbytes)
+        copy = self.traffic.timed(address, incoming.path.name, incoming.device.land, shard.nbytes)
         try:
-            self._land(parcel, parcel.sources(), copy)
+            self._land(incoming, incoming.sources(), copy)
         finally:
-            drop_pages([parcel])
-        self.metrics.add("exchange.pulled.bytes", parcel.shard.nbytes)
+            drop_pages([incoming])
+        self.metrics.add("exchange.pulled.bytes", incoming.shard.nbytes)
 
-    def _land_fetched(self, parcel: Parcel, reply: dict[str, Any]) -> None:
-        sources = self.comms.unpacked(parcel, reply)
-        self._land(parcel, sources, self.comms.bring(parcel.device, reply))
+    def _land_fetched(self, incoming: IncomingShard, reply: dict[str, Any]) -> None:
+        sources = self.comms.unpacked(incoming, reply)
+        self._land(incoming, sources, self.comms.bring(incoming.device, reply))
         if staged := reply["staged"]:
-            assert parcel.path.staging is not None
-            for offset, section in zip(staged["offsets"], parcel.shard.sections, strict=True):
-                parcel.path.staging.drop_pages(offset, section.nbytes)
+            assert incoming.path.staging is not None
+            for offset, section in zip(staged["offsets"], incoming.shard.sections, strict=True):
+                incoming.path.staging.drop_pages(offset, section.nbytes)
             self.worker.loop.add_callback(
-                self._note_release, parcel.shard.producer, "host", staged["shard"], COPIED
+                self._note_release, incoming.shard.producer, "host", staged["shard"], COPIED
             )
 
     def _land(
-        self, parcel: Parcel, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]
+        self, incoming: IncomingShard, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]
     ) -> None:
-        parcel.land(lambda key: self.landing.put(key, parcel.shard, sources, parcel.device, bring))
+        incoming.land(lambda key: self.landing.put(key, incoming.shard, sources, incoming.device, bring))
 
     # ---- releasing -------------------------------------------------------------------
 
@@ -324,20 +328,20 @@ class Exchange:
         if self.closed:
             raise ExchangeClosed(f"the exchange of {self.me.address} is closed")
 
-    def discard(self, parcels: Iterable[Parcel]) -> None:
-        """Let go of parcels that nobody will read any more. Blocks while they are read."""
-        for parcel in parcels:
-            parcel.discard()
+    def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
+        """Let go of incoming shards that will not be read any more. Blocks while they are read."""
+        for incoming in incoming_shards:
+            incoming.discard()
             # Not before: until then its producer has to hear that it is being read.
-            parcel.let_go.add_done_callback(partial(self._unlist, parcel))
+            incoming.let_go.add_done_callback(partial(self._unlist, incoming))
 
-    def _unlist(self, parcel: Parcel, _: object) -> None:
-        self._parcels[parcel.shard.producer].discard(parcel)
+    def _unlist(self, incoming: IncomingShard, _: object) -> None:
+        self._incoming[incoming.shard.producer].discard(incoming)
 
-    def discard_soon(self, parcels: Iterable[Parcel]) -> None:
-        """Let go of parcels on a thread of the exchange."""
+    def discard_soon(self, incoming_shards: Iterable[IncomingShard]) -> None:
+        """Let go of incoming shards on a thread of the exchange."""
         if not self.closed:
-            self.executor.submit(self.discard, parcels)
+            self.executor.submit(self.discard, incoming_shards)
 
     def _ask_for_room(self, owners: set[str]) -> None:
         self.worker.loop.add_callback(self._send_drain, owners)
@@ -361,7 +365,7 @@ class Exchange:
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
         while not (await self._has_let_go(owner, run) or self.closed):
-            await asyncio.sleep(WITHDRAW_AGAIN_S)
+            await asyncio.sleep(WITHDRAW_RETRY_INTERVAL_S)
         outbox.drop(run, owner)
 
     async def _has_let_go(self, owner: str, run: RunKey) -> bool:
@@ -381,7 +385,7 @@ class Exchange:
     # ---- what peers call -------------------------------------------------------------
 
     async def ticket(self, kind: str, to: str | None) -> dict[str, Any]:
-        """Handler: how to map this worker's pool, for a peer that has been offered shards of ``to``."""
+        """Handle a peer that has been offered shards of ``to``: tell it how to map this worker's pool."""
         reply = {"version": __version__, "incarnation": self.me.incarnation, "ticket": None}
         if kind in self.pools.devices and to in (None, self.me.incarnation):
             outbox = await self.offload(self.pools.outbox, kind)
@@ -389,52 +393,59 @@ class Exchange:
         return reply
 
     def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None:
-        """Handler: the owners of shares are done with shards of ``to``; each comes with its share."""
+        """Handle the release of shards of ``to`` by the owners of shares; each comes with its share."""
         if to == self.me.incarnation:
             self.pools.known(kind).release((shard, share) for shard, share in shards)
         else:  # of the one before at this address, whose ids are others here
             self.metrics.add("exchange.messages.stale")
 
     def drain(self, producer: list[str]) -> None:
-        """Handler: a producer waits for room; copy what was left in its pool."""
+        """Handle a producer that waits for room: copy what was left in its pool."""
         peer = Peer(*producer)
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
-        for parcel in sorted(tuple(self._parcels[peer]), key=lambda parcel: parcel.shard.id):
-            self._pull_soon(parcel)
+        for incoming in sorted(tuple(self._incoming[peer]), key=lambda incoming: incoming.shard.id):
+            self._pull_soon(incoming)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
-        """Handler: a producer ends its part of a run; returns when nothing of it is being read, nor will be.
+        """Handle the end of a producer's part of a run; returns when nothing of it is being read, nor will
+        be.
 
         Where the run goes on, since only the producer closes, what has not been pulled is lost.
         """
         peer, key = Peer(*producer), (run[0], run[1])
         if key in self._receiving:  # what it has offered may still be on its way here
             self._receiving[key].add(peer)
-        parcels = [parcel for parcel in list(self._parcels[peer]) if parcel.run == key]
-        for parcel in parcels:
-            if parcel.place in (Place.PRODUCER, Place.MOVING):
-                parcel.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
+        incoming_shards = [incoming for incoming in list(self._incoming[peer]) if incoming.run == key]
+        for incoming in incoming_shards:
+            if incoming.state in (ShardState.PRODUCER, ShardState.MOVING):
+                incoming.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
         # What has landed is ours. What is gone may still be read.
-        await self._let_go(parcel for parcel in parcels if parcel.place is not Place.LANDED)
+        await self._let_go(
+            incoming for incoming in incoming_shards if incoming.state is not ShardState.LANDED
+        )
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
         """Let go of what was offered for shares that others have now; return when it is not read."""
-        # Copies: threads that let go of a parcel take it from its set meanwhile.
-        mine = [(peer, parcel) for peer, parcels in self._parcels.items() for parcel in list(parcels)]
+        # Copies: threads that let go of an incoming shard take it from its set meanwhile.
+        mine = [
+            (peer, incoming)
+            for peer, incoming_shards in self._incoming.items()
+            for incoming in list(incoming_shards)
+        ]
         await self._let_go(
-            parcel
-            for peer, parcel in mine
-            if peer.address == producer and parcel.run == run and parcel.shard.share in shares
+            incoming
+            for peer, incoming in mine
+            if peer.address == producer and incoming.run == run and incoming.shard.share in shares
         )
 
-    async def _let_go(self, which: Iterable[Parcel]) -> None:
-        parcels = list(which)
+    async def _let_go(self, which: Iterable[IncomingShard]) -> None:
+        incoming_shards = list(which)
         with contextlib.suppress(ExchangeClosed):
-            await self.offload(self.discard, parcels)
+            await self.offload(self.discard, incoming_shards)
             # Only here is known when that is: what a producer sends of its pool is on its way long after
             # the comm has taken it, and what is mapped is read without the producer.
-            waiting = [asyncio.wrap_future(parcel.let_go) for parcel in parcels]
+            waiting = [asyncio.wrap_future(incoming.let_go) for incoming in incoming_shards]
             await asyncio.gather(*waiting, return_exceptions=True)  # these are raised where they happen
 
     # ---- life ------------------------------------------------------------------------
@@ -445,23 +456,23 @@ class Exchange:
             raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
-    def peer_left(self, address: str) -> None:
-        """A worker has left the cluster: what was known of it says nothing of another one at its address."""
+    def on_worker_removed(self, address: str) -> None:
+        """Forget a worker that has left the cluster: another one at its address has nothing to do with it."""
         self.links.forget([address])
         self.peers.forget([address])
         for peer in [peer for peer in self._asked if peer.address == address]:
             del self._asked[peer]
-        for peer in list(self._parcels):
-            if peer.address == address and not self._parcels[peer]:
-                del self._parcels[peer]
+        for peer in list(self._incoming):
+            if peer.address == address and not self._incoming[peer]:
+                del self._incoming[peer]
 
     async def keep_house(self) -> None:
-        """Now and then: give idle memory back, here and of workers that have left."""
+        """Give idle memory back, here and of workers that have left. Called at intervals."""
         peers = list(self.peers)
         # None is the answer of a scheduler on which the runtime has been switched off.
         gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []
         for address in gone:
-            self.peer_left(address)
+            self.on_worker_removed(address)
         await self.links.refresh()
         await self.offload(self.pools.trim_idle)
 
@@ -478,11 +489,15 @@ class Exchange:
         for name in ("ticket", "fetch", "release", "drain", "forget", "make_room"):
             self.worker.handlers.pop(f"gpurt_{name}", None)
         self.executor.shutdown(cancel_futures=True)
-        for parcel in [parcel for parcels in list(self._parcels.values()) for parcel in list(parcels)]:
-            parcel.abandon()  # else its mapping would stay open
+        for incoming in [
+            incoming
+            for incoming_shards in list(self._incoming.values())
+            for incoming in list(incoming_shards)
+        ]:
+            incoming.abandon()  # else its mapping would stay open
         self.peers.close()
         self.pools.close()
 
 
-def _nobody_asks(runs: int, pulls: int) -> None:
-    """What is in flight matters to nobody."""
+def _ignore(runs: int, pulls: int) -> None:
+    """Ignore what is in flight."""

@@ -42,7 +42,7 @@ SMALLEST_BLOCK = 2**16
 
 
 class HostRoom:
-    """Has the workers of a host make room for a producer of this one.
+    """Ask the workers of a host to make room for a producer of this one.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class HostRoom:
             self._asking = False
 
     async def _held(self) -> dict[str, Any]:
-        """The bytes that each worker of this host holds after it has given back what it could."""
+        """Return the bytes that each worker of this host holds after it has given back what it could."""
         replies: dict[str, Any] = await self._worker.scheduler.broadcast(
             msg={"op": "gpurt_make_room"},
             hosts=[get_address_host(self._worker.address)],
@@ -115,7 +115,7 @@ class HostRoom:
         return replies
 
     def _note(self, held: dict[str, Any]) -> None:
-        """What a round has found."""
+        """Note the result of a round."""
         # A worker on which the runtime is off replies None; one that could not be asked, which may hold
         # something, has an error here.
         now = time.monotonic()
@@ -126,7 +126,7 @@ class HostRoom:
         self._last_round = now
 
     async def make_room(self) -> int:
-        """Handler: a worker of this host waits for room; the bytes that this one still holds."""
+        """Handle a worker of this host that waits for room; returns the bytes that this one still holds."""
         if self._worker.status in (Status.closing, Status.closed):
             return 0
         self._drain()

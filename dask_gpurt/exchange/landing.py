@@ -1,4 +1,4 @@
-"""Where pulled shards wait: in the tiers of the worker, next to the data of its keys.
+"""Keep pulled shards in the tiers of the worker, next to the data of its keys.
 
 A shard stays live only where there is room without moving anything: it will be read once,
 while what would have to go may be read sooner. It never waits for room, since the lowest
@@ -18,7 +18,7 @@ from dask_gpurt.device import Device
 from dask_gpurt.exchange.shard import Shard
 from dask_gpurt.memory.admission import reservation
 from dask_gpurt.memory.ledger import SHARDS
-from dask_gpurt.memory.reading import Part
+from dask_gpurt.memory.reading import BufferAndMemo
 from dask_gpurt.memory.serialize import Raw, raw_frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import NoRoom, Tier
@@ -30,14 +30,14 @@ class Landing:
 
     Parameters
     ----------
-    ladder
+    tiered_buffer
         The tiers.
     main
         Kind of the device that is their upper end.
     """
 
-    def __init__(self, ladder: TieredBuffer, main: str, metrics: Metrics):
-        self._ladder = ladder
+    def __init__(self, tiered_buffer: TieredBuffer, main: str, metrics: Metrics):
+        self._tiered_buffer = tiered_buffer
         self._main = main
         self._metrics = metrics
 
@@ -65,15 +65,17 @@ class Landing:
         """
         home = self._home(device.kind)
         priority = (math.inf, min(shard.places(), default=0))
-        if self._ladder.reservations.try_reserve(key, shard.nbytes, home):
+        if self._tiered_buffer.reservations.try_reserve(key, shard.nbytes, home):
             try:
-                self._ladder.store(key, Raw(bring(sources)), SHARDS, home=home, priority=priority)
+                self._tiered_buffer.store(key, Raw(bring(sources)), SHARDS, home=home, priority=priority)
                 return
             except MemoryError:
                 self._metrics.fallback(Fallback.EXCHANGE_SPILLED_ON_ARRIVAL, "it has no room for them")
-                self._ladder.reservations.cancel(key)
+                self._tiered_buffer.reservations.cancel(key)
         try:
-            tier = self._ladder.store_below(key, raw_frames(sources), SHARDS, home=home, priority=priority)
+            tier = self._tiered_buffer.store_below(
+                key, raw_frames(sources), SHARDS, home=home, priority=priority
+            )
         except NoRoom as error:
             raise OSError(f"no tier has room for the shards that this worker has pulled: {error}") from error
         self._metrics.add("memory.spill.bytes.{from}.{to}", shard.nbytes, "exchange", str(tier))
@@ -82,15 +84,15 @@ class Landing:
         return Tier.DEVICE if kind == self._main else Tier.HOST
 
     def keeps(self, nbytes: int, kind: str) -> bool:
-        """Whether so many bytes of shards stay live beside other things."""
-        return self._ladder.reservations.leaves_half(nbytes, self._home(kind))
+        """Return whether so many bytes of shards stay live beside other things."""
+        return self._tiered_buffer.reservations.leaves_half(nbytes, self._home(kind))
 
     @contextmanager
-    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, Part]]:
-        """Sections of shards for the table backend, for as long as the body of a task runs."""
-        with self._ladder.reading(wanted, reservation(task)) as found:
+    def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, BufferAndMemo]]:
+        """Yield the sections of shards for the table backend, for as long as the body of a task runs."""
+        with self._tiered_buffer.reading(wanted, reservation(task)) as found:
             yield found
 
     def discard(self, key: str) -> None:
         """Let a shard go."""
-        self._ladder.discard(key)
+        self._tiered_buffer.discard(key)

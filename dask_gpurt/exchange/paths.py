@@ -27,7 +27,7 @@ SpeedOf = Callable[[Link], Speed]
 
 @dataclass(frozen=True)
 class Path:
-    """How shards of a peer are read.
+    """Describe how shards of a peer are read.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Path:
     staging: Mapping | None = None
 
     def seconds(self, nbytes: int, speed: SpeedOf) -> float:
-        """The time until so many bytes can be read here."""
+        """Return the time until so many bytes can be read here."""
         return self.message + sum(speed(link).seconds(nbytes) for link in self.steps)
 
     def describe(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Path:
 
     @property
     def mappings(self) -> tuple[HeldMapping, ...]:
-        """The pools of the peer that it reads."""
+        """Return the pools of the peer that it reads."""
         return tuple(each for each in (self.mapping, self.staging) if isinstance(each, HeldMapping))
 
     def hold(self) -> bool:
@@ -84,18 +84,18 @@ class Path:
 
 
 def least(paths: Iterable[Path], nbytes: int, speed: SpeedOf) -> Path:
-    """The path that takes least; the first of those that take as long."""
+    """Return the path that takes least; the first of those that take as long."""
     return min(paths, key=lambda path: path.seconds(nbytes, speed))
 
 
 @dataclass(frozen=True)
 class Between:
-    """What is known of two workers.
+    """Describe what is known of two workers.
 
     Attributes
     ----------
     link
-        The class of link between them, None where nobody knows.
+        The class of link between them, None where it is unknown.
     staging
         The peer's pool in host memory, where this worker maps it.
     carried
@@ -110,7 +110,7 @@ class Between:
 def possible(
     device: Device | None, ticket: Ticket | None, allowed: frozenset[str], between: Between
 ) -> tuple[Path, ...]:
-    """The paths from a peer's pool, those without a copy first; mapping it may take a while.
+    """Return the paths from a peer's pool, those without a copy first; mapping it may take a while.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def possible(
 def _mapped(
     device: Device, ticket: Ticket, allowed: frozenset[str], link: Link | None
 ) -> tuple[Path | None, str | None]:
-    """The path to the mapped pool, or why there is none."""
+    """Return the path to the mapped pool, or why there is none."""
     name = device.shared_path
     if name not in allowed:
         return None, f"gpurt.exchange.paths leaves {name} out"

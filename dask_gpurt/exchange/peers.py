@@ -18,7 +18,7 @@ from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Bytes of a shard as they are on GPUs, for which a path is described.
-USUAL = 2**24
+USUAL_SHARD_BYTES = 2**24
 
 
 class Peers:
@@ -67,7 +67,7 @@ class Peers:
         self._closed = False
 
     async def path(self, peer: Peer, kind: str, nbytes: int) -> Path:
-        """The path by which a shard of a peer's pool is there first.
+        """Return the path by which a shard of a peer's pool is there first.
 
         Raises
         ------
@@ -99,7 +99,7 @@ class Peers:
         if self._closed:  # while it was mapped, so that this was not retired with the others
             await asyncio.to_thread(_retire_all, found)
             raise PeerError(f"the exchange of {self._me.address} is closed")
-        self._note(paths.least(found, USUAL, self._links.speed_from(peer.address)))
+        self._note(paths.least(found, USUAL_SHARD_BYTES, self._links.speed_from(peer.address)))
         return found
 
     async def _ticket(self, address: str, kind: str, incarnation: str | None) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Peers:
         return reply
 
     def _held(self, path: Path) -> Path:
-        """The same path, whose mapping is closed once nothing holds it."""
+        """Return the same path, whose mapping is closed once nothing holds it."""
         if path.mapping is None:
             return path
         return replace(path, mapping=HeldMapping(path.mapping, self._close_soon))
@@ -162,11 +162,13 @@ class Peers:
         await asyncio.gather(*(self._possible(peer, kind) for kind in self._pools.devices))
 
     def describe(self, kind: str) -> dict[str, dict[str, Any]]:
-        """The path of a usual shard from each peer whose pool of a kind is known."""
+        """Return the path of a usual shard from each peer whose pool of a kind is known."""
         return {
             peer.address: {
                 "device": kind,
-                **paths.least(_result(task), USUAL, self._links.speed_from(peer.address)).describe(),
+                **paths.least(
+                    _result(task), USUAL_SHARD_BYTES, self._links.speed_from(peer.address)
+                ).describe(),
             }
             for (peer, of), task in self._found.items()
             if of == kind and _result(task)
@@ -175,11 +177,11 @@ class Peers:
     # ---- life ------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[str]:
-        """The addresses of peers that paths were found to."""
+        """Yield the addresses of peers that paths were found to."""
         return iter({peer.address for peer, _ in self._found} - {self._me.address})
 
     def forget(self, gone: Collection[str]) -> None:
-        """These have left: their pools are closed once nothing is read from them."""
+        """Forget peers that have left: their pools are closed once nothing is read from them."""
         for key in [key for key in self._found if key[0].address in gone and key[0] != self._me]:
             task = self._found.pop(key)
             task.add_done_callback(_retire)  # at once, unless it is still being mapped
@@ -203,9 +205,9 @@ def _retire_all(found: Iterable[Path]) -> None:
 
 
 def _never() -> None:
-    """Mappings are of use to every later run."""
+    """Keep mappings open: they are of use to every later run."""
 
 
 def _result(task: asyncio.Task[tuple[Path, ...]]) -> tuple[Path, ...]:
-    """The paths that were found, none if that failed."""
+    """Return the paths that were found, none if that failed."""
     return task.result() if task.done() and not task.cancelled() and not task.exception() else ()

@@ -12,7 +12,7 @@ from dask.utils import format_bytes
 from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import Device, Pool
 from dask_gpurt.device.discover import discover, main_kind
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
@@ -54,7 +54,7 @@ class Pools:
         self._lock = threading.Lock()
 
     def device(self, kind: str) -> Device:
-        """The device of a kind; raises NoSuchDevice."""
+        """Return the device of a kind; raises NoSuchDevice."""
         try:
             return self.devices[kind]
         except KeyError:
@@ -63,7 +63,7 @@ class Pools:
             ) from None
 
     def outbox(self, kind: str) -> Outbox:
-        """The published blocks of a device; its pool is made on first use. Blocks."""
+        """Return the published blocks of a device; its pool is made on first use. Blocks."""
         with self._lock:
             if kind not in self._outboxes:
                 device = self.device(kind)
@@ -79,11 +79,11 @@ class Pools:
         self.ask_for_room(owners)
 
     def known(self, kind: str) -> Outbox:
-        """The outbox of a pool that has been made, without waiting for anything."""
+        """Return the outbox of a pool that has been made, without waiting for anything."""
         return self._outboxes[kind]
 
     def _size_for(self, device: Device) -> int:
-        """Bytes of the pool of a device; ConfigError when the setting asks for more than there is."""
+        """Return the size of a device's pool; ConfigError when the setting asks for more than there is."""
         limits = device.pool_limits()
         # On a worker with a GPU the setting is about the GPU.
         if self._size is None or device.kind != self.main:
@@ -103,7 +103,7 @@ class Pools:
             self.outbox(kind)
 
     def owners(self, run: RunKey) -> list[tuple[Outbox, str]]:
-        """Who may still read blocks of a run, and which outbox they are in."""
+        """Return the owners that may still read blocks of a run, each with the outbox of these."""
         return [(outbox, owner) for outbox in list(self._outboxes.values()) for owner in outbox.owners(run)]
 
     def end(self, run: RunKey) -> None:
@@ -112,7 +112,7 @@ class Pools:
             outbox.end(run)
 
     def shares(self, run: RunKey) -> dict[int, str]:
-        """The shares for which a run has published blocks that may still be read, each with its owner."""
+        """Return the shares of a run whose blocks may still be read, each with its owner."""
         found: dict[int, str] = {}
         for outbox in list(self._outboxes.values()):
             found |= outbox.shares(run)
@@ -129,7 +129,7 @@ class Pools:
             outbox.wake()
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Capacity and use of the pools made so far, by kind of device."""
+        """Return capacity and use of the pools made so far, by kind of device."""
         return {
             kind: {
                 "capacity": outbox.pool.capacity,
@@ -140,7 +140,7 @@ class Pools:
         }
 
     def describe_devices(self) -> dict[str, dict[str, Any]]:
-        """What the devices are, by kind. Blocks."""
+        """Describe the devices, by kind. Blocks."""
         return {kind: device.describe() for kind, device in self.devices.items()}
 
     def drain_host(self) -> None:
@@ -155,7 +155,7 @@ class Pools:
             outbox.pool.trim()
 
     def trim_idle(self) -> None:
-        """As :meth:`trim`, of pools that are empty, or had no block cut since the last call. Blocks.
+        """Trim, as :meth:`trim` does, pools that are empty, or had no block cut since the last call. Blocks.
 
         A pool in use would soon take again what it has given back, which is slower than to copy.
         """
@@ -167,7 +167,7 @@ class Pools:
             self._cuts[kind] = cuts
 
     def trim_host(self) -> int:
-        """As :meth:`trim`; returns the bytes of host memory that blocks still use. Blocks."""
+        """Trim as :meth:`trim` does; returns the bytes of host memory that blocks still use. Blocks."""
         self.trim()
         outbox = self._outboxes.get("host")
         return 0 if outbox is None else outbox.pool.backed

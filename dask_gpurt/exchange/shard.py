@@ -1,4 +1,4 @@
-"""What producers tell owners about the bytes that wait for them."""
+"""Describe to owners the bytes that wait for them: peers, attempts, shards, commits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PeerLost(PeerError):
 
 
 class Peer(NamedTuple):
-    """One life of one worker's exchange.
+    """Identify one incarnation of one worker's exchange.
 
     The address alone does not identify it: a worker that is restarted by its nanny has the address of the
     one before, and another pool, other shards and other ids.
@@ -41,7 +41,8 @@ class Peer(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One try to transfer an input partition. Later tries compare greater, on whichever worker they run.
+    """Identify one try to transfer an input partition. Later tries compare greater, on whichever worker they
+    run.
 
     Attributes
     ----------
@@ -78,7 +79,7 @@ class Section:
     header: bytes
 
     def filled(self) -> Iterator[tuple[int, int]]:
-        """The output partitions that have rows in it, and where they stand in ``partitions``."""
+        """Yield the output partitions that have rows in it, and where they stand in ``partitions``."""
         for at, partition in enumerate(self.partitions):
             if self.offsets[at + 1] > self.offsets[at]:
                 yield partition, at
@@ -116,11 +117,11 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sections."""
+        """Return the bytes of all sections."""
         return sum(section.nbytes for section in self.sections)
 
     def places(self) -> dict[int, list[tuple[int, int]]]:
-        """Where output partitions have rows: in which sections, and where they stand in each."""
+        """Return where output partitions have rows: in which sections, and where they stand in each."""
         places: dict[int, list[tuple[int, int]]] = {}
         for which, section in enumerate(self.sections):
             for partition, at in section.filled():
@@ -130,7 +131,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Commit:
-    """Ends an attempt for one share, which may get no shard of it at all.
+    """End an attempt for one share, which may get no shard of it at all.
 
     Attributes
     ----------

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 #: Peers and paths between two reports; transfers of more are left out.
-MOST_PEERS = 64
+MAX_PEERS = 64
 
 
 class TransferTotals(NamedTuple):
@@ -31,7 +31,7 @@ class Traffic:
     def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
         """Add a transfer that has ended."""
         with self._lock:
-            if (peer, path) not in self._totals and len(self._totals) >= MOST_PEERS:
+            if (peer, path) not in self._totals and len(self._totals) >= MAX_PEERS:
                 return
             known = self._totals.get((peer, path), TransferTotals(peer, path, 0, 0.0, 0))
             self._totals[peer, path] = TransferTotals(

@@ -1,24 +1,24 @@
-"""What a partition is: split, pack, unpack, concatenate."""
+"""Split, pack, unpack and concatenate partitions, on pandas and on cudf."""
 
 from dask_gpurt.frames.backend import (
+    BlockAllocator,
     Hashed,
     Packed,
     Part,
     Piece,
     Ranged,
-    Room,
     Routed,
     Table,
 )
 from dask_gpurt.frames.registry import backend_for, library
 
 __all__ = [
+    "BlockAllocator",
     "Hashed",
     "Packed",
     "Part",
     "Piece",
     "Ranged",
-    "Room",
     "Routed",
     "Table",
     "backend_for",

@@ -38,7 +38,7 @@ class Piece:
         return self.offsets[-1]
 
     def halves(self, cut: Callable[[Any, int, int], Any]) -> tuple[Piece, Piece]:
-        """Two pieces with half of the rows each; ``cut(rows, start, stop)`` takes some."""
+        """Return two pieces with half of the rows each; ``cut(rows, start, stop)`` takes some."""
         middle, end = len(self) // 2, len(self)
         first = tuple(min(offset, middle) for offset in self.offsets)
         second = tuple(max(offset - middle, 0) for offset in self.offsets)
@@ -131,8 +131,8 @@ class Part:
     memo: dict[str, Any]
 
 
-class Room(Protocol):
-    """Where pieces are packed."""
+class BlockAllocator(Protocol):
+    """Cut the blocks into which pieces are packed."""
 
     def allocate(self, nbytes: int) -> Block:
         """Cut a block; raises PoolFull."""
@@ -182,16 +182,16 @@ class Table(Protocol):
         ...
 
     def cut(self, rows: Any, start: int, stop: int) -> Any:
-        """Some rows of ``Piece.rows``."""
+        """Return some rows of ``Piece.rows``."""
         ...
 
-    def pack(self, piece: Piece, room: Room) -> Packed:
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         """Write a piece into one block, complete after the next :meth:`settle`.
 
         Raises
         ------
         PoolFull
-            When ``room`` has no block of the size.
+            When ``allocator`` has no block of the size.
         """
         ...
 
@@ -213,5 +213,5 @@ class Table(Protocol):
         ...
 
     def fence(self) -> Callable[[], None] | None:
-        """Waits, when called, until everything assembled so far has been read; None: it has."""
+        """Return what waits, when called, until everything assembled so far has been read; None: it has."""
         ...

@@ -27,13 +27,13 @@ from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.copies import Copy, address
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.device.cuda_memory import DeviceSpan, copy_async
-from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Room, Routed
+from dask_gpurt.frames.backend import BlockAllocator, Hashed, Packed, Part, Piece, Routed
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _CudfRows:
     """Columns without their names, and the header that brings the names and dtypes back."""
 
     table: plc.Table
@@ -42,7 +42,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Schema:
-    """What a ``plc.Table`` does not know of the frame it was."""
+    """Keep what a ``plc.Table`` does not know of the frame it was."""
 
     columns: tuple[Any, ...]
     #: None where the index was left behind.
@@ -105,12 +105,14 @@ class CudfTable:
         columns = [*index, *frame._columns]
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
         table, ends = self._partitioned(columns, keys, function, npartitions)
-        layout = Layout.of(table, header)
+        layout = CudfLayout.of(table, header)
         header = pickle.dumps(layout) if layout else header
         return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
 
     def _index_of(self, frame: cudf.DataFrame) -> list[ColumnBase]:
-        """The columns of an index. cudf would make those of a range on the user's stream, and wait for it."""
+        """Return the columns of an index. cudf would make those of a range on the user's stream, and wait for
+        it.
+        """
         index = frame.index
         if not isinstance(index, cudf.RangeIndex) or not len(index):
             return list(index._columns)
@@ -122,7 +124,7 @@ class CudfTable:
     def _partitioned(
         self, columns: list[ColumnBase], keys: list[ColumnBase], function: hash_id, npartitions: int
     ) -> tuple[plc.Table, list[int]]:
-        """The rows of ``columns`` by output partition, and the row at which each partition ends."""
+        """Return the rows of ``columns`` by output partition, and the row at which each partition ends."""
         stream, raw = self.device.after_compute()
         with access_columns(*columns, *keys, mode="read", scope="internal") as accessed:
             plain = [c.plc_column for c in accessed]
@@ -140,7 +142,7 @@ class CudfTable:
         self,
         table: plc.Table,
         header: bytes,
-        layout: Layout | None,
+        layout: CudfLayout | None,
         partitions: Sequence[int],
         ends: list[int],
     ) -> Piece | None:
@@ -158,30 +160,30 @@ class CudfTable:
         else:
             cuts = [edge for span in spans for edge in span]
             rows = plc.concatenate.concatenate(plc.copying.slice(table, cuts, stream=stream), stream=stream)
-        return Piece(_Rows(rows, header), tuple(partitions), tuple(offsets))
+        return Piece(_CudfRows(rows, header), tuple(partitions), tuple(offsets))
 
-    def cut(self, rows: _Rows | PlainRows, start: int, stop: int) -> _Rows | PlainRows:
+    def cut(self, rows: _CudfRows | PlainRows, start: int, stop: int) -> _CudfRows | PlainRows:
         if isinstance(rows, PlainRows):
             return rows.between(start, stop)
         stream, _ = self.device.stream()
         (part,) = plc.copying.slice(rows.table, [start, stop], stream=stream)
-        return _Rows(part, rows.header)
+        return _CudfRows(part, rows.header)
 
-    def pack(self, piece: Piece, room: Room) -> Packed:
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         if isinstance(piece.rows, PlainRows):
-            block = room.allocate(piece.rows.layout.starts(len(piece))[-1])
+            block = allocator.allocate(piece.rows.layout.starts(len(piece))[-1])
             self._copies += piece.rows.copies(block.buffer.ptr)
             return Packed(block, piece.rows.header)
-        return self._split_contiguously(piece, room)
+        return self._split_contiguously(piece, allocator)
 
-    def _split_contiguously(self, piece: Piece, room: Room) -> Packed:
+    def _split_contiguously(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         stream, _ = self.device.stream()
         blocks: dict[int, Block] = {}
         full: list[PoolFull] = []
 
         def take(nbytes: int, _stream: Any) -> int:
             try:
-                block = room.allocate(nbytes)
+                block = allocator.allocate(nbytes)
             except PoolFull as error:
                 full.append(error)  # libcudf turns every exception into one of its own
                 raise MemoryError from error
@@ -190,7 +192,7 @@ class CudfTable:
 
         def drop(ptr: int, _nbytes: int, _stream: Any) -> None:
             if ptr in blocks:
-                room.give_back(blocks.pop(ptr))
+                allocator.give_back(blocks.pop(ptr))
 
         memory = rmm.mr.CallbackMemoryResource(take, drop)
         try:
@@ -200,7 +202,7 @@ class CudfTable:
                 raise full[0] from None
             raise
         # The block is ours from here on; libcudf gives back what else it took.
-        block = blocks.pop(data.ptr) if len(data) else room.allocate(0)
+        block = blocks.pop(data.ptr) if len(data) else allocator.allocate(0)
         del data
         return Packed(block, pickle.dumps((bytes(metadata), piece.rows.header)))
 
@@ -216,7 +218,7 @@ class CudfTable:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)
-        if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
+        if isinstance(read, CudfLayout) and len({part.header for part in parts}) == 1:
             table = read.read(parts, self.device)
             plain: cudf.DataFrame = pickle.loads(read.schema).frame(table, meta)
             return plain
@@ -260,7 +262,7 @@ class _Spare:
 def _hashing(
     frame: cudf.DataFrame | Routed, column: str, *, drop_column: bool
 ) -> tuple[cudf.DataFrame, list[ColumnBase], hash_id]:
-    """The rows to split, the columns to hash, and the function that gives output partitions then.
+    """Return the rows to split, the columns to hash, and the function that gives output partitions then.
 
     Rows go to their hash, which is the one of `hash_values`, or to the identity of a number,
     modulo the count: many times as fast as libcudf's split by a map.
@@ -279,7 +281,7 @@ def _hashing(
 
 
 def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
-    """The key columns, where libcudf's hash of them is all that Dask computes; else None."""
+    """Return the key columns, where libcudf's hash of them is all that Dask computes; else None."""
     if hashed.by is None:
         return None
     columns = [hashed.keys[name]._column for name in hashed.by]
@@ -292,16 +294,16 @@ def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
 
 
 def _as_dask_casts(keys: list[plc.Column], stream: Any) -> list[plc.Column]:
-    """Numbers as float64: Dask hashes them like this, so that types that differ still meet."""
+    """Return the numbers as float64: Dask hashes them like this, so that types that differ still meet."""
     float64 = plc.DataType(plc.TypeId.FLOAT64)
     return [plc.unary.cast(k, float64, stream=stream) if plc.traits.is_numeric(k.type()) else k for k in keys]
 
 
 def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
-    """The schema of a packed piece and a table for each output partition in it, read once."""
+    """Return the schema of a packed piece and a table for each output partition in it, read once."""
     if "opened" not in part.memo:
         read = pickle.loads(part.header)
-        if isinstance(read, Layout):
+        if isinstance(read, CudfLayout):
             header, table = read.schema, read.view(part.buffer, part.offsets[-1])
         else:
             metadata, header = read
@@ -315,7 +317,7 @@ def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
 
 
 def _concatenated(tables: list[plc.Table]) -> plc.Table:
-    """One table, never a view of what it was made from."""
+    """Return one table, never a view of what it was made from."""
     if len(tables) == 1:
         empty = plc.copying.slice(tables[0], [0, 0], stream=DEFAULT_STREAM)[0]
         tables = [tables[0], empty]
@@ -328,27 +330,27 @@ def _concatenated(tables: list[plc.Table]) -> plc.Table:
 # takes microseconds, and nothing has to be unpacked.
 
 #: The first row, and the one behind the last.
-Span = tuple[int, int]
+RowRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What columns lie one behind the other in a buffer.
+class CudfLayout:
+    """Describe columns that lie one behind the other in a buffer.
 
     Attributes
     ----------
     types
         The type of each column, its scale, and the bytes of one row of it.
     schema
-        What else there is to know of the frame, as whoever packs it says.
+        What else there is to know of the frame, set as it is packed.
     """
 
     types: tuple[tuple[int, int, int], ...]
     schema: bytes
 
     @classmethod
-    def of(cls, table: plc.Table, schema: bytes) -> Layout | None:
-        """That of a table; None where a column has nulls, or rows of different sizes."""
+    def of(cls, table: plc.Table, schema: bytes) -> CudfLayout | None:
+        """Return the layout of a table; None where a column has nulls, or rows of different sizes."""
         columns = table.columns()
         if not columns or not all(
             plc.traits.is_fixed_width(c.type()) and not c.null_count() for c in columns
@@ -358,12 +360,12 @@ class Layout:
         return cls(tuple((int(kind.id()), kind.scale(), plc.types.size_of(kind)) for kind in kinds), schema)
 
     def starts(self, rows: int) -> list[int]:
-        """Where the columns begin in a buffer of so many rows, and where the last one ends."""
+        """Return where the columns begin in a buffer of so many rows, and where the last one ends."""
         sizes = (-(-rows * size // ALIGNMENT) * ALIGNMENT for _, _, size in self.types)
         return list(accumulate(sizes, initial=0))
 
     def view(self, buffer: Buffer, rows: int) -> plc.Table:
-        """The columns in a buffer, where they lie."""
+        """Return the columns in a buffer, where they lie."""
         base = address(buffer)
         return plc.Table(
             [
@@ -373,7 +375,7 @@ class Layout:
         )
 
     def read(self, parts: Sequence[Part], device: CudaDevice) -> plc.Table:
-        """Parts one behind the other, in memory of the user's stream; complete in its order."""
+        """Return the parts one behind the other, in memory of the user's stream; complete in its order."""
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         kinds = list(self._kinds())
         buffers = [rmm.DeviceBuffer(size=rows * size, stream=DEFAULT_STREAM) for _, size in kinds]
@@ -401,17 +403,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlainRows:
-    """Some rows of a table of a layout; ``header`` is what is needed to read them."""
+    """Hold some rows of a table of a layout; ``header`` is what is needed to read them."""
 
     table: plc.Table
-    layout: Layout
+    layout: CudfLayout
     header: bytes
-    spans: tuple[Span, ...]
+    spans: tuple[RowRange, ...]
 
     @classmethod
-    def of(cls, table: plc.Table, layout: Layout, header: bytes, spans: Sequence[Span]) -> PlainRows:
-        """Rows from spans; those that adjoin are copied as one."""
-        joined: list[Span] = []
+    def of(cls, table: plc.Table, layout: CudfLayout, header: bytes, spans: Sequence[RowRange]) -> PlainRows:
+        """Return the rows from spans; those that adjoin are copied as one."""
+        joined: list[RowRange] = []
         for start, stop in spans:
             if joined and joined[-1][1] == start:
                 joined[-1] = joined[-1][0], stop
@@ -420,7 +422,7 @@ class PlainRows:
         return cls(table, layout, header, tuple(joined))
 
     def between(self, start: int, stop: int) -> PlainRows:
-        """Some of these rows."""
+        """Return some of these rows."""
         ends = accumulate((b - a for a, b in self.spans), initial=0)
         cut = [
             (first + max(start - before, 0), last - max(after - stop, 0))
@@ -429,7 +431,7 @@ class PlainRows:
         return PlainRows(self.table, self.layout, self.header, tuple((a, b) for a, b in cut if a < b))
 
     def copies(self, ptr: int) -> Iterator[Copy]:
-        """What to copy to where their layout fits."""
+        """Return what to copy to where their layout fits."""
         rows = sum(stop - start for start, stop in self.spans)
         starts = self.layout.starts(rows)
         for column, (_, _, size), into in zip(self.table.columns(), self.layout.types, starts, strict=False):

@@ -17,7 +17,7 @@ from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-de
 from dask_gpurt.dask_hooks.graph import concat
 from dask_gpurt.device import Device, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.frames.backend import Hashed, Packed, Part, Piece, Ranged, Room, Routed
+from dask_gpurt.frames.backend import BlockAllocator, Hashed, Packed, Part, Piece, Ranged, Routed
 from dask_gpurt.frames.pickled import Chunks, Pickled, own
 
 try:
@@ -27,11 +27,11 @@ except ImportError:  # pandas 2 has no such thing: its frames are pickled
 
 #: Rows that are hashed at a time: what comes up in between stays in the cache, and in memory
 #: that the allocator does not ask the system for anew each time.
-_STEP = 8192
+_HASHED_ROWS = 8192
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _PandasRows:
     """Rows of a frame, by their positions; ``plain`` where it is made of plain numbers."""
 
     frame: pd.DataFrame
@@ -69,7 +69,7 @@ class PandasTable:
         rows, targets = _targets(frame, column, npartitions, drop_column=drop_column)
         order = np.argsort(targets, kind="stable")  # small integers by radix, in their order
         ends = np.cumsum(sum(np.bincount(step, minlength=npartitions) for step in _steps(targets)))
-        layout = Layout.of(rows, ignore_index=ignore_index)
+        layout = PandasLayout.of(rows, ignore_index=ignore_index)
         plain = Plain(rows, layout) if layout else None
         pieces: list[Piece | None] = []
         for partitions in groups:
@@ -78,19 +78,19 @@ class PandasTable:
             if not offsets[-1]:
                 pieces.append(None)
                 continue
-            mine = _Rows(rows, _joined(order, spans), ignore_index, plain)
+            mine = _PandasRows(rows, _joined(order, spans), ignore_index, plain)
             pieces.append(Piece(mine, tuple(partitions), offsets))
         return pieces
 
-    def cut(self, rows: _Rows, start: int, stop: int) -> _Rows:
+    def cut(self, rows: _PandasRows, start: int, stop: int) -> _PandasRows:
         rows.waiting.clear()
         return replace(rows, order=rows.order[start:stop], waiting=[])
 
-    def pack(self, piece: Piece, room: Room) -> Packed:
-        rows: _Rows = piece.rows
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
+        rows: _PandasRows = piece.rows
         if rows.plain is None:
-            return _pickled(rows, piece.offsets, room)
-        block = room.allocate(rows.plain.layout.nbytes(len(piece)))
+            return _pickled(rows, piece.offsets, allocator)
+        block = allocator.allocate(rows.plain.layout.nbytes(len(piece)))
         rows.plain.take(rows.order, block.buffer)
         return Packed(block, rows.plain.header)
 
@@ -103,7 +103,7 @@ class PandasTable:
         if not parts:
             return meta.copy()
         read = pickle.loads(parts[0].header)
-        if isinstance(read, Layout) and len({part.header for part in parts}) == 1:
+        if isinstance(read, PandasLayout) and len({part.header for part in parts}) == 1:
             return read.read(parts, order_by)
         frames, leases = [], []
         for part in parts:
@@ -122,11 +122,11 @@ class PandasTable:
         return None
 
 
-def _pickled(rows: _Rows, offsets: tuple[int, ...], room: Room) -> Packed:
-    """Rows packed by pickle, whatever they are made of."""
+def _pickled(rows: _PandasRows, offsets: tuple[int, ...], allocator: BlockAllocator) -> Packed:
+    """Return the rows packed by pickle, whatever they are made of."""
     chunks = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
     try:
-        return chunks.pack(room)
+        return chunks.pack(allocator)
     except PoolFull:
         rows.waiting.append(chunks)
         raise
@@ -135,7 +135,7 @@ def _pickled(rows: _Rows, offsets: tuple[int, ...], room: Room) -> Packed:
 def _targets(
     frame: pd.DataFrame | Routed, column: str, npartitions: int, *, drop_column: bool
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """The rows to split, and the output partition of each in as few bytes as will do."""
+    """Return the rows to split, and the output partition of each in as few bytes as will do."""
     narrow = np.min_scalar_type(npartitions - 1)
     if isinstance(frame, Hashed):
         keys = _hashable(frame) if drop_column else None
@@ -149,7 +149,7 @@ def _targets(
 
 
 def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
-    """The range of each row, where the column is whole numbers.
+    """Return the range of each row, where the column is whole numbers.
 
     To sort these and look the divisions up takes less time than to look each row up.
     """
@@ -171,7 +171,7 @@ def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
 
 
 def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
-    """The key columns, where all that Dask does is to hash numbers; else None."""
+    """Return the key columns, where all that Dask does is to hash numbers; else None."""
     if hashed.by is None:
         return None
     names = list(hashed.by)
@@ -183,7 +183,9 @@ def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
 
 
 def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """The output partition of each row; as Dask has it, of numbers as float64: so types that differ meet."""
+    """Return the output partition of each row. As in Dask, numbers are hashed as float64, so that types that
+    differ meet.
+    """
     targets, count = np.empty(len(keys[0]), dtype), np.uint64(npartitions)
     for into, *step in zip(_steps(targets), *map(_steps, keys), strict=True):
         arrays = (pd.util.hash_array(key.astype(np.float64)) for key in step)
@@ -194,15 +196,15 @@ def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> n
 
 
 def _steps(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array in views that are not too large, at least one."""
-    for start in range(0, max(1, len(array)), _STEP):
-        yield array[start : start + _STEP]
+    """Yield an array in views that are not too large, at least one."""
+    for start in range(0, max(1, len(array)), _HASHED_ROWS):
+        yield array[start : start + _HASHED_ROWS]
 
 
 def _opened(part: Part) -> pd.DataFrame:
-    """The rows of a part, which may be views of its buffer."""
-    read: Layout | Pickled = pickle.loads(part.header)
-    return read.read([part]) if isinstance(read, Layout) else read.read(part)
+    """Return the rows of a part, which may be views of its buffer."""
+    read: PandasLayout | Pickled = pickle.loads(part.header)
+    return read.read([part]) if isinstance(read, PandasLayout) else read.read(part)
 
 
 class _Lease(np.ndarray):
@@ -210,7 +212,7 @@ class _Lease(np.ndarray):
 
 
 def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """The spans of ``order`` one behind the other, without a copy where they are neighbours."""
+    """Return the spans of ``order`` one behind the other, without a copy where they are neighbours."""
     if all(left[1] == right[0] for left, right in pairwise(spans)):
         return order[spans[0][0] : spans[-1][1]]
     return np.concatenate([order[start:stop] for start, stop in spans])
@@ -220,8 +222,8 @@ def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What columns lie one behind the other in a buffer.
+class PandasLayout:
+    """Describe columns that lie one behind the other in a buffer.
 
     Attributes
     ----------
@@ -239,8 +241,8 @@ class Layout:
     name: Hashable
 
     @classmethod
-    def of(cls, frame: pd.DataFrame, *, ignore_index: bool) -> Layout | None:
-        """That of a frame; None where it is not made of plain numbers."""
+    def of(cls, frame: pd.DataFrame, *, ignore_index: bool) -> PandasLayout | None:
+        """Return the layout of a frame; None where it is not made of plain numbers."""
         index = frame.index
         dtypes = [*frame.dtypes, index.dtype]
         known = type(frame) is pd.DataFrame and type(index) in (pd.Index, pd.RangeIndex)
@@ -251,14 +253,14 @@ class Layout:
         return cls(frame.columns, tuple(dtypes[:-1]), None if ignore_index else dtypes[-1], index.name)
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of a buffer for so many rows."""
+        """Return the bytes of a buffer for so many rows."""
         return sum(_padded(rows * dtype.itemsize) for dtype in self._all())
 
     def _all(self) -> list[np.dtype[Any]]:
         return [*([] if self.index is None else [self.index]), *self.dtypes]
 
     def views(self, buffer: np.ndarray, rows: int) -> Iterator[np.ndarray]:
-        """The index, if it is there, and the columns in a buffer."""
+        """Yield the index, if it is there, and the columns in a buffer."""
         start = 0
         for dtype in self._all():
             nbytes = rows * dtype.itemsize
@@ -266,9 +268,9 @@ class Layout:
             start += _padded(nbytes)
 
     def read(self, parts: Sequence[Part], order_by: Hashable = None) -> pd.DataFrame:
-        """Parts of this layout one behind the other, in memory of its own.
+        """Return the parts of this layout one behind the other, in memory of its own.
 
-        In the order of a column, where that is known at once, and is the same whoever sorts.
+        In the order of a column, where that is known at once, and is the same for every sort.
         """
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         index = [] if self.index is None else [np.empty(rows, self.index)]
@@ -287,19 +289,19 @@ class Layout:
         return frame
 
     def _rows(self, part: Part) -> list[np.ndarray]:
-        """The index, if it is there, and the columns of a part."""
+        """Return the index, if it is there, and the columns of a part."""
         start, stop = part.offsets[part.index : part.index + 2]
         return [view[start:stop] for view in self.views(part.buffer, part.offsets[-1])]
 
     def _order(self, columns: Sequence[Sequence[np.ndarray]], by: Hashable) -> np.ndarray | None:
-        """The order of a column, in pieces; None if it is not to be told, or there is no such column."""
+        """Return the order of a column, in pieces; None if it can not be found or does not exist."""
         found = [column for label, column in zip(self.columns, columns, strict=True) if label == by]
         return (
             order_of(np.concatenate(found[0]), distinct=True) if by is not None and len(found) == 1 else None
         )
 
     def _blocks(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Memory for the columns of each dtype, and which columns these are."""
+        """Return memory for the columns of each dtype, and which columns these are."""
         dtypes = dict.fromkeys(self.dtypes)
         places = [np.flatnonzero([other == dtype for other in self.dtypes]) for dtype in dtypes]
         return [(np.empty((len(at), rows), self.dtypes[at[0]]), at) for at in places]
@@ -314,7 +316,7 @@ class Plain:
         It has this ``layout``.
     """
 
-    def __init__(self, frame: pd.DataFrame, layout: Layout):
+    def __init__(self, frame: pd.DataFrame, layout: PandasLayout):
         self.layout = layout
         self.header = pickle.dumps(layout)
         self._index = None if layout.index is None else frame.index
@@ -346,7 +348,7 @@ def _padded(nbytes: int) -> int:
 
 
 def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | None:
-    """The positions of numbers in ascending order; equal ones stay as they are.
+    """Return the positions of numbers in ascending order; equal ones stay as they are.
 
     A number and its position are sorted as one integer of 64 bits, which takes a third of the
     time of ``argsort``.
@@ -382,5 +384,5 @@ def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | Non
 
 
 def is_whole(dtype: Any) -> bool:
-    """Whether a dtype is one of numpy's integers."""
+    """Return whether a dtype is one of numpy's integers."""
     return isinstance(dtype, np.dtype) and dtype.kind in "iu"

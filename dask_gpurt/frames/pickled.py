@@ -28,17 +28,17 @@ import pandas as pd
 from distributed.protocol import pickle as dask_pickle
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.frames.backend import Packed, Part, Room
+from dask_gpurt.frames.backend import BlockAllocator, Packed, Part
 
 #: Bytes below which an array (labels, above all) stays inside the pickle that it belongs to.
-_INLINE = 4096
+_INLINE_BYTES = 4096
 #: Chunks in front of those of the arrays: the arrays' own pickle, and the frame around them.
 _WHOLE, _AROUND, _ARRAYS = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """What the header says of a packed buffer.
+    """Describe a packed buffer: the content of its header.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Pickled:
     arrays: int
 
     def read(self, part: Part) -> pd.DataFrame:
-        """The rows of a part. All but the Python objects in it may be views of its buffer."""
+        """Return the rows of a part. All but the Python objects in it may be views of its buffer."""
         first = _ARRAYS + self.arrays
         chunks = _Chunks(part.buffer, first + len(part.offsets) - 1)
         objects = chunks[first + part.index]
@@ -105,9 +105,9 @@ class Chunks:
         aligned = [_ARRAYS <= at < _ARRAYS + len(arrays) for at in range(len(sizes))]
         self._spans = _laid_out(16 * len(sizes), sizes, aligned)
 
-    def pack(self, room: Room) -> Packed:
+    def pack(self, allocator: BlockAllocator) -> Packed:
         """Write them into one block; raises PoolFull."""
-        block = room.allocate(self._spans[-1][1])
+        block = allocator.allocate(self._spans[-1][1])
         into = memoryview(block.buffer)
         table = np.array(self._spans, np.int64).tobytes()
         into[: len(table)] = table
@@ -118,7 +118,7 @@ class Chunks:
 
 
 def own(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` with its own copy of every array that is a view of a packed buffer.
+    """Return ``frame`` with its own copy of every array that is a view of a packed buffer.
 
     Python objects never are, and are not looked at.
     """
@@ -136,12 +136,12 @@ def own(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _values(frame: pd.DataFrame) -> list[Any]:
-    """The arrays of a frame, whose last axis are rows, and its index."""
+    """Return the arrays of a frame, whose last axis are rows, and its index."""
     return [*(block.values for block in frame._mgr.blocks), frame._mgr.axes[1]]
 
 
 def _has_objects(values: Any) -> bool:
-    """Whether values are Python objects, or may be: of an array of another library that is not known."""
+    """Return whether values are, or may be, Python objects: an array of an unknown library may have some."""
     if isinstance(values, pd.Index):
         return not isinstance(values, pd.MultiIndex) and _has_objects(values.array)
     if isinstance(values, np.ndarray):
@@ -153,7 +153,7 @@ def _has_objects(values: Any) -> bool:
 
 
 def _between(values: Any, start: int, stop: int) -> Any:
-    """Some rows of the values of a frame."""
+    """Return some rows of the values of a frame."""
     return values[start:stop] if values.ndim == 1 else values[:, start:stop]
 
 
@@ -161,7 +161,7 @@ def _between(values: Any, start: int, stop: int) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Hands over the memory of dates too, which numpy would pickle in band."""
+    """Hand over the memory of dates too, which numpy would pickle in band."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray and value.dtype.kind in "mM":
@@ -170,7 +170,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _AroundPickler(_Pickler):
-    """Leaves values out: each is pickled as its number, and counted."""
+    """Leave values out: each is pickled as its number, and counted."""
 
     def __init__(self, file: io.BytesIO, values: Sequence[Any], **how: Any):
         super().__init__(file, **how)
@@ -185,7 +185,7 @@ class _AroundPickler(_Pickler):
 
 
 class _AroundUnpickler(pickle.Unpickler):
-    """Puts values in the place of their numbers."""
+    """Put values in the place of their numbers."""
 
     def __init__(self, file: io.BytesIO, values: Sequence[Any], **how: Any):
         super().__init__(file, **how)
@@ -198,7 +198,7 @@ class _AroundUnpickler(pickle.Unpickler):
 def _dumps_around(
     frame: pd.DataFrame, values: Sequence[Any], arrays: list[memoryview] | None = None
 ) -> bytes:
-    """A pickle of a frame without some of its values.
+    """Return a pickle of a frame without some of its values.
 
     Nothing where it does not have each of them in one place: a subclass may pickle otherwise, and an
     index may be that of the columns too.
@@ -216,7 +216,7 @@ def _loads_around(body: Any, values: Sequence[Any], arrays: Sequence[Any] = ()) 
 
 
 def _dumps_arrays(values: Sequence[Any], arrays: list[memoryview]) -> bytes:
-    """A pickle of values without the memory of large arrays, which is added to ``arrays``."""
+    """Return a pickle of values without the memory of large arrays, which is added to ``arrays``."""
     file = io.BytesIO()
     _Pickler(file, **_out_of_band(arrays)).dump(values)
     return file.getvalue()
@@ -225,7 +225,7 @@ def _dumps_arrays(values: Sequence[Any], arrays: list[memoryview]) -> bytes:
 def _out_of_band(arrays: list[memoryview] | None) -> dict[str, Any]:
     def stays(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if arrays is None or raw.nbytes < _INLINE:
+        if arrays is None or raw.nbytes < _INLINE_BYTES:
             return True
         arrays.append(raw)
         return False
@@ -238,7 +238,7 @@ def _dumps_objects(values: Sequence[Any], start: int, stop: int) -> bytes:
 
 
 def _dumps(value: Any) -> bytes:
-    """A pickle of Python objects; as Dask pickles them where they take more than pickle can do."""
+    """Return a pickle of Python objects; as Dask pickles them where they take more than pickle can do."""
     try:
         return pickle.dumps(value, protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -250,7 +250,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _laid_out(start: int, sizes: Iterable[int], aligned: Iterable[bool]) -> list[tuple[int, int]]:
-    """Where chunks of these sizes begin and end from ``start`` on."""
+    """Return where chunks of these sizes begin and end from ``start`` on."""
     spans = []
     for size, align in zip(sizes, aligned, strict=True):
         if align:

@@ -11,7 +11,7 @@ from dask_gpurt.frames.backend import Frame, Table
 
 
 def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
-    """The backend that understands ``frame``.
+    """Return the backend that understands ``frame``.
 
     Parameters
     ----------
@@ -40,7 +40,9 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
 
 
 def library(frame: Frame) -> str | None:
-    """Whose frame it is, or a subclass of: "pandas", "cudf", or None that no backend knows."""
+    """Return the library of a frame or of a subclass of its frames: "pandas", "cudf", or None if no backend
+    knows it.
+    """
     for kind in type(frame).__mro__:
         root = kind.__module__.partition(".")[0]
         if root in ("pandas", "cudf"):

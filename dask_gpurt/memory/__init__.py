@@ -1,1 +1,1 @@
-"""Where bytes are."""
+"""Keep data in tiers: device, pinned, host, disk."""

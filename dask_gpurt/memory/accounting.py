@@ -1,4 +1,4 @@
-"""What objects own, each allocation once however many views of it there are, and the account of live ones.
+"""Account for what live objects own: each allocation once, however many views of it there are.
 
 The columns of cudf's objects are walked without touching the memory: to serialise an object would do as
 well, but cudf copies slices first, and then what owns the copy is told. A spillable buffer is known by its
@@ -28,7 +28,7 @@ Roots = dict[int, int]
 
 
 def owned(value: Any) -> Roots:
-    """The memory that an object keeps alive.
+    """Return the memory that an object keeps alive.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def _walk_extension(array: Any) -> Iterator[tuple[int, int]]:
 
 
 def _base(array: np.ndarray) -> Any:
-    """The array whose view another is."""
+    """Return the array whose view another is."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
@@ -133,7 +133,7 @@ def _buffer_root(buffer: Any) -> tuple[int, int]:
 
 
 def _cudf_owners(value: Any) -> Iterator[tuple[int, int]]:
-    """Identity and bytes of each allocation that a frame, series or index of cudf is a view of.
+    """Yield the identity and bytes of each allocation that a frame, series or index of cudf is a view of.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ class Owned:
         self.total = 0
 
     def add(self, key: Hashable, roots: Roots) -> int:
-        """Count what a new key owns; the bytes it is charged with, which nobody owned before."""
+        """Count what a new key owns; the bytes it is charged with, which no key owned before."""
         self._roots[key], before = roots, self.total
         for address, nbytes in roots.items():
             if address not in self._sizes:
@@ -189,15 +189,15 @@ class Owned:
         return self.total - before
 
     def roots(self, key: Hashable) -> Roots:
-        """What a key owns."""
+        """Return the allocations that a key owns."""
         return self._roots[key]
 
     def lacking(self, roots: Roots) -> int:
-        """Bytes that nobody owns so far."""
+        """Return the bytes that no key owns so far."""
         return sum(nbytes for address, nbytes in roots.items() if address not in self._sizes)
 
     def discard(self, key: Hashable) -> dict[Hashable | None, int]:
-        """Count a key no more; the bytes it was charged with, by who is charged now: None if nobody."""
+        """Count a key no more; the bytes it was charged with, by the key charged now, or None."""
         heirs: defaultdict[Hashable | None, int] = defaultdict(int)
         for address in self._roots.pop(key, {}):
             sharers = self._sharers[address]
@@ -213,18 +213,20 @@ class Owned:
         return heirs
 
     def gain(self, key: Hashable) -> int:
-        """Bytes that would be free if this key went alone."""
+        """Return the bytes that would be free if this key went alone."""
         return sum(self._here(a) for a in self._roots.get(key, {}) if len(self._sharers[a]) == 1)
 
     def is_here(self, key: Hashable) -> bool:
-        """Whether a key owns bytes that do not lie somewhere else."""
+        """Return whether a key owns bytes that do not lie somewhere else."""
         return any(map(self._here, self._roots.get(key, {})))
 
     def _here(self, address: int) -> int:
         return 0 if address in self._elsewhere else self._sizes[address]
 
     def set_elsewhere(self, addresses: Iterable[int]) -> dict[Hashable, int]:
-        """Which allocations lie somewhere else now; the bytes more, or less, that keys are charged with."""
+        """Set the allocations that lie somewhere else now; returns the bytes more, or less, that keys are
+        charged with.
+        """
         addresses, changes = frozenset(addresses), defaultdict[Hashable, int](int)
         for address in (addresses ^ self._elsewhere) & self._sizes.keys():
             nbytes = -self._sizes[address] if address in addresses else self._sizes[address]
@@ -267,14 +269,14 @@ class LiveAccount:
         self.removals = 0
 
     def add(self, key: Hashable, tier: Tier, label: Label, roots: Roots) -> None:
-        """A key is live now."""
+        """Note that a key is live now."""
         self._of[key] = tier, label
         added = self._owned[tier].add(key, roots)
         self.admitted[tier] += added
         self._ledger.add(tier, label, added)
 
     def discard(self, key: Hashable) -> None:
-        """A key is live no more."""
+        """Note that a key is live no more."""
         self._discount(key)
         self.removals += 1
 
@@ -286,34 +288,34 @@ class LiveAccount:
                 self._ledger.add(tier, self._of[heir][1], nbytes)
 
     def revise(self, key: Hashable, roots: Roots) -> None:
-        """What a live key owns, which may have changed."""
+        """Look again at what a live key owns, which may have changed."""
         tier, label = self._of[key]
         if roots != self._owned[tier].roots(key):
             self._discount(key)
             self.add(key, tier, label, roots)
 
     def keys(self, tier: Tier) -> list[Any]:
-        """The keys that are live in a tier, the oldest first."""
+        """Return the keys that are live in a tier, the oldest first."""
         return [key for key, (where, _) in self._of.items() if where is tier]
 
     def total(self, tier: Tier) -> int:
-        """Bytes of live objects in a tier."""
+        """Return the bytes of live objects in a tier."""
         return self._owned[tier].total if tier in self._owned else 0
 
     def lacking(self, tier: Tier, roots: Roots) -> int:
-        """Bytes that a new object would add to a tier: none for views of what is live there."""
+        """Return the bytes that a new object would add to a tier: none for views of what is live there."""
         return self._owned[tier].lacking(roots)
 
     def gain(self, key: Hashable, tier: Tier) -> int:
-        """Bytes that would be free if this key went alone."""
+        """Return the bytes that would be free if this key went alone."""
         return self._owned[tier].gain(key)
 
     def is_here(self, key: Hashable, tier: Tier) -> bool:
-        """Whether a key has bytes in a tier, and not only somewhere else for now."""
+        """Return whether a key has bytes in a tier, and not only somewhere else for now."""
         return self._owned[tier].is_here(key)
 
     def set_elsewhere(self, tier: Tier, roots: Iterable[int]) -> None:
-        """Which allocations of a tier lie somewhere else now, though what owns them is live."""
+        """Set the allocations of a tier that lie somewhere else now, though what owns them is live."""
         for key, nbytes in self._owned[tier].set_elsewhere(roots).items():
             self._ledger.add(tier, self._of[key][1], nbytes)
 
@@ -324,7 +326,7 @@ class LiveAccount:
         self._add_reserved(tier, nbytes)
 
     def reserved(self, key: Hashable, tier: Tier) -> int:
-        """Bytes that a key has been promised in a tier."""
+        """Return the bytes that a key has been promised in a tier."""
         where, nbytes = self._reservations.get(key, (tier, 0))
         return nbytes if where is tier else 0
 
@@ -339,11 +341,11 @@ class LiveAccount:
         self._ledger.add(tier, _RESERVED, nbytes)
 
     def excess(self, tier: Tier, nbytes: int, others: int = 0) -> int:
-        """Bytes that are too many in a tier once ``nbytes`` more are live, next to ``others``."""
+        """Return by how many bytes a tier is too full once ``nbytes`` more are live, next to ``others``."""
         return self.total(tier) + self._reserved[tier] + others + nbytes - self._limits[tier]
 
     def clear(self) -> None:
-        """Nothing is live any more."""
+        """Forget all live objects."""
         for owned in self._owned.values():
             owned.clear()
         for counted in (self._of, self._reservations, self._reserved):
@@ -351,15 +353,15 @@ class LiveAccount:
 
 
 #: Bytes by the identity of what owns them.
-Owners = dict[int, int]
+BytesByOwner = dict[int, int]
 
 
 def cudf_spill_manager() -> Any:
-    """cudf's spill manager, None where cudf does not spill or has not been imported."""
+    """Return cudf's spill manager, None where cudf does not spill or has not been imported."""
     module = sys.modules.get("cudf.core.buffer.spill_manager")
     return module.get_global_manager() if module is not None else None
 
 
-def spilled_by_cudf(manager: Any) -> Owners:
-    """The buffers of a manager that lie in host memory."""
+def spilled_by_cudf(manager: Any) -> BytesByOwner:
+    """Return the buffers of a manager that lie in host memory."""
     return {id(owner): owner.size for owner in manager.buffers() if owner.is_spilled}

@@ -150,7 +150,7 @@ class Admission:
 
     @property
     def short(self) -> bool:
-        """Whether tasks wait, and for transfers only: nothing more should be sent then."""
+        """Return whether tasks wait, and for transfers only: nothing more should be sent then."""
         tasks_run = any(request.kind == TASK for request in self._running)
         return not tasks_run and any(request.kind == TASK for request in self._waiting)
 
@@ -162,7 +162,7 @@ class Admission:
 
     @property
     def first(self) -> MemoryRequest | None:
-        """The oldest request."""
+        """Return the oldest request."""
         return self._waiting[0] if self._waiting else None
 
     def _queue(self, request: MemoryRequest, now: float) -> None:
@@ -179,12 +179,12 @@ class Admission:
 
     @property
     def running(self) -> frozenset[MemoryRequest]:
-        """What goes on, apart from tasks that have seceded."""
+        """Return what goes on, apart from tasks that have seceded."""
         return frozenset(self._running)
 
     @property
     def waiting(self) -> tuple[MemoryRequest, ...]:
-        """The requests that wait, oldest first."""
+        """Return the requests that wait, oldest first."""
         return tuple(self._waiting)
 
 
@@ -211,7 +211,7 @@ class AdmissionQueue:
 
     @property
     def short(self) -> bool:
-        """Whether peers are to ask later."""
+        """Return whether peers are to ask later."""
         return self._admission.short
 
     async def wait(self, request: MemoryRequest, reserve: Callable[[MemoryRequest], Awaitable[bool]]) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from dask_gpurt.device.base import PAGE, Buffer, Device, DeviceFiles, Fence, passed
+from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, read_pages, whole_pages
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
@@ -34,9 +35,9 @@ logger = logging.getLogger("dask_gpurt")
 
 _T = TypeVar("_T")
 
-_BOUNCE = 4 << 20
-#: A buffer for each thread that writes: to touch a new one would take longer than to fill it.
-_threads = threading.local()
+_TOO_SHORT = "it ends too early"
+#: One buffer is enough: bytes of the host are there once they have been copied.
+_bounce = BounceBuffers(1, lambda nbytes: np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
 
 
 class CorruptFile(OSError):
@@ -44,12 +45,12 @@ class CorruptFile(OSError):
 
 
 def corrupt(path: str, why: str | None) -> CorruptFile:
-    """The error for a file that can not be used."""
+    """Return the error for a file that can not be used."""
     return CorruptFile(errno.EIO, f"spilled data is lost and is to be computed again ({why})", path)
 
 
 class Span(NamedTuple):
-    """Where a buffer lies in its file, and what tells whether it is still the same."""
+    """Locate a buffer in its file, with the checksum that tells whether it is still the same."""
 
     offset: int
     nbytes: int
@@ -57,40 +58,46 @@ class Span(NamedTuple):
 
 
 def file_size(nbytes: int) -> int:
-    """Bytes of a file with buffers of ``nbytes`` together: whole pages.
+    """Return the bytes of a file with buffers of ``nbytes`` together: whole pages.
 
     To cut a file off after direct I/O takes longer than to write a small one.
     """
-    return -(-nbytes // PAGE) * PAGE
+    return whole_pages(nbytes)
 
 
 def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
-    """Write a file."""
-    if not hasattr(_threads, "bounce"):
-        _threads.bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE), np.uint8)
-    bounce, filled, written, spans = _threads.bounce, 0, 0, []
+    """Write a file: buffers one behind the other."""
+    sizes = [sum(piece.size for piece in pieces) for pieces in buffers]
+    packing, total = _Packing(buffers), sum(sizes)
+    chunks = (
+        Chunk(min(BOUNCE_BUFFER_BYTES, total - at), at, packing.fill)
+        for at in range(0, total, BOUNCE_BUFFER_BYTES)
+    )
+    _bounce.write(fd, chunks)
+    starts = itertools.accumulate(sizes, initial=0)
+    return [Span(*each) for each in zip(starts, sizes, packing.checksums, strict=False)]
 
-    def flush(nbytes: int) -> None:
-        nonlocal written, filled
-        left = bounce.data[:nbytes]
-        while left:
-            left = left[os.write(fd, left) :]
-        written, filled = written + nbytes, 0
 
-    for pieces in buffers:
-        start, checksum = written + filled, 0
-        for piece in pieces:
-            while piece.size:
-                part = piece[: _BOUNCE - filled]
-                np.copyto(bounce[filled : filled + part.size], part)
-                checksum = zlib.crc32(part.data, checksum)
-                filled, piece = filled + part.size, piece[part.size :]
-                if filled == _BOUNCE:
-                    flush(_BOUNCE)
-        spans.append(Span(start, written + filled - start, checksum))
-    bounce[filled : file_size(filled)] = 0
-    flush(file_size(filled))
-    return spans
+class _Packing:
+    """Copy buffers one behind the other into pieces of memory, and work their checksums out on the way."""
+
+    def __init__(self, buffers: Sequence[Scattered]):
+        self.checksums = [0] * len(buffers)
+        self._pieces = ((which, piece) for which, pieces in enumerate(buffers) for piece in pieces)
+        self._left: tuple[int, np.ndarray] = 0, np.empty(0, np.uint8)
+
+    def fill(self, memory: np.ndarray) -> Fence:
+        """Fill memory with the next bytes; they are there on return."""
+        which, piece = self._left
+        while memory.size:
+            if not piece.size:
+                which, piece = next(self._pieces)
+            part = piece[: memory.size]
+            np.copyto(memory[: part.size], part)
+            self.checksums[which] = zlib.crc32(part.data, self.checksums[which])
+            memory, piece = memory[part.size :], piece[part.size :]
+        self._left = which, piece
+        return passed
 
 
 def write_from_device(
@@ -114,7 +121,7 @@ def write_from_device(
 
 
 def aligned(nbytes: int) -> np.ndarray:
-    """New host memory that begins at a page.
+    """Return new host memory that begins at a page.
 
     From 4 MiB on numpy asks for huge pages, which cost a fraction of small ones to touch: it is
     worth while to take as much at once as will be needed.
@@ -124,7 +131,7 @@ def aligned(nbytes: int) -> np.ndarray:
 
 
 def extent(spans: Sequence[Span]) -> tuple[int, int]:
-    """Where the pages of neighbouring buffers begin in their file, and the bytes of these."""
+    """Return where the pages of neighbouring buffers begin in their file, and the bytes of these."""
     first = min(span.offset for span in spans) // PAGE * PAGE
     end = max(span.offset + span.nbytes for span in spans)
     return first, file_size(end - first)
@@ -147,7 +154,10 @@ def read(fd: int, path: str, spans: Sequence[Span], into: np.ndarray | None = No
         return []
     first, size = extent(spans)
     memory = aligned(size) if into is None else into
-    _fill(fd, path, first, memory)
+    try:
+        read_pages(fd, memory, first, memory.size)
+    except EOFError:
+        raise corrupt(path, _TOO_SHORT) from None
     found = [memory[span.offset - first :][: span.nbytes] for span in spans]
     for buffer, span in zip(found, spans, strict=True):
         _check(path, span, zlib.crc32(buffer.data))
@@ -159,7 +169,7 @@ def read_to_device(files: DeviceFiles, fd: int, path: str, spans: Sequence[Span]
     try:
         found = files.read(fd, path, [(span.offset, span.nbytes) for span in spans])
     except EOFError:
-        raise corrupt(path, "it ends too early") from None
+        raise corrupt(path, _TOO_SHORT) from None
     for (_, checksum), span in zip(found, spans, strict=True):
         _check(path, span, checksum)
     return [buffer for buffer, _ in found]
@@ -168,15 +178,6 @@ def read_to_device(files: DeviceFiles, fd: int, path: str, spans: Sequence[Span]
 def _check(path: str, span: Span, checksum: int) -> None:
     if checksum != span.checksum:
         raise corrupt(path, f"the checksum of its bytes from {span.offset} on is wrong")
-
-
-def _fill(fd: int, path: str, start: int, memory: np.ndarray) -> None:
-    filled = 0
-    while filled < memory.size:
-        nbytes = os.preadv(fd, [memory[filled : filled + _BOUNCE].data], start + filled)
-        if not nbytes:
-            raise corrupt(path, "it ends too early")
-        filled += nbytes
 
 
 class _File(NamedTuple):
@@ -189,7 +190,7 @@ class _File(NamedTuple):
 
 
 class _Layout:
-    """Where the buffers of an object go in its file: those of the host first, then those of a device."""
+    """Lay out the buffers of an object in its file: those of the host first, then those of a device."""
 
     def __init__(self, frames: Frames):
         self.host: list[Scattered] = [[np.frombuffer(frames.header, np.uint8)]]
@@ -203,7 +204,7 @@ class _Layout:
             self.size += file_size(source.nbytes)
 
     def in_order(self, spans: list[Span]) -> list[Span]:
-        """The spans of the header and the buffers, given those of the host and of the device."""
+        """Return the spans of the header and the buffers, given those of the host and of the device."""
         host, device = iter(spans[: len(self.host)]), iter(spans[len(self.host) :])
         return [next(device if number in self.from_device else host) for number in range(len(spans))]
 
@@ -212,7 +213,7 @@ class DiskTier(MutableMapping[str, Frames]):
     """A mapping into files of a directory of its own. Thread-safe; not to be read while the key goes.
 
     A key goes at once. Its file is removed on a thread of the tier's own: for large ones that takes longer
-    than an event loop has, or whoever waits for a lock.
+    than an event loop has, or a thread that waits for a lock.
 
     Parameters
     ----------
@@ -310,7 +311,9 @@ class DiskTier(MutableMapping[str, Frames]):
         return Frames(header.tobytes(), tuple([buffer] for buffer in buffers))
 
     def to_device(self, key: str) -> Frames:
-        """As ``self[key]``, but what a device has written is in new memory of the device."""
+        """Read an object as ``self[key]`` does, but with what a device has written in new memory of the
+        device.
+        """
         file = self._files[key]
         numbers = range(len(file.spans))
         there = [number for number in numbers if number in file.from_device]
@@ -320,21 +323,23 @@ class DiskTier(MutableMapping[str, Frames]):
         return Frames(found[0].tobytes(), tuple([found[number]] for number in numbers[1:]))
 
     def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
-        """One buffer of an object, without reading the others; ``into`` memory of its :meth:`part_room`."""
+        """Return one buffer of an object, without reading the others; ``into`` memory of its
+        :meth:`part_room`.
+        """
         file = self._files[key]
         return self._read(file, [file.spans[1 + which]], into)
 
     def part_room(self, key: str, which: int) -> int:
-        """Bytes of memory that reading one buffer takes."""
+        """Return the bytes of memory that reading one buffer takes."""
         return extent([self._files[key].spans[1 + which]])[1]
 
     def part_to_device(self, key: str, which: int) -> Scattered:
-        """The same in new memory of the device."""
+        """Read one buffer of an object into new memory of the device."""
         file = self._files[key]
         return self._read_to_device(file, [file.spans[1 + which]])
 
     def part_size(self, key: str, which: int) -> int:
-        """Bytes of one buffer of an object."""
+        """Return the bytes of one buffer of an object."""
         return self._files[key].spans[1 + which].nbytes
 
     def _read(self, file: _File, spans: list[Span], into: np.ndarray | None = None) -> list[np.ndarray]:
@@ -355,7 +360,7 @@ class DiskTier(MutableMapping[str, Frames]):
             raise
 
     def stored(self, key: str) -> int:
-        """Bytes in the file of an object."""
+        """Return the bytes in the file of an object."""
         return self._files[key].size
 
     def __delitem__(self, key: str) -> None:
@@ -395,9 +400,9 @@ class DiskTier(MutableMapping[str, Frames]):
         try:
             os.unlink(file.path)
         except FileNotFoundError:
-            pass  # somebody cleaned up, which is what we want
+            pass  # it was removed meanwhile, which is what we want
         except OSError as error:
-            logger.warning("a spilled file that nobody needs any more stays: %s", error)
+            logger.warning("a spilled file that is not needed any more stays: %s", error)
 
     def _give_back(self, size: int) -> None:
         with self._lock:

@@ -42,7 +42,7 @@ class Foreign(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """One key of a tiered buffer.
+    """Describe one key of a tiered buffer.
 
     Attributes
     ----------

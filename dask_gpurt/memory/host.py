@@ -1,6 +1,6 @@
 """Objects taken apart, in host memory: the pageable tier, and the one that a device may have registered.
 
-Registering memory is slow and takes it from everybody else, so it is done once, for a fixed
+Registering memory is slow and takes it from all other processes, so it is done once, for a fixed
 piece. Objects take blocks of it wherever they are free: there is no fragmentation beyond the
 last block of each, and nothing has to move.
 """
@@ -15,16 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
-from sortedcontainers import SortedDict
 
-from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.arena import ALIGNMENT, Arena
 from dask_gpurt.device.base import PAGE, Device, Fence, passed
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 #: Threads that touch memory before it is registered. On a host of H200s 8 GiB take 0.4 s in all then, 1.9 s
 #: where registering is what brings huge pages in, 3.5 s with small ones.
-TOUCHERS = 8
+TOUCH_THREADS = 8
 
 
 def pairs(targets: Scattered, sources: Scattered) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -48,7 +47,7 @@ def fill(targets: Iterable[Scattered], sources: Iterable[Scattered]) -> None:
 
 
 def sizes(frames: Frames) -> list[int]:
-    """The bytes in each buffer."""
+    """Return the bytes in each buffer."""
     return [sum(piece.size for piece in buffer) for buffer in frames.buffers]
 
 
@@ -67,7 +66,7 @@ class MemoryTier(MutableMapping[str, Frames]):
 
     @abstractmethod
     def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
-        """Room for an object, and what to free when it goes; raises NoRoom."""
+        """Allocate memory for an object; returns it and what to free when the object goes. Raises NoRoom."""
 
     @abstractmethod
     def _free(self, pieces: Scattered) -> None: ...
@@ -75,7 +74,7 @@ class MemoryTier(MutableMapping[str, Frames]):
     @property
     @abstractmethod
     def used(self) -> int:
-        """Bytes that are taken."""
+        """Return the bytes that are taken."""
 
     def __setitem__(self, key: str, frames: Frames) -> None:
         copy, pieces = self._allocate(frames.header, sizes(frames))
@@ -132,11 +131,11 @@ class MemoryTier(MutableMapping[str, Frames]):
         return 0
 
     def part_size(self, key: str, which: int) -> int:
-        """Bytes of one buffer of an object."""
+        """Return the bytes of one buffer of an object."""
         return sum(piece.size for piece in self.part(key, which))
 
     def stored(self, key: str) -> int:
-        """Bytes that an object takes here."""
+        """Return the bytes that an object takes here."""
         return self._size(self._entries[key][1])
 
     def _size(self, pieces: Scattered) -> int:
@@ -228,25 +227,20 @@ class BlockPool:
     ):
         if block <= 0 or block % ALIGNMENT:
             raise ValueError(f"a block of {block} bytes: expected a multiple of {ALIGNMENT}")
-        count = max(capacity, 0) // block
-        self.capacity = count * block
-        self.used = 0
-        self._block = block
+        self._arena = Arena(capacity, unit=block)
+        self.capacity = self._arena.capacity
         self._memory = np.empty(0, np.uint8)
-        if count:
+        if self.capacity:
             memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if register:
                 _advise(memory)
             self._memory = np.frombuffer(memory, np.uint8)
         self._base = self._memory.ctypes.data
-        #: Runs of adjacent blocks: the number of the first, and how many.
-        self._free = SortedDict({0: count} if count else {})
-        self._taken: dict[int, int] = {}
         self._lock = threading.Lock()
         self._undo: Callable[[], None] | None = None
         self.error: Exception | None = None
         self.ready = threading.Event()
-        if register and count:
+        if register and self.capacity:
             self._registering = threading.Thread(
                 target=self._register, args=[register], name="gpurt-pin", daemon=True
             )
@@ -258,9 +252,14 @@ class BlockPool:
         try:
             _touch(self._memory)
             self._undo = register(self._memory)
-        except Exception as error:  # kept for whoever asks for room
+        except Exception as error:  # raised when room is asked for
             self.error = error
         self.ready.set()
+
+    @property
+    def used(self) -> int:
+        """Return the bytes in blocks that are taken."""
+        return self._arena.used
 
     def allocate(self, nbytes: int) -> Scattered:
         """Take blocks, as one run where there is one that is long enough, or as few as there may be.
@@ -277,57 +276,28 @@ class BlockPool:
         """
         if not self.ready.is_set() or self.error is not None:
             raise NoRoom(Tier.PINNED, nbytes, f"could not be pinned: {self.error}" if self.error else "")
-        need = -(-nbytes // self._block)
         with self._lock:
-            if need * self._block > self.capacity - self.used:
-                raise NoRoom(Tier.PINNED, nbytes)
-            runs = list(self._take(need))
-        pieces = [self._memory[first * self._block : (first + count) * self._block] for first, count in runs]
+            found = self._arena.allocate_pieces(nbytes) if nbytes <= self.capacity else None
+        if found is None:
+            raise NoRoom(Tier.PINNED, nbytes)
+        pieces = [self._memory[start : start + size] for start, size in found]
         if pieces:
             pieces[-1] = pieces[-1][: nbytes - sum(piece.size for piece in pieces[:-1])]
         return pieces
-
-    def _take(self, need: int) -> Iterator[tuple[int, int]]:
-        # The first that fits: the low end is used again before more memory is touched.
-        first = next((run for run in self._free.items() if run[1] >= need), None)
-        runs = [first] if first else sorted(self._free.items(), key=lambda run: -run[1])
-        for start, length in runs:
-            count = min(need, length)
-            if not count:
-                return
-            del self._free[start]
-            if length > count:
-                self._free[start + count] = length - count
-            self._taken[start] = count
-            self.used += count * self._block
-            need -= count
-            yield start, count
 
     def free(self, pieces: Iterable[np.ndarray]) -> None:
         """Give back what :meth:`allocate` returned; KeyError for anything else."""
         with self._lock:
             for piece in pieces:
-                start = self._first(piece)
-                count = self._taken.pop(start)
-                self.used -= count * self._block
-                self._merge(start, count)
+                self._arena.free(self._offset(piece))
 
     def size(self, pieces: Iterable[np.ndarray]) -> int:
-        """Bytes in the blocks of what :meth:`allocate` returned."""
+        """Return the bytes in the blocks of what :meth:`allocate` returned."""
         with self._lock:
-            return sum(self._taken[self._first(piece)] for piece in pieces) * self._block
+            return sum(self._arena.size(self._offset(piece)) for piece in pieces)
 
-    def _first(self, piece: np.ndarray) -> int:
-        return int(piece.ctypes.data - self._base) // self._block
-
-    def _merge(self, start: int, count: int) -> None:
-        count += self._free.pop(start + count, 0)
-        index = self._free.bisect_left(start) - 1
-        if index >= 0:
-            before, length = self._free.peekitem(index)
-            if before + length == start:
-                start, count = before, length + count
-        self._free[start] = count
+    def _offset(self, piece: np.ndarray) -> int:
+        return int(piece.ctypes.data) - self._base
 
     def close(self) -> None:
         """Take no more; pieces that are still around stay readable, and keep the memory."""
@@ -350,8 +320,8 @@ def _advise(memory: mmap.mmap) -> None:
 
 def _touch(memory: np.ndarray) -> None:
     """Have the system provide all pages; several threads at once."""
-    with ThreadPoolExecutor(TOUCHERS, thread_name_prefix="gpurt-touch") as threads:
-        list(threads.map(lambda part: part[::PAGE].fill(0), np.array_split(memory, TOUCHERS)))
+    with ThreadPoolExecutor(TOUCH_THREADS, thread_name_prefix="gpurt-touch") as threads:
+        list(threads.map(lambda part: part[::PAGE].fill(0), np.array_split(memory, TOUCH_THREADS)))
 
 
 class PinnedTier(MemoryTier):
@@ -367,7 +337,7 @@ class PinnedTier(MemoryTier):
 
     @property
     def used(self) -> int:
-        """Bytes in blocks that are taken."""
+        """Return the bytes in blocks that are taken."""
         return self._pool.used
 
     def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
@@ -392,7 +362,7 @@ class PinnedTier(MemoryTier):
 
 
 def _cut(pieces: Scattered, start: int, end: int) -> Scattered:
-    """The bytes of ``pieces`` from ``start`` to ``end``; one empty piece if there are none."""
+    """Return the bytes of ``pieces`` from ``start`` to ``end``; one empty piece if there are none."""
     found, offset = [], 0
     for piece in pieces:
         part = piece[max(start - offset, 0) : max(end - offset, 0)]

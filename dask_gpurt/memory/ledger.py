@@ -1,4 +1,4 @@
-"""What lies where: one account for each worker, and the picture of all of them. Pure."""
+"""Count the bytes in each tier: a ledger for each worker, and the memory of the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dask_gpurt.memory.tiers import Tier
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
 KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", "cudf", "unmanaged")
 #: The most task prefixes that a worker tells apart, and the name of the others together.
-MOST_PREFIXES, OTHERS = 50, "(others)"
+MAX_PREFIXES, OTHERS = 50, "(others)"
 
-Message = dict[str, Any]
+LedgerMessage = dict[str, Any]
 
 
 class Label(NamedTuple):
-    """What bytes are: of a kind, and if they are partitions of tasks with a prefix."""
+    """Label bytes with their kind and, if they are partitions of tasks, with the prefix of these."""
 
     kind: str
     prefix: str = ""
@@ -101,27 +101,27 @@ class Ledger:
         self._changed_prefixes.add((tier, prefix))
 
     def _no_name_left(self) -> bool:
-        return len(self._prefixes) - (OTHERS in self._prefixes) >= MOST_PREFIXES
+        return len(self._prefixes) - (OTHERS in self._prefixes) >= MAX_PREFIXES
 
     def cell(self, tier: Tier, kind: str) -> int:
         """Read a cell."""
         return self._cells.get((tier, kind), 0)
 
     def prefixes(self, tier: Tier) -> dict[str, int]:
-        """Bytes of partitions in a tier, by task prefix."""
+        """Return the bytes of partitions in a tier, by task prefix."""
         with self._lock:
             return {name: sizes[tier] for name, sizes in self._prefixes.items() if sizes.get(tier)}
 
     def used(self, tier: Tier) -> int:
-        """Bytes of data and shards in a tier."""
+        """Return the bytes of data and shards in a tier."""
         return self.cell(tier, PARTITIONS) + self.cell(tier, SHARDS)
 
     def headroom(self, tier: Tier) -> int:
-        """Capacity less what is used and promised."""
+        """Return capacity less what is used and promised."""
         return self.capacity[tier] - self.used(tier) - self.cell(tier, RESERVATIONS)
 
-    def changes(self) -> Message | None:
-        """The cells that have changed since the last call, None without any.
+    def changes(self) -> LedgerMessage | None:
+        """Return the cells that have changed since the last call, None without any.
 
         Values are absolute, so that a message that is lost or comes twice does no harm.
         """
@@ -136,13 +136,15 @@ class Ledger:
                     del self._prefixes[name]
             return message
 
-    def snapshot(self) -> Message:
-        """All cells, and all prefixes that have bytes."""
+    def snapshot(self) -> LedgerMessage:
+        """Return all cells, and all prefixes that have bytes."""
         with self._lock:
             places = [(tier, name) for name, sizes in self._prefixes.items() for tier in sizes]
             return {**self._message(self._cells, places), "whole": True}
 
-    def _message(self, cells: Iterable[tuple[Tier, str]], prefixes: Iterable[tuple[Tier, str]]) -> Message:
+    def _message(
+        self, cells: Iterable[tuple[Tier, str]], prefixes: Iterable[tuple[Tier, str]]
+    ) -> LedgerMessage:
         self._seq += 1
         return {
             "began": self._began,
@@ -153,7 +155,7 @@ class Ledger:
         }
 
 
-class Picture:
+class ClusterMemory:
     """The accounts of all workers, as they have reported them."""
 
     def __init__(self) -> None:
@@ -161,12 +163,12 @@ class Picture:
         self._capacity: dict[str, dict[str, int]] = {}
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
-        #: Worked out when somebody asks, until the worker reports again.
+        #: Computed on demand, and kept until the worker reports again.
         self._rooms: dict[str, FreeMemory] = {}
         self._fullest: dict[str, dict[str, Tier | None]] = {}
         self._spilled: dict[str, bool] = {}
 
-    def apply(self, worker: str, message: Message) -> None:
+    def apply(self, worker: str, message: LedgerMessage) -> None:
         """Take a message; one that is older than what is known counts for nothing."""
         seq, known = (message["began"], message["seq"]), self._seq.get(worker, (0, 0))
         if seq <= known:
@@ -191,13 +193,13 @@ class Picture:
                 prefixes.pop((tier, prefix), None)
 
     def forget(self, worker: str) -> None:
-        """A worker has left."""
+        """Forget a worker that has left."""
         everything: tuple[dict[str, Any], ...] = (self._seq, self._capacity, self._cells, self._prefixes)
         for known in (*everything, self._rooms, self._fullest, self._spilled):
             known.pop(worker, None)
 
     def room(self, worker: str) -> FreeMemory | None:
-        """The room on a worker; None when it has not reported."""
+        """Return the free memory of a worker; None when it has not reported."""
         room = self._rooms.get(worker)
         if room is None and (capacity := self._capacity.get(worker)):
             live, *lower = [(tier, self._row(worker, str(tier), capacity[tier])["headroom"]) for tier in Tier]
@@ -208,7 +210,7 @@ class Picture:
         return room
 
     def spilled(self, worker: str) -> bool:
-        """Whether data of tasks is below the live tier of a worker."""
+        """Return whether data of tasks is below the live tier of a worker."""
         spilled = self._spilled.get(worker)
         if spilled is None:
             tiers = (tier for tier, _ in self._prefixes.get(worker, ()))
@@ -216,7 +218,7 @@ class Picture:
         return spilled
 
     def fullest(self, worker: str, prefix: str) -> Tier | None:
-        """The tier with most of the bytes that tasks of a prefix have left on a worker; None without any."""
+        """Return the tier with most of the bytes that tasks of a prefix have on a worker, or None."""
         known = self._fullest.setdefault(worker, {})
         if prefix not in known:
             sizes = self._prefixes.get(worker, {})
@@ -225,7 +227,7 @@ class Picture:
         return known[prefix]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each worker and tier: capacity, headroom, and the bytes of each kind."""
+        """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind."""
         return [
             self._row(worker, str(tier), capacity[str(tier)])
             for worker, capacity in sorted(self._capacity.items())
@@ -238,7 +240,9 @@ class Picture:
         return {"worker": worker, "tier": tier, "capacity": capacity, "headroom": headroom, **kinds}
 
     def rows_by_prefix(self) -> list[dict[str, Any]]:
-        """A row for each worker, tier and task prefix with bytes; what are no partitions goes by its kind."""
+        """Return a row for each worker, tier and task prefix with bytes; bytes of other kinds have their kind
+        for a prefix.
+        """
         return [
             {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}
             for worker in sorted(self._cells)

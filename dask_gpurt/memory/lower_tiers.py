@@ -17,7 +17,7 @@ from dask_gpurt.memory.tiers import NoRoom, Tier
 
 _ORDER = list(Tier)
 #: Files that are read at once: one after the other a disk is idle in between.
-READERS = 4
+READER_THREADS = 4
 
 #: One buffer of an object: its tier, its name, and which one.
 PartOf = tuple[Tier, str, int]
@@ -39,7 +39,7 @@ class LowerTier(Protocol):
 
     @property
     def used(self) -> int:
-        """Bytes that the tier takes, the padding of its blocks included."""
+        """Return the bytes that the tier takes, the padding of its blocks included."""
         ...
 
     def put(self, name: str, frames: Frames, device: Device, /, *, ordered: bool) -> Fence:
@@ -121,7 +121,7 @@ class LowerTiers:
         self._ledger = ledger
         self._host_has_room = host_has_room
         self._stored: dict[tuple[Tier, str], tuple[Label, int]] = {}
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gpurt-read")
+        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="gpurt-read")
 
     def put(
         self, name: str, frames: Frames, label: Label, above: Tier, *, ordered: bool = True

@@ -1,4 +1,4 @@
-"""How large Python objects in arrays are, told from a few of them: the event loop asks."""
+"""Estimate the size of Python objects in arrays from a sample of them: the event loop asks for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _JITTER = np.random.default_rng(0).permutation(_CELLS)
 
 
 def sizeof_objects(array: np.ndarray) -> int:
-    """Bytes of the distinct objects in an array, without the array: of strings in some 0.2 ms.
+    """Return the bytes of the distinct objects in an array, without the array. For strings it takes some 0.2
+    ms.
 
     It is the same whenever it is asked for: no sample is random.
     """
@@ -34,7 +35,7 @@ def sizeof_objects(array: np.ndarray) -> int:
 
 
 def _unseen(size: int, counts: Counter[int]) -> float:
-    """How many distinct objects a sample has missed, by how often those in it were met.
+    """Return how many distinct objects a sample has missed, by how often those in it were met.
 
     As ecologists tell unseen species (Chao's estimator), from those met once and twice: where none was
     met twice, every cell that was not looked at may have its own.
@@ -51,7 +52,7 @@ def _mean(objects: Sequence[Any]) -> float:
 
 
 def _spread(size: int, most: int) -> np.ndarray:
-    """Positions all over a sequence, one in each stretch of it; at no regular distance."""
+    """Return positions all over a sequence, one in each stretch of it; at no regular distance."""
     if size <= most:
         return np.arange(size)
     edges = np.arange(most) * size // most
@@ -59,7 +60,7 @@ def _spread(size: int, most: int) -> np.ndarray:
 
 
 def _sizeof(value: Any, depth: int = _DEPTH) -> float:
-    """Bytes of an object and of what it holds."""
+    """Return the bytes of an object and of what it holds."""
     if isinstance(value, (str, bytes, bytearray)):
         return sys.getsizeof(value)
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""What goes down first: decided by who needs it next. Pure."""
+"""Choose what is evicted first, by its next use. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dask.typing import Key
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EvictionCandidate:
     """An object that could be spilled.
 
     Attributes
@@ -54,17 +54,17 @@ def next_use(task: Any) -> tuple[Any, ...] | None:
     return min(waiting, default=None)
 
 
-def order(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """From what goes first: needed by nobody, needed last, large, old."""
+def order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
+    """Sort candidates, those that are evicted first in front: without a next use, used last, large, old."""
     ranked = sorted(candidates, key=lambda c: (-c.nbytes, c.used, repr(c.key)))
     unneeded = [c for c in ranked if c.needed is None]
     needed = sorted((c for c in ranked if c.needed is not None), key=lambda c: c.needed or (), reverse=True)
     return unneeded + needed
 
 
-def choose(candidates: Iterable[Candidate], nbytes: int) -> list[Candidate]:
-    """The first ones in :func:`order` that free ``nbytes`` between them; all if they can not."""
-    chosen: list[Candidate] = []
+def choose(candidates: Iterable[EvictionCandidate], nbytes: int) -> list[EvictionCandidate]:
+    """Return the first ones in :func:`order` that free ``nbytes`` between them; all if they can not."""
+    chosen: list[EvictionCandidate] = []
     for candidate in order(c for c in candidates if c.nbytes):
         if nbytes <= 0:
             break

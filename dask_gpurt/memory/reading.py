@@ -18,11 +18,11 @@ from dask_gpurt.memory.serialize import Scattered, joined, message, on_device, p
 from dask_gpurt.memory.tiers import Tier
 
 #: A buffer, and what its reader remembers of it.
-Part = tuple[Buffer, dict[str, Any]]
+BufferAndMemo = tuple[Buffer, dict[str, Any]]
 
 
 class Reader:
-    """Reads the entries of a table. Thread-safe; its methods block."""
+    """Read the entries of a table. Thread-safe; its methods block."""
 
     def __init__(self, table: EntryTable, reservations: Reservations):
         self._table = table
@@ -74,7 +74,7 @@ class Reader:
     @contextmanager
     def parts(
         self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
-    ) -> Iterator[dict[tuple[Key, int], Part]]:
+    ) -> Iterator[dict[tuple[Key, int], BufferAndMemo]]:
         """Read some buffers of :class:`Raw` objects, for as long as the body runs.
 
         This is for what is read once: it stays in the tier where it lies, is copied where the
@@ -88,7 +88,7 @@ class Reader:
             The key under which its reader has reserved room, which is meant for the copies too.
         """
         table = self._table
-        found: dict[tuple[Key, int], Part] = {}
+        found: dict[tuple[Key, int], BufferAndMemo] = {}
         retained: dict[tuple[Key, int], StoredCopy] = {}
         with ExitStack() as stack:
             with table.lock:
@@ -106,8 +106,8 @@ class Reader:
 
     def _read_parts(
         self, retained: dict[tuple[Key, int], StoredCopy], stack: ExitStack
-    ) -> dict[tuple[Key, int], Part]:
-        found: dict[tuple[Key, int], Part] = {}
+    ) -> dict[tuple[Key, int], BufferAndMemo]:
+        found: dict[tuple[Key, int], BufferAndMemo] = {}
         scattered: dict[tuple[Key, int], Scattered] = {}
         wanted = [
             ((copy.tier, copy.name, which), not self._is_read_as_it_lies(copy))
@@ -144,7 +144,7 @@ class Reader:
 
 
 class _Gather:
-    """Brings buffers up: to the device, or into new host memory without one."""
+    """Bring buffers up: to the device, or into new host memory without one."""
 
     def __init__(self, device: Device | None):
         self._device = device

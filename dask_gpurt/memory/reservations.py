@@ -14,7 +14,7 @@ from dask_gpurt.memory.tiers import SLACK_SHARE, SPILL_SLACK_BYTES, Tier
 
 
 class Reservations:
-    """Reserves bytes of the live tiers under a key. Thread-safe.
+    """Reserve bytes of the live tiers under a key. Thread-safe.
 
     What is stored under the key takes its reservation. A later reservation of a key replaces the one before.
 

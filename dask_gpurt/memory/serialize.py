@@ -20,7 +20,7 @@ from dask_gpurt.device.base import is_of, lives_on_device
 Scattered = list[Any]
 _RAW = b"raw"
 #: Bytes that stay with the header, which is not counted.
-_SMALL = 4096
+_INLINE_BYTES = 4096
 #: Those that register serializers with Dask for the device and for the host.
 _SAME_ON_HOST = frozenset({"cudf", "cupy", "rmm"})
 
@@ -55,7 +55,7 @@ class Frames:
 
 @dataclass(eq=False)
 class Raw:
-    """Bytes that mean nothing here: a shard of somebody's.
+    """Bytes that mean nothing here: a shard.
 
     Attributes
     ----------
@@ -73,12 +73,12 @@ class Raw:
 
 
 def on_device(buffer: Scattered) -> bool:
-    """Whether a buffer lies on a device."""
+    """Return whether a buffer lies on a device."""
     return not all(isinstance(piece, np.ndarray) for piece in buffer)
 
 
 def take_apart(value: Any) -> Frames:
-    """The header and the buffers of an object; the buffers are its own memory.
+    """Return the header and the buffers of an object; the buffers are its own memory.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def raw_frames(buffers: Iterable[Any]) -> Frames:
-    """Buffers as they are, which come back as a :class:`Raw`."""
+    """Return buffers as they are, which come back as a :class:`Raw`."""
     return Frames(_RAW, tuple([buffer] for buffer in buffers))
 
 
@@ -113,7 +113,7 @@ def _host_frames(value: Any) -> Frames:
     body = dask_pickle.dumps(value, buffer_callback=buffers.append)
     arrays = tuple([np.frombuffer(buffer.raw(), np.uint8)] for buffer in buffers)
     writeable = [not memoryview(buffer).readonly for buffer in buffers]
-    if len(body) <= _SMALL:
+    if len(body) <= _INLINE_BYTES:
         return Frames(pickle.dumps(("host", body, writeable)), arrays)
     # Strings and the like are all in the body, which takes room like any other buffer.
     return Frames(pickle.dumps(("host", None, writeable)), ([np.frombuffer(body, np.uint8)], *arrays))
@@ -130,7 +130,7 @@ def _device_frames(value: Any) -> Frames:
 
 
 def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
-    """The object again, in memory of its own.
+    """Put an object together again, in memory of its own.
 
     Parameters
     ----------
@@ -155,9 +155,10 @@ def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
 
 
 def message(frames: Frames) -> Serialized | None:
-    """What Dask sends of an object, out of frames in host memory; None where that takes the object.
+    """Return the message that Dask sends of an object, out of frames in host memory; None where that takes
+    the object.
 
-    Whoever gets it puts the object together as always, on his device where it was on one.
+    Its receiver puts the object together as always, on its device where it was on one.
     """
     if frames.header == _RAW:
         return None
@@ -171,7 +172,7 @@ def message(frames: Frames) -> Serialized | None:
 
 
 def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
-    """Dask's header for the same frames in host memory; None if it can not be said of an object's type."""
+    """Return Dask's header for the same frames in host memory; None if an object's type does not allow it."""
     header = {name: value for name, value in header.items() if name != "compression"}
     if "sub-headers" in header:
         below = [_from_host(one) for one in header["sub-headers"]]
@@ -186,7 +187,7 @@ def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def joined(pieces: Scattered) -> np.ndarray:
-    """A buffer in one piece, in new memory."""
+    """Return a buffer in one piece, in new memory."""
     joined = np.empty(sum(piece.nbytes for piece in pieces), np.uint8)
     at = 0
     for piece in pieces:

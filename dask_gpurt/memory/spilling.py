@@ -12,7 +12,7 @@ from dask.typing import Key
 
 from dask_gpurt.device.base import Fence
 from dask_gpurt.memory.entries import Entry, EntryTable, Priority
-from dask_gpurt.memory.policy import Candidate, choose, order
+from dask_gpurt.memory.policy import EvictionCandidate, choose, order
 from dask_gpurt.memory.serialize import NotMovable, take_apart
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Fallback
@@ -37,7 +37,7 @@ class _Spill:
 
 
 class Spiller:
-    """Makes room in the live tiers of a table. Thread-safe; its methods block.
+    """Make room in the live tiers of a table. Thread-safe; its methods block.
 
     The copies of one call are all begun before the first is waited for, so that a device that is busy is
     waited for once.
@@ -83,7 +83,7 @@ class Spiller:
                         spills.callback(self._end, spill)
         return max(0, before - live.total(tier))
 
-    def _candidates(self, tier: Tier) -> list[Candidate]:
+    def _candidates(self, tier: Tier) -> list[EvictionCandidate]:
         table = self._table
         with table.lock:
             free = [
@@ -92,7 +92,9 @@ class Spiller:
                 if table.live.is_here(key, tier) and _is_free(entry := table.by_key[key])
             ]
         return [
-            Candidate(entry.key, gain, entry.priority or self._priority_of(entry.key), entry.last_used)
+            EvictionCandidate(
+                entry.key, gain, entry.priority or self._priority_of(entry.key), entry.last_used
+            )
             for entry, gain in free
         ]
 

@@ -28,7 +28,7 @@ from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry, EntryTable, Foreign, Priority, label_of
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.lower_tiers import LowerTier
-from dask_gpurt.memory.reading import Part, Reader
+from dask_gpurt.memory.reading import BufferAndMemo, Reader
 from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.spilling import Spiller
@@ -41,7 +41,7 @@ serving: ContextVar[dict[Key, Any] | None] = ContextVar("serving", default=None)
 
 
 class Spilled(NamedTuple):
-    """What Dask asks a mapping for: bytes that are not in host memory, and bytes on disk."""
+    """Report, as Dask asks of a mapping, the bytes that are not in host memory and the bytes on disk."""
 
     memory: int
     disk: int
@@ -288,7 +288,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     def reading(
         self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
-    ) -> AbstractContextManager[dict[tuple[Key, int], Part]]:
+    ) -> AbstractContextManager[dict[tuple[Key, int], BufferAndMemo]]:
         """Read some buffers of :class:`Raw` objects meanwhile; see :meth:`Reader.parts`. Blocks."""
         return self._reader.parts(wanted, reserved)
 
@@ -312,7 +312,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     @property
     def host_tier(self) -> Tier:
-        """The live tier that is host memory: the device tier itself on a worker without a GPU."""
+        """Return the live tier that is host memory: the device tier itself on a worker without a GPU."""
         return Tier.DEVICE if Tier.DEVICE in self._table.host_tiers else Tier.HOST
 
     def live_bytes(self, tier: Tier) -> int:
@@ -325,7 +325,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     @property
     def removals(self) -> int:
-        """How many objects have ceased to be live so far, spilled or deleted."""
+        """Return how many objects have ceased to be live so far, spilled or deleted."""
         return self._table.live.removals
 
     def tier(self, key: Key) -> Tier:
@@ -349,7 +349,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     @property
     def spilled_total(self) -> Spilled:
-        """For Dask's metrics: what does not lie in host memory, and what lies on disk."""
+        """Return, for Dask's metrics, what does not lie in host memory, and what lies on disk."""
         table = self._table
         with table.lock:
             entries = [entry for entry in table.by_key.values() if entry.label.kind == PARTITIONS]

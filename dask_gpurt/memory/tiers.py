@@ -11,7 +11,7 @@ from dask_gpurt.config import ConfigError, MemorySettings, Size
 
 #: dask-cuda's own default for --device-memory-limit.
 DEVICE_SHARE = 0.8
-#: Pinned memory is taken from everybody on the host, and a few GiB keep the bus busy.
+#: Pinned memory is taken from all processes of the host, and a few GiB keep the bus busy.
 PINNED_SHARE, PINNED_MOST = 0.1, 8 * 2**30
 
 #: Bytes by which a live tier may exceed its limit before anything is spilled: a block of the pinned tier, but
@@ -20,7 +20,7 @@ SPILL_SLACK_BYTES, SLACK_SHARE = 2**20, 1 / 64
 
 
 class Tier(StrEnum):
-    """Where bytes lie; from fast to slow."""
+    """Name the tiers of memory, from fast to slow."""
 
     DEVICE = "device"
     PINNED = "pinned"

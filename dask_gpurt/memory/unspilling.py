@@ -28,7 +28,7 @@ class _Unspill:
 
 
 class Unspiller:
-    """Makes entries of a table live. Thread-safe; its methods block."""
+    """Make entries of a table live. Thread-safe; its methods block."""
 
     def __init__(self, table: EntryTable, spiller: Spiller, reservations: Reservations, reader: Reader):
         self._table = table

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 #: Decisions that are kept; the oldest go first.
-MOST_DECISIONS = 1000
+MAX_DECISIONS = 1000
 
 
 class Decisions:
@@ -24,7 +24,7 @@ class Decisions:
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: deque[dict[str, Any]] = deque(maxlen=MOST_DECISIONS)
+        self._entries: deque[dict[str, Any]] = deque(maxlen=MAX_DECISIONS)
         self._last: dict[str, tuple[str, str]] = {}
 
     def note(self, subject: str, decided: str, why: str) -> bool:
@@ -32,7 +32,7 @@ class Decisions:
         with self._lock:
             if self._last.get(subject) == (decided, why):
                 return False
-            if len(self._last) >= MOST_DECISIONS:
+            if len(self._last) >= MAX_DECISIONS:
                 self._last.clear()
             self._last[subject] = decided, why
             self._entries.append({"at": self._clock(), "subject": subject, "decided": decided, "why": why})

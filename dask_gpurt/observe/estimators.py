@@ -1,8 +1,11 @@
-"""Estimate quantities from noisy samples, as they come: means with their uncertainty, and ratios. Pure.
+"""Estimate quantities from noisy samples, as they come: moments, lines, means that may change, ratios. Pure.
 
-Samples of a mean are weighted as in an exponential average once there are ``WINDOW_SAMPLES`` of them, so
-that a slow drift is followed. A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous
-inspection schemes, Biometrika 41, 1954), on residuals in units of their standard deviation.
+All moments follow one recursion (T. Finch, Incremental calculation of weighted mean and variance, 2009): the
+last sample weighs one over the number of samples, and that number stops at the window. So an estimate begins
+as the plain average and goes on as an exponential one, which follows a slow drift.
+
+A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous inspection schemes, Biometrika
+41, 1954), on residuals in units of their standard deviation.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 #: Samples that a mean extends over.
 WINDOW_SAMPLES = 200
@@ -25,23 +29,125 @@ CUSUM_SLACK, CUSUM_ALARM = 0.5, 12.0
 OUTLIER_DEVIATIONS, SETTLED_SAMPLES = 3.0, 10
 
 
+@dataclass(slots=True)
+class RunningMoments:
+    """Estimate the mean and the variance of a stream of samples that may drift.
+
+    Parameters
+    ----------
+    window
+        The most samples that count. The last one never weighs less than one over it.
+    count
+        Samples so far, up to the window.
+    mean, variance
+        The moments of these samples.
+    """
+
+    window: int
+    count: float = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of the last sample."""
+        return 1 / self.count
+
+    @property
+    def standard_error(self) -> float:
+        """Return the standard error of the mean; there must be two samples at least."""
+        weight = self.weight
+        return math.sqrt(self.variance * weight / (1 - weight))
+
+    def observe(self, value: float) -> float:
+        """Take a sample; return its deviation from the mean before it."""
+        self.count = min(self.count + 1, self.window)
+        weight, deviation = self.weight, value - self.mean
+        self.mean += weight * deviation
+        self.variance = (1 - weight) * (self.variance + weight * deviation * deviation)
+        return deviation
+
+
+class RunningRegression:
+    """Estimate the line through a stream of pairs that may drift, by least squares.
+
+    Parameters
+    ----------
+    window
+        The most pairs that count, as in :class:`RunningMoments`.
+    """
+
+    __slots__ = ("covariance", "x", "y")
+
+    def __init__(self, window: int):
+        self.x, self.y = RunningMoments(window), RunningMoments(window)
+        self.covariance = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        """Take a pair."""
+        product = self.x.observe(x) * self.y.observe(y)
+        weight = self.x.weight
+        self.covariance = (1 - weight) * (self.covariance + weight * product)
+
+    @property
+    def slope(self) -> float:
+        """Return the change of y with x; x must vary."""
+        return self.covariance / self.x.variance
+
+    def explains(self, share: float) -> bool:
+        """Tell whether x explains more than a share of the variance of y."""
+        return self.covariance**2 > share * self.x.variance * self.y.variance
+
+
+class ChangeTest:
+    """Find a sudden change of a quantity: the two-sided CUSUM test, on residuals in standard deviations."""
+
+    __slots__ = ("_fallen", "_risen")
+
+    def __init__(self) -> None:
+        self._risen = self._fallen = 0.0
+
+    def observe(self, residual: float) -> bool:
+        """Take a residual; tell whether the quantity has changed."""
+        residual = max(-OUTLIER_DEVIATIONS, min(OUTLIER_DEVIATIONS, residual))
+        self._risen = max(0.0, self._risen + residual - CUSUM_SLACK)
+        self._fallen = max(0.0, self._fallen - residual - CUSUM_SLACK)
+        return max(self._risen, self._fallen) > CUSUM_ALARM
+
+
 class MeanEstimate:
-    """Estimate the mean of a quantity.
+    """Estimate the mean of a quantity, how far off it may be, and whether it has changed.
 
     Parameters
     ----------
     count, mean, scatter, size
         The values of :meth:`plain`; a new estimate has no samples.
+
+    Attributes
+    ----------
+    size
+        The mean of the whole that the quantity is a part of: the noise is proportional to the whole.
     """
 
     def __init__(self, count: float = 0, mean: float = 0.0, scatter: float = 0.0, size: float = 0.0):
-        self.count = count
-        self.mean = mean
-        #: The mean of the whole that the quantity is a part of: the noise is proportional to the whole.
+        self._moments = RunningMoments(WINDOW_SAMPLES, count, mean, scatter / count if count else 0.0)
+        self._change = ChangeTest()
         self.size = size
-        #: The sum of squared residuals over the samples that are remembered.
-        self._scatter = scatter
-        self._risen = self._fallen = 0.0
+
+    @property
+    def count(self) -> float:
+        """Return the number of samples that count."""
+        return self._moments.count
+
+    @property
+    def mean(self) -> float:
+        """Return the mean of the samples."""
+        return self._moments.mean
+
+    @property
+    def scatter(self) -> float:
+        """Return the sum of squared residuals over the samples that count."""
+        return self._moments.variance * self._moments.count
 
     def add(self, value: float, size: float | None = None) -> bool:
         """Take a sample; tell whether the quantity has changed since the others.
@@ -53,27 +159,19 @@ class MeanEstimate:
             default.
         """
         changed = self.count >= SETTLED_SAMPLES and self._leaves(value)
-        keep = 1 - 1 / WINDOW_SAMPLES if self.count >= WINDOW_SAMPLES else 1.0
-        self.count = self.count * keep + 1
-        step = (value - self.mean) / self.count
-        self._scatter = self._scatter * keep + (value - self.mean) * (value - self.mean - step)
-        self.mean += step
-        self.size += ((value if size is None else size) - self.size) / self.count
+        self._moments.observe(value)
+        self.size += self._moments.weight * ((value if size is None else size) - self.size)
         return changed
 
     def _leaves(self, value: float) -> bool:
         # A quantity that was always 0 has no deviation.
-        residual = (value - self.mean) / (self.deviation or sys.float_info.min)
-        residual = max(-OUTLIER_DEVIATIONS, min(OUTLIER_DEVIATIONS, residual))
-        self._risen = max(0.0, self._risen + residual - CUSUM_SLACK)
-        self._fallen = max(0.0, self._fallen - residual - CUSUM_SLACK)
-        return max(self._risen, self._fallen) > CUSUM_ALARM
+        return self._change.observe((value - self.mean) / (self.deviation or sys.float_info.min))
 
     @property
     def deviation(self) -> float:
         """Return the standard deviation of a sample."""
         prior = PRIOR_SAMPLES * (PRIOR_NOISE * self.size) ** 2
-        return math.sqrt((self._scatter + prior) / (self.count + PRIOR_SAMPLES))
+        return math.sqrt((self.scatter + prior) / (self.count + PRIOR_SAMPLES))
 
     @property
     def uncertainty(self) -> float:
@@ -82,7 +180,7 @@ class MeanEstimate:
 
     def plain(self) -> list[float]:
         """Return everything as values that JSON holds."""
-        return [self.count, self.mean, self._scatter, self.size]
+        return [self.count, self.mean, self.scatter, self.size]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MeanEstimate:
@@ -110,7 +208,7 @@ def pooled(several: Iterable[MeanEstimate]) -> MeanEstimate:
     samples = sum(one.count for one in found)
     mean = sum(one.count * one.mean for one in found) / samples
     size = sum(one.count * one.size for one in found) / samples
-    scatter = sum(one._scatter + one.count * (one.mean - mean) ** 2 for one in found)
+    scatter = sum(one.scatter + one.count * (one.mean - mean) ** 2 for one in found)
     return MeanEstimate(samples / len(found), mean, scatter / len(found), size)
 
 

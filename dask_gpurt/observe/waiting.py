@@ -26,7 +26,7 @@ WATCHDOG_POLL_S = 0.25
 #: Seconds that a process gets to write its stacks once it was signalled.
 SIGNAL_ANSWER_S = 0.5
 #: The most keys that are named of each kind, and the most frames of a stack.
-MOST_NAMED, MOST_FRAMES = 50, 25
+MAX_NAMED, MAX_FRAMES = 50, 25
 #: The files that stacks are written to by a signal; they have to stay open.
 _armed: dict[Path, Any] = {}
 
@@ -67,7 +67,7 @@ def thread_stacks() -> dict[str, str]:
     """Return where each thread of this process is, by name and id."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
-        f"{names.get(ident, '?')}-{ident}": "".join(traceback.format_stack(frame)[-MOST_FRAMES:])
+        f"{names.get(ident, '?')}-{ident}": "".join(traceback.format_stack(frame)[-MAX_FRAMES:])
         for ident, frame in sys._current_frames().items()
     }
 
@@ -80,7 +80,7 @@ def coroutine_stacks() -> list[str]:
 def _awaiting(task: asyncio.Task[Any]) -> str:
     lines = [task.get_name()]
     at: Any = task.get_coro()
-    while at is not None and len(lines) <= MOST_FRAMES:
+    while at is not None and len(lines) <= MAX_FRAMES:
         frame = getattr(at, "cr_frame", None) or getattr(at, "gi_frame", None)
         if frame is None:
             lines.append(f"  {at!r}")
@@ -129,7 +129,7 @@ async def describe_worker(dask_worker: Any) -> dict[str, Any]:
 
 def _named(things: Iterable[Any]) -> list[str]:
     named = [str(thing) for thing in things]
-    return named[:MOST_NAMED] + ([f"and {len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else [])
+    return named[:MAX_NAMED] + ([f"and {len(named) - MAX_NAMED} more"] if len(named) > MAX_NAMED else [])
 
 
 def queued(executor: Any) -> dict[str, int] | None:

@@ -1,6 +1,6 @@
 /* Residency caps for kernels of any library, closed ones too.
  *
- * Preloaded into a worker, this library defines dlsym. Whoever asks for the CUDA driver's launch functions,
+ * Preloaded into a worker, this library defines dlsym. A caller that asks for the CUDA driver's launch functions,
  * through dlsym or cuGetProcAddress, is given the ones below. They raise the dynamic shared memory of a launch,
  * so that no more blocks of that kernel fit on an SM than the policy says. All else goes to the driver as it
  * came. The policy is `gpurt_residency`, which overlap/interposer.py mirrors and writes.
@@ -519,7 +519,7 @@ LAUNCH_EX(launch_ex_per_thread, 1)
 
 typedef CUresult unload(uintptr_t);
 
-/* Before the handles can be another's: so that whoever launches one asks the driver again. */
+/* Before the handles can be another's: so that its next launch asks the driver again. */
 #define UNLOAD(name)                                                                                           \
     static _Atomic(unload *) real_##name;                                                                     \
     static CUresult name(uintptr_t what) {                                                                    \

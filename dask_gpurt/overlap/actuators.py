@@ -20,7 +20,7 @@ USUAL_BLOCKS = 16
 #: after the other, which takes at most twice as long as both together.
 SERIAL_SPEED_SHARE = 0.5
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class UnfitSetting(ValueError):
@@ -129,7 +129,7 @@ class SmShare:
     def counters(self) -> Mapping[str, int]:
         return {"confined to SMs": self._entered}
 
-    def run(self, function: Callable[..., Result], *args: Any, **arguments: Any) -> Result:
+    def run(self, function: Callable[..., T], *args: Any, **arguments: Any) -> T:
         """Call a function on this thread, confined to the setting that is applied when it begins."""
         with ExitStack() as stack:
             if (sms := self._sms) is not None:

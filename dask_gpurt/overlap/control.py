@@ -22,7 +22,7 @@ SOLO_OVERLAP_SHARE = 0.02
 
 
 @dataclass
-class _Task:
+class _MeasuredTask:
     """Hold a running task, with the readings when it began."""
 
     kernel: str
@@ -43,7 +43,7 @@ class _Step:
     ran: dict[str, OverlapSample] = field(default_factory=dict)
     steady: bool = True
 
-    def add(self, task: _Task, seconds: float) -> None:
+    def add(self, task: _MeasuredTask, seconds: float) -> None:
         """Add a task that has ended, and that communication was beside."""
         before = self.ran.get(task.kernel, OverlapSample(0.0, 0.0, task.setting))
         self.ran[task.kernel] = OverlapSample(before.work + task.work, before.seconds + seconds, task.setting)
@@ -80,7 +80,7 @@ class Control:
         self._clock = clock
         self._decisions = decisions
         self._metrics = metrics
-        self._tasks: dict[Hashable, _Task] = {}
+        self._tasks: dict[Hashable, _MeasuredTask] = {}
         self._runs = self._pulls = 0
         self._applied = PRIORITY
         #: Seconds in which something was in flight, and those of them in which no task ran, until the clock
@@ -117,7 +117,7 @@ class Control:
             Its amount of work, above 0, in any unit that is the same for all tasks of the kernel.
         """
         self._look()
-        task = _Task(kernel, work, self._looked, self._flown)
+        task = _MeasuredTask(kernel, work, self._looked, self._flown)
         if self._tasks:  # the time of a task beside another one is that of both
             for other in (task, *self._tasks.values()):
                 other.steady = False
@@ -160,7 +160,7 @@ class Control:
             self._idle += 0.0 if self._tasks else now - self._looked
         self._looked = now
 
-    def _decide(self, task: _Task) -> None:
+    def _decide(self, task: _MeasuredTask) -> None:
         decision = self._policy.choose(task.kernel)
         task.setting = decision.setting
         self._note(task.kernel, decision)
@@ -191,7 +191,7 @@ class Control:
             self._actuator, setting = None, PRIORITY
         self._applied = setting
 
-    def _measure(self, task: _Task, done: bool) -> None:
+    def _measure(self, task: _MeasuredTask, done: bool) -> None:
         seconds, flown = self._looked - task.began, self._flown - task.flown
         if not done or seconds <= 0:
             self._step.steady &= not flown

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from dask_gpurt.overlap.occupancy import MOST_KERNELS, DeviceLimits, LaunchedKernel
+from dask_gpurt.overlap.occupancy import MAX_KERNELS, DeviceLimits, LaunchedKernel
 
 __all__ = ["Interposer", "NotLoadedError", "library", "redirect_context", "with_preload"]
 
@@ -45,7 +45,7 @@ class _Limits(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint32) for name in DeviceLimits.__dataclass_fields__]
 
 
-class _Entry(ctypes.Structure):
+class _CapEntry(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint64), ("cap", ctypes.c_uint64)]
 
 
@@ -76,7 +76,7 @@ class _Shared(ctypes.Structure):
         ("version", ctypes.c_uint32),
         ("cap", ctypes.c_uint32),
         ("entries", ctypes.c_uint32),
-        ("table", _Entry * MOST_KERNELS),
+        ("table", _CapEntry * MAX_KERNELS),
         ("counts", ctypes.c_uint64 * 16 * 8),  # in shards, by thread
         ("repeated", ctypes.c_uint64),
         ("kernel_count", ctypes.c_uint32),

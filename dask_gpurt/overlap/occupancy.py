@@ -28,7 +28,7 @@ SM_PARTITIONS = 4
 #: Allocation units: registers of a warp, and bytes of shared memory of a block.
 REGISTER_UNIT, SHARED_UNIT_BYTES = 256, 128
 #: The most kernels with a cap of their own, and the highest cap that the policy holds.
-MOST_KERNELS, HIGHEST_CAP = 1024, 255
+MAX_KERNELS, HIGHEST_CAP = 1024, 255
 
 
 class CapError(ValueError):
@@ -213,8 +213,8 @@ class Residency:
             self._launches.switch(True)
 
     def _check(self, caps: Caps) -> None:
-        if len(caps.kernels) > MOST_KERNELS:
-            raise CapError(f"caps for {len(caps.kernels)} kernels: expected at most {MOST_KERNELS}")
+        if len(caps.kernels) > MAX_KERNELS:
+            raise CapError(f"caps for {len(caps.kernels)} kernels: expected at most {MAX_KERNELS}")
         limits = self._launches.limits(self._device)
         for cap in (caps.default, *caps.kernels.values()):
             if cap is not None:

@@ -1,4 +1,4 @@
-"""Keep statistics of kernels beside communication: estimate, average over workers, store, drop on change.
+"""Keep statistics of kernels beside communication: estimate, drop on change, average over workers.
 
 A setting is judged by what compute and communication cost each other: the seconds that a byte of
 communication adds to the tasks beside it, and the seconds by which a second of compute delays
@@ -7,20 +7,13 @@ step, from the begin of one run to that of the next: a run first splits, then mo
 and a single task sees only one of these.
 
 Workers of the same run wait for the slowest, so a setting pays only once all use it. They therefore decide
-from the average of their statistics. A file for each kind of device and libraries keeps the statistics
-between clusters.
+from the average of their statistics.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -32,15 +25,13 @@ STEP_DECAY = 0.9
 #: Steps without use after which the samples of a setting are dropped: it may be better now.
 STALE_STEPS = 2000
 #: Kernels that are kept; of more, those with the fewest samples are dropped.
-MOST_KERNELS = 500
+MAX_KERNELS = 500
 #: The least share of its bytes that communication is assumed to have moved beside tasks.
-LEAST_BESIDE_SHARE = 0.2
+MIN_BESIDE_SHARE = 0.2
 #: Samples of tasks alone, and of steps of communication alone, before their speed counts as known.
 MIN_SOLO_SAMPLES, MIN_SOLO_STEPS = 5, 3
 #: Kernels with less than this share of all compute are not shared with other workers.
 MINOR_COMPUTE_SHARE = 0.01
-#: The layout of the file, as this version of the package writes it.
-FILE_FORMAT = 3
 
 
 class Costs(NamedTuple):
@@ -237,7 +228,7 @@ class OverlapStatistics:
             return Costs((step.seconds - work) / step.moved, None)
         seconds_per_byte = self.seconds_per_byte.mean
         # In seconds without a task communication goes on as fast as it does alone.
-        beside = max(step.moved - step.idle / seconds_per_byte, LEAST_BESIDE_SHARE * step.moved)
+        beside = max(step.moved - step.idle / seconds_per_byte, MIN_BESIDE_SHARE * step.moved)
         return Costs(
             (step.seconds - step.idle - work) / beside, (step.seconds - step.moved * seconds_per_byte) / work
         )
@@ -250,7 +241,7 @@ class OverlapStatistics:
         return sum(ran.work / speeds[name] for name, ran in step.ran.items())
 
     def _kernel(self, name: str) -> KernelStatistics:
-        if name not in self.kernels and len(self.kernels) >= MOST_KERNELS:
+        if name not in self.kernels and len(self.kernels) >= MAX_KERNELS:
             del self.kernels[min(self.kernels, key=lambda other: self.kernels[other].samples)]
         return self.kernels.setdefault(name, KernelStatistics())
 
@@ -369,136 +360,3 @@ def _beside(several: Iterable[InterferenceStats]) -> InterferenceStats:
         pooled(getattr(one, name) for one in found) for name in ("compute", "adds", "delays")
     )
     return InterferenceStats(compute, adds, delays, max(one.at for one in found))
-
-
-# ---- in a file -------------------------------------------------------------------------
-
-
-class StatisticsFileError(ValueError):
-    """Refuse a file of statistics; the message says why, and what would be right."""
-
-
-@dataclass(frozen=True)
-class CacheKey:
-    """Identify the device and the libraries that statistics hold for.
-
-    Parameters
-    ----------
-    device
-        The name of the device.
-    libraries
-        Versions by name of those that launch kernels.
-    """
-
-    device: str
-    libraries: Mapping[str, str]
-
-    def __str__(self) -> str:
-        return ", ".join([self.device, *(f"{name} {number}" for name, number in self.libraries.items())])
-
-
-def directory() -> Path:
-    """Return the folder of the files whose path is not set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dask-gpurt")
-
-
-def default_path(cache_key: CacheKey) -> Path:
-    """Return the path of the file for a device and its libraries."""
-    name = re.sub(r"[^\w.]+", "-", str(cache_key)).strip("-")
-    return directory() / f"overlap-{name}.json"
-
-
-def read(path: Path, cache_key: CacheKey) -> OverlapStatistics:
-    """Read statistics; empty ones while there is no file.
-
-    Raises
-    ------
-    StatisticsFileError
-        When the file can not be read, or is of another device or other libraries.
-    """
-    if not path.exists():
-        return OverlapStatistics()
-    found, known = load(path)
-    if found != cache_key:
-        raise StatisticsFileError(
-            f"{path} was learnt on {found}, and here is {cache_key}: "
-            "remove it, or set 'gpurt.overlap.learned' to another path"
-        )
-    return known
-
-
-def load(path: Path) -> tuple[CacheKey, OverlapStatistics]:
-    """Read a file of any device.
-
-    Raises
-    ------
-    StatisticsFileError
-        When it can not be read.
-    """
-    try:
-        values = json.loads(path.read_bytes())
-        if values["format"] != FILE_FORMAT:
-            raise ValueError(f"its format is {values['format']}, expected {FILE_FORMAT}")
-        cache_key = CacheKey(str(values["device"]), {str(k): str(v) for k, v in values["libraries"].items()})
-        return cache_key, OverlapStatistics.of(values["known"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StatisticsFileError(
-            f"{path} can not be read as what was learnt of kernels ({type(error).__name__}: {error}): "
-            "remove it, or set 'gpurt.overlap.learned' to another path"
-        ) from error
-
-
-def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
-    """Write statistics, and keep the kernels that the file has more samples of.
-
-    Raises
-    ------
-    StatisticsFileError
-        When the file that is there is of no use here; it stays as it is.
-    OSError
-        When it can not be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path):
-        values = {
-            "format": FILE_FORMAT,
-            "device": cache_key.device,
-            "libraries": dict(cache_key.libraries),
-            "known": merged(read(path, cache_key), known).plain(),
-        }
-        _replace(path, values)
-
-
-def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistics:
-    """Return for each kernel the statistics with more samples; on a tie, those of ``other``."""
-    found = OverlapStatistics()
-    latest = other if other.steps else one
-    found.moved, found.steps = latest.moved, latest.steps
-    found.kernels = {**one.kernels}
-    for name, kernel in other.kernels.items():
-        if name not in found.kernels or kernel.samples >= found.kernels[name].samples:
-            found.kernels[name] = kernel
-    return found
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Lock the file against other workers, from reading to replacing it."""
-    import fcntl  # missing on some systems, which `dask gpurt doctor` refuses
-
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-        yield
-
-
-def _replace(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace the file at once: workers share it, and a reader never finds half of it."""
-    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with open(handle, "w") as file:
-            json.dump(values, file)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from heapq import nsmallest
-from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, TaskGroup, WorkerState
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Estimates, InputRef, is_alias
@@ -78,7 +77,7 @@ class CandidateSelector:
         self.available.discard(worker)
         self.estimates.on_worker_removed(worker)
 
-    def on_graph(self, tasks: Iterable[Any]) -> None:
+    def on_graph(self, tasks: Iterable[SchedulerTask]) -> None:
         """Count tasks of a new graph whose inputs are all there on the workers with most of these.
 
         Dask places the tasks of a graph one by one. Without this a worker whose own tasks come last would
@@ -144,7 +143,7 @@ class CandidateSelector:
             found.update((ws.address, estimate(ws)) for ws in self._far(allowed))
         return list(found.values())
 
-    def _holders(self, inputs: Collection[InputRef]) -> list[Any]:
+    def _holders(self, inputs: Collection[InputRef]) -> list[WorkerState]:
         """Return the workers with the most bytes of inputs; of equal ones those with the least work first."""
         held: defaultdict[str, int] = defaultdict(int)
         for _, nbytes, tiers in inputs:
@@ -185,7 +184,7 @@ class CandidateSelector:
         enough = max(least, WAIT_ERROR * candidate.terms.waiting)
         return alone - connecting - holder.terms.moving <= running + holder.terms.room and gain >= enough
 
-    def _near(self, holder: WorkerState, first: Candidate) -> Iterator[Any]:
+    def _near(self, holder: WorkerState, first: Candidate) -> Iterator[WorkerState]:
         """Yield workers around a holder with less to do than the best one so far, and than any nearer one."""
         least = first.load if first.terms.fits else math.inf
         for name in self.available.neighbourhoods(holder):
@@ -226,10 +225,10 @@ class CandidateSelector:
         found = [self.estimates.cost(demand, ws) for ws in self._open_near(anchor, open_to, slot)]
         waits = anchor is not None and any([each.terms.waiting for each in found])
         if waits and self._fills_all_slots(ts.group):
-            found = [_without_waiting(each) if each.terms.waiting else each for each in found]
+            found = [each.after(0.0) if each.terms.waiting else each for each in found]
         return [self._with_move_to(anchor, each, nbytes) for each in found]
 
-    def _fills_all_slots(self, group: Any) -> bool:
+    def _fills_all_slots(self, group: TaskGroup) -> bool:
         """Tell whether root tasks of a group take all slots of Dask's queue.
 
         Then one of them waits in each slot, and to wait near a sibling costs nothing.
@@ -247,7 +246,7 @@ class CandidateSelector:
         self, anchor: WorkerState | None, open_to: Collection[WorkerState], slot: WorkerState | None
     ) -> Collection[WorkerState]:
         """Return, of the open workers, the anchor, the least loaded ones around it, and that of all."""
-        found: dict[Any, None] = {}
+        found: dict[WorkerState, None] = {}
         if anchor is not None:
             if anchor in open_to and anchor in self.available:
                 found[anchor] = None
@@ -266,10 +265,6 @@ class CandidateSelector:
             return candidate
         seconds = self._topology.seconds(candidate.worker, anchor.address, nbytes, by_comms=True)
         return candidate._replace(terms=candidate.terms._replace(moving=candidate.terms.moving + seconds))
-
-
-def _without_waiting(candidate: Candidate) -> Candidate:
-    return candidate._replace(terms=candidate.terms._replace(waiting=0.0))
 
 
 def _with_most_inputs(holders: Iterable[Candidate]) -> Candidate:

@@ -9,16 +9,16 @@ from typing import NamedTuple, Protocol
 from dask_gpurt.memory.ledger import FreeMemory
 
 
-class Step(Protocol):
+class Hop(Protocol):
     """A link that bytes cross; :class:`dask_gpurt.topology.Speed` is one."""
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
+        """Return the bytes per second."""
 
     @property
     def latency(self) -> float:
-        """Seconds before the first byte."""
+        """Return the seconds before the first byte."""
 
 
 class Route(NamedTuple):
@@ -36,9 +36,9 @@ class Route(NamedTuple):
     seconds_per_byte: float = 0.0
 
     @classmethod
-    def over(cls, *steps: Step) -> Route:
+    def over(cls, *hops: Hop) -> Route:
         """Return the route over some links."""
-        return cls(sum(step.latency for step in steps), sum(1 / step.bandwidth for step in steps))
+        return cls(sum(step.latency for step in hops), sum(1 / step.bandwidth for step in hops))
 
     def then(self, other: Route) -> Route:
         """Return this route followed by another."""
@@ -74,7 +74,7 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The sum of all terms."""
+        """Return the sum of all terms."""
         return self.waiting + self.running + self.moving + self.room
 
 
@@ -100,6 +100,10 @@ class Candidate(NamedTuple):
     load: float = 0
     held: float = 0
     missing: int = 0
+
+    def after(self, waiting: float) -> Candidate:
+        """Return the same candidate with another wait before the task, in seconds."""
+        return self._replace(terms=self.terms._replace(waiting=waiting))
 
 
 def rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:

@@ -1,17 +1,14 @@
-"""Durations of tasks, by prefix and bytes of inputs, and slowdowns of workers. Pure.
-
-Both are learned one sample at a time, from exponentially weighted means and variances (T. Finch, Incremental
-calculation of weighted mean and variance, 2009).
-"""
+"""Learn the durations of tasks, by prefix and bytes of inputs, and the slowdowns of workers. Pure."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-#: The least weight of the last task in the means of its prefix and of its worker. Before a sample has that
-#: weight all samples weigh the same.
-PREFIX_WEIGHT, WORKER_WEIGHT = 0.05, 0.1
+from dask_gpurt.observe.estimators import RunningMoments, RunningRegression
+
+#: The last tasks that the means of a prefix and of a worker extend over.
+PREFIX_WINDOW_TASKS, WORKER_WINDOW_TASKS = 20, 10
 #: Tasks of a prefix before its durations may be predicted from its inputs. With so few tasks, and no such
 #: relation, one prefix in a hundred passes the thresholds below.
 MIN_TASKS = 10
@@ -26,64 +23,29 @@ CHANCE_ERRORS = 2.0
 FASTEST, SLOWEST = 0.1, 10.0
 
 
-@dataclass(slots=True)
-class RunningMoments:
-    """Estimate the mean and the variance of a stream of samples that may drift.
-
-    Parameters
-    ----------
-    min_weight
-        The least weight of the last sample.
-    """
-
-    min_weight: float
-    count: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-
-    @property
-    def weight(self) -> float:
-        """The weight of the last sample."""
-        return max(1 / self.count, self.min_weight)
-
-    def observe(self, value: float) -> float:
-        """Take a sample; return its deviation from the mean before it."""
-        self.count += 1
-        weight, deviation = self.weight, value - self.mean
-        self.mean += weight * deviation
-        self.variance = (1 - weight) * (self.variance + weight * deviation * deviation)
-        return deviation
-
-
-@dataclass(slots=True)
-class _Regression:
+class _Regression(RunningRegression):
     """A regression of the durations of a prefix on the bytes of their inputs."""
 
-    nbytes: RunningMoments = field(default_factory=lambda: RunningMoments(PREFIX_WEIGHT))
-    seconds: RunningMoments = field(default_factory=lambda: RunningMoments(PREFIX_WEIGHT))
-    covariance: float = 0.0
+    __slots__ = ()
 
-    def observe(self, nbytes: float, seconds: float) -> None:
-        product = self.nbytes.observe(nbytes) * self.seconds.observe(seconds)
-        weight = self.nbytes.weight
-        self.covariance = (1 - weight) * (self.covariance + weight * product)
+    def __init__(self) -> None:
+        super().__init__(PREFIX_WINDOW_TASKS)
 
     @property
     def is_significant(self) -> bool:
-        """True if input bytes vary, and explain the durations."""
-        nbytes, seconds = self.nbytes, self.seconds
+        """Return whether input bytes vary, and explain the durations."""
+        nbytes = self.x
         return (
             nbytes.count >= MIN_TASKS
             and self.covariance > 0
             and nbytes.variance > (MIN_SPREAD * nbytes.mean) ** 2
-            and self.covariance**2 > MIN_EXPLAINED * nbytes.variance * seconds.variance
+            and self.explains(MIN_EXPLAINED)
         )
 
     @property
     def proportional_share(self) -> float:
-        """The share of the mean duration that is in proportion to the bytes, from 0 to 1."""
-        slope = self.covariance / self.nbytes.variance
-        return min(1.0, slope * self.nbytes.mean / self.seconds.mean)
+        """Return the share of the mean duration that is in proportion to the bytes, from 0 to 1."""
+        return min(1.0, self.slope * self.x.mean / self.y.mean)
 
 
 class DurationModel:
@@ -106,7 +68,7 @@ class DurationModel:
     def mean(self, prefix: str) -> float | None:
         """Return the mean duration of a prefix; None unless its inputs explain durations."""
         regression = self._prefixes.get(prefix)
-        return regression.seconds.mean if regression is not None and regression.is_significant else None
+        return regression.y.mean if regression is not None and regression.is_significant else None
 
     def predict(self, prefix: str, nbytes: float) -> float | None:
         """Return the seconds that a task takes with inputs of ``nbytes``; None as for :meth:`mean`."""
@@ -114,23 +76,22 @@ class DurationModel:
         if regression is None or not regression.is_significant:
             return None
         share = regression.proportional_share
-        return regression.seconds.mean * (1 - share + share * nbytes / regression.nbytes.mean)
+        return regression.y.mean * (1 - share + share * nbytes / regression.x.mean)
 
 
 @dataclass(slots=True)
 class _Slowdown:
     """The logarithm of the duration of tasks over their usual duration, on one worker."""
 
-    logarithm: RunningMoments = field(default_factory=lambda: RunningMoments(WORKER_WEIGHT))
+    logarithm: RunningMoments = field(default_factory=lambda: RunningMoments(WORKER_WINDOW_TASKS))
     value: float = 1.0
 
     def observe(self, ratio: float) -> None:
         known = self.logarithm
         known.observe(math.log(min(max(ratio, FASTEST), SLOWEST)))
         if known.count > 1:
-            weight, mean = known.weight, known.mean
-            error = math.sqrt(known.variance * weight / (1 - weight))
-            self.value = math.exp(math.copysign(max(0.0, abs(mean) - CHANCE_ERRORS * error), mean))
+            beyond_chance = max(0.0, abs(known.mean) - CHANCE_ERRORS * known.standard_error)
+            self.value = math.exp(math.copysign(beyond_chance, known.mean))
 
 
 class WorkerSlowdown:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from dask.typing import Key
 from dask.utils import key_split
 from sortedcontainers import SortedKeyList
 
-from dask_gpurt.memory.ledger import FreeMemory, Picture
+from dask_gpurt.dask_hooks.types import WorkerState
+from dask_gpurt.memory.ledger import ClusterMemory, FreeMemory
 from dask_gpurt.memory.tiers import Tier
 
 
@@ -44,7 +45,7 @@ class LedgerHeadroom:
         Dask's ``WorkerState`` by address.
     """
 
-    def __init__(self, ledgers: Picture, workers: Mapping[str, Any]):
+    def __init__(self, ledgers: ClusterMemory, workers: Mapping[str, WorkerState]):
         self._ledgers = ledgers
         self._workers = workers
 

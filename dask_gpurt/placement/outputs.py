@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dask_gpurt.dask_hooks.scheduler import network_occupancy
 from dask_gpurt.dask_hooks.types import SchedulerTask, WorkerState
@@ -149,7 +149,9 @@ class ShuffleInputs:
         return found
 
 
-def possible_owners(inputs: ShuffleInputs, workers: Sequence[Any], estimates: Estimates) -> list[Owner]:
+def possible_owners(
+    inputs: ShuffleInputs, workers: Sequence[WorkerState], estimates: Estimates
+) -> list[Owner]:
     """Return workers as owners of outputs, in the order in which they are given."""
     moving = _seconds_per_byte_to([ws.address for ws in workers], inputs, estimates)
     return [_owner(ws, moving[ws.address], inputs, estimates) for ws in workers]

@@ -8,18 +8,18 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, count, islice
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.topology import Topology
 
-Worker = TypeVar("Worker", bound=Hashable)
+WorkerT = TypeVar("WorkerT", bound=Hashable)
 
 #: A device, an NVLink domain, a host, or all workers, by name.
 Neighbourhood = tuple[str, ...]
 #: The workers of a neighbourhood by load, in dictionaries without values: sets in the order of arrival.
-Buckets = dict[int, dict[Worker, None]]
+Buckets = dict[int, dict[WorkerT, None]]
 #: The neighbourhood of all workers.
 EVERYWHERE: Neighbourhood = ("everywhere",)
 #: The least loaded workers that are compared where any of the cluster will do.
@@ -37,16 +37,16 @@ MAX_RECHECKED = 4
 
 
 @dataclass(slots=True)
-class _Indexed(Generic[Worker]):
+class _Indexed(Generic[WorkerT]):
     """A worker in the index: its load, its neighbourhoods, their buckets, and its load in these."""
 
     load: int
     neighbourhoods: Sequence[Neighbourhood]
-    buckets: list[Buckets[Worker]]
+    buckets: list[Buckets[WorkerT]]
     bucket_load: int
 
 
-class LoadIndex(Generic[Worker]):
+class LoadIndex(Generic[WorkerT]):
     """Keep workers by load, in each neighbourhood that they belong to. Pure.
 
     A change only notes the load; the buckets are brought up to date by the next look-up. So a change costs
@@ -55,28 +55,28 @@ class LoadIndex(Generic[Worker]):
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[Neighbourhood, Buckets[Worker]] = {}
-        self._workers: dict[Worker, _Indexed[Worker]] = {}
+        self._buckets: dict[Neighbourhood, Buckets[WorkerT]] = {}
+        self._workers: dict[WorkerT, _Indexed[WorkerT]] = {}
         #: Workers whose load has changed since the last look-up, in the order of their last changes.
-        self._changed: dict[Worker, _Indexed[Worker]] = {}
+        self._changed: dict[WorkerT, _Indexed[WorkerT]] = {}
 
-    def __contains__(self, worker: Worker) -> bool:
+    def __contains__(self, worker: WorkerT) -> bool:
         return worker in self._workers
 
     def __len__(self) -> int:
         return len(self._workers)
 
-    def load(self, worker: Worker) -> int | None:
+    def load(self, worker: WorkerT) -> int | None:
         """Return the load of a worker, None of one that is not indexed."""
         known = self._workers.get(worker)
         return known.load if known else None
 
-    def neighbourhoods(self, worker: Worker) -> Sequence[Neighbourhood]:
+    def neighbourhoods(self, worker: WorkerT) -> Sequence[Neighbourhood]:
         """Return the neighbourhoods of a worker, none for one that is not indexed."""
         known = self._workers.get(worker)
         return known.neighbourhoods if known else ()
 
-    def put(self, worker: Worker, load: int, neighbourhoods: Sequence[Neighbourhood]) -> None:
+    def put(self, worker: WorkerT, load: int, neighbourhoods: Sequence[Neighbourhood]) -> None:
         """Index a worker."""
         if self.neighbourhoods(worker) == neighbourhoods and self.load(worker) == load:
             return
@@ -86,7 +86,7 @@ class LoadIndex(Generic[Worker]):
         for each in buckets:
             each.setdefault(load, {})[worker] = None
 
-    def change(self, worker: Worker, load: int) -> bool:
+    def change(self, worker: WorkerT, load: int) -> bool:
         """Set the load of a worker; return whether it is indexed."""
         known = self._workers.get(worker)
         if known is None:
@@ -97,7 +97,7 @@ class LoadIndex(Generic[Worker]):
             self._changed[worker] = known
         return True
 
-    def discard(self, worker: Worker) -> None:
+    def discard(self, worker: WorkerT) -> None:
         """Take a worker out of the index, if it is there."""
         self._update()
         known = self._workers.pop(worker, None)
@@ -114,7 +114,7 @@ class LoadIndex(Generic[Worker]):
         buckets = self._buckets.get(neighbourhood)
         return min(buckets) if buckets else None
 
-    def least(self, neighbourhood: Neighbourhood, number: int) -> Iterator[Worker]:
+    def least(self, neighbourhood: Neighbourhood, number: int) -> Iterator[WorkerT]:
         """Return up to ``number`` workers of a neighbourhood, the least loaded first."""
         self._update()
         buckets = self._buckets.get(neighbourhood)
@@ -134,7 +134,7 @@ class LoadIndex(Generic[Worker]):
         self._changed.clear()
 
 
-def _take_out(buckets: Buckets[Worker], load: int, worker: Worker) -> None:
+def _take_out(buckets: Buckets[WorkerT], load: int, worker: WorkerT) -> None:
     bucket = buckets[load]
     del bucket[worker]
     if not bucket:
@@ -206,7 +206,7 @@ class AvailableWorkers:
         """Return the least load in a neighbourhood, None without an available worker."""
         return self._index.lowest(neighbourhood)
 
-    def least_loaded(self, neighbourhood: Neighbourhood, number: int) -> Iterator[Any]:
+    def least_loaded(self, neighbourhood: Neighbourhood, number: int) -> Iterator[WorkerState]:
         """Yield up to ``number`` available workers of a neighbourhood, the least loaded first."""
         workers, running = self._state.workers, self._state.running
         for address in list(self._index.least(neighbourhood, number)):
@@ -216,7 +216,7 @@ class AvailableWorkers:
             else:  # it has stopped since its last check
                 self._index.discard(address)
 
-    def least_loaded_of(self, workers: Collection[WorkerState]) -> Any | None:
+    def least_loaded_of(self, workers: Collection[WorkerState]) -> WorkerState | None:
         """Return one of some workers with a low load.
 
         None if many others have less to do, or these have no free memory. The only one of a set is looked up,
@@ -231,7 +231,7 @@ class AvailableWorkers:
 # ---- root tasks ----------------------------------------------------------------------------------------
 
 
-def siblings(ts: SchedulerTask) -> Iterator[Any]:
+def siblings(ts: SchedulerTask) -> Iterator[SchedulerTask]:
     """Yield the tasks whose results will be needed together with that of a task; none if they are many."""
     dependent = next(iter(ts.dependents), None)
     for _ in range(MAX_CHAIN):
@@ -244,7 +244,7 @@ def siblings(ts: SchedulerTask) -> Iterator[Any]:
                 yield origin
 
 
-def _origin(ts: SchedulerTask) -> Any:
+def _origin(ts: SchedulerTask) -> SchedulerTask:
     """Follow a chain of single inputs up to its head, or to the first task that has a worker."""
     for _ in range(MAX_CHAIN):
         if len(ts.dependencies) != 1 or worker_of(ts):
@@ -253,11 +253,17 @@ def _origin(ts: SchedulerTask) -> Any:
     return ts
 
 
-def worker_of(ts: SchedulerTask) -> Any | None:
+def worker_of(ts: SchedulerTask) -> WorkerState | None:
     """Return a worker that has the result of a task, or will have it."""
     if ts.processing_on is not None:
         return ts.processing_on
     return next(iter(ts.who_has), None) if ts.who_has else None
+
+
+def _priority(ts: SchedulerTask) -> tuple[float, ...]:
+    """Return the priority of a queued task: it came with its graph."""
+    assert ts.priority is not None
+    return ts.priority
 
 
 class SiblingQueue:
@@ -275,14 +281,14 @@ class SiblingQueue:
 
     def __init__(self, state: SchedulerState):
         self._state = state
-        self._heap: list[tuple[Any, int, Any]] = []
+        self._heap: list[tuple[tuple[float, ...], int, SchedulerTask]] = []
         self._arrivals = count()
-        self._reserved: set[Any] = set()
-        self._reservations: defaultdict[Neighbourhood, deque[Any]] = defaultdict(deque)
+        self._reserved: set[SchedulerTask] = set()
+        self._reservations: defaultdict[Neighbourhood, deque[SchedulerTask]] = defaultdict(deque)
 
     def on_queued(self, ts: SchedulerTask) -> None:
         """Add a task that has come into Dask's queue."""
-        heappush(self._heap, (ts.priority, next(self._arrivals), ts))
+        heappush(self._heap, (_priority(ts), next(self._arrivals), ts))
 
     def on_started(self, ts: SchedulerTask, home: Neighbourhood) -> None:
         """Reserve the siblings of a task that starts in a neighbourhood."""
@@ -295,9 +301,9 @@ class SiblingQueue:
         family = [sibling for sibling in siblings(ts) if self._is_free(sibling)]
         if family:
             self._reserved.update(family)
-            self._reservations[home].extend(sorted(family, key=lambda sibling: sibling.priority))
+            self._reservations[home].extend(sorted(family, key=_priority))
 
-    def next(self, home: Neighbourhood) -> Any:
+    def next(self, home: Neighbourhood) -> SchedulerTask:
         """Return the task for a slot in a neighbourhood; Dask's queue must not be empty."""
         reservations = self._reservations.get(home)
         while reservations:
@@ -309,7 +315,8 @@ class SiblingQueue:
             _, _, ts = heappop(self._heap)
             if self._is_free(ts):
                 return ts
-        return self._state.queued.peek()
+        first: SchedulerTask = self._state.queued.peek()
+        return first
 
     def _is_free(self, ts: SchedulerTask) -> bool:
         return self._is_queued(ts) and ts not in self._reserved
@@ -342,10 +349,10 @@ class IdleWorkerFilter:
         self._state = state
         self._available = available
         #: Idle workers without free memory, and those of them that are admitted, by address.
-        self._excluded: dict[str, Any] = {}
-        self._admitted: dict[str, Any] = {}
+        self._excluded: dict[str, WorkerState] = {}
+        self._admitted: dict[str, WorkerState] = {}
         #: The worker that became idle last: mostly the only idle one while tasks are queued.
-        self._last_idle: Any = None
+        self._last_idle: WorkerState | None = None
 
     def check(self, ws: WorkerState) -> None:
         """Judge a worker by its free memory, after Dask has judged it by its tasks."""
@@ -365,7 +372,7 @@ class IdleWorkerFilter:
             self._excluded[address] = ws
         self.admit()
 
-    def slot(self) -> Any | None:
+    def slot(self) -> WorkerState | None:
         """Return one of the workers that take root tasks with a low load; None if many others have less.
 
         Iterating over a set that has had many elements takes long, so the only one in it is remembered. While
@@ -376,7 +383,7 @@ class IdleWorkerFilter:
             return self._last_idle
         return self._available.least_loaded_of(idle)
 
-    def some_excluded(self) -> list[Any]:
+    def some_excluded(self) -> list[WorkerState]:
         """Return some of the excluded workers, to be checked again."""
         if not self._excluded:
             return []

@@ -8,13 +8,13 @@ from collections.abc import Set as AbstractSet
 from heapq import nsmallest
 from itertools import chain, islice
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dask.typing import Key
 from distributed.core import Status
 
 from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, network_occupancy
-from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
+from dask_gpurt.dask_hooks.types import MemoryBalancer, SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
@@ -31,6 +31,10 @@ ALIKE_FACTOR = 1.5
 #: Workers of which all are compared. Of more recipients those with most free memory are, so many of each
 #: order, and those on hosts of holders.
 MAX_ALL_COMPARED, MAX_MOST_FREE = 64, 16
+
+
+#: A method of the manager: a task, the workers it may choose, and those that are asked already.
+Choice = Callable[[SchedulerTask, set[WorkerState] | None, set[WorkerState]], WorkerState | None]
 
 
 # ---- rules ---------------------------------------------------------------------------------------------
@@ -160,7 +164,12 @@ class ReplicaPlacement:
     """
 
     def __init__(
-        self, manager: Any, state: SchedulerState, topology: Topology, headroom: Headroom, metrics: Metrics
+        self,
+        manager: MemoryBalancer,
+        state: SchedulerState,
+        topology: Topology,
+        headroom: Headroom,
+        metrics: Metrics,
     ):
         self._manager = manager
         self._state = state
@@ -168,10 +177,10 @@ class ReplicaPlacement:
         self._headroom = headroom
         self._metrics = metrics
         self._routes = Routes(topology)
-        self._originals: Mapping[str, Callable[..., Any]] = {}
+        self._originals: Mapping[str, Choice] = {}
         #: Bytes that workers hold by Dask's count, and their free memory: looked up once in a run of the
         #: manager.
-        self._held: Any = None
+        self._held: Mapping[WorkerState, int] = {}
         self._memory = FreeMemoryIndex(self._free_memory)
         #: Keys and the workers that were asked for them, in this run and in the one before.
         self._asked: set[tuple[Key, str]] = set()
@@ -201,8 +210,10 @@ class ReplicaPlacement:
 
     # ---- who gets a replica --------------------------------------------------------------
 
-    def _find_recipient(self, ts: SchedulerTask, candidates: set[Any] | None, pending_repl: set[Any]) -> Any:
-        original = self._originals["_find_recipient"]
+    def _find_recipient(
+        self, ts: SchedulerTask, candidates: set[WorkerState] | None, pending_repl: set[WorkerState]
+    ) -> WorkerState | None:
+        original: Choice = self._originals["_find_recipient"]
         if ts.state != "memory" or ts.actor:
             return original(ts, candidates, pending_repl)
         self._on_choice()
@@ -252,8 +263,11 @@ class ReplicaPlacement:
 
     # ---- who drops one -------------------------------------------------------------------
 
-    def _find_dropper(self, ts: SchedulerTask, candidates: set[Any] | None, pending_drop: set[Any]) -> Any:
-        ws = self._originals["_find_dropper"](ts, candidates, pending_drop)
+    def _find_dropper(
+        self, ts: SchedulerTask, candidates: set[WorkerState] | None, pending_drop: set[WorkerState]
+    ) -> WorkerState | None:
+        original: Choice = self._originals["_find_dropper"]
+        ws = original(ts, candidates, pending_drop)
         if ws is None:
             return None
         self._on_choice()
@@ -267,7 +281,7 @@ class ReplicaPlacement:
 
     def _dropper(
         self, ts: SchedulerTask, holders: AbstractSet[WorkerState], candidates: AbstractSet[WorkerState]
-    ) -> Any:
+    ) -> WorkerState:
         """Return the candidate that drops its replica; Dask has found that one of them may."""
         readers = {ws for waiter in ts.waiters or () if (ws := waiter.processing_on) is not None}
         wanted = [ws.address for ws in nsmallest(MAX_REPLICAS, readers, key=lambda ws: ws.address)]
@@ -276,7 +290,8 @@ class ReplicaPlacement:
         chosen = choose_dropped(found, ts.get_nbytes())
         if chosen is None:
             raise Unsuitable(f"no worker may drop {ts.key!r}, but Dask knows one")
-        return self._state.workers[chosen.worker]
+        dropper: WorkerState = self._state.workers[chosen.worker]
+        return dropper
 
     def _replica(self, ts: SchedulerTask, ws: WorkerState, wanted: Collection[str], kept: bool) -> Replica:
         memory = self._memory[ws.address]

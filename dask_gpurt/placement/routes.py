@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement.cost import LOCAL_ROUTE, Route, Step
+from dask_gpurt.placement.cost import LOCAL_ROUTE, Hop, Route
 from dask_gpurt.topology import Link, Topology
 from dask_gpurt.topology.links import BETWEEN_HOSTS
 
@@ -83,7 +83,7 @@ class Routes:
         place = self._topology.place(worker)
         return 1 if place is None else len(self._topology.on_host(place.host))
 
-    def _host_copies(self, *workers: str) -> Iterator[Step]:
+    def _host_copies(self, *workers: str) -> Iterator[Hop]:
         """Yield the links between the devices of workers and the memory of their hosts."""
         for worker in workers:
             place = self._topology.place(worker)

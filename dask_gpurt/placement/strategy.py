@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from math import floor
 from typing import Any
@@ -78,8 +78,8 @@ class Placement:
         self._history = History(history)
         #: The root task that Dask is about to ask a worker for, without naming it, and the worker with a
         #: slot.
-        self._root: Any = None
-        self._slot: Any = None
+        self._root: SchedulerTask | None = None
+        self._slot: WorkerState | None = None
         self._overrides = Overrides(lambda name, why: metrics.fallback(Fallback.PLACEMENT, why, name))
         self._originals = self._overrides.originals
 
@@ -165,11 +165,11 @@ class Placement:
 
     # ---- tasks with inputs, and all that Dask does not queue -------------------------------
 
-    def _decide_worker_non_rootish(self, ts: SchedulerTask) -> Any:
+    def _decide_worker_non_rootish(self, ts: SchedulerTask) -> WorkerState | None:
         state = self._state
         self._candidates.on_placing(ts)
         if not state.running or ts.actor:
-            return self._originals["decide_worker_non_rootish"](ts)
+            return self._dasks("decide_worker_non_rootish", ts)
         valid = state.valid_workers(ts)
         if valid is not None and not valid:
             if not ts.loose_restrictions:
@@ -180,13 +180,20 @@ class Placement:
         else:
             candidates = self._candidates.for_root(ts, state.running)
         if not candidates:
-            return self._originals["decide_worker_non_rootish"](ts)
+            return self._dasks("decide_worker_non_rootish", ts)
         return self._decide(ts, candidates, state.running if valid is None else valid)
 
-    def _decide(self, ts: SchedulerTask, candidates: list[Candidate], allowed: Any) -> Any:
+    def _dasks(self, name: str, *args: Any, **kwargs: Any) -> WorkerState | None:
+        """Return the choice of a method of Dask's."""
+        ws: WorkerState | None = self._originals[name](*args, **kwargs)
+        return ws
+
+    def _decide(
+        self, ts: SchedulerTask, candidates: list[Candidate], allowed: Collection[WorkerState]
+    ) -> WorkerState:
         """Return the worker of the best candidate, and keep the decision."""
         chosen = cost.best(candidates) if len(candidates) > 1 else candidates[0]
-        ws = self._state.workers.get(chosen.worker)
+        ws: WorkerState | None = self._state.workers.get(chosen.worker)
         if ws is None or ws not in allowed:
             raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
         self._estimates.on_decided(ts, chosen, ws)
@@ -232,22 +239,22 @@ class Placement:
         self._root, self._slot = ts if rootish else None, None
         return rootish
 
-    def _decide_worker_rootish_queuing_enabled(self) -> Any:
+    def _decide_worker_rootish_queuing_enabled(self) -> WorkerState | None:
         ts, slot, self._root, self._slot = self._root, self._slot, None, None
         idle = self._state.idle_task_count
         if ts is None:
-            return self._originals["decide_worker_rootish_queuing_enabled"]()
+            return self._dasks("decide_worker_rootish_queuing_enabled")
         if not idle:
             self._roots.on_queued(ts)
             return None
         candidates = self._candidates.for_root(ts, idle, slot)
         if not candidates:
-            return self._originals["decide_worker_rootish_queuing_enabled"]()
+            return self._dasks("decide_worker_rootish_queuing_enabled")
         ws = self._decide(ts, candidates, idle)
         self._roots.on_started(ts, self._available.home(ws))
         return ws
 
-    def _decide_worker_rootish_queuing_disabled(self, ts: SchedulerTask) -> Any:
+    def _decide_worker_rootish_queuing_disabled(self, ts: SchedulerTask) -> WorkerState | None:
         group, state = ts.group, self._state
         if not (ws := group.last_worker) or ws not in self._available or not group.last_worker_tasks_left:
             candidates = self._candidates.for_root(ts, state.running)
@@ -257,7 +264,7 @@ class Placement:
                 group.last_worker = ws
                 share = floor(len(group) / state.total_nthreads * ws.nthreads)
                 group.last_worker_tasks_left = max(1, share)
-        return self._originals["decide_worker_rootish_queuing_disabled"](ts)
+        return self._dasks("decide_worker_rootish_queuing_disabled", ts)
 
     def _stimulus_queue_slots_maybe_opened(self, *, stimulus_id: str) -> None:
         state = self._state
@@ -272,12 +279,12 @@ class Placement:
             if ts.state == "queued":
                 return
 
-    def _next_root(self) -> Any:
+    def _next_root(self) -> SchedulerTask:
         self._slot = slot = self._idle.slot()
-        self._root = (
+        self._root = root = (
             self._roots.next(self._available.home(slot)) if slot is not None else self._state.queued.peek()
         )
-        return self._root
+        return root
 
     def _check_idle_saturated(self, ws: WorkerState, occ: float = -1.0) -> None:
         self._originals["check_idle_saturated"](ws, occ)
@@ -286,11 +293,16 @@ class Placement:
     # ---- stealing ----------------------------------------------------------------------
 
     def _get_thief(
-        self, scheduler: Any, ts: SchedulerTask, potential_thieves: set[Any], *, occupancies: Any
-    ) -> Any:
+        self,
+        scheduler: SchedulerState,
+        ts: SchedulerTask,
+        potential_thieves: set[WorkerState],
+        *,
+        occupancies: Mapping[WorkerState, float],
+    ) -> WorkerState | None:
         victim = ts.processing_on
         if ts.actor or victim is None:
-            return self._originals["_get_thief"](scheduler, ts, potential_thieves, occupancies=occupancies)
+            return self._dasks("_get_thief", scheduler, ts, potential_thieves, occupancies=occupancies)
         valid = scheduler.valid_workers(ts)
         if valid is not None and ((able := potential_thieves & valid) or not ts.loose_restrictions):
             potential_thieves = able
@@ -328,17 +340,12 @@ class Placement:
             near = (ws for ws in least_loaded if ws in thieves and ws is not victim)
             found = {ws.address: ws for ws in islice(near, MAX_THIEVES)}
             costs = [
-                _with_waiting(self._estimates.cost(demand, ws), occupancy(ws) / ws.nthreads)
-                for ws in found.values()
+                self._estimates.cost(demand, ws).after(occupancy(ws) / ws.nthreads) for ws in found.values()
             ]
             fitting = [candidate for candidate in costs if candidate.terms.fits]
             if fitting and (candidate := cost.best(fitting)).terms.seconds < wait:
                 return found[candidate.worker], candidate
         return None
-
-
-def _with_waiting(candidate: Candidate, waiting: float) -> Candidate:
-    return candidate._replace(terms=candidate.terms._replace(waiting=waiting))
 
 
 def _is_ready(ts: SchedulerTask) -> bool:

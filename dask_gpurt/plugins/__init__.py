@@ -1,1 +1,1 @@
-"""What Dask calls, and nothing else: each hook is a few lines that hand over."""
+"""Install the runtime in Dask: each hook is a few lines that hand over."""

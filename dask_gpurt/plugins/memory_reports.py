@@ -14,14 +14,14 @@ from dask_gpurt.memory.ledger import KINDS, Ledger
 #: The name of the stream operation and of the heartbeat metric.
 OP, METRIC = "gpurt-memory", "gpurt_memory"
 #: Seconds within which changes go in one message.
-GATHER = 0.05
+REPORT_INTERVAL_S = 0.05
 #: The most messages between two heartbeats. Dask lets workers' hearts beat more slowly the more workers there
 #: are, at most 200 times a second in all: so the scheduler never gets more than 2,000 messages a second.
-PER_HEARTBEAT = 10
+MAX_REPORTS_PER_HEARTBEAT = 10
 
 
 class Reporter:
-    """Sends the changes of a ledger; from any thread.
+    """Send the changes of a ledger; from any thread.
 
     Parameters
     ----------
@@ -34,36 +34,36 @@ class Reporter:
         self._ledger = ledger
         self._scheduled = threading.Event()
         self._closed = False
-        self._told = 0.0
+        self._reported_at = 0.0
         # In a new dictionary: a heartbeat that is being put together goes over the old one.
         self._before = {METRIC: worker.metrics[METRIC]} if METRIC in worker.metrics else {}
         worker.metrics = {**worker.metrics, METRIC: self._whole}
 
     @property
     def pause(self) -> float:
-        """The least seconds from one message to the next."""
+        """Return the least seconds from one message to the next."""
         heartbeat: float = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
-        return max(GATHER, heartbeat / PER_HEARTBEAT)
+        return max(REPORT_INTERVAL_S, heartbeat / MAX_REPORTS_PER_HEARTBEAT)
 
     def _whole(self, _worker: Any) -> dict[str, Any]:
         return self._ledger.snapshot()
 
     def changed(self) -> None:
-        """There may be something to tell."""
+        """Note that there may be something to report."""
         if not self._scheduled.is_set() and not self._closed:
             self._scheduled.set()
             self._worker.loop.add_callback(self._later)
 
     def _later(self) -> None:
-        since = time.monotonic() - self._told
-        self._worker.loop.call_later(max(GATHER, self.pause - since), self._send)
+        since = time.monotonic() - self._reported_at
+        self._worker.loop.call_later(max(REPORT_INTERVAL_S, self.pause - since), self._send)
 
     def _send(self) -> None:
         self._scheduled.clear()
         message = None if self._closed else self._ledger.changes()
         if message is None:
             return
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
         try:
             self._worker.batched_stream.send({"op": OP, **message})
         except CommClosedError:
@@ -78,7 +78,7 @@ class Reporter:
 
 
 def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:
-    """Tier, kind and bytes of all that a ledger knows; a tier's ``capacity`` counts as a kind."""
+    """Return tier, kind and bytes of all that a ledger knows; a tier's ``capacity`` counts as a kind."""
     return [
         (str(tier), kind, capacity if kind == "capacity" else ledger.cell(tier, kind))
         for tier, capacity in ledger.capacity.items()

@@ -36,16 +36,10 @@ from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
 from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
 from dask_gpurt.overlap.samples import Setting
-from dask_gpurt.overlap.statistics import (
-    CacheKey,
-    OverlapStatistics,
-    StatisticsFileError,
-    default_path,
-    read,
-    write,
-)
+from dask_gpurt.overlap.statistics import OverlapStatistics
+from dask_gpurt.overlap.statistics_file import CacheKey, StatisticsFileError, default_path, read, write
 from dask_gpurt.plugins.residency import WorkerResidency
-from dask_gpurt.plugins.sharing import StatsSync
+from dask_gpurt.plugins.stats_sync import StatsSync
 from dask_gpurt.plugins.switching import Layer
 
 #: Prefixes of tasks that are communication themselves; "operation" chooses output partitions.
@@ -88,7 +82,7 @@ class WorkerOverlap:
         self._share: SmShare | None = None
         self._governor: Governor | None = None
         self._control: Control | None = None
-        self._sharing: StatsSync | None = None
+        self._stats_sync: StatsSync | None = None
         self._saving = PeriodicCallback(self.save, SAVE_INTERVAL_S * 1000)
         self._patches = PatchSet(Layer.OVERLAP)
 
@@ -174,13 +168,13 @@ class WorkerOverlap:
             self._hand_over_threads()
             self._saving.start()
         if self._governor is not None:
-            self._sharing = StatsSync(self._worker, self._cache_key, self._governor, self._metrics)
-            self._sharing.start()
+            self._stats_sync = StatsSync(self._worker, self._cache_key, self._governor, self._metrics)
+            self._stats_sync.start()
 
     def uninstall(self) -> None:
         """Stop listening."""
-        if self._sharing is not None:
-            self._sharing.stop()
+        if self._stats_sync is not None:
+            self._stats_sync.stop()
         if self._control is not None:
             self._saving.stop()
             self._patches.restore()

@@ -9,7 +9,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
-from dask_gpurt.memory.ledger import Picture
+from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import LedgerHeadroom, Placement
 from dask_gpurt.plugins.topology_reports import PLACE
@@ -27,7 +27,9 @@ class SchedulerPlacement:
         Where the workers are, and what their tiers hold.
     """
 
-    def __init__(self, scheduler: SchedulerServer, topology: Topology, ledgers: Picture, metrics: Metrics):
+    def __init__(
+        self, scheduler: SchedulerServer, topology: Topology, ledgers: ClusterMemory, metrics: Metrics
+    ):
         self._scheduler = scheduler
         headroom = LedgerHeadroom(ledgers, scheduler.workers)
         self._placement = Placement(scheduler, topology, headroom, metrics)

@@ -1,4 +1,4 @@
-"""Mends runs that have lost a worker, so that only what was lost is done again.
+"""Mend runs that have lost a worker, so that only what was lost is done again.
 
 While Dask's p2p restarts a shuffle as a whole, a run of ours goes on:
 
@@ -39,7 +39,7 @@ PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
 
 @dataclass
 class _Loss:
-    """What is to be mended once the outputs are there that are being put together.
+    """Remember what is to be mended once the outputs are there that are being put together.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class _Loss:
 
 
 class Recovery:
-    """Keeps the runs of a scheduler going.
+    """Keep the runs of a scheduler going.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ class Recovery:
                 del self._shuffles_of[key]
 
     def restart(self) -> None:
-        """The scheduler forgets all tasks."""
+        """Forget all tasks, as the scheduler does."""
         for shuffle in list(self._kept):
             self._forget(shuffle)
             self._scheduler.clients.pop(_client(shuffle), None)
@@ -187,18 +187,20 @@ class Recovery:
         self._read.clear()
 
     def is_done(self, shuffle: Any) -> bool:
-        """Whether a shuffle has put all of its outputs together that are needed."""
+        """Return whether a shuffle has put all of its outputs together that are needed."""
         return not any(self._is_unfinished(task) for task in self._barrier(shuffle).dependents)
 
     # ---- what workers ask ------------------------------------------------------------
 
     def owners(self, id: Any, run_id: int) -> dict[str, Any]:
-        """Handler: the owners of a run; None when it is over."""
+        """Handle a question for the owners of a run; None when it is over."""
         owners = self._owners(id, run_id)
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
     def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
-        """Handler: note that all owners have what there is; False when the epoch is not the current one."""
+        """Handle a barrier's note that all owners have what there is; False when the epoch is not the current
+        one.
+        """
         owners = self._owners(id, run_id)
         return owners is not None and owners.seal(epoch)
 
@@ -212,7 +214,7 @@ class Recovery:
         inputs: Collection[Key] = (),
         unreachable: str | None = None,
     ) -> None:
-        """Handler: mend what is broken, unless owners have changed since.
+        """Handle a loss: mend what is broken, unless owners have changed since.
 
         Parameters
         ----------
@@ -300,7 +302,7 @@ class Recovery:
                 )
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
-        """Outputs for one worker more: the last of each that has more than its share."""
+        """Return the outputs for one worker more: the last of each that has more than its share."""
         waiting = sorted(self._unfinished(shuffle, owners))
         share = len(waiting) // len(self._candidates(shuffle))
         if any(owners[output] == worker for output in waiting):
@@ -344,7 +346,7 @@ class Recovery:
         self._mend(shuffles, needed, workers, loss.reason, gone=loss.gone, idle=owned - needed)
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
-        """Whether outputs are being put together that a loss does not concern."""
+        """Return whether outputs are being put together that a loss does not concern."""
         if not self._is(barrier_key(shuffle), "memory"):
             return False
         outputs = self._kept.get(shuffle, {})
@@ -375,10 +377,15 @@ class Recovery:
         counts
             Whether something has been lost.
         """
-        if impossible := self._impossible(shuffles, workers, counts):
+        exhausted = [shuffle for shuffle in shuffles if counts and self._in_a_row[shuffle] >= self._retries]
+        if impossible := self._impossible(shuffles, workers, exhausted):
+            for shuffle in exhausted:
+                self._in_a_row.forget(shuffle)
             for shuffle in shuffles:
                 self._begin_again(shuffle, f"{reason}; {impossible}")
             return
+        if counts:
+            self._count(shuffles)
         to = deal(lost, workers, self._load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
         for shuffle in shuffles:
@@ -395,21 +402,29 @@ class Recovery:
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
-    def _impossible(self, shuffles: Iterable[Any], workers: list[str], counts: bool) -> str | None:
-        """Why runs can not be mended, None if they can."""
+    def _impossible(
+        self, shuffles: Iterable[Any], workers: list[str], exhausted: Collection[Any]
+    ) -> str | None:
+        """Return why runs can not be mended, None if they can.
+
+        Parameters
+        ----------
+        exhausted
+            Those that have been mended as often as they may be.
+        """
         if not workers:
             return "no worker is left for its outputs"
         for shuffle in shuffles:
             run = self._extension.active_shuffles.get(shuffle)
             if run is None or not isinstance(run.run_spec.worker_for, Owners):
                 return f"{shuffle}, which shares its outputs, is not ours"
-            if counts:
-                outputs = self._barrier(shuffle).dependents
-                self._in_a_row.begins(shuffle, [task.key for task in outputs if self._is_unfinished(task)])
-                if self._in_a_row[shuffle] > self._retries:
-                    self._in_a_row.forget(shuffle)
-                    return f"it was mended {self._retries} times in a row"
-        return None
+        return f"it was mended {self._retries} times in a row" if exhausted else None
+
+    def _count(self, shuffles: Iterable[Any]) -> None:
+        """Count that runs are mended, until all their outputs that are missing now have been there."""
+        for shuffle in shuffles:
+            outputs = self._barrier(shuffle).dependents
+            self._in_a_row.begins(shuffle, [task.key for task in outputs if self._is_unfinished(task)])
 
     def _move(
         self, shuffle: Any, to: Mapping[int, str], gone: Collection[str], idle: Mapping[int, str]
@@ -429,7 +444,7 @@ class Recovery:
         self._scheduler.send_all({}, {worker: [message] for worker in here})
 
     def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
-        """How many outputs each worker still has to put together."""
+        """Return how many outputs each worker still has to put together."""
         owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
         return Counter(owners[output] for output in self._unfinished(shuffle, owners) - set(moved))
 
@@ -439,7 +454,7 @@ class Recovery:
         return self._scheduler.tasks[barrier_key(shuffle)]
 
     def _candidates(self, *shuffles: Any) -> list[str]:
-        """The workers that may own outputs of shuffles."""
+        """Return the workers that may own outputs of shuffles."""
         allowed = [self._barrier(shuffle).worker_restrictions for shuffle in shuffles]
         return [
             worker
@@ -448,7 +463,7 @@ class Recovery:
         ]
 
     def _unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
-        """Those of these outputs that may still have to be put together."""
+        """Return those of these outputs that may still have to be put together."""
         done = set()
         for task in self._barrier(shuffle).dependents:
             if not self._is_unfinished(task) and (partition := output_partition(task.run_spec)) is not None:
@@ -468,7 +483,7 @@ class Recovery:
         return task is not None and task.state in states
 
     def _sharing(self, shuffle: Any) -> set[Any]:
-        """A shuffle, and the active ones that share outputs with it, as the other side of a join does."""
+        """Return a shuffle, and the active ones that share outputs with it, as the two sides of a join do."""
         found = {shuffle}
         for key in self._kept.get(shuffle, ()):
             found |= self._shuffles_of[key] & self._extension.active_shuffles.keys()
@@ -476,5 +491,5 @@ class Recovery:
 
 
 def _client(shuffle: Any) -> str:
-    """The name under which the scheduler keeps the results of a shuffle."""
+    """Return the name under which the scheduler keeps the results of a shuffle."""
     return f"gpurt-shuffle-{shuffle}"

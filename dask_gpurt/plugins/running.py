@@ -1,4 +1,4 @@
-"""How a task runs on a worker with tiers: with room reserved, its inputs held, again if memory was short."""
+"""Run a task on a worker with tiers: with room reserved, its inputs held, again if memory was short."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dask_gpurt.plugins.tiers import WorkerTiers
 
 
 class TaskRunner:
-    """Runs tasks through ``execute`` of the worker.
+    """Run tasks through ``execute`` of the worker.
 
     Parameters
     ----------
@@ -42,12 +42,12 @@ class TaskRunner:
     ):
         self._worker = worker
         self._tiers = tiers
-        self._ladder = tiers.ladder
+        self._tiered_buffer = tiers.tiered_buffer
         self._settings = settings
         self._metrics = metrics
         self.execute = execute
         self._estimator = MemoryEstimator()
-        self.admission = AdmissionQueue(self._has_seceded, tiers.ladder.reservations, metrics)
+        self.admission = AdmissionQueue(self._has_seceded, tiers.tiered_buffer.reservations, metrics)
 
     async def run(self, key: Key, stimulus_id: str) -> Any:
         """Run a task; the event that tells Dask how it went."""
@@ -57,23 +57,23 @@ class TaskRunner:
         try:
             await self._admitted(key, self._estimator.estimate(key_split(key), nbytes), inputs)
             held = await self.hold(list(inputs))
-            before = self._ladder.bytes_admitted(Tier.DEVICE)
+            before = self._tiered_buffer.bytes_admitted(Tier.DEVICE)
             try:
                 self._prefetch()
                 event = await self._until_it_fits(key, task, stimulus_id)
             finally:
-                self._ladder.release(held)
+                self._tiered_buffer.release(held)
             if isinstance(event, ExecuteSuccessEvent):
                 # What came from elsewhere meanwhile took memory too, even if it has gone again.
-                came = self._ladder.bytes_admitted(Tier.DEVICE) - before
-                await self._keep(key, event.value, nbytes, self._tiers.device.peak() - came)
+                admitted = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
+                await self._keep(key, event.value, nbytes, self._tiers.device.peak() - admitted)
             return event
         finally:
             self.admission.leave(reservation(key))
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
-        added = self._ladder.reservations.bytes_added_by(result, self._tiers.home(result))
+        added = self._tiered_buffer.reservations.bytes_added_by(result, self._tiers.home(result))
         self._estimator.learn(key_split(key), inputs, max(added, peak))
         try:
             await self.make_room({key: result}, reservation(key))
@@ -83,9 +83,9 @@ class TaskRunner:
 
     async def hold(self, keys: list[Key]) -> Any:
         """Make inputs live and keep them so, spilling what else there is if need be."""
-        held = self._ladder.hold_live(keys)
+        held = self._tiered_buffer.hold_live(keys)
         if held is None:
-            held = await self.with_retries(lambda: self._tiers.offload(self._ladder.hold, keys))
+            held = await self.with_retries(lambda: self._tiers.offload(self._tiered_buffer.hold, keys))
         return held
 
     async def with_retries(self, action: Callable[[], Any]) -> Any:
@@ -102,15 +102,15 @@ class TaskRunner:
         """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
         homes = {key: self._tiers.home(value) for key, value in values.items()}
         promises = {
-            key: (self._ladder.reservations.bytes_added_by(values[key], home), home)
+            key: (self._tiered_buffer.reservations.bytes_added_by(values[key], home), home)
             for key, home in homes.items()
         }
-        if not self._ladder.reservations.replace(reserved, promises):
+        if not self._tiered_buffer.reservations.replace(reserved, promises):
             for home in set(homes.values()):
-                await self._tiers.offload(self._ladder.reservations.spill_for_all, home)
+                await self._tiers.offload(self._tiered_buffer.reservations.spill_for_all, home)
         # A task that was cancelled meanwhile stores nothing.
         for key in values:
-            asyncio.get_running_loop().call_later(1, self._ladder.reservations.cancel, key)
+            asyncio.get_running_loop().call_later(1, self._tiered_buffer.reservations.cancel, key)
 
     # ---- admission -------------------------------------------------------------------
 
@@ -120,28 +120,30 @@ class TaskRunner:
 
     async def _admitted(self, key: Key, need: int, inputs: dict[Key, int]) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
-        task, lower = reservation(key), sum(inputs[each] for each in self._ladder.not_live(inputs))
+        task, lower = reservation(key), sum(inputs[each] for each in self._tiered_buffer.not_live(inputs))
         await self.admission.wait(task, partial(self._reserve, nbytes=need + lower, inputs=inputs))
         if lower:  # these bring their own promises, as they come up
-            self._ladder.reservations.cancel(task)
-            self._ladder.reservations.try_reserve(task, min(need, self._ladder.limits.device), Tier.DEVICE)
+            self._tiered_buffer.reservations.cancel(task)
+            self._tiered_buffer.reservations.try_reserve(
+                task, min(need, self._tiered_buffer.limits.device), Tier.DEVICE
+            )
 
     def receiving(self, nbytes: int) -> AbstractAsyncContextManager[MemoryRequest]:
-        """While so many bytes come from a peer; waits for others first if there is no room."""
+        """Hold room while so many bytes come from a peer; waits for others first if there is none."""
         return self.admission.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
 
     async def _reserve(self, request: MemoryRequest, nbytes: int, inputs: Iterable[Key]) -> bool:
-        nbytes = min(nbytes, self._ladder.limits.device)
-        if not nbytes or self._ladder.reservations.try_reserve(request, nbytes, Tier.DEVICE):
+        nbytes = min(nbytes, self._tiered_buffer.limits.device)
+        if not nbytes or self._tiered_buffer.reservations.try_reserve(request, nbytes, Tier.DEVICE):
             return True
         # The inputs would only come up again at once: they make no room.
-        held, _ = self._ladder.hold_where_live(inputs)
+        held, _ = self._tiered_buffer.hold_where_live(inputs)
         try:
             fits: bool = await self._tiers.offload(
-                self._ladder.reservations.spill_and_try, request, nbytes, Tier.DEVICE
+                self._tiered_buffer.reservations.spill_and_try, request, nbytes, Tier.DEVICE
             )
         finally:
-            self._ladder.release(held.values())
+            self._tiered_buffer.release(held.values())
         return fits
 
     # ---- when memory is short all the same -------------------------------------------
@@ -165,24 +167,26 @@ class TaskRunner:
 
     def _reserve_all(self, key: Key) -> None:
         # What peers send in the meantime goes to lower tiers.
-        self._ladder.reservations.reserve(reservation(key), self._ladder.limits.device, Tier.DEVICE)
+        self._tiered_buffer.reservations.reserve(
+            reservation(key), self._tiered_buffer.limits.device, Tier.DEVICE
+        )
 
     async def _spill_all(self) -> None:
         self._metrics.add("memory.retries")
         # What failed has left frames of Python behind that hold what it had so far, in cycles.
         await self._tiers.offload(gc.collect)
-        await self._tiers.offload(self._ladder.spill, self._ladder.live_bytes(Tier.DEVICE))
+        await self._tiers.offload(self._tiered_buffer.spill, self._tiered_buffer.live_bytes(Tier.DEVICE))
 
     def _prefetch(self) -> None:
         """Make the inputs of the next task live while this one computes, if there is room."""
         for task in self._worker.state.ready.peekn(1):
-            keys = self._ladder.not_live(dependency.key for dependency in task.dependencies)
+            keys = self._tiered_buffer.not_live(dependency.key for dependency in task.dependencies)
             if keys:
-                self._tiers.in_background(self._ladder.prefetch, keys)
+                self._tiers.in_background(self._tiered_buffer.prefetch, keys)
 
 
 def _out_of_memory(event: Any) -> BaseException | None:
-    """What a task failed with, if it was the memory, whatever was made of it on the way."""
+    """Return the memory error that a task failed with, if any, however it was wrapped on the way."""
     error: BaseException | None = None
     if isinstance(event, ExecuteFailureEvent):
         _, error, _ = clean_exception(event.exception.data)

@@ -17,13 +17,13 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.memory.ledger import Picture
+from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.sharing import HANDLER, SharedStatistics
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
@@ -38,7 +38,7 @@ STARTING = "gpurt-starting"
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
-    """Switches the runtime on for a cluster: workers that are there, and that come.
+    """Switch the runtime on for a cluster: workers that are there, and that come.
 
     What is switched on is noted with the way to take it back, in this order: what listens to workers,
     placement, the workers, and then the shuffles, so that no shuffle meets a worker without the runtime. It
@@ -68,7 +68,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         await self.switch.on()
 
     async def stop(self) -> None:
-        """Handler: give Dask back, on the scheduler and on all workers."""
+        """Handle the switching off: give Dask back, on the scheduler and on all workers."""
         await self.switch.off()
 
     # ---- on and off ----------------------------------------------------------------------
@@ -107,7 +107,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _prepare(self, settings: config.Settings) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.picture = Picture()
+        self.cluster_memory = ClusterMemory()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
         self.learned = SharedStatistics()
         self.placement: SchedulerPlacement | None = None
@@ -166,7 +166,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self._register(after)
 
     def is_ready(self, worker: str, token: str) -> None:
-        """Handler: a worker has switched on."""
+        """Handle a worker that has switched on."""
         self.workers.is_ready(worker, token)
         if worker in self.workers.ready:
             self.shuffles.recovery.joined(worker)
@@ -177,14 +177,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- memory ------------------------------------------------------------------------
 
     def memory_changed(self, worker: str, **message: Any) -> None:
-        """Handler: what has changed in the tiers of a worker."""
+        """Handle changes in the tiers of a worker."""
         if worker in self.scheduler.workers:
-            self.picture.apply(worker, message)
+            self.cluster_memory.apply(worker, message)
             if self.placement is not None:
                 self.placement.memory_changed(worker)
 
     def lost(self, worker: str, keys: list[Key]) -> None:
-        """Handler: a worker has keys no more; as if it had died with them."""
+        """Handle the loss of keys by a worker, as if they had died with it."""
         state = self.scheduler.workers.get(worker)
         recommendations = {}
         for task in map(self.scheduler.tasks.get, keys):
@@ -195,7 +195,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.scheduler.transitions(recommendations, stimulus_id=f"gpurt-lost-{time()}")
 
     def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
-        self.picture.forget(worker)
+        self.cluster_memory.forget(worker)
         self.workers.remove(worker)
         self.places.remove(worker)
         self.learned.remove(worker)
@@ -208,7 +208,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Choose the workers of tasks from now on, or have Dask choose."""
         if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
-            self.placement = SchedulerPlacement(self.scheduler, topology, self.picture, self.metrics)
+            self.placement = SchedulerPlacement(self.scheduler, topology, self.cluster_memory, self.metrics)
             self.placement.install()
         elif not on and self.placement is not None:
             self.placement.uninstall()
@@ -226,34 +226,34 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if self.placement is not None:
             self.placement.submitted(tasks)
 
-    def transition(self, key: Key, start: str, finish: str, *_: Any, **told: Any) -> None:
-        self.shuffles.transition(key, finish, told.get("worker"))
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
+        self.shuffles.transition(key, finish, kwargs.get("worker"))
         if self.placement is None or start != "processing":
             return
         if finish == "memory":
-            self.placement.finished(key, told["worker"], told["startstops"])
+            self.placement.finished(key, kwargs["worker"], kwargs["startstops"])
         else:
             self.placement.stopped(key)
 
     def explain(self, key: Key) -> list[dict[str, Any]] | None:
-        """Handler: the last decision about a key; None where Dask chooses."""
+        """Handle a question for the last decision about a key; None where Dask chooses."""
         return None if self.placement is None else self.placement.explain(key)
 
     def memory(self, by: str = "tier") -> list[dict[str, Any]]:
-        """Handler: a row for each worker and tier, or also for each prefix."""
+        """Handle a question for memory: a row for each worker and tier, or also for each prefix."""
         for address, state in self.scheduler.workers.items():
             if (whole := state.metrics.get(METRIC)) is not None:
-                self.picture.apply(address, whole)
-        return self.picture.rows_by_prefix() if by == "prefix" else self.picture.rows()
+                self.cluster_memory.apply(address, whole)
+        return self.cluster_memory.rows_by_prefix() if by == "prefix" else self.cluster_memory.rows()
 
     # ---- what workers and clients ask ------------------------------------------------
 
     def gone(self, peers: list[str]) -> list[str]:
-        """Handler: which of these workers have left."""
+        """Handle the question which of these workers have left."""
         return [peer for peer in peers if peer not in self.scheduler.workers]
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handler: the whole picture, for ``doctor`` and for people.
+        """Handle a question for the state of the whole cluster, for ``doctor`` and for people.
 
         Parameters
         ----------

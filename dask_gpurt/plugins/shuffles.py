@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerShuffles:
-    """Has shuffles run through the runtime, those included that clients without it ask for.
+    """Have shuffles run through the runtime, those included that clients without it ask for.
 
     Parameters
     ----------
@@ -257,11 +257,11 @@ class SchedulerShuffles:
 
 
 def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
-    """Whether a shuffle with a barrier shares outputs with an active one, whose owners Dask has taken."""
+    """Return whether a shuffle shares outputs with an active one, whose owners Dask has taken."""
     return any(other in active for other in _sharing_outputs(barrier))
 
 
 def _sharing_outputs(barrier: Any) -> set[Any]:
-    """The shuffles that share outputs with that of a barrier, as the other side of a join does."""
+    """Return the shuffles that share outputs with that of a barrier, as the other side of a join does."""
     others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
     return {shuffle_id for key in others if (shuffle_id := id_from_key(key))}

@@ -1,4 +1,4 @@
-"""On and off as transactions: one at a time, on all workers, and ending in one of two states.
+"""Switch on and off as transactions: one at a time, on all workers, and ending in one of two states.
 
 Who comes in the middle waits for the outcome, also for its failure. Of workers that come in the middle,
 each asks before it switches on (:data:`JOIN`), since it may have been handed the plugin a moment before it
@@ -32,7 +32,7 @@ JOIN, READY, LEFT = "gpurt_join", "gpurt-ready", "gpurt-left"
 #: How often a worker is asked that is registered and does not answer, and the seconds in between.
 ATTEMPTS, PAUSE_S = 5, 0.2
 
-Step = Callable[[], Coroutine[Any, Any, None]]
+SwitchAction = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Layer(IntEnum):
@@ -47,7 +47,7 @@ class Layer(IntEnum):
 
 
 class Switch:
-    """One way from off to on, and back to off.
+    """Go one way from off to on, and back to off.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Switch:
         Switches off; may raise, and is off all the same.
     """
 
-    def __init__(self, on: Step, off: Step):
+    def __init__(self, on: SwitchAction, off: SwitchAction):
         self._turn_on, self._turn_off = on, off
         self._off: asyncio.Task[None] | None = None
 
@@ -117,25 +117,25 @@ class Workers:
         self.unreachable: set[str] = set()
 
     def join(self, worker: str, token: str) -> bool:
-        """Handler: whether a worker that has been handed a plugin shall switch it on."""
+        """Handle a worker's question whether it shall switch on a plugin that it has been handed."""
         wanted = self._wanted and token == self._token
         if wanted:
             self._on[worker] += 1
         return wanted
 
     def is_ready(self, worker: str, token: str) -> None:
-        """Handler: a worker has switched on."""
+        """Handle a worker that has switched on."""
         if token == self._token and worker in self._scheduler.workers:
             self.ready.add(worker)
 
     def has_left(self, worker: str, token: str) -> None:
-        """Handler: a worker has switched off, and has sent nothing after this."""
+        """Handle a worker that has switched off, and has sent nothing after this."""
         if token == self._token and self._on[worker]:
             self._on[worker] -= 1
             self._look()
 
     def remove(self, worker: str) -> None:
-        """A worker is gone."""
+        """Forget a worker that is gone."""
         self.ready.discard(worker)
         self._on.pop(worker, None)
         self._look()

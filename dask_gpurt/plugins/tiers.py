@@ -18,7 +18,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.device.base import DeviceFiles, passed
+from dask_gpurt.device.base import DeviceFiles, passed, workers_of_device
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
@@ -33,7 +33,7 @@ from dask_gpurt.plugins.memory_reports import Reporter
 logger = logging.getLogger("dask_gpurt")
 
 #: Seconds between looks at the process as a whole and at the exchange pools.
-LOOK = 0.2
+PRESSURE_POLL_INTERVAL_S = 0.2
 #: The share of its memory limit from which on, at each look, a process has the pages of peers' pools that it
 #: reads at the moment not count as its own.
 DROP_PAGES_FROM = 0.5
@@ -66,7 +66,7 @@ class WorkerBuffer(TieredBuffer):
 
 
 class WorkerTiers:
-    """The ladder of a worker, its account, and the threads that move data.
+    """The tiered buffer of a worker, its account, and the threads that move data.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class WorkerTiers:
         self.ledger = Ledger(_capacities(self.limits))
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
-        self.ladder = WorkerBuffer(
+        self.tiered_buffer = WorkerBuffer(
             self.limits,
             self._lower_tiers(),
             home=self.home,
@@ -98,13 +98,13 @@ class WorkerTiers:
             priority_of=self._priority_of,
             changed=self.reporter.changed,
         )
-        self.ladder.relieve = self._relieve_soon
+        self.tiered_buffer.relieve = self._relieve_soon
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._relieving = False
         #: Whether the runtime is being switched off; what has begun before may come to its end afterwards.
         self.closed = False
-        self._watch = PeriodicCallback(self._look, LOOK * 1000)
+        self._watch = PeriodicCallback(self._look, PRESSURE_POLL_INTERVAL_S * 1000)
 
     def start(self) -> None:
         """Begin to look after the process. On the event loop."""
@@ -115,17 +115,19 @@ class WorkerTiers:
         self._unguard = self.device.guard(self._short)
 
     def _short(self, nbytes: int) -> bool:
-        """An allocation of this thread has failed: whether memory has become free since its last one."""
+        """Free memory for a failed allocation of this thread; returns whether any has become free since its
+        last one.
+        """
         if getattr(self._seen, "spilling", False):
             return False  # what takes an object apart may need memory itself
         self._metrics.add("memory.short")
         self._seen.spilling = True
         try:
-            self.ladder.spill(nbytes)
+            self.tiered_buffer.spill(nbytes)
         finally:
             self._seen.spilling = False
-        before, self._seen.left = getattr(self._seen, "left", 0), self.ladder.removals
-        return bool(self._seen.left != before)
+        before, self._seen.removals = getattr(self._seen, "removals", 0), self.tiered_buffer.removals
+        return bool(self._seen.removals != before)
 
     async def close(self) -> None:
         """Let everything go that still lies in a tier."""
@@ -133,16 +135,18 @@ class WorkerTiers:
         self._watch.stop()
         self._unguard()
         self.reporter.close()
-        await self.offload(self.ladder.close)
+        await self.offload(self.tiered_buffer.close)
         self.executor.shutdown(wait=False)
 
     def _limits(self, given: Any) -> Limits:
+        given_device = getattr(getattr(given, "device_buffer", None), "n", None)
         directory = os.statvfs(self.worker.local_directory)
         return limits(
             self.settings.memory,
             memory_limit=self.memory_limit,
             device_memory=self.device.own_memory(),
-            given_device=getattr(getattr(given, "device_buffer", None), "n", None),
+            # dask-cuda was given it for one worker of a GPU.
+            given_device=given_device and given_device // workers_of_device(),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
         )
@@ -158,7 +162,7 @@ class WorkerTiers:
         return self.device.files(partial(self._metrics.fallback, Fallback.MEMORY_FILES_WITHOUT_KVIKIO))
 
     def home(self, value: Any) -> Tier:
-        """Where an object is live."""
+        """Return the tier in which an object is live."""
         return Tier.DEVICE if self.device.holds(value) else Tier.HOST
 
     def _priority_of(self, key: Key) -> tuple[Any, ...] | None:
@@ -171,7 +175,7 @@ class WorkerTiers:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
     def in_background(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run something that nobody waits for."""
+        """Run something without waiting for it."""
         if self.closed:
             return
         self.executor.submit(function, *args).add_done_callback(_complain)
@@ -185,10 +189,10 @@ class WorkerTiers:
             self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
-        beyond = self.device.allocated() - self.ladder.live_bytes(Tier.DEVICE)
+        beyond = self.device.allocated() - self.tiered_buffer.live_bytes(Tier.DEVICE)
         self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
-        too_much = self.ladder.reservations.overshoot()
+        too_much = self.tiered_buffer.reservations.overshoot()
         if not self.settings.memory.tiers:
             # Dask's monitor has Dask's own data spilled, but the shards lie here all the same.
             too_much = max(too_much, self._pressure(process))
@@ -203,15 +207,15 @@ class WorkerTiers:
     def _look_at_cudf(self, manager: Any) -> None:
         spilled = spilled_by_cudf(manager)
         self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
-        self.ladder.set_elsewhere(spilled)
+        self.tiered_buffer.set_elsewhere(spilled)
 
     def _managed_on_host(self) -> int:
-        device = self.ledger.used(Tier.DEVICE) if self.ladder.host_tier is Tier.DEVICE else 0
+        device = self.ledger.used(Tier.DEVICE) if self.tiered_buffer.host_tier is Tier.DEVICE else 0
         cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, "cudf"))
         return device + cells + self.ledger.used(Tier.PINNED)
 
     def _pressure(self, process: int) -> int:
-        """Bytes to spill because the process exceeds Dask's own thresholds."""
+        """Return the bytes to spill because the process exceeds Dask's own thresholds."""
         manager = self.worker.memory_manager
         if not manager.memory_limit or not manager.memory_spill_fraction:
             return 0
@@ -227,16 +231,16 @@ class WorkerTiers:
             if self._pressure(self.worker.monitor.get_process_memory()):
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()
-            if too_much := max(self.ladder.reservations.overshoot(), self._pressure(process)):
-                self.ladder.spill(too_much, self.ladder.host_tier)
-                self.ladder.make_room(0, Tier.DEVICE)
+            if too_much := max(self.tiered_buffer.reservations.overshoot(), self._pressure(process)):
+                self.tiered_buffer.spill(too_much, self.tiered_buffer.host_tier)
+                self.tiered_buffer.make_room(0, Tier.DEVICE)
         finally:
             self._relieving = False
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:
-        """What a user is told once nothing is left to spill."""
+        """Return the message for a user once nothing is left to spill."""
         tiers = ", ".join(f"{row['tier']} {row['used']} of {row['capacity']} bytes" for row in self.rows())
-        largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.ladder.largest(3))
+        largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.tiered_buffer.largest(3))
         return MemoryError(
             f"out of memory {self.settings.memory.retries + 1} times, with all spilled that could be: "
             f"{error}. "
@@ -245,7 +249,7 @@ class WorkerTiers:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Tier, bytes used and capacity."""
+        """Return tier, bytes used and capacity."""
         return [
             {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
             for tier, capacity in _capacities(self.limits).items()

@@ -16,7 +16,7 @@ from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
-from dask_gpurt.topology.model import Host
+from dask_gpurt.topology.hosts import Host
 
 #: Links that the paths of the exchange cross. Bytes that crossed another one are no sample of a pair's link.
 LINKS_OF_PATH = {

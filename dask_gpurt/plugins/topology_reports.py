@@ -15,7 +15,7 @@ from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.file import host_values
-from dask_gpurt.topology.model import Host
+from dask_gpurt.topology.hosts import Host
 
 #: The names of the stream operations, and of the handler that the scheduler calls.
 PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"

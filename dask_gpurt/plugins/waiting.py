@@ -1,4 +1,4 @@
-"""What waits in the runtime of a worker, part by part, for whoever looks into a cluster that stands still."""
+"""Describe what waits in the runtime of a worker, part by part, for when a cluster stands still."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def waiting(plugin: Any) -> dict[str, Any]:
     parts: dict[str, Callable[[], Any]] = {
         "admission": lambda: plugin.data.waiting() if plugin.data is not None else "tiers are off",
         "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
-        "moving": lambda: list(map(str, plugin.tiers.ladder.moving())),
+        "moving": lambda: list(map(str, plugin.tiers.tiered_buffer.moving())),
         "exchange": lambda: queued(plugin.exchange.executor),
         "pulls": lambda: {"under way": plugin.exchange._pulls, "bytes": acquired(plugin.exchange._limiter)},
         "shards": lambda: _shards(plugin.exchange),
         "published": lambda: _published(plugin.exchange.pools),
         "counters": lambda: plugin.metrics.snapshot(),
     }
-    return {name: _told(part) for name, part in parts.items()}
+    return {name: _described(part) for name, part in parts.items()}
 
 
-def _told(part: Callable[[], Any]) -> Any:
+def _described(part: Callable[[], Any]) -> Any:
     try:
         return part()
     # A part that is not set up yet, or gone already: the others are told of all the same.
@@ -42,9 +42,11 @@ def _told(part: Callable[[], Any]) -> Any:
 def _shards(exchange: Any) -> dict[str, dict[str, int]]:
     """Count the shards that were offered, by producer and by where they are."""
     return {
-        f"{producer.address} ({producer.incarnation})": dict(Counter(parcel.place.name for parcel in parcels))
-        for producer, parcels in list(exchange._parcels.items())
-        if parcels
+        f"{producer.address} ({producer.incarnation})": dict(
+            Counter(incoming.state.name for incoming in incoming_shards)
+        )
+        for producer, incoming_shards in list(exchange._incoming.items())
+        if incoming_shards
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -23,15 +24,16 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.device import Device
 from dask_gpurt.exchange import Exchange
-from dask_gpurt.exchange.exchange import IDLE
+from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up
-from dask_gpurt.observe import Metrics, prometheus
-from dask_gpurt.plugins.finding import RunFinder
-from dask_gpurt.plugins.gathering import Gathering
+from dask_gpurt.observe import Fallback, Metrics, prometheus
+from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.residency import WorkerResidency
+from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
@@ -47,7 +49,7 @@ COMM = "gpurt-comm"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
-    """Gives a worker its end of the exchange.
+    """Give a worker its end of the exchange.
 
     What is switched on is noted with the way to take it back, which happens in the reverse order and for
     each part whatever has become of the others. Dask may remove the plugin, or hand it over a second time,
@@ -109,6 +111,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def _switch_on(self, worker: WorkerServer, settings: config.Settings) -> None:
         undo = self._undo
         self.metrics = Metrics()
+        if reason := os.environ.get(ALONE):
+            self.metrics.fallback(Fallback.COMPUTE_ALONE, reason)
         self.data: WorkerData | None = None
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
@@ -117,9 +121,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         patches.add_item(worker.handlers, "gpurt_report", self.report)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Hear from the scheduler which workers leave, as Dask's worker does.
-        patches.put_item(worker.stream_handlers, "remove-worker", self._hear_of_peers_that_leave)
+        patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
-        housekeeping = PeriodicCallback(self.exchange.keep_house, IDLE * 1000)
+        housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
         prometheus.register(worker.address, self.metrics, self._amounts)
@@ -131,7 +135,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await self.exchange.offload(self.overlap.prepare)
         undo.push_async_callback(self.overlap.save)
         # The last one comes first: see Layer. What wraps the same as one of these has to come in this order.
-        for part in (self.overlap, self.finder, self.gathering):
+        for part in (self.overlap, self.run_lookup, self.replica_selector):
             undo.callback(part.uninstall)
             part.install()
         if settings.memory.tiers:
@@ -143,15 +147,15 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.is_on = True
         call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
 
-    def _hear_of_peers_that_leave(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
-        def peer_left(worker: str, **told: Any) -> Any:
-            self.exchange.peer_left(worker)
-            return remove_worker(worker=worker, **told)
+    def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
+        def on_worker_removed(worker: str, **kwargs: Any) -> Any:
+            self.exchange.on_worker_removed(worker)
+            return remove_worker(worker=worker, **kwargs)
 
-        return peer_left
+        return on_worker_removed
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
-        """Handler: the outputs of a run have other owners."""
+        """Handle new owners of the outputs of a run."""
         if (shuffles := self.worker.plugins.get("shuffle")) is None:
             return
         run = active_runs(shuffles).get(id)
@@ -165,15 +169,15 @@ class GpurtWorkerPlugin(WorkerPlugin):
             device.prioritised &= settings.overlap.mode != "off"
         self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
         self._undo.push_async_callback(self.tiers.close)
-        self.exchange = Exchange(worker, pools, self.tiers.ladder, settings, self.metrics)
+        self.exchange = Exchange(worker, pools, self.tiers.tiered_buffer, settings, self.metrics)
         self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
-        self.gathering = Gathering(worker, self.exchange.links, self.metrics)
+        self.replica_selector = ReplicaSelector(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
         self._undo.callback(self.residency.close)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
-        self.finder = RunFinder(worker, self.metrics)
+        self.run_lookup = RunLookup(worker, self.metrics)
 
     async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:
@@ -199,11 +203,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return amounts(self.tiers.ledger)
 
     def waiting(self) -> dict[str, Any]:
-        """Return what waits here, for whoever looks into a cluster that stands still."""
+        """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handler: what this worker has, did and fell back from."""
+        """Handle a question for what this worker has, did and fell back from."""
         if connect:
             await self.exchange.peers.connect_all()
         known = self.metrics.snapshot()

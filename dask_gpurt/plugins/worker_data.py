@@ -1,4 +1,4 @@
-"""The ladder in the place of a worker's ``data``, so that no move is made on the event loop.
+"""The tiered buffer in the place of a worker's ``data``, so that no move is made on the event loop.
 
 Three of the worker's coroutines get a wrapper on the instance: inputs are made live, and
 room for results is made, on threads of the tiers, before Dask's own code goes on. Of ``execute`` this is the
@@ -30,12 +30,12 @@ from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.store import serving
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.following import Following
+from dask_gpurt.plugins.dependents_first import DependentsFirst
 from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.switching import Layer
 from dask_gpurt.plugins.tiers import WorkerTiers
 
-#: Dask's families of serializers, where nobody says which.
+#: Dask's families of serializers, by default.
 _ALWAYS = ("dask", "pickle")
 
 #: The stream operation that tells the scheduler which keys are gone.
@@ -43,27 +43,27 @@ LOST = "gpurt-lost"
 
 
 class WorkerData:
-    """Puts a ladder in the place of a worker's data, and gives the data back.
+    """Put a tiered buffer in the place of a worker's data, and give the data back.
 
     Parameters
     ----------
     worker
         The Dask worker; new, or in the middle of something.
     tiers
-        Whose ladder it is.
+        Whose tiered buffer it is.
     """
 
     def __init__(self, worker: WorkerServer, tiers: WorkerTiers, settings: MemorySettings, metrics: Metrics):
         self.worker = worker
         self.tiers = tiers
         self.metrics = metrics
-        self._ladder = tiers.ladder
+        self._tiered_buffer = tiers.tiered_buffer
         self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute)
-        self._following = Following(worker, self._ladder, metrics)
+        self._dependents_first = DependentsFirst(worker, self._tiered_buffer, metrics)
         self._patches = PatchSet(Layer.DATA)
 
     def install(self) -> None:
-        """Take the worker's data over. On the event loop, since it is one step to everybody."""
+        """Take the worker's data over. On the event loop, so that nothing sees it half done."""
         worker = self.worker
         self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
         wrap_data_access(
@@ -77,23 +77,23 @@ class WorkerData:
         live = _live_part(self._before)
         for key in list(self._before):
             if key in live:
-                self._ladder[key] = live[key]
+                self._tiered_buffer[key] = live[key]
                 del self._before[key]
             else:
                 task = worker.state.tasks.get(key)
                 nbytes = (task and task.nbytes) or 0
                 let_go = partial(_forget, self._before, key)
-                self._ladder.adopt(key, nbytes, partial(self._before.pop, key), let_go)
-        replace_data(worker, self._ladder)
+                self._tiered_buffer.adopt(key, nbytes, partial(self._before.pop, key), let_go)
+        replace_data(worker, self._tiered_buffer)
 
     async def uninstall(self) -> None:
         """Give the worker its own mapping back, with every key that can be read."""
         self._patches.restore()
         # Again for what came while the others were read.
-        while missing := [key for key in self._ladder if key not in self._before]:
+        while missing := [key for key in self._tiered_buffer if key not in self._before]:
             for key in missing:
                 await self._give_back(key)
-        for key in [key for key in self._before if key not in self._ladder]:
+        for key in [key for key in self._before if key not in self._tiered_buffer]:
             del self._before[key]  # released while the others were read
         replace_data(self.worker, self._before)
 
@@ -107,8 +107,8 @@ class WorkerData:
     # ---- what can not be read any more -------------------------------------------------
 
     async def _copies(self, keys: list[Key]) -> dict[Key, Any]:
-        """Copies of keys; those that can not be read are lost."""
-        return await self._read(keys, self._ladder.copies)
+        """Return copies of keys; those that can not be read are lost."""
+        return await self._read(keys, self._tiered_buffer.copies)
 
     async def _read(self, keys: list[Key], how: Callable[[list[Key]], dict[Key, Any]]) -> dict[Key, Any]:
         found: dict[Key, Any] = {}
@@ -123,8 +123,8 @@ class WorkerData:
         """Give up keys that can not be read, say of a damaged file: the scheduler has them computed again."""
         self.metrics.fallback(Fallback.MEMORY_SPILL_UNREADABLE, str(error))
         for key in keys:
-            self._ladder.discard(key)
-        # First, since Dask's own message has no idea of keys that nobody can compute.
+            self._tiered_buffer.discard(key)
+        # First, since Dask's own message does not know of keys that can not be computed.
         self.worker.batched_stream.send({"op": LOST, "keys": keys})
         self.worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id=f"gpurt-lost-{time()}"))
 
@@ -147,7 +147,7 @@ class WorkerData:
             )
         if isinstance(event, ExecuteSuccessEvent):
             nbytes = sum(dependency.nbytes or 0 for dependency in task.dependencies)
-            self._following.finished(key, event.nbytes, nbytes)
+            self._dependents_first.finished(key, event.nbytes, nbytes)
         return event
 
     async def _run(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
@@ -155,7 +155,7 @@ class WorkerData:
             return await self._runner.run(key, stimulus_id)
         except CorruptFile as error:
             inputs = [dependency.key for dependency in task.dependencies]
-            looking = partial(self.tiers.offload, self._ladder.unreadable, inputs)
+            looking = partial(self.tiers.offload, self._tiered_buffer.unreadable, inputs)
             self._lose(await self._runner.with_retries(looking), error)
             return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-{stimulus_id}")
 
@@ -174,7 +174,7 @@ class WorkerData:
 
     def waiting(self) -> dict[str, Any]:
         """Tell what waits for room, and whether the worker is held back, as plain values."""
-        return {**self._runner.admission.waiting(), "held back": self._following.holds}
+        return {**self._runner.admission.waiting(), "held back": self._dependents_first.holds}
 
     async def get_data(
         self, comm: Any, keys: Iterable[Any], who: str | None = None, serializers: Any = None
@@ -183,20 +183,20 @@ class WorkerData:
         if who is not None and self._runner.admission.short:
             return {"status": "busy"}
         keys = list(keys)
-        held, lower = self._ladder.hold_where_live(keys)
+        held, lower = self._tiered_buffer.hold_where_live(keys)
         with ExitStack() as sending:
             sending.enter_context(self._runner.admission.sending())
-            sending.callback(self._ladder.release, held.values())
+            sending.callback(self._tiered_buffer.release, held.values())
             sending.callback(serving.set, None)
             found: dict[Key, Any] = {}
             if lower and _takes_frames(comm, serializers):
-                found = await self._read(lower, partial(self._ladder.messages, stack=sending))
+                found = await self._read(lower, partial(self._tiered_buffer.messages, stack=sending))
             serving.set(found | await self._copies([key for key in lower if key not in found]))
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
 
 
 def _takes_frames(comm: Any, serializers: Any) -> bool:
-    """Whether a peer gets bytes of his own, and reads whatever family of Dask's they are of."""
+    """Return whether a peer gets bytes of its own, and reads whatever family of Dask's they are of."""
     # Within a process it would get the tier's memory.
     return not comm.peer_address.startswith("inproc") and {"dask", "pickle"} <= set(serializers or _ALWAYS)
 
@@ -207,7 +207,7 @@ def _forget(mapping: Any, key: Key) -> None:
 
 
 def _live_part(data: Any) -> Any:
-    """The part of a mapping of Dask's or dask-cuda's that reads without a copy."""
+    """Return the part of a mapping of Dask's or dask-cuda's that reads without a copy."""
     if isinstance(data, SpillBuffer):
         return data.fast
     if hasattr(data, "device_buffer"):

@@ -1,4 +1,4 @@
-"""Who needs which bytes: a shuffle is described by a spec and attempted by runs."""
+"""Shuffle: a spec describes a shuffle, runs attempt it."""
 
 from dask_gpurt.shuffle.spec import ShuffleSpec
 

@@ -1,4 +1,4 @@
-"""Which shards of each input partition there are for a share, so that each row counts exactly once. Pure.
+"""Track which shards of each input partition a share has, so that each row counts exactly once. Pure.
 
 An input partition is cut by a transfer task, in attempts that the scheduler orders. Each attempt publishes
 parts 0, 1, … for each share, and ends with a commit that says how many. A message may come twice, late or
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Offered(Enum):
-    """What an offer is to an owner."""
+    """Name what an offer is to an owner."""
 
     NEW = "to be taken"
     REPEATED = "known already"
@@ -36,7 +36,7 @@ class Offered(Enum):
 
 @dataclass
 class Input(Generic[T]):
-    """What is there of one attempt at an input partition."""
+    """Keep the parts of one attempt at an input partition."""
 
     attempt: Attempt
     parts: dict[int, T] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Inputs(Generic[T]):
 
     @property
     def sealed(self) -> bool:
-        """Whether the barrier has found all of them complete."""
+        """Return whether the barrier has found all of them complete."""
         return self._sealed is not None
 
     def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
@@ -129,7 +129,7 @@ class Inputs(Generic[T]):
         return known is not None and known.attempt == attempt and known.complete
 
     def __iter__(self) -> Iterator[T]:
-        """The parts that count, in the order of the inputs and of their parts."""
+        """Yield the parts that count, in the order of the inputs and of their parts."""
         for source in sorted(self._inputs):
             parts = self._inputs[source].parts
             yield from (parts[part] for part in sorted(parts))

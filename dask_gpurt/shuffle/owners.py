@@ -1,4 +1,4 @@
-"""Which worker puts which output together, and how that changes while a run goes on. Pure.
+"""Assign outputs to the workers that put them together, also while a run goes on. Pure.
 
 The outputs of a run are dealt out in *shares*. Producers cut one shard of each input for a share, and its
 owner keeps account of what it has received for it. A share is never given to another worker: outputs that
@@ -132,7 +132,7 @@ class Owners(dict[int, str]):
 
     @property
     def sealed(self) -> bool:
-        """Whether nothing is to be received any more."""
+        """Return whether nothing is to be received any more."""
         return all(share.sealed for share in self.shares.values())
 
     def received(self, outputs: Iterable[int]) -> set[int]:

@@ -1,4 +1,4 @@
-"""How often a shuffle has run in vain, without a run in between that was completed."""
+"""Count how often a shuffle has run in vain, without a run in between that was completed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dask.typing import Key
 
 
 class RunsInARow:
-    """Counts the runs of shuffles since the last one of each that was completed.
+    """Count the runs of shuffles since the last one of each that was completed.
 
-    A run is completed when all outputs that it began with are in memory, or nobody wants them any more. So
+    A run is completed when all outputs that it began with are in memory, or not wanted any more. So
     a collection that is kept for weeks, and loses an output now and then, is made again each time; one
     whose runs all fail is given up.
     """

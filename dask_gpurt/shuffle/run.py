@@ -1,4 +1,4 @@
-"""One run of a shuffle on one worker, in the place of Dask's own p2p run.
+"""Run a shuffle on one worker, in the place of Dask's own p2p run.
 
 Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messages and ends
 them; the methods here are the ones that it calls. ``add_partition`` and
@@ -28,20 +28,20 @@ from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedErro
 from dask_gpurt.dask_hooks.worker import call_soon, is_finalizing
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
-from dask_gpurt.shuffle.consumer import Consumer, NotReceived
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.producer import Producer
+from dask_gpurt.shuffle.receiver import NotReceived, Receiver
+from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
 logger = logging.getLogger(__name__)
 
 
 class Flush(NamedTuple):
-    """Asks a producer for what it has not offered yet."""
+    """Ask a producer for what it has not offered yet."""
 
 
 class Retire(NamedTuple):
-    """Asks an owner to let go of shares that have been given to others."""
+    """Ask an owner to let go of shares that have been given to others."""
 
     shares: frozenset[int]
 
@@ -57,7 +57,7 @@ RENEW = "gpurt-renew"
 
 
 class RunInterrupted(ShuffleClosedError, Reschedule):
-    """Raised to the tasks of a run that begins again: they are to be scheduled again.
+    """Tell the tasks of a run that begins again that they are to be scheduled again.
 
     Dask's transfer and unpack tasks take a ShuffleClosedError for that, its barrier task only a Reschedule.
     """
@@ -95,7 +95,7 @@ class Transferred(int):
 
 
 class ShuffleRun:
-    """This worker's part of a run.
+    """Run a worker's part of a shuffle.
 
     Parameters
     ----------
@@ -126,8 +126,8 @@ class ShuffleRun:
         self._exchange = exchange
         self._owners = owners
         self._key = (spec.id, run_id)
-        self._producer = Producer(spec, self._key, owners, exchange, self._offer, self.raise_if_closed)
-        self._consumer = Consumer(spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed)
+        self._sender = Sender(spec, self._key, owners, exchange, self._offer, self.raise_if_closed)
+        self._receiver = Receiver(spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed)
         #: Offers on their way, by owner: one message at a time, with all that has come up.
         self._outgoing: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
@@ -158,7 +158,7 @@ class ShuffleRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing has ended it; from any thread."""
+        """Return whether nothing has ended it; from any thread."""
         return not self.closed and self._exception is None and not self._exchange.closed
 
     def fail(self, exception: Exception) -> None:
@@ -187,13 +187,13 @@ class ShuffleRun:
             sender.cancel()
         with contextlib.suppress(ExchangeClosed):  # then all is released already
             try:
-                await self._exchange.offload(self._consumer.close)
-            finally:  # whatever became of what was received, nobody needs what was published
+                await self._exchange.offload(self._receiver.close)
+            finally:  # whatever became of what was received, what was published is not needed
                 self._exchange.run_ends(self._key)
                 await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
-        """What Dask's dashboard shows of a shuffle."""
+        """Report to Dask's dashboard the progress of a shuffle."""
         waiting = {"memory": 0, "buckets": 0, "written": 0, "read": 0, "active": 0, "memory_limit": 0}
         return {"disk": waiting, "comm": waiting, "start": self.start_time}
 
@@ -204,8 +204,8 @@ class ShuffleRun:
         if owners.epoch <= self._owners.epoch or not self.is_open:
             return
         self._owners = owners
-        outdated = self._consumer.renew(owners)
-        self._producer.renew(owners)
+        outdated = self._receiver.renew(owners)
+        self._sender.renew(owners)
         self._exchange.discard_soon(outdated)
         self._retire_all()
 
@@ -261,14 +261,14 @@ class ShuffleRun:
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
     def _shard_failed(self, shard: Shard, error: Exception) -> None:
-        """A shard that was accepted can not be had. On the event loop; does not wait."""
+        """Note that a shard that was accepted can not be had. On the event loop; does not wait."""
         if isinstance(error, PeerLost):
             call_soon(self._worker, self._lose, shard, str(error))
         else:
             self.fail(error)
 
     async def _lose(self, shard: Shard, reason: str) -> None:
-        useless, outputs = self._consumer.lose(shard)
+        useless, outputs = self._receiver.lose(shard)
         self._exchange.metrics.add("shuffle.lost.shards")
         self._exchange.discard_soon(useless)
         if outputs:  # else the barrier finds what is missing
@@ -280,7 +280,7 @@ class ShuffleRun:
         """Publish an input partition. On the thread of a transfer task."""
         self.raise_if_closed()
         try:
-            attempt = self._producer.add(data, partition_id, self._dispatch())
+            attempt = self._sender.add(data, partition_id, self._dispatch())
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
@@ -288,7 +288,7 @@ class ShuffleRun:
         return Transferred(self.run_id, partition_id, attempt, key, self._worker.address)
 
     def _dispatch(self) -> int:
-        """How the scheduler counts the task that runs on this thread."""
+        """Return the number by which the scheduler counts the task that runs on this thread."""
         task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
         return -1 if task is None else int(task.run_id)
 
@@ -418,9 +418,9 @@ class ShuffleRun:
             if epoch != self._owners.epoch:
                 raise Stale(f"{self} has other owners by now")
             self._exchange.run_published(self._key)
-            return sorted(self._consumer.seal(message))
+            return sorted(self._receiver.seal(message))
         try:
-            await self._consumer.receive(message)
+            await self._receiver.receive(message)
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
@@ -431,7 +431,7 @@ class ShuffleRun:
         self.raise_if_closed()
         self._ensure_owner(partition_id, key)
         try:
-            frame = self._consumer.assemble(partition_id, key)
+            frame = self._receiver.assemble(partition_id, key)
         except (NotReceived, PeerLost, ExchangeClosed) as error:
             self.raise_if_closed()
             sync(self._worker.loop, self._recover, str(error), outputs=[partition_id])
@@ -478,8 +478,8 @@ class ShuffleRun:
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
     def task_done(self, key: Key) -> None:
-        """A task that had read outputs is in memory: let its shards go."""
-        if finished := self._consumer.task_done(key):
+        """Let the shards of a task go that has read outputs and is in memory."""
+        if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
 
 

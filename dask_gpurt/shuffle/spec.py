@@ -1,4 +1,4 @@
-"""What a shuffle is: the same on the scheduler and on every worker, for all its runs.
+"""Describe a shuffle: the same on the scheduler and on every worker, for all its runs.
 
 Runs, their ids, their restart and their owners are managed by the machinery of Dask's p2p
 shuffles on the scheduler and the workers; a spec of ours makes it work with our runs.
@@ -44,7 +44,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
     drop_column, ignore_index
         Whether ``column`` and the index are left out of the outputs.
     order_by
-        The column that outputs are about to be sorted by, None where nobody says so.
+        The column that outputs are about to be sorted by, None where that is not known.
     """
 
     npartitions: int
@@ -60,7 +60,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
     def of(
         cls, spec: DataFrameShuffleSpec, *, ignore_index: bool = False, order_by: Any = None
     ) -> ShuffleSpec:
-        """Our spec for the shuffle that a spec of Dask's p2p describes."""
+        """Return our spec for the shuffle that a spec of Dask's p2p describes."""
         wanted = range(spec.parts_out) if isinstance(spec.parts_out, int) else spec.parts_out
         return cls(
             id=spec.id,
@@ -80,7 +80,8 @@ class ShuffleSpec(DaskShuffleSpec[int]):
         yield from self.parts_out
 
     def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
-        """Neighbouring partitions share an owner, so that a shard is one run of sorted rows.
+        """Return the owner of an output. Neighbouring partitions share one, so that a shard is one run of
+        sorted rows.
 
         With placement on, the scheduler has other owners; then too neighbours share them.
         """
@@ -109,7 +110,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
 
 
 def output_partition(node: Any) -> int | None:
-    """The output partition that a task of a shuffle assembles; None when that can not be told.
+    """Return the output partition that a task of a shuffle assembles; None when the task does not show it.
 
     Parameters
     ----------

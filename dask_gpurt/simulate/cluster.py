@@ -22,7 +22,7 @@ HOSTS_PER_RACK, OVERSUBSCRIPTION = 8, 2
 
 @dataclass(frozen=True)
 class Machine:
-    """One worker.
+    """Describe one worker.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Cluster:
 
     @property
     def memory(self) -> int:
-        """Bytes of the live tiers of all workers."""
+        """Return the bytes of the live tiers of all workers."""
         return sum(machine.capacity.live for machine in self.machines)
 
     def topology(self) -> Topology:

@@ -16,7 +16,7 @@ ROUNDING_ERROR_S = 1e-9
 
 
 class Port:
-    """One direction of a link at one end. Its transfers have equal shares of its bandwidth."""
+    """Share the bandwidth of one direction of a link, at one end, among its transfers in equal parts."""
 
     __slots__ = ("bandwidth", "shared", "transfers")
 
@@ -27,7 +27,7 @@ class Port:
 
     @property
     def share(self) -> float:
-        """Bytes per second for each transfer."""
+        """Return the bytes per second for each transfer."""
         return self.bandwidth / len(self.transfers)
 
 

@@ -211,7 +211,7 @@ def _frame(draw: ImageDraw, top: int, title: str, most: str, makespan: float) ->
 
 
 def _line(draw: ImageDraw, top: int, heights: Values, colour: str) -> None:
-    """A line through values between 0 and 1."""
+    """Draw a line through values between 0 and 1."""
     across = LEFT + (RIGHT - LEFT) * (np.arange(COLUMNS) + 0.5) / COLUMNS
     points = [(float(x), top + PANEL * (1 - float(y))) for x, y in zip(across, heights, strict=True)]
     draw.line(points, fill=colour, width=2)

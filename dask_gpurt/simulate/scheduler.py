@@ -31,7 +31,7 @@ DECISIONS = (
     "decide_worker_rootish_queuing_enabled",
 )
 
-Message = dict[str, Any]
+StreamMessage = dict[str, Any]
 #: Sends messages to a worker or a client.
 Send = Callable[..., None]
 
@@ -58,7 +58,7 @@ class Stopwatch:
 
     @property
     def microseconds(self) -> float:
-        """The mean CPU time of a call, in microseconds."""
+        """Return the mean CPU time of a call, in microseconds."""
         return 1e6 * self.seconds / self.count if self.count else 0.0
 
 
@@ -150,12 +150,12 @@ class VirtualScheduler(Scheduler):
         """Return an address with a stable hash."""
         return addr if isinstance(addr, Name) else Name(addr)
 
-    def receive(self, worker: str, message: Message) -> None:
+    def receive(self, worker: str, message: StreamMessage) -> None:
         """Take a message from a worker, and handle it after those before it."""
         self._free_at = max(self._clock.now, self._free_at) + self._cost
         self._clock.at(self._free_at, self._handle, worker, message)
 
-    def _handle(self, worker: str, message: Message) -> None:
+    def _handle(self, worker: str, message: StreamMessage) -> None:
         if worker not in self.workers:
             return
         handler = self.stream_handlers[message.pop("op")]
@@ -209,7 +209,7 @@ class VirtualScheduler(Scheduler):
 
     @property
     def heartbeat_interval(self) -> float:
-        """Seconds between two heartbeats of a worker."""
+        """Return the seconds between two heartbeats of a worker."""
         return float(heartbeat_interval(len(self.workers)))
 
     # ---- the client ------------------------------------------------------------------

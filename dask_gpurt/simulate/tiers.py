@@ -9,7 +9,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.memory.policy import Candidate, choose
+from dask_gpurt.memory.policy import EvictionCandidate, choose
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.topology import Link, Speed
 
@@ -30,12 +30,12 @@ class Capacity:
 
     @property
     def live(self) -> int:
-        """The capacity of the tier that tasks compute in."""
+        """Return the capacity of the tier that tasks compute in."""
         return self.device or self.host
 
     @property
     def total(self) -> int:
-        """The capacity of all tiers but the disk."""
+        """Return the capacity of all tiers but the disk."""
         return self.device + self.pinned + self.host
 
     def __getitem__(self, tier: Tier) -> float:
@@ -104,17 +104,19 @@ class Tiers(MutableMapping[Key, Any]):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes in the live tier, reserved ones included."""
+        """Return the bytes in the live tier, reserved ones included."""
         return self._used[self.live] + self._reserved
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes below the live tier."""
+        """Return the bytes below the live tier."""
         return sum(self._used.values()) - self._used[self.live]
 
     @property
     def free(self) -> int:
-        """Bytes of the live tier that are neither used nor reserved; below 0 when it is over its capacity."""
+        """Return the bytes of the live tier that are neither used nor reserved; below 0 when it is over its
+        capacity.
+        """
         return self.capacity.live - self.live_bytes
 
     def free_below(self) -> dict[Tier, float]:
@@ -123,7 +125,7 @@ class Tiers(MutableMapping[Key, Any]):
 
     @property
     def over(self) -> bool:
-        """True if the live tier was ever over its capacity."""
+        """Return whether the live tier was ever over its capacity."""
         return self.peak > self.capacity.live
 
     def hold(self, keys: Collection[Key], reserve: int) -> float:
@@ -258,7 +260,7 @@ class RuntimeTiers(Tiers):
         if nbytes <= 0:
             return []
         free = [
-            Candidate(key, size, self._next_use(key), used)
+            EvictionCandidate(key, size, self._next_use(key), used)
             for used, (key, size) in enumerate(self._keys[tier].items())
             if key not in self._holders
         ]

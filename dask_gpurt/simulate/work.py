@@ -72,5 +72,5 @@ class Workload:
 
     @property
     def works(self) -> dict[str, Work]:
-        """All tasks by their keys."""
+        """Return all tasks by their keys."""
         return {work.key: work for submission in self.submissions for work in submission.works}

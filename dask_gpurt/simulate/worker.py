@@ -105,7 +105,7 @@ class Environment(Protocol):
     def on_task_finished(self, work: Work, start: float) -> None: ...
 
 
-class _Task(TaskState):
+class _VirtualTask(TaskState):
     """A task with a stable hash, so that the order of sets does not depend on addresses in memory."""
 
     __slots__ = ("_order",)
@@ -196,7 +196,7 @@ class VirtualWorker:
         """Make the tasks that a message names, before the state machine would."""
         for key in keys:
             if key not in self.state.tasks:
-                self.state.tasks[key] = task = _Task(key, next(self._order))
+                self.state.tasks[key] = task = _VirtualTask(key, next(self._order))
                 self.state.task_counter.new_task(task)
 
     def _stimulate(self, event: StateMachineEvent) -> None:
@@ -227,7 +227,7 @@ class VirtualWorker:
 
     @property
     def executing(self) -> dict[str, float]:
-        """Seconds for which each running task has been running."""
+        """Return the seconds for which each running task has been running."""
         return {key: self._clock.now - start for key, start in self._started.items()}
 
     def _execute(self, key: str) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 
+from dask_gpurt.topology.hosts import Devices, Gpu, GpuLink, Host, Lanes, Nic
 from dask_gpurt.topology.links import Link
-from dask_gpurt.topology.model import Devices, Gpu, GpuLink, Host, Lanes, Nic, Place
+from dask_gpurt.topology.model import Place
 
 SYS = Path("/sys")
 #: The generation of NVLink by the number that NVML has for its version; 2.2 and 3.1 have one of their own.

@@ -31,7 +31,7 @@ FIRST_TRANSFER_S: Mapping[Link, float] = {
 #: The weight of the latest first transfer in the average of its class.
 FIRST_TRANSFER_WEIGHT = 0.2
 #: Senders that are remembered of each worker; the earliest is forgotten first.
-MOST_PEERS = 256
+MAX_PEERS = 256
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -99,7 +99,7 @@ class PairOverrides(Generic[Key]):
         average = self._averages.pop(pair, None)
         known = average is not None
         if average is None:
-            expected = transfers * usual.latency + nbytes / usual.bandwidth
+            expected = usual.seconds(nbytes, transfers)
             if expected / OVERRIDE_FACTOR <= seconds <= expected * OVERRIDE_FACTOR:
                 return
             average = SpeedEstimate(usual)
@@ -141,7 +141,7 @@ class ConnectionSetup:
             return False
         peers = self._met[target]
         peers[source] = None
-        if len(peers) > MOST_PEERS:
+        if len(peers) > MAX_PEERS:
             del peers[next(iter(peers))]
         # Never 0: that would mean that first transfers of this class take no longer.
         self._first[link] += FIRST_TRANSFER_WEIGHT * (max(longer, 1e-6) - self._first[link])

@@ -15,8 +15,8 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_gpurt.config import ConfigError
+from dask_gpurt.topology.hosts import SELF, Devices, Gpu, GpuLink, Host, Lanes, Nic
 from dask_gpurt.topology.links import Link, Speed
-from dask_gpurt.topology.model import SELF, Devices, Gpu, GpuLink, Host, Lanes, Nic
 
 #: The format that is written, and the only one that is read.
 VERSION = 1

@@ -56,9 +56,9 @@ class Speed:
         if not 0 <= self.latency < math.inf:
             raise ValueError(f"a latency is a number of seconds of at least 0, not {self.latency}")
 
-    def seconds(self, nbytes: int) -> float:
-        """Return the seconds that a transfer of so many bytes takes."""
-        return self.latency + nbytes / self.bandwidth
+    def seconds(self, nbytes: float, transfers: int = 1) -> float:
+        """Return the seconds that transfers of so many bytes together take, one after the other."""
+        return transfers * self.latency + nbytes / self.bandwidth
 
 
 #: The speeds of links until they are measured. "Measured" was on a host with four H200 and NVSwitch;

@@ -24,8 +24,8 @@ import numpy as np
 from distributed.comm.core import connect, listen
 from distributed.protocol.serialize import to_serialize
 
+from dask_gpurt.topology.hosts import Host
 from dask_gpurt.topology.links import SHIPPED, Link, Speed
-from dask_gpurt.topology.model import Host
 
 #: Bytes of a block, more than the caches of a processor hold, and seconds of one trial.
 BLOCK_BYTES, TRIAL_S = 2**26, 0.3

@@ -1,26 +1,15 @@
-"""Model hosts with their GPUs and NICs, the places of workers, and the links between them."""
+"""Model the places of workers, and the links between them with their speeds."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from dask_gpurt.topology.estimate import RETURN_FACTOR, ConnectionSetup, PairOverrides, SpeedEstimate, factor
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
 #: Pairs with a speed of their own that are kept: those of a slow host or cable, by far not all pairs.
-MOST_PAIRS = 1024
-#: The share of the nominal figure that a copy reaches, measured on H200: 391 of 450 GB/s, and 53 of 63.
-NVLINK_SHARE, PCIE_SHARE = 391 / 450, 53 / 63
-#: Nominal bytes per second in one direction, of one NVLink and of one PCIe lane, by generation.
-NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
-PCIE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-#: How far apart two devices are on the PCIe bus, near first, in the words of ``nvidia-smi topo``.
-PCIE_PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-
-#: Two devices, by their ids.
-Devices = frozenset[str]
+MAX_PAIRS = 1024
 
 
 @dataclass(frozen=True)
@@ -68,218 +57,6 @@ class HostLinks:
     speeds: Mapping[Link, Speed] = field(default_factory=dict)
 
 
-# ---- a host ----------------------------------------------------------------------------
-
-
-class Lanes(NamedTuple):
-    """Count the NVLinks or PCIe lanes of a device, and name their generation."""
-
-    generation: int
-    number: int
-
-
-class GpuLink(NamedTuple):
-    """Describe what joins two GPUs: a class of link, the number of NVLinks, or the path over the PCIe bus."""
-
-    link: Link
-    nvlinks: int = 0
-    path: str = ""
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, (self.link, f"x{self.nvlinks}" if self.nvlinks else "", self.path)))
-
-    @classmethod
-    def parse(cls, text: str) -> GpuLink:
-        """Read the text that ``str`` has made: "nvlink x18", "pcie PIX", "shared-memory".
-
-        Raises
-        ------
-        ValueError
-            When it is any other.
-        """
-        name, _, rest = text.strip().partition(" ")
-        link = Link(name)
-        if link == Link.NVLINK and rest[:1] == "x" and rest[1:].isdecimal():
-            return cls(link, nvlinks=int(rest[1:]))
-        if link == Link.PCIE and rest in PCIE_PATHS:
-            return cls(link, path=rest)
-        if rest:
-            raise ValueError(text)
-        return cls(link)
-
-
-SELF = GpuLink(Link.SAME_DEVICE)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Describe a GPU, or an instance of one that MIG has partitioned.
-
-    Parameters
-    ----------
-    id
-        Its UUID, "GPU-…" or "MIG-…".
-    index
-        The number of the GPU in the order of the PCI bus; instances share that of theirs.
-    name
-        The maker's name.
-    parent
-        Of an instance, the UUID of its GPU.
-    numa
-        The NUMA node that it is attached to.
-    nvlink, pcie
-        Its links that are up, and its lanes.
-    fabric
-        An id of the NVLink domain, if that spans hosts.
-    """
-
-    id: str
-    index: int
-    name: str = ""
-    parent: str | None = None
-    numa: int | None = None
-    nvlink: Lanes | None = None
-    pcie: Lanes | None = None
-    fabric: str | None = None
-
-
-@dataclass(frozen=True)
-class Nic:
-    """Describe a network device that is up; its nominal ``speed`` is in bytes per second."""
-
-    name: str
-    speed: float | None = None
-    rdma: bool = False
-    numa: int | None = None
-
-
-@dataclass(frozen=True)
-class Host:
-    """Describe one host.
-
-    Parameters
-    ----------
-    name
-        The name that the operating system has for it.
-    gpus
-        Its GPUs in the order of the PCI bus.
-    joins
-        The link between every two of them, by their ids.
-    nics
-        Network devices that are up.
-    numa_nodes
-        The number of its NUMA nodes.
-    """
-
-    name: str
-    gpus: tuple[Gpu, ...] = ()
-    joins: Mapping[Devices, GpuLink] = field(default_factory=dict)
-    nics: tuple[Nic, ...] = ()
-    numa_nodes: int = 1
-
-    @property
-    def rdma(self) -> bool:
-        """Tell whether there is a NIC for RDMA."""
-        return any(nic.rdma for nic in self.nics)
-
-    def matrix(self) -> list[list[GpuLink]]:
-        """Return the links between every two GPUs, in rows; a GPU and itself are one device."""
-        return [
-            [SELF if one is other else self.joins[frozenset((one.id, other.id))] for other in self.gpus]
-            for one in self.gpus
-        ]
-
-    def find(self, visible: str | None) -> Gpu | None:
-        """Return the GPU that a process computes on; None if it is not known.
-
-        Parameters
-        ----------
-        visible
-            Its ``CUDA_VISIBLE_DEVICES``, of which the first counts; None if all are visible.
-        """
-        first = "0" if visible is None else visible.split(",")[0].strip()
-        if first.isdecimal():
-            found = (gpu for gpu in self.gpus if gpu.index == int(first))
-        else:  # CUDA takes the beginning of an id too
-            found = (gpu for gpu in self.gpus if first and _is_named(gpu, first))
-        return next(found, None)
-
-    def place(
-        self,
-        host: str,
-        gpu: Gpu | None,
-        *,
-        numa: int | None = None,
-        rdma: bool = False,
-        by_tcp: bool = False,
-    ) -> Place:
-        """Return the place of a process that computes on a GPU, or on the processor.
-
-        Parameters
-        ----------
-        host
-            The id of this host, by which links within it are known.
-        numa
-            The node of a process without a GPU.
-        rdma
-            Whether it sends by RDMA if there is a NIC for it.
-        by_tcp
-            Whether Dask's comms to it are TCP.
-        """
-        rdma = rdma and self.rdma
-        if gpu is None:
-            return Place(host, numa=numa, rdma=rdma, by_tcp=by_tcp)
-        return Place(host, gpu.id, gpu.numa, self._domain(host, gpu), rdma, by_tcp)
-
-    def _domain(self, host: str, gpu: Gpu) -> str | None:
-        """Return the NVLink domain of a GPU; one within this host is named after its first GPU."""
-        if gpu.fabric is not None:
-            return gpu.fabric
-        for domain in self.nvlink_domains():
-            if gpu in domain:
-                return f"{host}/{domain[0].index}"
-        return None
-
-    def nvlink_domains(self) -> Iterator[list[Gpu]]:
-        """Yield groups of GPUs each of which reaches all others over NVLink; a GPU is in one at most."""
-        left = [gpu for gpu in self.gpus if self._nvlinked(gpu, self.gpus)]
-        while left:
-            domain = [left.pop(0)]
-            for gpu in list(left):
-                if len(self._nvlinked(gpu, domain)) == len(domain):
-                    domain.append(gpu)
-                    left.remove(gpu)
-            yield domain
-
-    def _nvlinked(self, gpu: Gpu, others: tuple[Gpu, ...] | list[Gpu]) -> list[Gpu]:
-        pairs = ((other, self.joins.get(frozenset((gpu.id, other.id)))) for other in others)
-        return [other for other, join in pairs if join and join.link == Link.NVLINK]
-
-    def known(self) -> HostLinks:
-        """Return the links in this host, with the speeds that follow from their generations and numbers."""
-        return HostLinks({pair: join.link for pair, join in self.joins.items()}, dict(self._speeds()))
-
-    def _speeds(self) -> Iterator[tuple[Link, Speed]]:
-        generations = {gpu.id: gpu.nvlink.generation for gpu in self.gpus if gpu.nvlink}
-        nvlinks = [
-            join.nvlinks * min(NVLINK_RATES.get(generations.get(gpu, 0), 0.0) for gpu in pair)
-            for pair, join in self.joins.items()
-        ]
-        lanes = [gpu.pcie.number * PCIE_RATES.get(gpu.pcie.generation, 0.0) for gpu in self.gpus if gpu.pcie]
-        if slowest := min(filter(None, nvlinks), default=0.0):
-            yield Link.NVLINK, Speed(slowest * NVLINK_SHARE, SHIPPED[Link.NVLINK].latency)
-        if slowest := min(filter(None, lanes), default=0.0):
-            for link in (Link.PCIE, Link.PINNED):  # both cross the bus once
-                yield link, Speed(slowest * PCIE_SHARE, SHIPPED[link].latency)
-
-
-def _is_named(gpu: Gpu, beginning: str) -> bool:
-    return any(name.lower().startswith(beginning.lower()) for name in (gpu.id, gpu.parent or ""))
-
-
-# ---- all workers -----------------------------------------------------------------------
-
-
 #: The two ends of a link: its hosts where it joins two, else a device twice or the devices of a host.
 Pair = tuple[Link, str, str]
 
@@ -305,7 +82,7 @@ class Topology:
         self._everywhere: dict[str, None] = {}
         self._rings: dict[tuple[str, ...], dict[str, None]] = {}
         self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
-        self._overrides: PairOverrides[Pair] = PairOverrides(MOST_PAIRS)
+        self._overrides: PairOverrides[Pair] = PairOverrides(MAX_PAIRS)
         self._setup = ConnectionSetup(first or {})
 
     # ---- places ----------------------------------------------------------------------
@@ -474,7 +251,7 @@ class Topology:
             self._classes[link].observe(nbytes, seconds, transfers)
             return
         usual = self._usual(link, here, there)
-        expected = transfers * usual.speed.latency + nbytes / usual.speed.bandwidth
+        expected = usual.speed.seconds(nbytes, transfers)
         if by_comms and self._setup.observe(link, source, target, seconds - expected):
             return
         self._overrides.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)

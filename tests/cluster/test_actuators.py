@@ -1,4 +1,4 @@
-"""What confines compute on workers, and what is said where nothing does."""
+"""Confine compute on workers, and say so where nothing does."""
 
 from __future__ import annotations
 

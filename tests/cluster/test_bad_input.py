@@ -1,4 +1,4 @@
-"""What is wrong is refused with an error that says what would be right, and nothing else is lost."""
+"""Refuse what is wrong with an error that says what would be right, and lose nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRAME = pd.DataFrame({"key": range(60), "value": 0.5, "name": [f"row {i}" for i 
 
 @pytest.fixture(scope="module")
 def off() -> Iterator[Client]:
-    """A cluster that can have the runtime, and has not."""
+    """Yield a cluster that can have the runtime, and has not."""
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with dask.config.set(QUICK), LocalCluster(**options) as local, Client(local) as client:
         instrument(client)
@@ -39,7 +39,7 @@ def on(off: Client) -> Iterator[Client]:
 
 
 def assert_shuffles(client: Client, *, ours: bool) -> None:
-    """A shuffle with nothing wrong in it works, in the runtime or without it."""
+    """Make sure that a shuffle with nothing wrong in it works, in the runtime or without it."""
     before = counters(client).get("shuffle.runs", 0)
     shuffled = dd.from_pandas(FRAME, npartitions=3).shuffle("key").compute()
     pd.testing.assert_frame_equal(shuffled.sort_values("key", ignore_index=True), FRAME, check_dtype=False)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.cli.calibrate import QUERIES, ensure_confined, learn, random_rows, split_text, written_since
-from dask_gpurt.overlap.statistics import load
+from dask_gpurt.overlap.statistics_file import load
 from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import Starting
 from tests.helpers.overlap_cluster import start as start  # a fixture
@@ -36,6 +36,8 @@ def test_every_query_is_learnt_beside_shuffles(start: Starting, tmp_path: Path) 
     client = start(mode="adaptive", learned=str(tmp_path / "learned.json"))
     ensure_confined(client)
     assert learn(client, "pandas", 2**22, 0.0) == len(QUERIES)
+    budgets = client.run(lambda dask_worker: dask_worker.plugins["gpurt"].overlap._governor.budget)
+    assert set(budgets.values()) == {1.0}, "trials may lose all of the time"
     dask_gpurt.disable(client)
     _, known = load(tmp_path / "learned.json")
     kernels = known.kernels
@@ -43,13 +45,6 @@ def test_every_query_is_learnt_beside_shuffles(start: Starting, tmp_path: Path) 
     assert all(kernel.samples > 0 for kernel in kernels.values())
     assert any(kernel.alone.count for kernel in kernels.values())
     assert any(kernel.beside for kernel in kernels.values())
-
-
-def test_a_calibration_may_try_more(start: Starting) -> None:
-    client = start(mode="adaptive", learned="auto")
-    learn(client, "pandas", 2**16, 0.0)
-    budgets = client.run(lambda dask_worker: dask_worker.plugins["gpurt"].overlap._governor.budget)
-    assert set(budgets.values()) == {1.0}
 
 
 def test_text_is_cut_at_a_digit() -> None:

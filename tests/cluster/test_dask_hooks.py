@@ -41,7 +41,7 @@ async def runs_of_a_shuffle(client: Any) -> float:
 
 
 def another_create(self: Any, shuffle_id: Any, key: Any, worker: str, priority: int) -> Any:
-    """As a Dask of tomorrow may have it."""
+    """Stand for the method of a Dask of tomorrow."""
     raise AssertionError("Dask's own shuffles do not come here in this test")
 
 

@@ -11,26 +11,25 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from tests.helpers.clusters import Library, assert_same_partitions, cluster, counters, partitions
+from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, cluster, counters, partitions
 
 PARTS, ROWS = 8, 40_000  # 640 kB each, in two columns
 
 
-def collection(library: Library, rows: int = ROWS, seed: int = 3) -> Any:
+def inputs(rows: int = ROWS, seed: int = 3) -> list[pd.DataFrame]:
     random = np.random.default_rng(seed)
-    return library.collection(
-        [
-            pd.DataFrame({"key": random.integers(0, 9999, rows), "row": np.arange(rows) + part * rows})
-            for part in range(PARTS)
-        ]
-    )
+    return [
+        pd.DataFrame({"key": random.integers(0, 9999, rows), "row": np.arange(rows) + part * rows})
+        for part in range(PARTS)
+    ]
 
 
-def assert_like_tasks(df: Any) -> None:
-    ours = partitions(df.shuffle("key", ignore_index=True))
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        theirs = partitions(df.shuffle("key", ignore_index=True))
-    assert_same_partitions(ours, theirs, in_order=False, index=False)
+def assert_like_tasks(library: Library, parts: list[pd.DataFrame]) -> None:
+    def build(df: Any) -> Any:
+        return df.shuffle("key", ignore_index=True)
+
+    ours = partitions(build(library.collection(parts)))
+    assert_same_partitions(ours, by_tasks(build, library.lazy(parts)), in_order=False, index=False)
 
 
 def pools(client: Client) -> list[dict[str, int]]:
@@ -42,8 +41,7 @@ def pools(client: Client) -> list[dict[str, int]]:
 def test_a_pool_far_smaller_than_the_data_blocks_but_does_not_fail(library: Library, pool: str) -> None:
     """From a pool that holds some shards down to one that holds a piece of one."""
     with cluster(library.name, exchange__pool=pool) as client:
-        df = collection(library)
-        assert_like_tasks(df)
+        assert_like_tasks(library, inputs())
         size = dask.utils.parse_bytes(pool)
         assert max(worker["counters"].get("exchange.pool.peak", 0) for worker in workers(client)) <= size
         assert all(pool["used"] == 0 for pool in pools(client) if pool["capacity"])
@@ -57,7 +55,7 @@ def workers(client: Client) -> list[dict[str, Any]]:
 def test_shuffles_at_once_in_a_tiny_pool(library: Library) -> None:
     """Each waits for room that the others hold: all end, because owners can always make room."""
     with cluster(library.name, exchange__pool="256 kiB") as client:
-        frames = [collection(library, 10_000, seed) for seed in range(4)]
+        frames = [library.collection(inputs(10_000, seed)) for seed in range(4)]
         shuffled = [df.shuffle("key", ignore_index=True).persist() for df in frames]
         for df, out in zip(frames, shuffled, strict=True):
             assert sum(map(len, partitions(out))) == sum(map(len, partitions(df)))
@@ -66,7 +64,7 @@ def test_shuffles_at_once_in_a_tiny_pool(library: Library) -> None:
 
 def test_pulled_shards_go_to_disk_when_memory_is_short(library: Library) -> None:
     with cluster(library.name, exchange__pool="256 kiB", memory__device="512 kiB") as client:
-        assert_like_tasks(collection(library))
+        assert_like_tasks(library, inputs())
         spilled = {name for name in counters(client) if name.startswith("memory.spill.bytes.exchange")}
         assert spilled == {f"memory.spill.bytes.exchange.{'disk' if library.name == 'pandas' else 'pinned'}"}
 
@@ -74,7 +72,7 @@ def test_pulled_shards_go_to_disk_when_memory_is_short(library: Library) -> None
 @pytest.mark.parametrize("pool", ["auto", "256 kiB"])
 def test_without_a_mapping_bytes_take_the_comms(library: Library, pool: str) -> None:
     with cluster(library.name, exchange__paths=["comms"], exchange__pool=pool) as client:
-        assert_like_tasks(collection(library))
+        assert_like_tasks(library, inputs())
         found = counters(client)
         assert found["exchange.bytes.comms"] > 0
         assert "exchange.bytes.shared-memory" not in found
@@ -96,7 +94,7 @@ def test_a_mapping_that_fails_falls_back_to_the_comms(library: Library) -> None:
                 device.map = fail
 
         client.run(break_mapping)
-        assert_like_tasks(collection(library))
+        assert_like_tasks(library, inputs())
         assert counters(client)["exchange.bytes.comms"] > 0
         (path,) = {
             path["reason"]
@@ -109,7 +107,7 @@ def test_a_mapping_that_fails_falls_back_to_the_comms(library: Library) -> None:
 
 def test_transfers_in_flight_are_bounded(library: Library) -> None:
     with cluster(library.name, exchange__paths=["comms"], exchange__inflight="100 kiB") as client:
-        assert_like_tasks(collection(library))
+        assert_like_tasks(library, inputs())
         shard = ROWS * 16 // 2
         assert (
             max(worker["counters"]["exchange.inflight.peak"] for worker in workers(client))
@@ -118,7 +116,7 @@ def test_transfers_in_flight_are_bounded(library: Library) -> None:
 
 
 def test_the_best_path_is_taken_and_shown(client: Client, library: Library) -> None:
-    assert_like_tasks(collection(library))
+    assert_like_tasks(library, inputs())
     best = {"pandas": "shared-memory", "cudf": "cuda-ipc"}[library.name]
     assert counters(client)[f"exchange.bytes.{best}"] > 0
     report = dask_gpurt.report(client, connect=True)
@@ -153,13 +151,14 @@ def test_shards_are_pulled_while_other_producers_still_work(library: Library) ->
 
 def test_four_workers(library: Library) -> None:
     with cluster(library.name, workers=4) as client:
-        df = collection(library, 4_000)
-        assert_like_tasks(df)
-        other = collection(library, 1_000, seed=4).rename(columns={"row": "other"})
-        joined = df.merge(other, on="key")
-        rows = sum(map(len, partitions(joined)))
-        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-            assert rows == sum(map(len, partitions(df.merge(other, on="key")))) > 0
+        assert_like_tasks(library, inputs(4_000))
+        sides = inputs(4_000), inputs(1_000, seed=4)
+
+        def joined(df: Any, other: Any) -> Any:
+            return df.merge(other.rename(columns={"row": "other"}), on="key")
+
+        rows = sum(map(len, partitions(joined(*map(library.collection, sides)))))
+        assert rows == sum(map(len, by_tasks(joined, *map(library.lazy, sides)))) > 0
         assert counters(client)["shuffle.runs"] == 3 * 4
 
 
@@ -181,7 +180,7 @@ def test_a_row_larger_than_the_pool_is_an_error_that_names_the_setting(library: 
         with pytest.raises(RuntimeError) as caught:
             df.shuffle("key").compute()
         assert "gpurt.exchange.pool" in str(caught.value.__cause__)
-        assert_like_tasks(collection(library, 500))
+        assert_like_tasks(library, inputs(500))
         assert counters(client)["shuffle.runs"]
 
 

@@ -31,7 +31,7 @@ def frames() -> list[pd.DataFrame]:
 
 
 def build(library: Library, slow: Callable[[Any, int], Any] | None = None) -> Any:
-    """A collection whose partitions are made by the tasks that the shuffle needs."""
+    """Return a collection whose partitions are made by the tasks that the shuffle needs."""
     import dask.dataframe as dd
 
     parts = frames()
@@ -44,7 +44,7 @@ def build(library: Library, slow: Callable[[Any, int], Any] | None = None) -> An
 
 
 def assert_right(out: Any) -> None:
-    """All rows are there once, and each key in one partition."""
+    """Make sure that all rows are there once, and each key in one partition."""
     shuffled = partitions(out)
     rows = canonical(pd.concat(shuffled), index=False)
     pd.testing.assert_frame_equal(rows, canonical(pd.concat(frames()), index=False))
@@ -56,7 +56,7 @@ def assert_right(out: Any) -> None:
 
 @pytest.fixture
 def own(library: Library) -> Iterator[Client]:
-    """A cluster of three that a test may damage."""
+    """Yield a cluster of three that a test may damage."""
     with cluster(library.name, workers=3) as client:
         yield client
 
@@ -67,7 +67,7 @@ def kill(client: Client, address: str) -> None:
 
 
 def waits_at(event: str, part: int) -> Callable[[Any, int], Any]:
-    """Makes one partition wait for an event, and say where it does."""
+    """Make one partition wait for an event, and say where it does."""
 
     def slow(frame: Any, i: int) -> Any:
         if i == part and not Event(event).is_set():
@@ -198,7 +198,7 @@ def _outputs_in_memory(dask_scheduler: Any) -> int:
 
 def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:
     def begin_again(frame: Any, i: int) -> Any:
-        """Each input ends the run that another has begun, as the loss of a worker would."""
+        """End at each input the run that another has begun, as the loss of a worker would."""
         worker = get_worker()
         runs = list(worker.plugins["shuffle"].shuffle_runs._active_runs.values())
         if runs:

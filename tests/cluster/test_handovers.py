@@ -175,7 +175,7 @@ def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
 
 
 def forget_to_settle() -> None:
-    """Producers publish what may not have been written yet."""
+    """Have producers publish what may not have been written yet."""
     from dask_gpurt import testing
 
     watch_table = testing.watch_table
@@ -195,4 +195,4 @@ def test_the_doctor_tells_what_is_too_early(library: Library) -> None:
         assert len(told_too_early(client)) == 2
         for found in told_too_early(client):
             assert "before packing has been waited for" in str(found)
-        dask_gpurt.disable(client)  # whoever counts at the end shall find nothing
+        dask_gpurt.disable(client)  # the count at the end shall find nothing

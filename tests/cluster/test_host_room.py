@@ -13,8 +13,8 @@ import pytest
 
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.exchange import Attempt, Exchange, Shard, host_room
-from dask_gpurt.exchange.inbox import Parcel, reading
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.incoming import IncomingShard, reading
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import Section
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import on_cluster
@@ -38,13 +38,13 @@ def publish(exchange: Any, owner: str, nbytes: int) -> Shard:
     )
 
 
-def read(exchange: Any, parcel: Parcel) -> int:
-    with reading([(parcel, 0)], exchange.landing, lambda: None, "task") as ((buffer, _),):
+def read(exchange: Any, incoming: IncomingShard) -> int:
+    with reading([(incoming, 0)], exchange.landing, lambda: None, "task") as ((buffer, _),):
         return int(buffer.sum())
 
 
-async def taken(exchange: Exchange, shard: Shard) -> Parcel:
-    """A shard that was offered to an owner."""
+async def taken(exchange: Exchange, shard: Shard) -> IncomingShard:
+    """Return a shard that was offered to an owner."""
     exchange.run_begins(RUN)
     return exchange.take(RUN, shard, await exchange.path(shard), print)
 
@@ -54,7 +54,7 @@ class Enough(Exception):
 
 
 def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
-    """A block, as a producer gets it whose run ends after some time."""
+    """Cut a block, as a producer does whose run ends after some time."""
     until = time.monotonic() + seconds
 
     def check() -> None:
@@ -77,13 +77,13 @@ def test_what_was_read_of_a_peer_does_not_count(drained: bool) -> None:
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         here, there = exchange_of(a), exchange_of(b)
         shard = await here.offload(publish, here, b.address, 4 * MIB)
-        parcel = await taken(there, shard)
+        incoming = await taken(there, shard)
         if drained:
             there.drain(producer=list(here.me))
-            await asyncio.wrap_future(parcel._landed)
-        assert await there.offload(read, there, parcel) == 4 * MIB
-        assert resident(parcel.path.mapping._mapping) == 0
-        await there.offload(there.discard, [parcel])
+            await asyncio.wrap_future(incoming._landed)
+        assert await there.offload(read, there, incoming) == 4 * MIB
+        assert resident(incoming.path.mapping._mapping) == 0
+        await there.offload(there.discard, [incoming])
 
     run()
 
@@ -100,15 +100,15 @@ def test_a_producer_waits_for_what_another_worker_has_published(
         shm = Shm(monkeypatch, 4 * MIB)
         shm.pools = [box.pool for box in boxes]
         shard = await ends[0].offload(publish, ends[0], b.address, 3 * MIB)
-        parcel = await taken(ends[1], shard)
+        incoming = await taken(ends[1], shard)
         block = await ends[2].offload(cut, boxes[2], 2 * MIB)
         assert held(boxes[0].pool) == 0
         assert held(boxes[2].pool) == 2 * MIB
-        assert await ends[1].offload(read, ends[1], parcel) == 3 * MIB
+        assert await ends[1].offload(read, ends[1], incoming) == 3 * MIB
         fallbacks = ends[2].metrics.snapshot()["fallbacks"]
         assert fallbacks["exchange.shm-full"]["count"] >= 1
         boxes[2].give_back(block)
-        await ends[1].offload(ends[1].discard, [parcel])
+        await ends[1].offload(ends[1].discard, [incoming])
 
     run()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
 from dask_gpurt.memory.tiers import Tier
 from tests.helpers.clusters import Library, cluster
+from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 8 * MIB, "memory__host": 2 * MIB}
@@ -38,7 +38,7 @@ LOOK = 0.002
 
 @dataclass
 class Truth:
-    """What a worker holds, by tier. Of a prefix it is a range: memory may be shared with others."""
+    """Count what a worker holds, by tier. Of a prefix it is a range: memory may be shared with others."""
 
     used: Counter[str] = field(default_factory=Counter)
     least: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -54,11 +54,11 @@ class Truth:
 
 
 def truth(dask_worker: Any) -> Truth:
-    """Ask everybody but the ledger."""
+    """Ask all sources but the ledger."""
     tiers, found = dask_worker.plugins["gpurt"].tiers, Truth()
-    ladder = tiers.ladder
-    with ladder._table.lock:
-        entries = dict(ladder._table.by_key)
+    tiered_buffer = tiers.tiered_buffer
+    with tiered_buffer._table.lock:
+        entries = dict(tiered_buffer._table.by_key)
         found.resting = not any(e.moving or e.holders or e.readers for e in entries.values())
         found.copied = sum(
             sum(owned(e.value).values())
@@ -67,14 +67,14 @@ def truth(dask_worker: Any) -> Truth:
         )
         for tier in (Tier.DEVICE, Tier.HOST):
             add_live(found, tier, {key: e for key, e in entries.items() if e.live and e.tier is tier})
-        for tier, mapping in ladder._table.lower._tiers.items():
+        for tier, mapping in tiered_buffer._table.lower._tiers.items():
             found.used[tier] += taken(tier, mapping)
             for key, entry in entries.items():
                 if entry.tier is tier and not entry.live:
                     nbytes = size_below(tier, mapping, entry.name)
                     found.least[tier, prefix_of(key, entry)] += nbytes
                     found.most[tier, prefix_of(key, entry)] += nbytes
-        for tier, nbytes in ladder._table.live._reservations.values():
+        for tier, nbytes in tiered_buffer._table.live._reservations.values():
             found.promised[tier] += nbytes
     return found
 
@@ -98,7 +98,7 @@ def prefix_of(key: Any, entry: Any) -> str:
 
 
 def taken(tier: Tier, mapping: Any) -> int:
-    """What the pool, the arrays and the file system say."""
+    """Return what the pool, the arrays and the file system say."""
     if tier is Tier.PINNED:
         return sum(mapping._pool._taken.values()) * mapping._pool._block
     if tier is Tier.HOST:
@@ -119,7 +119,7 @@ def size_below(tier: Tier, mapping: Any, name: str) -> int:
 
 
 def own_account(dask_worker: Any) -> Truth:
-    """What the ledger of a worker says, in the same form."""
+    """Return what the ledger of a worker says, in the same form."""
     ledger, found = dask_worker.plugins["gpurt"].tiers.ledger, Truth()
     for tier in Tier:
         found.used[tier] = ledger.used(tier)
@@ -142,7 +142,7 @@ class Witness(threading.Thread):
 
     def run(self) -> None:
         while not self.ended.wait(LOOK):
-            with self.worker.plugins["gpurt"].tiers.ladder._table.lock:
+            with self.worker.plugins["gpurt"].tiers.tiered_buffer._table.lock:
                 # What is stored below is told when it is there: by one object a thread the ledger is late.
                 said, real = own_account(self.worker), truth(self.worker)
             self.looks += 1
@@ -169,7 +169,7 @@ def heard(dask_worker: Any) -> tuple[int, list[str]]:
 
 
 def different(said: Counter[tuple[str, str]], real: Truth, tiers: Any = tuple(Tier)) -> list[str]:
-    """Prefixes of which the account is not what they have."""
+    """Return the prefixes of which the account is not what they have."""
     return [
         f"{place}: {said[place]} bytes, truly {real.least[place]} to {real.most[place]}"
         for place in {*said, *real.most}
@@ -222,14 +222,16 @@ def total(of: Truth, tier: Tier) -> int:
 
 def rest(client: Client, *, empty: bool = False) -> dict[str, Truth]:
     """Wait until moves have ended and reports are through: then the scheduler knows the truth."""
-    deadline = time.monotonic() + 30
-    while True:
+    real: dict[str, Truth] = {}
+
+    def wrong() -> list[str]:
+        nonlocal real
         real = client.run(truth)
-        wrong = mistakes(scheduler_says(client), real)
-        wrong += [f"{worker} has {of.used}" for worker, of in real.items() if empty and +of.used]
-        if not wrong:
-            return real
-        assert time.monotonic() < deadline, "\n".join(wrong)
+        found = mistakes(scheduler_says(client), real)
+        return found + [f"{worker} has {of.used}" for worker, of in real.items() if empty and +of.used]
+
+    until(lambda: not wrong(), lambda: "\n".join(wrong()))
+    return real
 
 
 # ---- work ------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def make(library: Library, rows: int, seed: int) -> Any:
 
 
 def view(frame: Any) -> Any:
-    """All rows but one, in the same memory."""
+    """Return all rows but one, in the same memory."""
     return frame.iloc[1:]
 
 

@@ -1,8 +1,7 @@
-"""What the tiers hold and what was spilled, on the workers' pages for Prometheus."""
+"""Show what the tiers hold and what was spilled, on the workers' pages for Prometheus."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
 from tests.helpers.clusters import Library, cluster
+from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 * MIB, "memory__host": 2 * MIB}
@@ -31,7 +31,7 @@ Samples = dict[tuple[str, ...], float]
 
 @pytest.fixture
 def spilled(library: Library) -> Iterator[tuple[Client, Any]]:
-    """Two workers with 16 partitions of 2 MiB, which are more than fit into the device tier."""
+    """Yield two workers with 16 partitions of 2 MiB, which are more than fit into the device tier."""
     with cluster(library.name, **SMALL) as client:
 
         def part(i: int) -> Any:
@@ -43,7 +43,7 @@ def spilled(library: Library) -> Iterator[tuple[Client, Any]]:
 
 
 def pages(client: Client) -> dict[str, Samples]:
-    """Samples from the pages of all workers: by name, then by the values of the labels."""
+    """Return samples from the pages of all workers: by name, then by the values of the labels."""
     found: dict[str, Samples] = {}
     for address, worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].items():
         port = worker["services"]["dashboard"]
@@ -77,13 +77,14 @@ def restful(samples: Samples) -> Samples:
 
 def test_pages_say_what_the_tiers_hold(spilled: tuple[Client, Any]) -> None:
     client, _ = spilled
-    deadline = time.monotonic() + 10
-    while True:
+
+    def agree() -> bool:
         shown, known = pages(client)["gpurt_memory_bytes"], held(client)
         measured = all(shown[worker, "host", RESTLESS] for worker, *_ in shown)
-        if measured and restful(shown) == restful(known):
-            break
-        assert time.monotonic() < deadline
+        return measured and restful(shown) == restful(known)
+
+    until(agree)
+    shown, known = pages(client)["gpurt_memory_bytes"], held(client)
     assert shown.keys() == known.keys()
     assert {kind for *_, kind in shown} == {"capacity", *KINDS}
     for worker in client.nthreads():
@@ -93,9 +94,8 @@ def test_pages_say_what_the_tiers_hold(spilled: tuple[Client, Any]) -> None:
 
 def test_pages_count_what_was_spilled_under_one_name(spilled: tuple[Client, Any]) -> None:
     client, _ = spilled
-    deadline = time.monotonic() + 10
-    while (shown := pages(client))["gpurt_spill_bytes_total"] != moved(client):
-        assert time.monotonic() < deadline
+    until(lambda: pages(client)["gpurt_spill_bytes_total"] == moved(client))
+    shown = pages(client)
     assert {source for _, source, _ in shown["gpurt_spill_bytes_total"]} == {"device"}
     seconds = dask_gpurt.report(client)["counters"]["memory.spill.seconds"]
     assert sum(shown["gpurt_spill_seconds_total"].values()) == pytest.approx(seconds)

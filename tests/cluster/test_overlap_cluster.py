@@ -14,7 +14,8 @@ from distributed import Client
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.overlap.samples import OverlapSample, SoloSample, StepSample
-from dask_gpurt.overlap.statistics import CacheKey, OverlapStatistics, load, write
+from dask_gpurt.overlap.statistics import OverlapStatistics
+from dask_gpurt.overlap.statistics_file import CacheKey, load, write
 from dask_gpurt.plugins.overlapping import COMMUNICATION_PREFIXES
 from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import FRAME, Starting, assert_right, doubled, shuffled
@@ -62,13 +63,13 @@ def learn(kernel: str, dask_worker: Any) -> None:
 
 
 async def share(dask_worker: Any) -> None:
-    await dask_worker.plugins["gpurt"].overlap._sharing.share()
+    await dask_worker.plugins["gpurt"].overlap._stats_sync.share()
 
 
 def test_workers_decide_from_what_all_have_learnt(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.plugins.sharing.AVERAGE_MAX_AGE_S", 0.0)
+    monkeypatch.setattr("dask_gpurt.plugins.stats_sync.AVERAGE_MAX_AGE_S", 0.0)
     client = start(mode="adaptive", learned="auto")
-    for _ in range(2):  # in the first round nobody else may have told anything yet
+    for _ in range(2):  # in the first round no other worker may have reported yet
         client.run(learn, "join")
         client.run(share)
     for reply in replies(client):

@@ -21,9 +21,9 @@ from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.api import teach_method
-from dask_gpurt.shuffle.consumer import Consumer
-from dask_gpurt.shuffle.producer import Producer
+from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
 ROWS, PARTS = 200, 4
@@ -31,7 +31,7 @@ FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROW
 
 
 def frames(name: str = "row") -> Any:
-    """The input partitions, each made by a task of its own."""
+    """Return the input partitions, each made by a task of its own."""
     size = ROWS // PARTS
     parts = [FRAME[at * size : (at + 1) * size].rename(columns={"row": name}) for at in range(PARTS)]
     return dd.from_map(lambda at: parts[at], range(PARTS), meta=parts[0][:0])
@@ -79,18 +79,18 @@ def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any)
 
 
 def held(worker: Any) -> list[Any]:
-    """What is left of shuffles on a worker."""
+    """Return what is left of shuffles on a worker."""
     exchange = worker.plugins["gpurt"].exchange
     return [
         *worker.plugins["shuffle"].shuffle_runs._runs,
         *exchange._receiving,
-        *(parcel for parcels in exchange._parcels.values() for parcel in parcels),
+        *(incoming for incoming_shards in exchange._incoming.values() for incoming in incoming_shards),
         *([] if not exchange.pools.known("host").pool.used else ["blocks"]),
     ]
 
 
 def runs(*workers: Any) -> int:
-    """How many runs these have taken part in."""
+    """Count the runs that these have taken part in."""
     each = [w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.runs", 0) for w in workers]
     return int(sum(each))
 
@@ -120,10 +120,10 @@ def _address(step: Any) -> str:
 
 #: The step of each phase of a run that a test stops at.
 STEPS = {
-    "transfer": (Producer, "add"),
+    "transfer": (Sender, "add"),
     "inputs-done": (ShuffleRun, "_flush"),
     "barrier": (ShuffleRun, "barrier"),
-    "unpack": (Consumer, "assemble"),
+    "unpack": (Receiver, "assemble"),
 }
 
 
@@ -193,21 +193,21 @@ def test_one_side_of_a_join_begins_again_when_outputs_are_there(monkeypatch: pyt
 
 
 def outputs(scheduler: Any) -> list[Any]:
-    """The tasks behind barriers."""
+    """Return the tasks behind barriers."""
     barriers = [task for key, task in scheduler.tasks.items() if id_from_key(key)]
     return [output for barrier in barriers for output in barrier.dependents]
 
 
 def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be rescheduled for ever, since Dask begins no shuffle again of which an output has failed."""
-    assemble = Consumer.assemble
+    assemble = Receiver.assemble
 
     def fails(self: Any, partition: int, key: Any) -> Any:
         if partition == 1:
             raise ValueError("a test")
         return assemble(self, partition, key)
 
-    monkeypatch.setattr(Consumer, "assemble", fails)
+    monkeypatch.setattr(Receiver, "assemble", fails)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         out = shuffled().optimize()
@@ -363,7 +363,7 @@ def test_workers_that_take_part_are_not_chosen_for_scaling_down(monkeypatch: pyt
     run(test)
 
 
-# ---- nobody wants it any more, or again ----------------------------------------------
+# ---- it is not wanted any more, or wanted again --------------------------------------
 
 
 @pytest.mark.parametrize("again", ["", "at once", "later"])

@@ -1,4 +1,4 @@
-"""Which path shards take: the one with the least time, of those that there are."""
+"""Choose the path of shards: the one with the least time, of those that there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.exchange.inbox import reading
+from dask_gpurt.exchange.incoming import reading
 from dask_gpurt.exchange.shard import Attempt, Section, Shard
 from tests.helpers.far_device import Accelerator
 from tests.helpers.in_process import all_placed, on_cluster, until
@@ -23,7 +23,7 @@ NBYTES = 100_000
 
 
 def with_accelerator(worker: Any) -> Any:
-    """The exchange of a worker, which gets one."""
+    """Give the exchange of a worker an accelerator."""
     exchange = worker.plugins["gpurt"].exchange
     exchange.pools.devices["accelerator"] = Accelerator(2**30)
     return exchange
@@ -43,17 +43,17 @@ def publish(exchange: Any, owner: str, data: np.ndarray) -> Shard:
 
 
 async def bytes_of(exchange: Any, shard: Shard) -> np.ndarray:
-    """What arrives of a shard."""
+    """Return what arrives of a shard."""
     errors: list[Exception] = []
     exchange.run_begins(RUN)
-    parcel = exchange.take(RUN, shard, await exchange.path(shard), errors.append)
+    incoming = exchange.take(RUN, shard, await exchange.path(shard), errors.append)
 
     def read() -> np.ndarray:
-        with reading([(parcel, 0), (parcel, 1)], exchange.landing, lambda: None, "task") as found:
+        with reading([(incoming, 0), (incoming, 1)], exchange.landing, lambda: None, "task") as found:
             return np.concatenate([buffer for buffer, _ in found])
 
     data = await exchange.offload(read)
-    await exchange.offload(exchange.discard, [parcel])
+    await exchange.offload(exchange.discard, [incoming])
     assert not errors
     return data
 

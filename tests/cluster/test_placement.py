@@ -110,7 +110,7 @@ def test_a_cluster_adapts_to_its_load_and_back() -> None:
 
 
 class Arrivals(SchedulerPlugin):
-    """How many workers there were, and when only one is left."""
+    """Record how many workers there were, and when only one is left."""
 
     name = "arrivals"
 

@@ -18,7 +18,7 @@ RUNNING: dict[str, Any] = {
 
 def believed(scheduler: Any, worker: str, *, live: int, disk: int = 0) -> None:
     """Have a scheduler believe for good that a worker has so much room."""
-    scheduler.extensions["gpurt"].picture.forget(worker)
+    scheduler.extensions["gpurt"].cluster_memory.forget(worker)
     message = Ledger({**dict.fromkeys(Tier, 0), Tier.DEVICE: live, Tier.DISK: disk}).snapshot()
     scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})
 
@@ -55,7 +55,7 @@ def test_a_worker_that_retires_hands_its_data_to_who_has_room_nearby(tmp_path: P
     run()
 
 
-def test_a_worker_stays_whose_data_nobody_has_room_for() -> None:
+def test_a_worker_stays_whose_data_fit_nowhere_else() -> None:
     @on_cluster(workers=2, processes=True, **RUNNING)
     async def run(client: Any, scheduler: Any, *nannies: Any) -> None:
         leaves, other = (nanny.worker_address for nanny in nannies)

@@ -1,4 +1,4 @@
-"""Work is stolen on running clusters: by whom, and by whom not."""
+"""Work is stolen on running clusters: by which workers, and by which not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held_up(i: int) -> int:
 
 
 def moves_of(scheduler: Any) -> list[tuple[str, str]]:
-    """From whom to whom work is about to be moved, as it happens."""
+    """Record from which worker to which one work is about to be moved."""
     found: list[tuple[str, str]] = []
     stealing = scheduler.extensions["stealing"]
     request = stealing.move_task_request
@@ -42,7 +42,7 @@ def moves_of(scheduler: Any) -> list[tuple[str, str]]:
 
 
 def load(client: Any, worker: str, tasks: int) -> list[Any]:
-    """Tasks that wait on one worker, although others may take them."""
+    """Make tasks that wait on one worker, although others may take them."""
     futures: list[Any] = client.map(held_up, range(tasks), workers=[worker], allow_other_workers=True)
     return futures
 

@@ -1,4 +1,4 @@
-"""Whatever shuffles, gives the rows that ``tasks`` gives, partition by partition."""
+"""Compare all that shuffles with the rows that ``tasks`` gives, partition by partition."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distributed import Client, wait
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.clusters import Library, assert_same_partitions, canonical, counters, partitions
+from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, canonical, counters, partitions
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
-    """Partitions with keys of several kinds, some null, and a payload that names each row."""
+    """Make partitions with keys of several kinds, some null, and a payload that names each row."""
     random = np.random.default_rng(seed)
     frames = []
     for part in range(parts):
@@ -43,12 +43,21 @@ def with_method(method: str, build: Callable[[], Any]) -> list[Any]:
 
 
 def assert_like_tasks(
-    client: Client, build: Callable[[], Any], *, in_order: bool = True, index: bool = True, runs: int = 1
+    client: Client,
+    library: Library,
+    build: Callable[..., Any],
+    *inputs: list[pd.DataFrame],
+    in_order: bool = True,
+    index: bool = True,
+    runs: int = 1,
 ) -> None:
+    """Shuffle collections with such partitions; ``runs`` is the least number of runs that takes."""
+    # The same collections, as quantiles are those of a sample that is drawn by their names.
+    collections = [library.lazy(parts) for parts in inputs]
     before = counters(client).get("shuffle.runs", 0)
-    ours = with_method("gpurt", build)
+    ours = with_method("gpurt", lambda: build(*collections))
     assert counters(client)["shuffle.runs"] - before >= runs
-    assert_same_partitions(ours, with_method("tasks", build), in_order=in_order, index=index)
+    assert_same_partitions(ours, by_tasks(build, *collections), in_order=in_order, index=index)
 
 
 def _some(df: Any, column: str) -> Any:
@@ -80,14 +89,16 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", SHUFFLES)
 def test_shuffle(client: Client, library: Library, what: str) -> None:
-    df = library.collection(flights())
+    build = SHUFFLES[what]
     if what == "ignore_index":  # Dask's own methods do not agree on the index then
-        ours, theirs = (with_method(method, lambda: SHUFFLES[what](df)) for method in ("gpurt", "tasks"))
+        ours = with_method("gpurt", lambda: build(library.collection(flights())))
+        theirs = by_tasks(build, library.lazy(flights()))
         assert_same_partitions(ours, theirs, in_order=False, index=False)
         assert all(list(part.index) == list(range(len(part))) for part in ours)
         return
     fewer = what == "fewer"  # `tasks` repartitions first there, which changes the order of rows
-    assert_like_tasks(client, lambda: SHUFFLES[what](df), in_order=library.name == "pandas" and not fewer)
+    in_order = library.name == "pandas" and not fewer
+    assert_like_tasks(client, library, build, flights(), in_order=in_order)
 
 
 def test_an_index_with_a_name_is_kept_whatever_is_said(client: Client, library: Library) -> None:
@@ -105,12 +116,9 @@ def test_an_index_with_a_name_is_kept_whatever_is_said(client: Client, library: 
     ],
 )
 def test_merge(client: Client, library: Library, on: str, how: str) -> None:
-    left = library.collection(flights(5, seed=1))
-    right = library.collection(
-        [f[["key", "name", "id"]].rename(columns={"id": "other"}) for f in flights(4, 50, 2)]
-    )
+    right = [f[["key", "name", "id"]].rename(columns={"id": "other"}) for f in flights(4, 50, 2)]
 
-    def build() -> Any:
+    def build(left: Any, right: Any) -> Any:
         if on == "column":
             return left.merge(right, on="key", how=how)
         if on == "columns":
@@ -120,40 +128,45 @@ def test_merge(client: Client, library: Library, on: str, how: str) -> None:
         return left.merge(right, left_index=True, right_on="other", how=how)
 
     # A merge on columns numbers its rows as they come, on cudf in any order.
-    assert_like_tasks(client, build, in_order=False, index=on.startswith("index"), runs=2)
+    index = on.startswith("index")
+    assert_like_tasks(client, library, build, flights(5, seed=1), right, in_order=False, index=index, runs=2)
 
 
 def test_merge_leftsemi(client: Client, library: Library) -> None:
-    left, right = library.collection(flights(5)), library.collection(flights(4, 20, seed=3)[:4])
-    assert_like_tasks(
-        client, lambda: left.merge(right[["key"]], on="key", how="leftsemi"), in_order=False, index=False
-    )
+    def build(left: Any, right: Any) -> Any:
+        return left.merge(right[["key"]], on="key", how="leftsemi")
+
+    sides = flights(5), flights(4, 20, seed=3)[:4]
+    assert_like_tasks(client, library, build, *sides, in_order=False, index=False)
 
 
 def test_a_join_of_indices(client: Client, library: Library) -> None:
-    left = library.collection(flights(5))
-    right = library.collection([f[["ratio"]].rename(columns={"ratio": "r"}) for f in flights(4, seed=5)])
-    assert_like_tasks(client, lambda: left.join(right, how="left"), in_order=False)
+    right = [f[["ratio"]].rename(columns={"ratio": "r"}) for f in flights(4, seed=5)]
+    assert_like_tasks(
+        client, library, lambda left, right: left.join(right, how="left"), flights(5), right, in_order=False
+    )
 
 
 def test_a_broadcast_join_stays_one(client: Client, library: Library) -> None:
-    big = library.collection(flights(16, 20))
-    small = library.collection([pd.DataFrame({"key": range(i, i + 4), "label": "x"}) for i in (0, 4)])
+    def build(big: Any, small: Any) -> Any:
+        return big.merge(small, on="key", broadcast=True)
+
+    inputs = flights(16, 20), [pd.DataFrame({"key": range(i, i + 4), "label": "x"}) for i in (0, 4)]
     before = counters(client).get("shuffle.runs", 0)
     with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
-        joined = big.merge(small, on="key", broadcast=True)
+        joined = build(*map(library.collection, inputs))
         assert "broadcastjoin" in str(joined.optimize(fuse=False).expr.tree_repr()).lower()
         ours = partitions(joined)
     assert counters(client).get("shuffle.runs", 0) == before
-    theirs = with_method("tasks", lambda: big.merge(small, on="key", broadcast=True))
-    assert_same_partitions(ours, theirs, in_order=False, index=False)
+    assert_same_partitions(ours, by_tasks(build, *map(library.lazy, inputs)), in_order=False, index=False)
 
 
 def test_a_merge_after_a_shuffle_moves_only_the_other_side(client: Client, library: Library) -> None:
-    left, right = library.collection(flights(4)), library.collection(flights(4, seed=9))
-    assert_like_tasks(
-        client, lambda: left.shuffle("key").merge(right, on="key"), in_order=False, index=False, runs=2
-    )
+    def build(left: Any, right: Any) -> Any:
+        return left.shuffle("key").merge(right, on="key")
+
+    sides = flights(4), flights(4, seed=9)
+    assert_like_tasks(client, library, build, *sides, in_order=False, index=False, runs=2)
 
 
 GROUPS: dict[str, Callable[[Any], Any]] = {
@@ -167,11 +180,9 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", GROUPS)
 def test_reductions_with_split_out(client: Client, library: Library, what: str) -> None:
-    df = library.collection(flights())
     # Which of several equal rows is kept is not said, so its number may differ.
-    assert_like_tasks(
-        client, lambda: GROUPS[what](df), in_order=False, index=what in ("split_out", "value_counts")
-    )
+    index = what in ("split_out", "value_counts")
+    assert_like_tasks(client, library, GROUPS[what], flights(), in_order=False, index=index)
 
 
 @pytest.mark.parametrize("by", ["key", ["key", "other"]])
@@ -180,32 +191,33 @@ def test_a_groupby_moves_its_keys_and_values_and_no_numbers_of_rows(
 ) -> None:
     rows = 5000
     keys = np.arange(4 * rows).reshape(4, rows)
-    df = library.collection([pd.DataFrame({"key": key, "other": key % 7, 5: key * 2.0}) for key in keys])
+    inputs = [pd.DataFrame({"key": key, "other": key % 7, 5: key * 2.0}) for key in keys]
 
-    def grouped() -> Any:
+    def grouped(df: Any) -> Any:
         columns = [*([by] if isinstance(by, str) else by), 5]
         return df[columns].groupby(by, sort=False).sum(split_out=4)
 
     before = offered(client)
-    ours = with_method("gpurt", grouped)
+    ours = with_method("gpurt", lambda: grouped(library.collection(inputs)))
     each = 8 * (2 if by == "key" else 3)
     assert 4 * rows * each <= offered(client) - before < 4 * rows * (each + 4)
-    assert_same_partitions(ours, with_method("tasks", grouped), in_order=False)
+    assert_same_partitions(ours, by_tasks(grouped, library.lazy(inputs)), in_order=False)
 
 
 def offered(client: Client) -> float:
-    """Bytes of shards, by whatever path."""
+    """Return the bytes of shards, by any path."""
     return sum(n for name, n in counters(client).items() if name.startswith("exchange.bytes."))
 
 
 def test_groupby_apply(client: Client, library: Library) -> None:
-    df = library.collection(flights())
     meta = library.frame(pd.DataFrame({"id": [0]}, index=pd.Index([0], name="key"))).id.iloc[:0]
     if library.name == "cudf":
         pytest.skip("cudf's groupby.apply returns another index than pandas for a scalar")
-    assert_like_tasks(
-        client, lambda: df.groupby("key").apply(_largest, include_groups=False, meta=meta), in_order=False
-    )
+
+    def build(df: Any) -> Any:
+        return df.groupby("key").apply(_largest, include_groups=False, meta=meta)
+
+    assert_like_tasks(client, library, build, flights(), in_order=False)
 
 
 def _largest(group: Any) -> Any:
@@ -230,20 +242,21 @@ def test_sorts(client: Client, library: Library, what: str) -> None:
     frames = flights(8, 300)
     for frame in frames:
         frame["ratio2"] = frame.id * 0.75 % 11
-    df = library.collection(frames)
-    assert_like_tasks(client, lambda: SORTS[what](df), in_order=False)
+    assert_like_tasks(client, library, SORTS[what], frames, in_order=False)
 
 
 def test_set_index_of_sorted_data_moves_nothing(client: Client, library: Library) -> None:
-    df = library.collection(flights())
+    def build(df: Any) -> Any:
+        return df.set_index("id", sorted=True)
+
     before = counters(client).get("shuffle.runs", 0)
-    ours = with_method("gpurt", lambda: df.set_index("id", sorted=True))
+    ours = with_method("gpurt", lambda: build(library.collection(flights())))
     assert counters(client).get("shuffle.runs", 0) == before
-    assert_same_partitions(ours, with_method("tasks", lambda: df.set_index("id", sorted=True)), in_order=True)
+    assert_same_partitions(ours, by_tasks(build, library.lazy(flights())), in_order=True)
 
 
 def kinds(rows: int, part: int) -> dict[str, pd.DataFrame]:
-    """One column of each kind that both libraries hold, and some that only pandas does."""
+    """Make one column of each kind that both libraries hold, and some that only pandas does."""
     random = np.random.default_rng(part)
     pick = random.integers(0, 5, rows)
     day = np.datetime64("2020-02-28", "ns") + pick.astype("timedelta64[D]")
@@ -285,14 +298,14 @@ def _arrow(what: str) -> pd.ArrowDtype:
 
 @pytest.mark.parametrize("which", ["both", "pandas"])
 def test_every_kind_of_column_survives(client: Client, library: Library, which: str) -> None:
-    """All of them side by side; ``tests/unit/table`` has each kind by itself."""
+    """All of them side by side; ``tests/unit/frames`` has each kind by itself."""
     if which == "pandas" and library.name == "cudf":
         pytest.skip("cudf has no such column")
     parts = [
         kinds(60, part)[which].assign(key=np.arange(60) % 7, id=np.arange(60) + part) for part in range(4)
     ]
-    df = library.collection(parts)
-    assert_like_tasks(client, lambda: df.shuffle("key"), in_order=library.name == "pandas")
+    in_order = library.name == "pandas"
+    assert_like_tasks(client, library, SHUFFLES["column"], parts, in_order=in_order)
 
 
 @pytest.mark.gpu
@@ -308,32 +321,31 @@ def test_nested_columns_on_cudf(kind: str, client: Client, library: Library) -> 
             "decimal": [decimal.Decimal(i) / 4 for i in range(50)],
         }[kind]
         parts.append(pd.DataFrame({"value": pd.Series(values, dtype=object), "key": np.arange(50) % 5}))
-    df = library.collection(parts)
-    ours = with_method("gpurt", lambda: df.shuffle("key"))
-    theirs = with_method("tasks", lambda: df.shuffle("key"))
+    ours = with_method("gpurt", lambda: library.collection(parts).shuffle("key"))
+    theirs = by_tasks(SHUFFLES["column"], library.lazy(parts))
     for mine, other in zip(ours, theirs, strict=True):
         assert canonical(mine).astype(str).equals(canonical(other).astype(str))
 
 
 def test_empty_partitions_and_empty_frames(client: Client, library: Library) -> None:
     frames = flights(5)
-    some = library.collection([frame.iloc[:0] if i % 2 else frame for i, frame in enumerate(frames)])
-    assert_like_tasks(client, lambda: some.shuffle("key"), in_order=False)
-    none = library.collection([frame.iloc[:0] for frame in frames])
-    assert_like_tasks(client, lambda: none.shuffle("key"), in_order=False)
+    some = [frame.iloc[:0] if i % 2 else frame for i, frame in enumerate(frames)]
+    none = [frame.iloc[:0] for frame in frames]
+    for inputs in (some, none):
+        assert_like_tasks(client, library, SHUFFLES["column"], inputs, in_order=False)
 
 
 def test_multi_index_and_odd_labels(client: Client, library: Library) -> None:
     frames = [f.set_index(["key", "name"]) for f in flights(4)]
-    df = library.collection(frames)
-    assert_like_tasks(client, lambda: df.shuffle("ratio"), in_order=library.name == "pandas")
+    assert_like_tasks(client, library, SHUFFLES["null keys"], frames, in_order=library.name == "pandas")
     if library.name == "pandas":
-        odd = library.collection([f.rename(columns={"id": 0, "ratio": ("a", 1)}) for f in flights(4)])
-        assert_like_tasks(client, lambda: odd.shuffle("key"))
+        odd = [f.rename(columns={"id": 0, "ratio": ("a", 1)}) for f in flights(4)]
+        assert_like_tasks(client, library, SHUFFLES["column"], odd)
 
 
-def test_outputs_that_nobody_wants_are_not_moved(client: Client, library: Library) -> None:
-    df = library.collection(flights(4, 20_000))
+def test_outputs_that_are_not_wanted_are_not_moved(client: Client, library: Library) -> None:
+    inputs = flights(4, 20_000)
+    df = library.collection(inputs)
 
     def moved(build: Callable[[], Any]) -> float:
         def total() -> float:
@@ -347,14 +359,19 @@ def test_outputs_that_nobody_wants_are_not_moved(client: Client, library: Librar
         whole = moved(lambda: df.shuffle("key", npartitions=8))
         one = moved(lambda: df.shuffle("key", npartitions=8).partitions[3])
     assert 0 < one < whole / 4
-    assert_like_tasks(client, lambda: df.shuffle("key", npartitions=8).partitions[3], in_order=False)
-    assert_like_tasks(client, lambda: df.merge(df, on="id").partitions[2], in_order=False, index=False)
+    assert_like_tasks(
+        client, library, lambda df: df.shuffle("key", npartitions=8).partitions[3], inputs, in_order=False
+    )
+    assert_like_tasks(
+        client, library, lambda df: df.merge(df, on="id").partitions[2], inputs, in_order=False, index=False
+    )
 
 
 def test_two_shuffles_of_one_frame_at_once(client: Client, library: Library) -> None:
-    df = library.collection(flights(6))
-    twice = df.shuffle("key").merge(df.shuffle("key").key.to_frame(), on="key")
-    assert_like_tasks(client, lambda: twice.partitions[1], in_order=False, index=False)
+    def build(df: Any) -> Any:
+        return df.shuffle("key").merge(df.shuffle("key").key.to_frame(), on="key").partitions[1]
+
+    assert_like_tasks(client, library, build, flights(6), in_order=False, index=False)
 
 
 def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Library) -> None:
@@ -387,7 +404,7 @@ columns = st.sampled_from(["int", "float", "str", "category", "nullable"])
 
 @st.composite
 def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
-    """Random partitions, the columns to shuffle by, and a number of outputs."""
+    """Draw random partitions, the columns to shuffle by, and a number of outputs."""
     names = draw(st.lists(columns, min_size=1, max_size=3, unique=True))
     numbers = np.random.default_rng(draw(st.integers(0, 2**16)))
     parts = []
@@ -414,7 +431,9 @@ def test_random_frames(
     if library.name == "cudf" and "nullable" in parts[0].columns:
         parts = [part.drop(columns="nullable") for part in parts]
         by = [name for name in by if name != "nullable"] or ["row"]
-    df = library.collection(parts)
-    ours = with_method("gpurt", lambda: df.shuffle(by, npartitions=outputs))
-    theirs = with_method("tasks", lambda: df.shuffle(by, npartitions=outputs))
-    assert_same_partitions(ours, theirs, in_order=False)
+
+    def build(df: Any) -> Any:
+        return df.shuffle(by, npartitions=outputs)
+
+    ours = with_method("gpurt", lambda: build(library.collection(parts)))
+    assert_same_partitions(ours, by_tasks(build, library.lazy(parts)), in_order=False)

@@ -1,4 +1,4 @@
-"""Nothing waits for ever on a worker because something else has failed, or was switched off, meanwhile."""
+"""Make sure that nothing waits for ever on a worker because something else failed or was switched off."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def fallbacks(worker: Any) -> dict[str, Any]:
 
 def test_a_look_that_fails_does_not_leave_the_worker_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: Any, a: Any, b: Any) -> None:
-        holding = a.plugins["gpurt"].data._following
+        holding = a.plugins["gpurt"].data._dependents_first
         monkeypatch.setattr(holding, "_outlived", fail)
         holding.finished("a-task", 100 * MIB, 0)
         assert not a.state.running
@@ -74,7 +74,7 @@ def test_a_look_that_fails_does_not_leave_the_worker_paused(monkeypatch: pytest.
 
 def test_a_worker_that_is_held_back_goes_on_when_the_runtime_is_switched_off() -> None:
     async def test(client: Any, a: Any, b: Any) -> None:
-        a.plugins["gpurt"].data._following.finished("a-task", 100 * MIB, 0)
+        a.plugins["gpurt"].data._dependents_first.finished("a-task", 100 * MIB, 0)
         assert not a.state.running
         await dask_gpurt.disable(client)
         assert await asyncio.wait_for(client.submit(int, 7, workers=[a.address]), SOON_S) == 7
@@ -91,18 +91,20 @@ def test_data_come_from_a_peer_though_no_room_can_be_made_for_them(
     async def test(client: Any, a: Any, b: Any) -> None:
         made = client.submit(np.ones, MIB, np.uint8, workers=[a.address])
         await made
-        ladder = b.plugins["gpurt"].tiers.ladder
-        kept, at_once = ladder.reservations.replace, ladder.reservations.try_reserve
-        monkeypatch.setattr(ladder.reservations, "spill_and_try", fail)
-        monkeypatch.setattr(ladder.reservations, "spill_for_all", fail)
+        tiered_buffer = b.plugins["gpurt"].tiers.tiered_buffer
+        kept, at_once = tiered_buffer.reservations.replace, tiered_buffer.reservations.try_reserve
+        monkeypatch.setattr(tiered_buffer.reservations, "spill_and_try", fail)
+        monkeypatch.setattr(tiered_buffer.reservations, "spill_for_all", fail)
         # Only of fetches: a task fails with what goes wrong for it.
         if step == "before it comes":
             monkeypatch.setattr(
-                ladder.reservations, "try_reserve", lambda who, *to: who[0] != FETCH and at_once(who, *to)
+                tiered_buffer.reservations,
+                "try_reserve",
+                lambda who, *to: who[0] != FETCH and at_once(who, *to),
             )
         else:
             monkeypatch.setattr(
-                ladder.reservations, "replace", lambda who, to: who[0] != FETCH and kept(who, to)
+                tiered_buffer.reservations, "replace", lambda who, to: who[0] != FETCH and kept(who, to)
             )
         assert await asyncio.wait_for(client.submit(len, made, workers=[b.address]), SOON_S) == MIB
         assert "memory.fetch-without-room" in fallbacks(b)
@@ -117,7 +119,7 @@ def test_a_task_fails_when_not_even_its_lost_inputs_can_be_found(monkeypatch: py
 
         data = a.plugins["gpurt"].data
         monkeypatch.setattr(data._runner, "run", lost)
-        monkeypatch.setattr(data._ladder, "unreadable", fail)
+        monkeypatch.setattr(data._tiered_buffer, "unreadable", fail)
         with pytest.raises(OSError, match="Input/output error"):
             await asyncio.wait_for(client.submit(int, 7, workers=[a.address]), SOON_S)
 

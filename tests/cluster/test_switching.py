@@ -54,7 +54,7 @@ def setup_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def setup_stops_early(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Before the worker has an exchange, which is made on a thread."""
+    """Stop before the worker has an exchange, which is made on a thread."""
     gate, loop = Gate(), asyncio.get_running_loop()
     build = GpurtWorkerPlugin._build
 
@@ -72,7 +72,7 @@ def teardown_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 async def begun(coroutine: Any) -> asyncio.Task[Any]:
-    """A task that waits for something by now, unless it has ended."""
+    """Return once a task waits for something, unless it has ended."""
     task = asyncio.ensure_future(coroutine)
     for _ in range(20):
         await asyncio.sleep(0.005)  # what goes over comms takes several rounds of the loop
@@ -352,14 +352,14 @@ def test_a_key_that_can_not_be_read_does_not_keep_a_worker_on(monkeypatch: pytes
         whole, broken = client.submit(range, 5), client.submit(range, 7)
         await client.gather([whole, broken])
         data = a.plugins["gpurt"].data
-        copies = data._ladder.copies
+        copies = data._tiered_buffer.copies
 
         def fails(keys: Any) -> Any:
             if broken.key in keys:
                 raise PermissionError("the disk was taken away")
             return copies(keys)
 
-        monkeypatch.setattr(data._ladder, "copies", fails)
+        monkeypatch.setattr(data._tiered_buffer, "copies", fails)
         await dask_gpurt.disable(client)
         assert list(await whole) == list(range(5))
         assert list(await broken) == list(range(7)), "it is computed again"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from distributed import Client, Event, Future, wait
 
 import dask_gpurt
 from tests.helpers.clusters import cluster
+from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 * MIB, "memory__host": 2 * MIB}
@@ -25,19 +25,21 @@ SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 *
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the workers' files go. What fails here fails in host memory, whether or not there is a GPU."""
+    """Return where the workers' files go. What fails here fails in host memory, whether or not there is a
+    GPU.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with dask.config.set({"temporary-directory": str(tmp_path)}):
         yield tmp_path
 
 
 def blocks(client: Client, count: int) -> list[Future]:
-    """Arrays of 1 MiB, each full of its own number."""
+    """Return arrays of 1 MiB, each full of its own number."""
     return client.map(lambda i: np.full(MIB, i, np.uint8), range(count), pure=False)
 
 
 def contents(client: Client, arrays: list[Future]) -> list[tuple[int, int, int]]:
-    """The least, the greatest and the number of bytes of each."""
+    """Return the least, the greatest and the number of bytes of each."""
     return client.gather(client.map(lambda a: (int(a.min()), int(a.max()), a.size), arrays, pure=False))
 
 
@@ -49,14 +51,8 @@ def workers(client: Client) -> list[str]:
     return list(client.nthreads())
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-
-
 def where_files_go(client: Client) -> dict[str, Path]:
-    """The directory that each worker has for its files, once it has one."""
+    """Return the directory that each worker has for its files, once it has one."""
 
     def found(dask_worker: Any) -> list[Path]:
         return list(Path(dask_worker.local_directory).glob("gpurt-tier-*"))
@@ -126,7 +122,7 @@ def test_the_cluster_is_restarted_while_workers_write_files(directory: Path) -> 
 
 
 def damage_one(client: Client, made: list[Future], directory: Path) -> tuple[int, Path]:
-    """Flip a bit in one file; returns the number of the block in it, and the file."""
+    """Return flip a bit in one file; returns the number of the block in it, and the file."""
     wait(made)
     client.run(lambda dask_worker: dask_worker.data.spill(1 << 40))
     path = min(directory.rglob("gpurt-tier-*/*"))
@@ -139,7 +135,7 @@ def damage_one(client: Client, made: list[Future], directory: Path) -> tuple[int
 
 @pytest.mark.parametrize("who", ["client", "task", "peer"])
 def test_a_file_is_damaged(directory: Path, who: str) -> None:
-    """Whoever needs what was in it: it is computed again, and everything else goes on."""
+    """What was in it is computed again where it is needed, and everything else goes on."""
     with cluster(workers=2, **SMALL) as client:
         here, there = workers(client)
         made = client.map(lambda i: np.full(MIB, i, np.uint8), range(24), pure=False, workers=[here])

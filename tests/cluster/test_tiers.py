@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,16 @@ import pytest
 from distributed import Client, wait
 
 import dask_gpurt
-from tests.helpers.clusters import Library, assert_same_partitions, cluster, counters, partitions, to_pandas
+from tests.helpers.clusters import (
+    Library,
+    assert_same_partitions,
+    by_tasks,
+    cluster,
+    counters,
+    partitions,
+    to_pandas,
+)
+from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 4 * MIB, "memory__host": 4 * MIB}
@@ -24,26 +32,25 @@ SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 4 *
 
 @pytest.fixture(scope="module")
 def small(library: Library) -> Iterator[Client]:
-    """Two workers whose tiers above the disk hold 16 MiB each."""
+    """Yield two workers whose tiers above the disk hold 16 MiB each."""
     with cluster(library.name, **SMALL) as client:
         yield client
 
 
 @pytest.fixture
 def tiny(library: Library) -> Iterator[Client]:
-    """Two workers whose tiers above the disk hold 4 MiB each."""
+    """Yield two workers whose tiers above the disk hold 4 MiB each."""
     sizes = {"memory__device": 2 * MIB, "memory__pinned": MIB, "memory__host": MIB}
     with cluster(library.name, **{**SMALL, **sizes}) as client:
         yield client
 
 
-def frames(library: Library, count: int = 24, rows: int = 1 << 17) -> Any:
+def parts(count: int = 24, rows: int = 1 << 17) -> list[pd.DataFrame]:
     """Partitions, of 2 MiB each unless there are fewer rows."""
-    parts = [
+    return [
         pd.DataFrame({"key": (np.arange(rows) * (i + 7)) % 997, "value": np.arange(rows) + i})
         for i in range(count)
     ]
-    return library.collection(parts)
 
 
 def on_workers(client: Client, function: Any) -> list[Any]:
@@ -51,7 +58,7 @@ def on_workers(client: Client, function: Any) -> list[Any]:
 
 
 def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Library) -> None:
-    collection = frames(library)
+    collection = library.collection(parts())
     wait(collection)
     rows = dask_gpurt.memory_usage(small)
     assert set(rows.worker) == set(small.nthreads())
@@ -68,7 +75,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
 def test_shuffles_larger_than_the_tiers_above_the_disk(
     tiny: Client, library: Library, operation: str
 ) -> None:
-    collection = frames(library, rows=1 << 15)
+    inputs = parts(rows=1 << 15)
 
     def run(frame: Any) -> Any:
         if operation == "shuffle":
@@ -76,18 +83,18 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
         if operation == "sort":
             return frame.sort_values("value")
         keys = frame.groupby("key").value.max().reset_index()
-        return frame.merge(keys, on="key", suffixes=("", "_max"), shuffle_method="gpurt", broadcast=False)
+        return frame.merge(keys, on="key", suffixes=("", "_max"), broadcast=False)
 
-    ours = partitions(run(collection))
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        theirs = partitions(run(collection))
+    ours = partitions(run(library.collection(inputs)))
+    theirs = by_tasks(run, library.lazy(inputs))
     if operation == "shuffle":
         assert_same_partitions(ours, theirs, in_order=False)
     else:
         mine, other = (
-            pd.concat(parts).sort_values(["value", "key"], ignore_index=True) for parts in (ours, theirs)
+            pd.concat(each).sort_values(["value", "key"], ignore_index=True) for each in (ours, theirs)
         )
         pd.testing.assert_frame_equal(mine, other)
+    assert counters(tiny)["shuffle.runs"]
     moved = {name: n for name, n in counters(tiny).items() if name.startswith("memory.spill.bytes")}
     assert moved
     assert not counters(tiny).get("memory.unspill.unheld", 0)  # which would have been on the event loop
@@ -136,20 +143,19 @@ def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None
 
 
 def test_the_picture_agrees_with_the_workers(small: Client, library: Library) -> None:
-    collection = frames(library, count=8)
+    collection = library.collection(parts(count=8))
     wait(collection)
 
     def held(dask_worker: Any) -> dict[str, int]:
         ledger = dask_worker.plugins["gpurt"].tiers.ledger
         return {tier: ledger.cell(tier, "partitions") for tier in ledger.capacity}
 
-    deadline = time.monotonic() + 10
-    while True:
+    def agree() -> bool:
         truth, rows = small.run(held), dask_gpurt.memory_usage(small)
-        if all(truth[row.worker][row.tier] == row.partitions for row in rows.itertuples()):
-            break
-        assert time.monotonic() < deadline
-    assert rows.partitions.sum() >= 8 * 2 * MIB
+        return all(truth[row.worker][row.tier] == row.partitions for row in rows.itertuples())
+
+    until(agree)
+    assert dask_gpurt.memory_usage(small).partitions.sum() >= 8 * 2 * MIB
 
 
 def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_path: Path) -> None:
@@ -228,8 +234,6 @@ def test_files_go_with_the_cluster(library: Library, tmp_path: Path) -> None:
 
 def test_what_is_loaded_is_no_garbage_until_the_runtime_goes() -> None:
     with cluster("pandas", workers=1) as client:
-        deadline = time.monotonic() + 20
-        while not all(on_workers(client, gc.get_freeze_count)):
-            assert time.monotonic() < deadline
+        until(lambda: all(on_workers(client, gc.get_freeze_count)))
         dask_gpurt.disable(client)
         assert on_workers(client, gc.get_freeze_count) == [0]

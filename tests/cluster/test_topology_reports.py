@@ -1,30 +1,31 @@
-"""What the scheduler knows of links, on clusters whose workers come and go."""
+"""Report links to the scheduler, on clusters whose workers come and go."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Worker
+from click.testing import CliRunner
+from distributed import Client, LocalCluster, Worker
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.exchange.traffic import MOST_PEERS, Traffic
+from dask_gpurt.cli import main
+from dask_gpurt.exchange.traffic import MAX_PEERS, Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, detect
 from dask_gpurt.topology.file import TopologyError, parse
 from dask_gpurt.topology.model import Host
-from tests.helpers import commands
 from tests.helpers.in_process import FILE, all_placed, on_cluster, topology, until
 
 
@@ -86,7 +87,7 @@ def test_workers_come_and_go() -> None:
 
 def test_the_next_worker_is_asked_when_the_first_goes_meanwhile() -> None:
     class Scheduler:
-        """As much of one as is asked; the worker "a" does not answer any more."""
+        """Act as a scheduler as far as one is needed; the worker "a" does not answer any more."""
 
         def __init__(self) -> None:
             self.workers = {name: SimpleNamespace(name=name) for name in "ab"}
@@ -199,17 +200,19 @@ def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_picture_is_shown_on_the_command_line(file: Path) -> None:
-    flags = ("--preload", "dask_gpurt")
-    with commands.cluster_of_commands(scheduler=flags, workers=1, DASK_GPURT__TOPOLOGY__FILE=str(file)) as (
-        address,
-        _,
-    ):
-        shown = commands.run(sys.executable, "-m", "dask_gpurt", "topology", "--scheduler", address).stdout
-        assert address.rpartition(":")[0] in shown
-        assert "3 GB/s" in shown
-    with commands.cluster_of_commands(workers=1) as (address, _):
-        off = commands.run(sys.executable, "-m", "dask_gpurt", "topology", "--scheduler", address, code=1)
-        assert f"the runtime is off at {address}" in off.stderr
+    options = {"n_workers": 1, "processes": False, "protocol": "tcp", "dashboard_address": ":0"}
+    with LocalCluster(**options) as local, Client(local) as client:
+        command = ["topology", "--scheduler", local.scheduler_address]
+        with dask.config.set({"gpurt.topology.file": str(file)}):
+            dask_gpurt.enable(client)
+        shown = CliRunner().invoke(main, command)
+        assert shown.exit_code == 0
+        assert local.scheduler_address.rpartition(":")[0] in shown.stdout
+        assert "3 GB/s" in shown.stdout
+        dask_gpurt.disable(client)
+        off = CliRunner().invoke(main, command)
+        assert off.exit_code == 1
+        assert f"the runtime is off at {local.scheduler_address}" in off.stderr
 
 
 def test_a_file_that_makes_no_sense_is_refused_at_the_start(file: Path) -> None:
@@ -269,7 +272,7 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
         workers: dict[str, Any] = {}
 
     picture = SchedulerTopology(Scheduler(), None, Metrics())
-    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # nobody knows where they are
+    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # it is unknown where they are
     for worker in "xy":
         picture.topology.add(worker, Place(f"host of {worker}"))
     picture.traffic("x", [("y", "shared-memory", 10**9, 100.0, 1), ("y", "unheard-of", 10**9, 100.0, 1)])
@@ -310,8 +313,8 @@ def test_traffic_is_summed_and_bounded() -> None:
         for _ in range(2):
             traffic.note(f"tcp://{peer}", "comms", 5, 0.5)
     seen = traffic.take()
-    assert len(seen) == MOST_PEERS
-    assert set(seen) == {(f"tcp://{peer}", "comms", 10, 1.0, 2) for peer in range(MOST_PEERS)}
+    assert len(seen) == MAX_PEERS
+    assert set(seen) == {(f"tcp://{peer}", "comms", 10, 1.0, 2) for peer in range(MAX_PEERS)}
     assert traffic.take() == []
 
 

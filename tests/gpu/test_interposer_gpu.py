@@ -20,7 +20,7 @@ CAP = 4
 
 
 def paths(package: Path) -> str:
-    """Where a process finds the package, and all else as here."""
+    """Set where a process finds the package, and all else as here."""
     return os.pathsep.join([str(package), *(path for path in sys.path if path != str(ROOT))])
 
 

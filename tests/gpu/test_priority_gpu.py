@@ -56,7 +56,7 @@ def test_the_priority_of_a_stream_changes(device: Any) -> None:
 
 
 def blocks_before(device: Any, *, first: bool) -> int:
-    """Of many blocks of compute, how many end before a small kernel of communication, launched later."""
+    """Count the blocks of compute that end before a small kernel of communication, launched later."""
     import cupy
 
     module = cupy.RawModule(code=KERNELS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ def cluster(
     handovers: bool = CHECK,
     **settings: Any,
 ) -> Iterator[Client]:
-    """A cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
+    """Run a cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
     nested = {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
     # A process that has used CUDA can not be forked.
     method = {METHOD: "spawn"} if backend == "cudf" else {}
@@ -89,7 +89,7 @@ def instrument(client: Client, *, failures: int = FAILURES, handovers: bool = CH
 
 
 def told_too_early(client: Client) -> list[Any]:
-    """What workers tell of memory that has changed hands too early."""
+    """Return the workers' reports of memory that has changed hands too early."""
     workers = dask_gpurt.report(client)["workers"].values()
     early = Fallback.OVERLAP_HANDED_OVER_EARLY.id
     return [worker["fallbacks"][early] for worker in workers if early in worker.get("fallbacks", ())]
@@ -126,13 +126,26 @@ class Library:
         return cudf.from_pandas(frame)
 
     def collection(self, parts: list[pd.DataFrame]) -> Any:
-        """A collection with these partitions, on the workers."""
+        """Return a collection with these partitions, on the workers."""
+        return self.lazy(parts).persist()
+
+    def lazy(self, parts: list[pd.DataFrame]) -> Any:
+        """Return a collection with these partitions that can be computed on workers, and in this process."""
         frames = [dask.delayed(self.frame)(part) for part in parts]
-        return dd.from_delayed(frames, meta=self.frame(parts[0].iloc[:0]), verify_meta=False).persist()
+        return dd.from_delayed(frames, meta=self.frame(parts[0].iloc[:0]), verify_meta=False)
+
+
+def by_tasks(build: Callable[..., Any], *collections: Any) -> list[pd.DataFrame]:
+    """Return the partitions that Dask's ``tasks`` makes of collections that are not on workers.
+
+    They are computed in this process: on a cluster that takes longer than what is compared with them.
+    """
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
+        return partitions(build(*collections))
 
 
 def partitions(collection: Any) -> list[pd.DataFrame]:
-    """The partitions of a collection, as pandas frames."""
+    """Return the partitions of a collection, as pandas frames."""
     done = collection.persist()
     wait(done)
     frames = dask.compute(*(dask.delayed(to_pandas)(part) for part in done.to_delayed()))
@@ -159,7 +172,7 @@ def _order(named: pd.DataFrame) -> Any:
 
 
 def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool, index: bool = True) -> None:
-    """Partition by partition the same rows; without ``index``, whatever numbers they have."""
+    """Compare partition by partition: the same rows; without ``index``, whatever numbers they have."""
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         if not in_order:
@@ -172,5 +185,5 @@ def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool
 
 
 def counters(client: Client) -> dict[str, float]:
-    """The runtime's counters, summed over the cluster."""
+    """Return the runtime's counters, summed over the cluster."""
     return dict(dask_gpurt.report(client)["counters"])

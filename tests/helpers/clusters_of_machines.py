@@ -14,7 +14,7 @@ SPEED = 1e9
 def machines(
     workers: int, *, per_host: int = 64, threads: int = 1, speed: float = 1.0, memory: int = 100 * GB
 ) -> list[Machine]:
-    """Workers without devices."""
+    """Return workers without devices."""
     return [
         Machine(Place(f"host{index // per_host}"), Capacity(0, 0, memory), threads, speed)
         for index in range(workers)
@@ -22,5 +22,5 @@ def machines(
 
 
 def on_one_host(workers: int) -> Cluster:
-    """Workers that are joined by shared memory without latency."""
+    """Return workers that are joined by shared memory without latency."""
     return Cluster("one-host", machines(workers), speeds={Link.SHARED_MEMORY: Speed(SPEED, 0.0)})

@@ -22,7 +22,7 @@ HOOKS = Path(sys.prefix, "etc", "dask", "gpurt.yaml")
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """The environment without what is set there for Dask, and with ``settings``."""
+    """Return the environment without what is set there for Dask, and with ``settings``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DASK_")}
     return {**kept, "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False", **settings}
 
@@ -41,7 +41,7 @@ def run(*command: str | Path, code: int = 0, **settings: str) -> subprocess.Comp
 
 
 def answer(script: Path, *arguments: str, **settings: str) -> Any:
-    """The last line that a script prints, which is JSON."""
+    """Return the last line that a script prints, which is JSON."""
     done = run(sys.executable, script, *arguments, **settings)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -72,7 +72,7 @@ class Command:
         return "".join(self._lines)
 
     def wait_for(self, pattern: str) -> str:
-        """What is printed that matches; its first group."""
+        """Wait until something is printed that matches; returns its first group."""
 
         def found() -> bool:
             return self._ended or re.search(pattern, self.printed()) is not None
@@ -85,7 +85,7 @@ class Command:
 
 
 def _runnable(command: tuple[str | Path, ...]) -> list[str]:
-    """``dask`` by way of its module where the packages are there but no commands."""
+    """Return ``dask``, by way of its module where the packages are there but no commands."""
     if command[0] == DASK and not DASK.exists():
         command = (sys.executable, "-m", "dask", *command[1:])
     return list(map(str, command))
@@ -116,7 +116,7 @@ def started(*command: str | Path, **settings: str) -> Iterator[Command]:
 def cluster_of_commands(
     *, scheduler: tuple[str, ...] = (), worker: tuple[str, ...] = (), workers: int = 2, **settings: str
 ) -> Iterator[tuple[str, list[Command]]]:
-    """``dask scheduler`` and a few ``dask worker``, with flags; their address, and the workers."""
+    """Run ``dask scheduler`` and a few ``dask worker``, with flags; yields the address and the workers."""
     with contextlib.ExitStack() as stack:
         head = stack.enter_context(
             started(

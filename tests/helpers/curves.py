@@ -19,7 +19,7 @@ TASKS, LINK = 20, 1e9
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done in a step, in seconds that each would take alone."""
+    """Say what is to be done in a step, in seconds that each would take alone."""
 
     compute: float
     communication: float
@@ -27,7 +27,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast both progress together, each as a share of its speed alone, above 0 and at most 1."""
+    """Say how fast both progress together, each as a share of its speed alone, above 0 and at most 1."""
 
     compute: float
     communication: float
@@ -35,7 +35,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Course:
-    """How long a step takes at some speeds, and for how much of it both run, in seconds."""
+    """Say how long a step takes at some speeds, and for how much of it both run, in seconds."""
 
     speeds: Speeds
     total: float
@@ -58,12 +58,12 @@ Curve = Mapping[Setting, Speeds]
 
 
 def measured(f: float, communication: float = 0.9) -> Speeds:
-    """Speeds that hide a share ``f`` of what could be hidden, with equal work on both sides."""
+    """Return speeds that hide a share ``f`` of what could be hidden, with equal work on both sides."""
     return Speeds(1 - communication * (1 - f), communication)
 
 
 def plain(f: float) -> Speeds:
-    """The same without priority: both are slowed alike."""
+    """Return the same without priority: both are slowed alike."""
     return Speeds(1 / (2 - f), 1 / (2 - f))
 
 
@@ -122,15 +122,15 @@ class Steps:
         return Work(compute, compute * self.communication)
 
     def best(self) -> float:
-        """Seconds of a step under the best fixed setting."""
+        """Return the seconds of a step under the best fixed setting."""
         return min(side_by_side(self.work, speeds).total for speeds in self.curve.values())
 
     def under(self, speeds: Speeds) -> float:
-        """Seconds of a step at fixed speeds."""
+        """Return the seconds of a step at fixed speeds."""
         return side_by_side(self.work, speeds).total
 
     def run(self, steps: int) -> float:
-        """Seconds that so many steps take, without the noise."""
+        """Return the seconds that so many steps take, without the noise."""
         return sum(self._step() for _ in range(steps))
 
     def _step(self) -> float:
@@ -149,7 +149,7 @@ class Steps:
         return course.total
 
     def _moved(self) -> float:
-        """Bytes that count in a step: whole lumps, of which one may count in the next one."""
+        """Return the bytes that count in a step: whole lumps, of which one may count in the next one."""
         lump = self.work.communication * LINK / self.lumps
         owed, self._owed = self._owed, lump * self._random.random() if self.noise else 0.0
         return self.lumps * lump + owed - self._owed

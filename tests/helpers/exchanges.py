@@ -29,7 +29,7 @@ from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt import config
 from dask_gpurt.exchange import Exchange, Shard, exchange
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle import ShuffleSpec
@@ -38,7 +38,7 @@ from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 
 
 class Inline(Executor):
-    """Runs what it is given at once."""
+    """Run what it is given at once."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -50,7 +50,7 @@ class Inline(Executor):
 
 
 class Landed:
-    """Takes the place of the tiers: keeps the bytes of pulled shards."""
+    """Take the place of the tiers: keep the bytes of pulled shards."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[np.ndarray]] = {}
@@ -74,7 +74,7 @@ class Landed:
 
 
 class AttemptFailed(Exception):
-    """Ends a transfer task in the middle, as a MemoryError would."""
+    """End a transfer task in the middle, as a MemoryError would."""
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class Network:
                 message.answer.set_exception(CommClosedError("the connection was reset"))
 
     def lose(self, message: Message) -> None:
-        """The connection breaks before a message has arrived."""
+        """Break the connection before a message has arrived."""
         self.messages.remove(message)
         if not message.answer.done():
             message.answer.set_exception(CommClosedError("the connection was reset"))
@@ -162,7 +162,7 @@ class Network:
 
 
 def _received(answer: Any) -> Any:
-    """What a comm makes of an answer: bytes of its own."""
+    """Return what a comm makes of an answer: bytes of its own."""
     if isinstance(answer, dict) and answer.get("data"):
         return {**answer, "data": [bytes(one.data) for one in answer["data"]]}
     if isinstance(answer, dict) and answer.get("status") == "error":
@@ -227,7 +227,7 @@ class Process:
         self._loop.call_soon_threadsafe(soon)
 
     def _remove_worker(self, worker: str) -> None:
-        self.exchange.peer_left(worker)
+        self.exchange.on_worker_removed(worker)
 
     def _renew(self, id: str, run_id: int, owners: Owners) -> None:
         run = self.run_of(id)
@@ -235,7 +235,7 @@ class Process:
             run.renew(owners)
 
     def die(self) -> None:
-        """End as after kill -9: nothing is said to anybody, and what peers have mapped stays readable."""
+        """End as after kill -9: without a message, and what peers have mapped stays readable."""
         self.alive = False
         del self._network.processes[self.address]
         self._network.streams.pop(self, None)
@@ -247,7 +247,7 @@ class Process:
         self._ongoing_background_tasks.close()
 
     def run_of(self, shuffle: str) -> ShuffleRun | None:
-        """Its part of the active run of a shuffle."""
+        """Return its part of the active run of a shuffle."""
         found: Any = self.shuffles.shuffle_runs._active_runs.get(ShuffleId(shuffle))
         return found
 
@@ -271,13 +271,13 @@ META = pd.DataFrame({"row": np.empty(0, "int64"), TARGET: np.empty(0, "int64")})
 
 
 def frame_of(rows: Sequence[int], outputs: int) -> pd.DataFrame:
-    """A frame with these rows, each of which belongs to the output of its number."""
+    """Return a frame with these rows, each of which belongs to the output of its number."""
     numbers = np.array(rows, "int64")
     return pd.DataFrame({"row": numbers, TARGET: numbers % outputs})
 
 
 def spec_of(shuffle: str, outputs: int) -> ShuffleSpec:
-    """A shuffle of such frames."""
+    """Return a shuffle of such frames."""
     return ShuffleSpec(
         id=ShuffleId(shuffle),
         disk=False,
@@ -334,7 +334,7 @@ class Scheduler:
         return self.active[spec.id]
 
     def end(self, shuffle: str) -> None:
-        """Nothing needs a shuffle any more."""
+        """End a shuffle that nothing needs any more."""
         ended = self.active.pop(shuffle)
         for address in ended.participants & self.network.processes.keys():
             self.network.stream(
@@ -460,16 +460,18 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
     from dask_gpurt.exchange import calls as module
     from dask_gpurt.shuffle import run
 
-    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S
-    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_AGAIN_S = 0.0
-    module.MOST_CALLS = calls
+    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.WITHDRAW_RETRY_INTERVAL_S
+    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_RETRY_INTERVAL_S = 0.0
+    module.MAX_CALLS = calls
     kept_here = run.sync, run.LONGEST_PAUSE_S
     run.sync, run.LONGEST_PAUSE_S = _without_waiting, 0.001
     try:
         yield
     finally:
         run.sync, run.LONGEST_PAUSE_S = kept_here
-        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MOST_CALLS, exchange.WITHDRAW_AGAIN_S = kept
+        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.WITHDRAW_RETRY_INTERVAL_S = (
+            kept
+        )
 
 
 _doing: set[asyncio.Future[Any]] = set()
@@ -532,7 +534,7 @@ class Cluster:
         await quiet()
 
     def rows(self, source: int) -> range:
-        """The rows of an input."""
+        """Return the rows of an input."""
         return range(source * self.ROWS, (source + 1) * self.ROWS)
 
     async def transfer(self, shuffle: str, source: int, process: Process) -> Any:
@@ -569,12 +571,12 @@ class Cluster:
         return {output: list(frame["row"]) for output, (_, frame) in active.outputs.items()}
 
     async def shuffle(self, shuffle: str) -> dict[int, list[int]]:
-        """Shuffle; the rows of each output."""
+        """Return shuffle; returns the rows of each output."""
         await self.barrier(shuffle, await self.transfer_all(shuffle))
         return await self.outputs(shuffle)
 
     def expected(self) -> dict[int, list[int]]:
-        """The rows of each output that a shuffle has to give."""
+        """Return the rows that a shuffle has to give for each output."""
         rows = [row for source in range(self.INPUTS) for row in self.rows(source)]
         return {
             output: [row for row in rows if row % self.OUTPUTS == output] for output in range(self.OUTPUTS)
@@ -587,7 +589,7 @@ class Cluster:
         for process in self.network.processes.values():
             if not self.scheduler.active:
                 assert process.outbox.pool.used == 0
-            assert not any(process.exchange._parcels.values())
+            assert not any(process.exchange._incoming.values())
 
     def close(self) -> None:
         for process in self._all:

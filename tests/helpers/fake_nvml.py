@@ -10,7 +10,9 @@ from typing import Any
 
 @dataclass
 class FakeGpu:
-    """One GPU; ``nvlinks`` names the index of the GPU at the end of each link that is up, or "switch"."""
+    """Describe one GPU; ``nvlinks`` names the index of the GPU at the end of each link that is up, or
+    "switch".
+    """
 
     index: int
     nvlinks: list[int | str] = field(default_factory=list)
@@ -125,22 +127,22 @@ class FakeNvml:
 
 
 def switched(count: int = 4, **more: Any) -> FakeNvml:
-    """Four H200 and an NVSwitch: NV18 between every two."""
+    """Return pretend four H200 and an NVSwitch: NV18 between every two."""
     return FakeNvml([FakeGpu(i, ["switch"] * 18, **more) for i in range(count)])
 
 
 def pcie_only(peers: bool = True) -> FakeNvml:
-    """Four L40S on two sockets."""
+    """Return pretend four L40S on two sockets."""
     gpus = [FakeGpu(i, name="NVIDIA L40S", pcie=(4, 16)) for i in range(4)]
     return FakeNvml(gpus, lambda one, other: 20 if one // 2 == other // 2 else 50, lambda *pair: peers)
 
 
 def bridged() -> FakeNvml:
-    """Four A100 on PCIe cards, every two under a bridge of twelve links."""
+    """Return pretend four A100 on PCIe cards, every two under a bridge of twelve links."""
     return FakeNvml([FakeGpu(i, [i ^ 1] * 12, version=4, pcie=(4, 16)) for i in range(4)])
 
 
 def cut_up() -> FakeNvml:
-    """Two H200: the first in two instances of MIG, the second whole."""
+    """Return pretend two H200: the first in two instances of MIG, the second whole."""
     parts = ["MIG-11111111-0000-0000-0000-000000000000", "MIG-22222222-0000-0000-0000-000000000000"]
     return FakeNvml([FakeGpu(0, ["switch"] * 18, mig=parts), FakeGpu(1, ["switch"] * 18)])

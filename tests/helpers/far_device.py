@@ -31,7 +31,7 @@ class Far:
 
 
 class FarFiles:
-    """Counts bytes, which never are in host memory."""
+    """Count bytes, which never are in host memory."""
 
     def __init__(self) -> None:
         self.moved: Counter[str] = Counter()
@@ -57,7 +57,7 @@ class FarFiles:
 
 
 class FarDevice(HostDevice):
-    """As a GPU to the tiers: what is live lies where the host can not read."""
+    """Act as a GPU to the tiers: what is live lies where the host can not read."""
 
     on_host = False
     host_links = (Link.PAGEABLE,)

@@ -30,7 +30,7 @@ def write_tables(folder: Path, flights: int, seed: int = 13) -> Path:
 
 def _flights(random: np.random.Generator, rows: int) -> pd.DataFrame:
     def some(least: int, most: int) -> pd.Series[float]:
-        """Whole numbers, one in forty of them missing."""
+        """Return whole numbers, one in forty of them missing."""
         numbers = pd.Series(random.integers(least, most, rows).astype(float))
         return numbers.mask(random.random(rows) < 1 / 40)
 
@@ -59,7 +59,7 @@ def _flights(random: np.random.Generator, rows: int) -> pd.DataFrame:
 
 
 def _weather(random: np.random.Generator) -> pd.DataFrame:
-    """Of most hours: some flights find none."""
+    """Return the weather of most hours: some flights find none."""
     places = pd.MultiIndex.from_product([ORIGINS, HOURS], names=["origin", "time_hour"])
     table = places.to_frame(index=False)
     table = table[random.random(len(table)) < 0.97].reset_index(drop=True)
@@ -76,7 +76,7 @@ def _weather(random: np.random.Generator) -> pd.DataFrame:
 
 
 def _planes(random: np.random.Generator) -> pd.DataFrame:
-    """Most of those that fly."""
+    """Return most of the planes that fly."""
     tails = TAILS[random.random(len(TAILS)) < 0.8]
     rows = len(tails)
     return pd.DataFrame(

@@ -21,6 +21,7 @@ from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.topology import Topology
+from tests.helpers.clusters import METHOD, QUICK
 
 #: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
 FILE = """\
@@ -82,7 +83,7 @@ def on_cluster(
 
             kind = Nanny if processes else Worker
             nthreads = [("127.0.0.1", 1)] * workers
-            config = {"gpurt.topology.file": file and str(file), **settings}
+            config = {"gpurt.topology.file": file and str(file), METHOD: QUICK[METHOD], **settings}
             gen_cluster(client=True, nthreads=nthreads, Worker=kind, timeout=120, config=config)(body)()
 
         return run
@@ -95,7 +96,7 @@ CACHES = ("_instances", "__slotnames__")
 
 
 def state(local: LocalCluster) -> dict[str, Any]:
-    """All that the runtime touches when it is switched on."""
+    """Return all that the runtime touches when it is switched on."""
     scheduler: Any = local.scheduler
     workers: list[Any] = list(local.workers.values())
     return {

@@ -41,20 +41,20 @@ def compile_c(target: Path, *sources: Path, flags: tuple[str, ...] = ()) -> Path
 
 
 def build_interposer(folder: Path, *flags: str, name: str = "_interposer.so") -> Path:
-    """As setup.py does."""
+    """Build the interposer as setup.py does."""
     shared = ("-std=c11", "-shared", "-fPIC", "-fvisibility=hidden", f"-Wl,-soname,{name}")
     return compile_c(folder / name, INTERPOSER, flags=(*shared, *flags))
 
 
 def build_driver(folder: Path, *flags: str) -> Path:
-    """The fake one."""
+    """Build the fake driver."""
     shared = ("-std=gnu11", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1")
     versions = f"-Wl,--version-script={SOURCES / 'driver.map'}"
     return compile_c(folder / "libcuda.so.1", SOURCES / "driver.c", flags=(*shared, versions, *flags))
 
 
 def build_launcher(folder: Path, *flags: str) -> Path:
-    """The program that launches, with the interposer before the C library as if it were preloaded."""
+    """Build the program that launches, with the interposer before the C library as if it were preloaded."""
     library = build_interposer(folder, *flags)
     build_driver(folder, *flags)
     linked = ("-std=gnu11", "-Wl,--no-as-needed", str(library))
@@ -143,7 +143,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package twice, with the interposer and without it."""
+    """Copy the package twice, with the interposer and without it."""
     folder = tmp_path_factory.mktemp("packages")
     for name in ("built", "bare"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")

@@ -38,7 +38,7 @@ class Rooms:
 
 
 class Watch(SchedulerPlugin):
-    """Tells a placement what our scheduler plugin tells it."""
+    """Tell a placement what our scheduler plugin tells it."""
 
     def __init__(self, placement: Placement):
         self.placement = placement
@@ -69,7 +69,7 @@ class Cluster:
         return self.state.workers[self.addresses[number]]
 
     def data(self, key: str, *numbers: int, nbytes: int = GB) -> None:
-        """A key that lies on some workers, as if it had been scattered."""
+        """Put a key on some workers, as if it had been scattered."""
         ts = self.state.new_task(key, None, "released")
         ts.state = "memory"
         ts.set_nbytes(nbytes)

@@ -22,7 +22,7 @@ _PRESENT = np.uint64(1 << 63)
 
 
 def resident(mapping: HostMapping) -> int:
-    """Bytes of a mapped pool that count in the RSS of this process."""
+    """Return the bytes of a mapped pool that count in the RSS of this process."""
     address = mapping.view(0, mapping.nbytes).ctypes.data
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(address // PAGE * 8)
@@ -31,7 +31,7 @@ def resident(mapping: HostMapping) -> int:
 
 
 def held(pool: HostPool) -> int:
-    """Bytes that the system has given to a pool, but for its header."""
+    """Return the bytes that the system has given to a pool, but for its header."""
     return os.fstat(pool._fd).st_blocks * 512 - PAGE
 
 

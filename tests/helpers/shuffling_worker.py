@@ -32,7 +32,7 @@ RUN, TASK = 0.05, 0.03
 
 
 def speeds(compute: float, communication: float, total: float) -> Speeds:
-    """Speeds at which a step takes so long; there are others."""
+    """Return the speeds at which a step takes so long; there are others."""
     for moving in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5):
         computing = 1 - (total - compute) * moving / communication
         if computing > 0 and communication + compute * (1 - moving) / computing <= total:
@@ -41,7 +41,7 @@ def speeds(compute: float, communication: float, total: float) -> Speeds:
 
 
 class Worker:
-    """One worker: a clock, bytes, and what confines it."""
+    """Simulate one worker: a clock, bytes, and what confines it."""
 
     def __init__(self, name: str, governor: Governor, seed: int):
         self.name, self.governor = name, governor
@@ -70,7 +70,9 @@ class Worker:
     # ---- what happens ------------------------------------------------------------------
 
     def leg(self, tasks: int, runs: int) -> None:
-        """Tasks one after the other beside runs one after the other, of which the next begins as one ends."""
+        """Run tasks one after the other beside runs one after the other, of which the next begins as one
+        ends.
+        """
         control = Control(
             self.governor, self, lambda: self.moved, lambda: self.now, Decisions(lambda: self.now), Metrics()
         )
@@ -94,7 +96,7 @@ class Worker:
         control.close()
 
     def _run(self) -> list[tuple[bool, float]]:
-        """Seconds alone that each piece of a run takes, and whether bytes come at the end of it."""
+        """Return the seconds alone that each piece of a run takes, and whether bytes end it."""
         seconds = self._noisy(self.communication, RUN)
         moving = (1 - SPLITTING) * seconds / BURSTS
         return [(False, SPLITTING * seconds), *BURSTS * [(True, moving)]]

@@ -1,4 +1,4 @@
-"""What is put into tiers by tests, and tiers small enough to be full soon."""
+"""Make tiers small enough to be full soon, and what tests put into them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def random_bytes(nbytes: int, seed: int) -> np.ndarray:
 
 
 def frames(*sizes: int, seed: int = 0, cut: int = 300) -> Frames:
-    """Buffers of these sizes, each in pieces of at most ``cut`` bytes."""
+    """Return buffers of these sizes, each in pieces of at most ``cut`` bytes."""
     whole = [random_bytes(size, seed + i) for i, size in enumerate(sizes)]
     buffers = tuple([array[at : at + cut] for at in range(0, array.size, cut)] for array in whole)
     return Frames(f"header {seed}".encode() * (seed % 3), buffers)

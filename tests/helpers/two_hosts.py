@@ -1,4 +1,4 @@
-"""Two hosts on one machine: namespaces of the kernel, joined by a link of a known speed.
+"""Make two hosts of one machine: namespaces of the kernel, joined by a link of a known speed.
 
 A host has a network, a name, processes and ``/dev/shm`` of its own, as a container has. It lives for as
 long as its first process, which reads until we are gone: nothing outlives the test, however that ends.
@@ -84,7 +84,7 @@ class Host:
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
-        """This thread, and threads that it starts, are in the network of this host."""
+        """Put this thread, and threads that it starts, in the network of this host."""
         with open("/proc/thread-self/ns/net") as outside, open(f"/proc/{self.pid}/ns/net") as inside:
             _enter(inside.fileno())
             try:
@@ -103,7 +103,8 @@ def _enter(namespace: int) -> None:
 def two_hosts(
     scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp", **settings: Any
 ) -> Iterator[Client]:
-    """A cluster with the runtime on, of so many workers on each of two hosts; the scheduler is on the first.
+    """Run a cluster with the runtime on, of so many workers on each of two hosts; the scheduler is on the
+    first.
 
     Parameters
     ----------
@@ -150,7 +151,7 @@ def _scheduler(protocol: str) -> str:
 
 
 def _doors(protocol: str) -> tuple[str, ...]:
-    """Options of a scheduler that speaks TCP, and what its workers do."""
+    """Return options of a scheduler that speaks TCP, and what its workers do."""
     protocols = list(dict.fromkeys(("tcp", protocol)))
     ports = ",".join(str(PORTS[each]) for each in protocols)
     return "--protocol", ",".join(protocols), "--port", ports
@@ -169,11 +170,11 @@ def _join(one: Host, other: Host, rate: int | None) -> None:
 
 
 def host_of(worker: str) -> str:
-    """The address of the host of a worker."""
+    """Return the address of the host of a worker."""
     return worker.partition("://")[2].rpartition(":")[0]
 
 
 def on_other_host(client: Client) -> list[str]:
-    """The workers that are not on the scheduler's host."""
+    """Return the workers that are not on the scheduler's host."""
     workers = client.nthreads()
     return [worker for worker in workers if host_of(worker) != ADDRESSES[0]]

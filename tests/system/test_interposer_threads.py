@@ -24,7 +24,7 @@ SANITIZERS = {
 
 
 def has_sanitizer(folder: Path, flags: tuple[str, ...]) -> bool:
-    """Whether a program that is built with it runs: its library may be missing."""
+    """Return whether a program that is built with it runs: its library may be missing."""
     source = folder / "empty.c"
     source.write_text("int main(void) { return 0; }\n")
     try:

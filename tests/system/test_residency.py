@@ -1,7 +1,11 @@
-"""The interposer in real workers: nannies load it, the settings name a cap, the doctor says what there is."""
+"""The interposer in real workers: nannies load it, the settings name a cap, the doctor says what there is.
+
+Each test starts a cluster of its own, in an environment of its own: what differs in detail only is slow.
+"""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from tests.helpers.interposers import needs_compiler
 from tests.helpers.interposers import packages as packages  # a fixture
 
 pytestmark = needs_compiler
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def worker(
@@ -41,6 +46,7 @@ def test_a_nanny_loads_it_and_the_worker_sets_the_cap(packages: Path) -> None:
     assert found["fallbacks"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["environment", "configuration"])
 def test_what_was_to_be_preloaded_is_kept(packages: Path, tmp_path: Path, where: str) -> None:
     second = str(packages / "second.so")
@@ -60,6 +66,7 @@ def test_off_nothing_is_loaded(packages: Path) -> None:
     assert found["fallbacks"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fixed", "adaptive"])
 def test_sms_that_are_asked_for_take_it_too(packages: Path, mode: str) -> None:
     asked = {
@@ -73,8 +80,8 @@ def test_sms_that_are_asked_for_take_it_too(packages: Path, mode: str) -> None:
     ("which", "residency", "enabled", "reason"),
     [
         ("bare", "auto", True, "the interposer was not built: install dask-gpurt again"),
-        ("built", "auto", False, "this process was started without the interposer in LD_PRELOAD"),
-        ("built", "300", True, "a residency cap of 300 blocks: expected at least 1, and at most the 255"),
+        slow("built", "auto", False, "this process was started without the interposer in LD_PRELOAD"),
+        slow("built", "300", True, "a residency cap of 300 blocks: expected at least 1, and at most the 255"),
     ],
 )
 def test_where_there_are_no_caps_the_doctor_says_why(

@@ -1,4 +1,4 @@
-"""Nothing of the runtime waits for the whole device, or for the stream of user code: a trap would see it."""
+"""Make sure that nothing waits for the whole device, or for the stream of user code: a trap would see it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[("trap.so",), ("_interposer.so", "trap.so"), ("trap.so", "_interposer.so")])
 def one(built: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
-    """A process with the trap in it, alone or beside ours."""
+    """Run a process with the trap in it, alone or beside ours."""
     with process(built / "libcuda.so.1", *(built / name for name in request.param)) as one:
         yield one
 

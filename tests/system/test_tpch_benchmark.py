@@ -34,7 +34,7 @@ def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:
         assert list(seconds) == list(PHASES)
         assert sum(seconds.values()) == pytest.approx(figure["warm"]["median"], rel=0.01)
         assert figure["budget"]["read_bytes"] > 0
-    # A join of several partitions is shuffled by whom it should be.
+    # A join of several partitions is shuffled by the method that it should be.
     assert figures[3, "gpurt"]["budget"]["shuffles"] > 0
     assert figures[3, "tasks"]["budget"]["shuffles"] == 0
     assert "hash-join-transfer" in figures[3, "p2p"]["budget"]["tasks"]

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -20,7 +19,7 @@ import dask_gpurt
 from dask_gpurt.device import codecs
 from dask_gpurt.device.base import Codec, CodecError
 from dask_gpurt.device.codecs import host_codecs
-from tests.helpers.clusters import assert_same_partitions, counters, partitions
+from tests.helpers.clusters import assert_same_partitions, by_tasks, counters, partitions
 from tests.helpers.two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
 
 pytestmark = pytest.mark.slow
@@ -74,25 +73,28 @@ def have_a_codec_of_the_device(refuses: bool, dask_worker: Any) -> None:
     device.host_codecs = dict
 
 
+def shuffle(df: Any) -> Any:
+    return df.shuffle("key", ignore_index=True)
+
+
 def shuffled(df: Any) -> list[pd.DataFrame]:
-    return partitions(df.shuffle("key", ignore_index=True))
+    return partitions(shuffle(df))
 
 
-def by_tasks(df: Any) -> list[pd.DataFrame]:
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        return partitions(df.shuffle("key", ignore_index=True))
+def assert_like_tasks(ours: list[pd.DataFrame], df: Any) -> None:
+    assert_same_partitions(ours, by_tasks(shuffle, df), in_order=False, index=False)
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Two hosts with two workers each, shared by tests that leave them as they are."""
+    """Yield two hosts with two workers each, shared by tests that leave them as they are."""
     with two_hosts(tmp_path_factory.mktemp("workers")) as client:
         yield client
 
 
 def test_a_shuffle_over_both(hosts: Client) -> None:
     df = collection()
-    assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+    assert_like_tasks(shuffled(df), df)
     moved = counters(hosts)
     # Of two workers each, half of all bytes change hosts, and a quarter go to the neighbour.
     assert moved["exchange.bytes.comms"] == pytest.approx(2 * moved["exchange.bytes.shared-memory"], rel=0.2)
@@ -107,7 +109,7 @@ def test_a_shuffle_over_both_by_ucx(tmp_path: Path) -> None:
     pytest.importorskip("distributed_ucxx", reason="UCX between hosts takes distributed-ucxx")
     with two_hosts(tmp_path, protocol="ucx") as client:
         df = collection()
-        assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        assert_like_tasks(shuffled(df), df)
         moved = counters(client)
         assert moved["exchange.bytes.comms"] == pytest.approx(
             2 * moved["exchange.bytes.shared-memory"], rel=0.2
@@ -132,7 +134,7 @@ def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
         client.run(die, workers=[victim], on_error="return")
         Event("go", client=client).set()
         ours = partitions(out)
-        assert_same_partitions(ours, by_tasks(collection()), in_order=False, index=False)
+        assert_like_tasks(ours, collection())
         assert len(client.nthreads()) == 3
 
 
@@ -142,7 +144,7 @@ def test_over_a_slow_link_shards_are_compressed(tmp_path: Path) -> None:
         partitions(collection(rows=4 * ROWS).shuffle("key"))  # shows how slow it is
         known = counters(client)
         df = collection(rows=6 * ROWS)
-        assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        assert_like_tasks(shuffled(df), df)
         found = {name: amount - known.get(name, 0) for name, amount in counters(client).items()}
         before, after = (found[f"exchange.compression.bytes.{when}"] for when in ("before", "after"))
         assert before > found["exchange.bytes.comms"] / 2
@@ -156,7 +158,7 @@ def test_where_a_codec_of_the_device_fails_shards_come_otherwise(refuses: bool, 
         client.run(partial(have_a_codec_of_the_device, refuses))
         partitions(collection(rows=ROWS).shuffle("key"))  # shows how slow it is
         df = collection(rows=2 * ROWS)
-        assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+        assert_like_tasks(shuffled(df), df)
         assert counters(client)["exchange.compression.bytes.before"] > 0
         fallbacks = [worker["fallbacks"] for worker in dask_gpurt.report(client)["workers"].values()]
         for found in fallbacks:
@@ -167,7 +169,7 @@ def test_switched_off_shards_go_as_they_are(tmp_path: Path) -> None:
     with two_hosts(tmp_path, workers=1, rate=SLOW, exchange__compression="off") as client:
         for rows in (ROWS, 2 * ROWS):
             df = collection(rows=rows)
-            assert_same_partitions(shuffled(df), by_tasks(df), in_order=False, index=False)
+            assert_like_tasks(shuffled(df), df)
         assert "exchange.compression.bytes.before" not in counters(client)
 
 

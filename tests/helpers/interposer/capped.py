@@ -1,4 +1,4 @@
-"""What libcudf computes without a cap, with one, and without again; one line of JSON.
+"""Print what libcudf computes without a cap, with one, and without again; one line of JSON.
 
 LD_PRELOAD=dask_gpurt/overlap/_interposer.so python tests/helpers/interposer/capped.py 4
 """
@@ -22,7 +22,7 @@ THREADS = (128, 256)
 
 
 def digests() -> dict[str, str]:
-    """Hashes of results, whatever the order of their rows."""
+    """Hash results, whatever the order of their rows."""
     random = cupy.random.RandomState(1)
     key, value = (random.randint(0, 1 << bits, 1 << 23) for bits in (20, 40))
     left = cudf.DataFrame({"key": key, "value": value})
@@ -40,7 +40,7 @@ def digests() -> dict[str, str]:
 
 
 def fits(function: int, threads: int, dynamic: int) -> int | None:
-    """Blocks of a kernel on an SM, as the driver says; None where it does not."""
+    """Return the blocks of a kernel on an SM, as the driver says; None where it does not."""
     driver, blocks = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     arguments = (ctypes.c_void_p(function), ctypes.c_int(threads), ctypes.c_size_t(dynamic))
     error = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), *arguments)
@@ -48,7 +48,9 @@ def fits(function: int, threads: int, dynamic: int) -> int | None:
 
 
 def capped_kernels(interposer: Interposer, cap: int) -> list[dict[str, Any]]:
-    """What the driver says of each kernel that was capped, as it is and with the shared memory of the cap."""
+    """Return what the driver says of each kernel that was capped, as it is and with the shared memory of the
+    cap.
+    """
     limits, shared = interposer.limits(0), interposer._shared
     assert limits is not None
     return [

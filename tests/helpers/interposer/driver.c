@@ -285,7 +285,7 @@ CUresult cuGetProcAddress(const char *name, void **found, int cuda, uint64_t fla
         strcat(full, "_v2");
     if (!self)
         self = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    /* dlvsym, as a driver knows its own functions, whoever interposes dlsym. */
+    /* dlvsym, as a driver knows its own functions, whatever interposes dlsym. */
     *found = self ? dlvsym(self, full, "FAKE") : NULL;
     return *found ? OK : INVALID_VALUE;
 }

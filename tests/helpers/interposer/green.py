@@ -1,4 +1,4 @@
-"""What holds of green contexts on a GPU, each a function; one line of JSON that says what did not, and why.
+"""Check what holds of green contexts on a GPU, each a function; one line of JSON says what did not, and why.
 
 LD_PRELOAD=_interposer.so python tests/helpers/interposer/green.py
 """
@@ -104,7 +104,7 @@ def libcudf_gives_the_same_results(contexts: Any) -> None:
 
 
 def what_comes_to_the_host_was_computed_before(contexts: Any) -> None:
-    """To copy, cupy makes the usual context current, in which nothing waits for what runs in this one."""
+    """Make sure that copies to the host wait: cupy uses the usual context, which waits for no other."""
     kernel, sms = cupy.RawKernel(WHERE, "where"), contexts.total - TAKEN
     for _ in range(200):
         with contexts.entered(sms):

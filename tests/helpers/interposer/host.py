@@ -122,7 +122,7 @@ class Host:
         self.driver.fake_become(POINTER(handle), name.encode(), registers, shared)
 
     def door(self, name: str, door: str = "dlsym", flags: int = 0, cuda: int = 13000) -> Any:
-        """A function of the driver, as one asks for it."""
+        """Return a function of the driver, as a caller asks for it."""
         key = (name, door, flags)
         if key not in self.own:
             if door == "dlsym":
@@ -152,7 +152,7 @@ class Host:
         attributes: Sequence[int] | None = None,
         **door: Any,
     ) -> dict[str, Any]:
-        """Launch, through cuLaunchKernelEx if there are attributes; what the driver saw of it."""
+        """Launch, through cuLaunchKernelEx if there are attributes; returns what the driver saw of it."""
         before = self.driver.fake_recorded()
         sizes = [UNSIGNED(n) for n in (*grid, *block, shared)]
         rest = POINTER(PARAMETERS), POINTER(EXTRA)
@@ -185,7 +185,7 @@ class Host:
     # ---- the process
 
     def same(self, first: dict[str, Any], second: dict[str, Any]) -> bool:
-        """Whether a function is the same through two doors."""
+        """Return whether a function is the same through two doors."""
         one, other = (ctypes.cast(self.door(**door), POINTER).value for door in (first, second))
         return one == other
 

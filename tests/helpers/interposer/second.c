@@ -1,6 +1,6 @@
-/* Somebody else's interposer, which counts launches: it defines dlsym too, and wraps what ours wraps.
+/* Another interposer, which counts launches: it defines dlsym too, and wraps what ours wraps.
  *
- * Built with RUDE, it takes the C library's dlsym and so passes over whoever comes next.
+ * Built with RUDE, it takes the C library's dlsym and so passes over what comes next.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

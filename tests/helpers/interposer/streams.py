@@ -1,4 +1,4 @@
-"""What the runtime does on a GPU waits for, step by step, and who waits; one line of JSON.
+"""Find what waits too long in the runtime's work on a GPU, step by step; one line of JSON.
 
 LD_PRELOAD=trap.so python tests/helpers/interposer/streams.py trap.so
 """
@@ -37,7 +37,7 @@ class Room:
 def shuffle(
     frame: cudf.DataFrame, device: CudaDevice, table: CudfTable, *, hashed: bool
 ) -> dict[str, Callable[[], Any]]:
-    """A partition that is split, packed and assembled; its steps go in order."""
+    """Split, pack and assemble a partition; its steps go in order."""
     room, kept = Room(device.create_pool(1 << 24)), {}
     plain = frame.drop(columns="to")
     meta = plain.iloc[:0]
@@ -64,7 +64,7 @@ def shuffle(
 
 
 def tiers(device: CudaDevice) -> dict[str, Callable[[], Any]]:
-    """Buffers that are spilled, come up, are pulled and go to the host."""
+    """Spill buffers, bring them up, pull them and copy them to the host."""
     buffers = [cupy.arange(ROWS, dtype="u1") for _ in range(3)]
     sources = device.from_host([np.arange(ROWS, dtype="u1")])
     pieces = [[np.empty(ROWS // 2, np.uint8) for _ in range(2)] for _ in buffers]
@@ -77,7 +77,7 @@ def tiers(device: CudaDevice) -> dict[str, Callable[[], Any]]:
 
 
 class Witness:
-    """Who waits for too much: lines of Python, and functions of CUDA libraries."""
+    """Find what waits for too much: lines of Python, and functions of CUDA libraries."""
 
     def __init__(self, trap: ctypes.CDLL):
         self._libc = ctypes.CDLL(None)

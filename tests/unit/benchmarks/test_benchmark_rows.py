@@ -1,4 +1,4 @@
-"""How benchmarks find their rows again: what was lost, changed or is out of order is an error."""
+"""Find the rows of benchmarks again: what was lost, changed or is out of order is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a TPC-H query goes, and what is made of many runs."""
+"""Divide the time of a TPC-H query, and summarise many runs."""
 
 from __future__ import annotations
 

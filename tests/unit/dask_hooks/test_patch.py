@@ -1,4 +1,4 @@
-"""What is replaced in Dask comes back as it was, whatever others have replaced meanwhile."""
+"""Restore what was replaced in Dask as it was, whatever others have replaced meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.dask_hooks import PatchOrderError, PatchSet, Seam, UnsupportedEr
 
 
 class Dasks:
-    """As a class of Dask's."""
+    """Stand for a class of Dask's."""
 
     def method(self, at: int) -> list[Any]:
         return ["Dask", at]
@@ -150,7 +150,7 @@ def test_what_is_added_goes_and_what_was_there_comes_back() -> None:
 
 
 class Slotted:
-    """As a state of Dask's that has no room for attributes."""
+    """Stand for a state of Dask's that has no room for attributes."""
 
     __slots__ = ()
 
@@ -182,7 +182,7 @@ def test_what_differs_is_not_replaced() -> None:
 
 
 class Calls:
-    """As a server of Dask's."""
+    """Stand for a server of Dask's."""
 
     def call(self, key: str, *, stimulus_id: str) -> str:
         return f"{key} {stimulus_id}"

@@ -1,4 +1,4 @@
-"""Dask's private parts are touched in ``dask_hooks`` alone, whoever writes the next line."""
+"""Dask's private parts are touched in ``dask_hooks`` alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ ALLOWED: Mapping[str, str] = {
     "_asdict": "published by namedtuple",
     "_fields": "published by namedtuple",
     "_hash": "ours: of the simulator's names",
-    "_scatter": "ours: of an estimate",
-    "_current_frames": "sys: the stacks of threads, for whoever looks into a process that stands still",
+    "_current_frames": "sys: the stacks of threads, for a look into a process that stands still",
     "_threads": "ThreadPoolExecutor: how many there are",
     "_work_queue": "ThreadPoolExecutor: how much waits",
     "_mgr": "pandas: the blocks of a frame",

@@ -1,4 +1,4 @@
-"""In which ways the installed Dask differs from the one that is known."""
+"""List the ways in which the installed Dask differs from the one that is known."""
 
 from __future__ import annotations
 

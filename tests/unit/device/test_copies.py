@@ -19,7 +19,7 @@ def aligned(size: int) -> np.ndarray:
 
 
 def ends(sizes: list[int], skips: list[int]) -> list[int]:
-    """Where buffers begin that are aligned one behind the other, some blocks apart."""
+    """Return where buffers begin that are aligned one behind the other, some blocks apart."""
     at, found = 0, []
     for size, skip in zip(sizes, skips, strict=True):
         at += skip * ALIGNMENT
@@ -48,7 +48,7 @@ def test_every_byte_arrives_and_only_padding_goes_along(sizes: list[int], data: 
     theirs = np.ones(target.size, bool)
     for at, n in zip(to, sizes, strict=False):
         theirs[at : at + -(-n // ALIGNMENT) * ALIGNMENT] = False
-    assert not target[theirs].any(), "what lies between, and is no padding, is somebody else's"
+    assert not target[theirs].any(), "what lies between, and is no padding, is not part of any"
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:

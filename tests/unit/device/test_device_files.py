@@ -30,7 +30,7 @@ def data(nbytes: int, seed: int = 0) -> np.ndarray:
 
 
 def mixed(sizes: list[tuple[int, bool]]) -> Frames:
-    """Buffers of so many bytes, some of the device."""
+    """Draw buffers of so many bytes, some of the device."""
     buffers = [(data(nbytes, seed), far) for seed, (nbytes, far) in enumerate(sizes)]
     return Frames(b"header", tuple([Far(array) if far else array] for array, far in buffers))
 
@@ -109,8 +109,8 @@ def device() -> FarDevice:
 
 
 @pytest.fixture
-def ladder(device: FarDevice, tmp_path: Path) -> Iterator[TieredBuffer]:
-    """A device of 100 KiB, above a disk."""
+def tiered_buffer(device: FarDevice, tmp_path: Path) -> Iterator[TieredBuffer]:
+    """Yield a device of 100 KiB, above a disk."""
     limits = Limits(100 * KIB, 0, 0, None)
     made = TieredBuffer(
         limits,
@@ -130,11 +130,11 @@ def ladder(device: FarDevice, tmp_path: Path) -> Iterator[TieredBuffer]:
     made.close()
 
 
-def test_an_object_comes_up_as_it_went_down(ladder: TieredBuffer, device: FarDevice) -> None:
-    ladder["x"] = Raw([Far(data(20 * KIB, 1)), Far(data(5, 2))])
-    ladder.spill(1 << 30)
-    assert ladder.tier("x") is Tier.DISK
-    found = ladder["x"]
+def test_an_object_comes_up_as_it_went_down(tiered_buffer: TieredBuffer, device: FarDevice) -> None:
+    tiered_buffer["x"] = Raw([Far(data(20 * KIB, 1)), Far(data(5, 2))])
+    tiered_buffer.spill(1 << 30)
+    assert tiered_buffer.tier("x") is Tier.DISK
+    found = tiered_buffer["x"]
     assert [far.memory.tobytes() for far in found.buffers] == [
         data(20 * KIB, 1).tobytes(),
         data(5, 2).tobytes(),
@@ -144,16 +144,16 @@ def test_an_object_comes_up_as_it_went_down(ladder: TieredBuffer, device: FarDev
 
 @pytest.mark.parametrize("far", [True, False])
 def test_what_is_read_once_goes_to_the_device_at_once(
-    ladder: TieredBuffer, device: FarDevice, far: bool
+    tiered_buffer: TieredBuffer, device: FarDevice, far: bool
 ) -> None:
     """Also what came to the disk from the host, like a shard that has been pulled."""
     array = data(20 * KIB, 1)
     frames = Frames(b"raw", ([Far(array) if far else array],))
-    assert ladder.store_below("x", frames, "shards", home=Tier.DEVICE) is Tier.DISK
-    with ladder.reading([("x", 0)]) as found:
+    assert tiered_buffer.store_below("x", frames, "shards", home=Tier.DEVICE) is Tier.DISK
+    with tiered_buffer.reading([("x", 0)]) as found:
         buffer, _ = found["x", 0]
         assert buffer.memory.tobytes() == array.tobytes()
-        assert ladder.tier("x") is Tier.DISK
+        assert tiered_buffer.tier("x") is Tier.DISK
     assert device.moved.moved["read"] == 20 * KIB
     assert not device.moved.moved["gathered"]
 

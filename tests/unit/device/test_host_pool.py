@@ -37,7 +37,7 @@ def test_pages_that_were_read_do_not_count_once_they_are_dropped() -> None:
     assert 6 * MIB < resident(mapping) <= 7 * MIB
     device.drop_pages()
     assert resident(mapping) == 0
-    assert view.sum() == 8 * MIB  # whoever reads on finds the same
+    assert view.sum() == 8 * MIB  # readers go on to find the same
     assert resident(pool) == 8 * MIB  # which counts as the memory of the process whose pool it is
     mapping.drop_pages(8 * MIB - 100, 100)
     assert resident(mapping) < 8 * MIB
@@ -205,6 +205,7 @@ def test_a_pool_is_made_while_shared_memory_is_full(monkeypatch: pytest.MonkeyPa
 
 def capacity(size: Size | None) -> int:
     mine = Pools(size, 2**30, Metrics())
+    mine.main = "host"  # on a worker with a GPU the setting is about the GPU
     mine.ask_for_room = mine.ask_host = lambda _: None
     try:
         return mine.outbox("host").pool.capacity

@@ -1,4 +1,4 @@
-"""What the documentation says, held against the code."""
+"""Compare what the documentation says with the code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def text(name: str) -> str:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The code blocks of a language."""
+    """Return the code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
@@ -57,7 +57,7 @@ def without_blocks(page: str) -> str:
 
 
 def cells(page: str, column: int) -> list[str]:
-    """What stands in a column of the tables, headings left out."""
+    """Return the cells of a column of the tables, headings left out."""
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
     following = [*rows[1:], [""]]
     bodies = [row for row, below in zip(rows, following, strict=True) if "---" not in row[0] + below[0]]
@@ -247,7 +247,7 @@ def test_the_walks_name_what_is_there() -> None:
 
 
 def quoted() -> list[str]:
-    """Messages that the pages explain."""
+    """Return the messages that the pages explain."""
     page = text("docs/guides/troubleshooting.md").split("\n## Problems")[1]
     listed = re.findall(r"^- \*\*[^`*]*`(.*?)`", page, re.MULTILINE)
     tables = [said for cell in cells(page, 0) for said in re.findall(r"`(.*?)`", cell)]
@@ -263,7 +263,7 @@ def test_messages_are_quoted_as_they_are(said: str) -> None:
 
 
 def quoted_as(name: str) -> str:
-    """How a page writes a name with values in it."""
+    """Return how a page writes a name with values in it."""
     return f"`{re.sub(r'{.*?}', '…', name)}`"
 
 

@@ -25,7 +25,7 @@ ME, SLOW, QUICK = "tcp://here:1", "tcp://slow:1", "tcp://quick:1"
 
 
 class Quiet(HostDevice):
-    """Whether its codecs are here does not matter: nothing is compressed."""
+    """Act as a worker without codecs: nothing is compressed."""
 
     def host_codecs(self) -> dict[str, Codec]:
         return {name: HostCodec(name, self.to_host) for name in CODECS}
@@ -89,7 +89,7 @@ def shard_of(peer: str) -> Any:
 
 
 async def settled() -> None:
-    """Wait until everybody waits."""
+    """Wait until all tasks wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from dask_gpurt.device import codecs
 from dask_gpurt.device.base import Codec, CodecError
-from dask_gpurt.device.codecs import FAST, PIECE, PIECES, HostCodec, host_codecs
+from dask_gpurt.device.codecs import (
+    MAX_LINK_BYTES_PER_S,
+    SAMPLE_PIECE_BYTES,
+    SAMPLE_PIECES,
+    HostCodec,
+    host_codecs,
+)
 from dask_gpurt.exchange.compression import (
-    LEAST,
-    RUNS,
+    MAX_RUNS,
+    MIN_SHARD_BYTES,
     Compressor,
     Sample,
     best,
@@ -79,9 +85,11 @@ def test_units_do_not_matter(
     assert compression_pays(bandwidth, ratio, packing, unpacking) == compression_pays(other, ratio, *rates)
 
 
-@given(st.floats(FAST, 1e12), RATIOS)
+@given(st.floats(MAX_LINK_BYTES_PER_S, 1e12), RATIOS)
 def test_a_fast_link_gains_nothing_from_codecs_as_there_are(bandwidth: float, ratio: float) -> None:
-    assert not compression_pays(bandwidth, ratio, compress_rate=FAST, decompress_rate=10 * FAST)
+    assert not compression_pays(
+        bandwidth, ratio, compress_rate=MAX_LINK_BYTES_PER_S, decompress_rate=10 * MAX_LINK_BYTES_PER_S
+    )
 
 
 @given(st.lists(st.tuples(RATIOS, RATES, RATES), max_size=4), RATES)
@@ -99,7 +107,9 @@ def test_the_best_codec_is_the_soonest_of_those_that_pay(
         assert not paying
     else:
         assert samples[int(chosen)] in paying
-        assert samples[int(chosen)].pace(bandwidth) == min(known.pace(bandwidth) for known in samples)
+        assert samples[int(chosen)].seconds_per_byte(bandwidth) == min(
+            known.seconds_per_byte(bandwidth) for known in samples
+        )
 
 
 @given(RATIOS, RATES, RATES, RATIOS, RATES)
@@ -161,7 +171,7 @@ def test_sections_come_out_as_they_went_in(sizes: list[int], seed: int) -> None:
     given = sections(*(random.integers(0, 4, size, dtype=np.uint8) for size in sizes))
     found = Compressor(Metrics()).pack(RUN, given, 1e5, CODECS)
     if found is None:
-        assert sum(sizes) < LEAST
+        assert sum(sizes) < MIN_SHARD_BYTES
     else:
         codec, packed = found
         assert packed.nbytes < sum(sizes)
@@ -199,12 +209,15 @@ def test_the_first_shard_of_a_run_is_the_sample_for_it() -> None:
 
 
 @has_codec
-def test_the_sample_of_a_run_that_nobody_forgets_is_not_kept_for_ever() -> None:
+def test_the_sample_of_a_run_that_is_never_forgotten_is_not_kept_for_ever() -> None:
     """As of a shard that is compressed while its run ends."""
-    noise, zeros = sections(np.random.default_rng(0).random(100_000)), sections(np.zeros(LEAST, np.uint8))
+    noise, zeros = (
+        sections(np.random.default_rng(0).random(100_000)),
+        sections(np.zeros(MIN_SHARD_BYTES, np.uint8)),
+    )
     compressor = Compressor(Metrics())
     assert compressor.pack(RUN, noise, 1e6, CODECS) is None
-    for number in range(RUNS):
+    for number in range(MAX_RUNS):
         assert compressor.pack(("another", number), zeros, 1e6, CODECS) is not None
     assert compressor.pack(RUN, zeros, 1e6, CODECS) is not None
 
@@ -230,12 +243,12 @@ def test_a_shard_that_comes_out_wrong_is_an_error() -> None:
         codec.decompress(codec.compress(memoryview(b"12345678")), [4, 5])
 
 
-@given(st.integers(0, 3 * PIECES * PIECE))
+@given(st.integers(0, 3 * SAMPLE_PIECES * SAMPLE_PIECE_BYTES))
 def test_a_sample_is_bounded_and_from_both_ends(nbytes: int) -> None:
     data = np.zeros(nbytes, np.uint8)
     data[:1], data[-1:] = 1, 2
     taken = HostCodec("lz4", memoryview).part(memoryview(data))
-    assert len(taken) == min(nbytes, PIECES * PIECE)
+    assert len(taken) == min(nbytes, SAMPLE_PIECES * SAMPLE_PIECE_BYTES)
     if nbytes > 1:
         assert (taken[0], taken[-1]) == (1, 2)
 
@@ -244,7 +257,7 @@ def test_a_sample_is_bounded_and_from_both_ends(nbytes: int) -> None:
 
 
 class Refusing(HostCodec):
-    """As one of a GPU whose memory is full."""
+    """Act as a codec of a GPU whose memory is full."""
 
     on_host, fast = False, 1e12
 
@@ -255,12 +268,14 @@ class Refusing(HostCodec):
 def test_what_a_device_can_not_compress_goes_as_it_is_and_that_is_said() -> None:
     metrics = Metrics()
     compressor = Compressor(metrics)
-    assert compressor.pack(RUN, sections(np.zeros(LEAST)), 1e6, [Refusing("lz4", memoryview)]) is None
+    assert (
+        compressor.pack(RUN, sections(np.zeros(MIN_SHARD_BYTES)), 1e6, [Refusing("lz4", memoryview)]) is None
+    )
     assert metrics.snapshot()["fallbacks"][Fallback.EXCHANGE_UNCOMPRESSED.id]["reason"] == "no room"
 
 
 class Held(HostCodec):
-    """One that takes until it is let, and counts how often it was tried out."""
+    """Compress only once it is let, and count how often it was tried out."""
 
     def __init__(self) -> None:
         super().__init__(CODECS[0].name, memoryview)
@@ -283,7 +298,7 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-SHRINKING = sections(np.zeros(2 * LEAST, np.uint8))
+SHRINKING = sections(np.zeros(2 * MIN_SHARD_BYTES, np.uint8))
 
 
 @has_codec
@@ -344,4 +359,4 @@ def test_a_codec_is_not_even_tried_where_its_link_is_too_fast(bandwidth: float) 
     held = Held()
     held.let.set()
     Compressor(Metrics()).pack(RUN, SHRINKING, bandwidth, [held])
-    assert held.tried == (bandwidth < FAST)
+    assert held.tried == (bandwidth < MAX_LINK_BYTES_PER_S)

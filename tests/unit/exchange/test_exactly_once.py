@@ -17,12 +17,12 @@ from typing import Any
 from distributed._async_taskgroup import AsyncTaskGroupClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import P2PConsistencyError
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dask_gpurt.exchange.inbox import Place
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.incoming import ShardState
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.shuffle.run import ShuffleRun
 from tests.helpers.exchanges import (
     AttemptFailed,
@@ -158,7 +158,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self._unpack_if_there(output)
 
     async def _hear(self, process: Process) -> None:
-        """What the scheduler has sent to a worker arrives before a task that it sends later."""
+        """Let what the scheduler has sent to a worker arrive before a task that it sends later."""
         while self.network.streams[process]:
             await self.network.deliver_stream(process)
 
@@ -167,9 +167,12 @@ class ExactlyOnce(RuleBasedStateMachine):
         run: ShuffleRun | None = process.run_of(self.shuffle)
         if run is None or run.run_id != self.active.run_spec.run_id:
             return
-        received = run._consumer._share_of.get(output)
-        parcels = received.outputs.get(output, ()) if received else ()
-        if any(parcel.place is Place.MOVING and not parcel._landed.done() for parcel in parcels):
+        received = run._receiver._share_of.get(output)
+        incoming_shards = received.outputs.get(output, ()) if received else ()
+        if any(
+            incoming.state is ShardState.MOVING and not incoming._landed.done()
+            for incoming in incoming_shards
+        ):
             return  # its thread would wait
         key = f"unpack-{output}"
         try:
@@ -223,14 +226,14 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(where=st.integers(0, 2))
     def close(self, where: int) -> None:
-        """A worker ends its runs, as it does before it leaves."""
+        """End the runs of a worker, as it does before it leaves."""
         alive = [process for process in self._alive() if not process.shuffles.shuffle_runs.closed]
         if len(alive) > 1:
             self._do(alive[where % len(alive)].shuffles.shuffle_runs.teardown())
 
     @rule(results_survive=st.booleans())
     def notice(self, results_survive: bool) -> None:
-        """The scheduler notices a dead worker, and its nanny starts another one at the same address."""
+        """Have the scheduler notice a dead worker, and its nanny start another one at the same address."""
         for address in ADDRESSES:
             if address in self.scheduler.workers and address not in self.network.processes:
                 self._notice(address, results_survive)
@@ -265,7 +268,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self._until(self._nothing_waits, self._deliver_all)
         for process in self._alive():
             assert process.outbox.pool.used == 0, "a block is held"
-            assert not any(process.exchange._parcels.values()), "a shard is held"
+            assert not any(process.exchange._incoming.values()), "a shard is held"
             assert not process.landed.kept, "a pulled shard is held"
             assert not process.exchange._released, "a release waits"
             assert not process.exchange._receiving, "a run is not over"
@@ -360,10 +363,14 @@ def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) 
 TestExactlyOnce = ExactlyOnce.TestCase
 #: More than the usual number are drawn anew each time: `GPURT_TEST_EXAMPLES=10000 python -m pytest …`.
 EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
+#: Steps that fail are told as they are, in seconds. They are shrunk, which takes minutes, where examples are
+#: asked for: with `GPURT_TEST_EXAMPLES=60` the usual ones, which fail again.
+PHASES = list(Phase) if "GPURT_TEST_EXAMPLES" in os.environ else [Phase.generate]
 TestExactlyOnce.settings = settings(
     max_examples=EXAMPLES,
     derandomize=EXAMPLES <= 60,
     stateful_step_count=40,
     deadline=None,
+    phases=PHASES,
     suppress_health_check=list(HealthCheck),
 )

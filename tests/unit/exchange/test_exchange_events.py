@@ -141,10 +141,10 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     results = await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
-    (late, *_) = [parcel.shard for parcel in run._consumer._unread if parcel.shard.source == 0]
+    (late, *_) = [incoming.shard for incoming in run._receiver._unread if incoming.shard.source == 0]
     results[0] = await cluster.transfer("a shuffle", 0, b)  # once more, elsewhere
     await b.exchange.offload(int)
-    await run._consumer.receive([late])
+    await run._receiver.receive([late])
     assert counted(b, "shuffle.shards.stale") == 1
     await quiet()
     assert a.outbox.view(late.id) is None, "its block is freed"
@@ -161,9 +161,11 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
-    known = next(parcel.shard for parcel in run._consumer._unread if parcel.shard.producer == a.exchange.me)
+    known = next(
+        incoming.shard for incoming in run._receiver._unread if incoming.shard.producer == a.exchange.me
+    )
     number = a.outbox.publish(("a shuffle", run.run_id), known.share, B, [a.outbox.allocate(8)])
-    await run._consumer.receive([replace(known, id=number, attempt=Attempt(-1, 0))])
+    await run._receiver.receive([replace(known, id=number, attempt=Attempt(-1, 0))])
     await quiet()
     assert a.outbox.view(number) is None
     assert a.outbox.view(known.id) is not None
@@ -273,7 +275,7 @@ async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing
     assert not b.exchange._limiter.empty
     cluster.scheduler.end("a shuffle")
     await cluster.hear()
-    while any(b.exchange._parcels.values()) or a.outbox.pool.used:
+    while any(b.exchange._incoming.values()) or a.outbox.pool.used:
         await asyncio.sleep(0.01)
     assert b.exchange._limiter.empty
     cluster.close()
@@ -337,8 +339,8 @@ async def test_a_task_of_another_graph_ends() -> None:
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     run: Any = cluster.network.processes[A].run_of("a shuffle")
-    consumer = run._consumer
-    consumer._places = consumer._unread = consumer._lock = None
+    receiver = run._receiver
+    receiver._places = receiver._unread = receiver._lock = None
     run.task_done("another task")
 
 
@@ -348,7 +350,9 @@ async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> N
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
-    parcels = [parcel for parcel in run._consumer._unread if parcel.shard.producer == a.exchange.me]
+    incoming_shards = [
+        incoming for incoming in run._receiver._unread if incoming.shard.producer == a.exchange.me
+    ]
     found = b.exchange.peers.path
 
     async def ends_first(*args: Any) -> Any:
@@ -358,11 +362,11 @@ async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> N
 
     b.exchange.peers.path = ends_first  # type: ignore[method-assign]
     await cluster.hear()
-    shard = parcels[0].shard
+    shard = incoming_shards[0].shard
     again = replace(shard, part=9)
     with pytest.raises((ExchangeClosed, ShuffleClosedError)):
-        await run._consumer.receive([again])
-    assert not any(b.exchange._parcels.values())
+        await run._receiver.receive([again])
+    assert not any(b.exchange._incoming.values())
     cluster.close()
 
 
@@ -372,7 +376,7 @@ async def test_the_runtime_is_switched_off_while_a_shard_is_taken_or_an_input_is
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
-    shard = next(p.shard for p in run._consumer._unread if p.shard.producer == a.exchange.me)
+    shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
 
     async def off(*_: Any) -> Any:
         b.exchange.close()
@@ -384,11 +388,11 @@ async def test_the_runtime_is_switched_off_while_a_shard_is_taken_or_an_input_is
     b.exchange.peers.path = off  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the runtime was switched off"):
         await run._receive(A, 0, [replace(shard, part=9)])
-    run._producer.add = add
+    run._sender.add = add
     b.exchange.closed = False
     with pytest.raises(ValueError, match="mmap"):
         run.add_partition(None, 0)
-    run._producer.add = lambda *_: (setattr(b.exchange, "closed", True), add())
+    run._sender.add = lambda *_: (setattr(b.exchange, "closed", True), add())
     with pytest.raises(RuntimeError, match="the runtime was switched off"):
         run.add_partition(None, 0)
     cluster.close()
@@ -401,12 +405,12 @@ async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> 
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
-    shard = next(p.shard for p in run._consumer._unread if p.shard.producer == a.exchange.me)
+    shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
     await a.exchange.withdraw(("a shuffle", run.run_id))
     await quiet()
-    assert not any(p.shard.producer == a.exchange.me for p in run._consumer._unread)
+    assert not any(p.shard.producer == a.exchange.me for p in run._receiver._unread)
     with pytest.raises(ExchangeClosed, match="after the end of its run"):
-        await run._consumer.receive([replace(shard, attempt=Attempt(99, 0))])
+        await run._receiver.receive([replace(shard, attempt=Attempt(99, 0))])
     cluster.close()
 
 
@@ -457,12 +461,12 @@ async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
-    shard = next(p.shard for p in run._consumer._unread if p.shard.producer == a.exchange.me)
+    shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
     a.die()
-    b.exchange.peer_left(A)
+    b.exchange.on_worker_removed(A)
     await quiet()
-    await run._consumer.receive([replace(shard, part=9)])
-    assert run._consumer.seal({shard.source: shard.attempt}) == {shard.source}, "it is missing"
+    await run._receiver.receive([replace(shard, part=9)])
+    assert run._receiver.seal({shard.source: shard.attempt}) == {shard.source}, "it is missing"
     cluster.close()
 
 
@@ -473,10 +477,10 @@ async def test_the_runtime_is_switched_off_while_shards_are_held() -> None:
     await cluster.transfer_all("a shuffle")
     b = cluster.network.processes[B]
     held = {
-        parcel.path.mapping
-        for parcels in b.exchange._parcels.values()
-        for parcel in parcels
-        if isinstance(parcel.path.mapping, HeldMapping)
+        incoming.path.mapping
+        for incoming_shards in b.exchange._incoming.values()
+        for incoming in incoming_shards
+        if isinstance(incoming.path.mapping, HeldMapping)
     }
     assert held
     closed = list[Any]()
@@ -513,19 +517,19 @@ async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
-    parcel = next(iter(b.exchange._parcels[a.exchange.me]))
+    incoming = next(iter(b.exchange._incoming[a.exchange.me]))
     where = list[int]()
-    parcel.read_until(lambda: where.append(threading.get_ident()))
+    incoming.read_until(lambda: where.append(threading.get_ident()))
     b.exchange.executor.shutdown()
     b.exchange.executor = ThreadPoolExecutor(1)
 
-    def lets_go_and_fails(parcel: Any) -> None:
-        parcel.discard()
+    def lets_go_and_fails(incoming: Any) -> None:
+        incoming.discard()
         raise OSError("a test")
 
     b.exchange._pull_mapped = lets_go_and_fails  # type: ignore[method-assign]
-    assert parcel.start_moving()
-    await b.exchange._pull(parcel)
+    assert incoming.start_moving()
+    await b.exchange._pull(incoming)
     assert where
     assert threading.get_ident() not in where
     cluster.close()
@@ -538,11 +542,13 @@ async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
-    parcel = next(parcel for parcel in run._consumer._unread if parcel.shard.producer == a.exchange.me)
-    assert parcel.start_moving()
-    parcel.fail(PeerLost("it closes"))
-    parcel.land(lambda key: None)
+    incoming = next(
+        incoming for incoming in run._receiver._unread if incoming.shard.producer == a.exchange.me
+    )
+    assert incoming.start_moving()
+    incoming.fail(PeerLost("it closes"))
+    incoming.land(lambda key: None)
     await quiet()
     run.raise_if_closed()
-    assert run._consumer.seal({parcel.shard.source: parcel.shard.attempt}) == {parcel.shard.source}
+    assert run._receiver.seal({incoming.shard.source: incoming.shard.attempt}) == {incoming.shard.source}
     cluster.close()

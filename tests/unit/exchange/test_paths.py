@@ -1,4 +1,4 @@
-"""Which path shards take: the one with the least time, of those that there are."""
+"""Choose the path of shards: the one with the least time, of those that there are."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ALL = frozenset(PATHS)
 
 
 class Pool(HostDevice):
-    """The host, whose pools anybody maps."""
+    """The host, whose pools any process maps."""
 
     def map(self, ticket: Any) -> Any:
         return object()
 
 
 def best(between: Between, nbytes: int, *, mapped: bool = True, **speeds: Speed) -> str:
-    """The path between two accelerators."""
+    """Return the path between two accelerators."""
     known = {**SHIPPED, **{Link[name.upper()]: speed for name, speed in speeds.items()}}
     found = possible(Accelerator(2**30), {"mapped": mapped}, ALL, between)
     return least(found, nbytes, known.__getitem__).name

@@ -1,4 +1,4 @@
-"""A run ends while its shards are read elsewhere: their blocks are nobody else's before that is through.
+"""A run ends while its shards are read elsewhere: their blocks are not used again before that is through.
 
 Two ends of the exchange in one process, and between them a wire that holds what was sent until it is let.
 """
@@ -20,8 +20,8 @@ from distributed.core import AsyncTaskGroup
 
 from dask_gpurt import config
 from dask_gpurt.exchange import Exchange, Shard, exchange
-from dask_gpurt.exchange.inbox import Parcel, Place
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.incoming import IncomingShard, ShardState
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Attempt, Section
 from dask_gpurt.observe import Metrics
@@ -32,7 +32,9 @@ OURS, OTHERS = 1, 2
 
 
 class Worker:
-    """What an exchange needs of a worker. Replies to ``gpurt_fetch`` are read off the wire once it is let."""
+    """Provide what an exchange needs of a worker. Replies to ``gpurt_fetch`` are read off the wire once it is
+    let.
+    """
 
     def __init__(self, address: str, all_of_them: dict[str, Worker]):
         loop = asyncio.get_running_loop()
@@ -58,7 +60,7 @@ class Worker:
         return [peer for peer in peers if peer not in self._peers]
 
     def leaves(self) -> None:
-        """The scheduler has removed it."""
+        """Act as if the scheduler had removed it."""
         del self._peers[self.address]
 
     def rpc(self, peer: str) -> Any:
@@ -86,7 +88,7 @@ class Worker:
 
 
 class Landed:
-    """In the place of the tiers: the bytes of shards, copied from where they lie once that is let."""
+    """Take the place of the tiers: copy the bytes of shards from where they lie once that is let."""
 
     def __init__(self) -> None:
         self.found: list[np.ndarray] = []
@@ -122,47 +124,49 @@ class Pair:
         self.failed: list[Exception] = []
 
     def _end(self, worker: Worker, settings: config.Settings) -> Exchange:
-        ladder: Any = None  # nothing lands there
+        tiered_buffer: Any = None  # nothing lands there
         metrics = Metrics()
-        return Exchange(worker, Pools(config.Size(4 * NBYTES), 2**30, metrics), ladder, settings, metrics)
+        return Exchange(
+            worker, Pools(config.Size(4 * NBYTES), 2**30, metrics), tiered_buffer, settings, metrics
+        )
 
-    async def accepted(self) -> Parcel:
+    async def accepted(self) -> IncomingShard:
         return self.owner.take(RUN, self.shard, await self.owner.path(self.shard), self.failed.append)
 
     def overwrite(self) -> None:
-        """Whatever may be reused is: the pool gives memory back, and another run takes some of it."""
+        """Overwrite all that may be reused: the pool gives memory back, and another run takes some of it."""
         self.producer.pools.trim()
         self.outbox.allocate(NBYTES).buffer[:] = OTHERS
 
     async def settled(self) -> None:
-        """Wait until whoever does not wait for a test has done what there is to do."""
+        """Wait until all that does not wait for a test is done."""
         for _ in range(50):
             for end in (self.producer, self.owner):
                 await end.offload(int)
 
-    async def ends(self, parcel: Parcel, *, owner_first: bool, go_on: Callable[[], object]) -> None:
-        """The run ends; ``go_on`` lets whoever is reading, after what may be reused has been."""
+    async def ends(self, incoming: IncomingShard, *, owner_first: bool, go_on: Callable[[], object]) -> None:
+        """End the run; ``go_on`` lets readers go on, after what may be reused has been."""
         let_go = []
         if owner_first:
-            let_go.append(asyncio.create_task(self.owner.offload(self.owner.discard, [parcel])))
+            let_go.append(asyncio.create_task(self.owner.offload(self.owner.discard, [incoming])))
             await self.settled()
         let_go.append(asyncio.create_task(self.producer.withdraw(RUN)))
         await self.settled()
-        assert parcel.place is Place.GONE
+        assert incoming.state is ShardState.GONE
         self.overwrite()
         go_on()
         await asyncio.gather(*let_go)
         assert self.outbox.pool.used == NBYTES  # what the other run has
-        assert not self.owner._parcels[self.producer.me]
+        assert not self.owner._incoming[self.producer.me]
         for end in (self.producer, self.owner):
             await asyncio.to_thread(end.close)
 
 
 class Reading:
-    """Somebody who reads a shard where it lies, on a thread, until let go on."""
+    """Read a shard where it lies, on a thread, until told to go on."""
 
-    def __init__(self, parcel: Parcel):
-        self._parcel = parcel
+    def __init__(self, incoming: IncomingShard):
+        self._incoming = incoming
         self._begun, self.go_on = threading.Event(), threading.Event()
 
     async def begins(self) -> asyncio.Task[set[int]]:
@@ -171,67 +175,67 @@ class Reading:
         return found
 
     def _read(self) -> set[int]:
-        with self._parcel.staying(lambda: None):
+        with self._incoming.staying(lambda: None):
             self._begun.set()
             assert self.go_on.wait(60)
-            return set(self._parcel.source(0))
+            return set(self._incoming.source(0))
 
 
 def session(test: Awaitable[None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-whoever_ends_first = pytest.mark.parametrize("owner_first", [False, True])
+either_end_first = pytest.mark.parametrize("owner_first", [False, True])
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
     async def test() -> None:
         pair = Pair("comms")
-        parcel = await pair.accepted()
+        incoming = await pair.accepted()
         await pair.producer.worker.sent.wait()
         pair.landed.let.set()
-        await pair.ends(parcel, owner_first=owner_first, go_on=pair.producer.worker.wire.set)
+        await pair.ends(incoming, owner_first=owner_first, go_on=pair.producer.worker.wire.set)
         assert set(np.concatenate(pair.landed.found)) == {OURS}
 
     session(test())
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
     """By its owner, out of the mapped pool."""
 
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
-        parcel = await pair.accepted()
+        incoming = await pair.accepted()
         pair.owner.drain(list(pair.producer.me))
         await asyncio.to_thread(pair.landed.begun.wait, 60)
-        await pair.ends(parcel, owner_first=owner_first, go_on=pair.landed.let.set)
+        await pair.ends(incoming, owner_first=owner_first, go_on=pair.landed.let.set)
         assert set(np.concatenate(pair.landed.found)) == {OURS}
 
     session(test())
 
 
-@whoever_ends_first
+@either_end_first
 def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> None:
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
-        parcel = await pair.accepted()
-        reading = Reading(parcel)
+        incoming = await pair.accepted()
+        reading = Reading(incoming)
         found = await reading.begins()
-        await pair.ends(parcel, owner_first=owner_first, go_on=reading.go_on.set)
+        await pair.ends(incoming, owner_first=owner_first, go_on=reading.go_on.set)
         assert await found == {OURS}
 
     session(test())
 
 
 def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "WITHDRAW_AGAIN_S", 0.0)
+    monkeypatch.setattr(exchange, "WITHDRAW_RETRY_INTERVAL_S", 0.0)
 
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
-        parcel = await pair.accepted()
-        reading, asked = Reading(parcel), count(1)
+        incoming = await pair.accepted()
+        reading, asked = Reading(incoming), count(1)
 
         async def asks(**message: Any) -> None:
             if next(asked) <= 3:
@@ -241,7 +245,7 @@ def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: py
         handlers = pair.owner.worker.handlers
         forget, handlers["gpurt_forget"] = handlers["gpurt_forget"], asks
         found = await reading.begins()
-        await pair.ends(parcel, owner_first=False, go_on=reading.go_on.set)
+        await pair.ends(incoming, owner_first=False, go_on=reading.go_on.set)
         assert await found == {OURS}
 
     session(test())
@@ -264,10 +268,10 @@ def test_a_pull_that_fails_leaves_nothing_behind() -> None:
     async def test() -> None:
         pair = Pair("comms")
         pair.producer.worker.handlers["gpurt_fetch"] = failing
-        parcel = await pair.accepted()
+        incoming = await pair.accepted()
         while not pair.failed:
             await pair.settled()
-        await pair.ends(parcel, owner_first=False, go_on=lambda: None)
+        await pair.ends(incoming, owner_first=False, go_on=lambda: None)
 
     async def failing(**_: Any) -> Any:
         raise ValueError("no")
@@ -275,16 +279,16 @@ def test_a_pull_that_fails_leaves_nothing_behind() -> None:
     session(test())
 
 
-def test_a_fence_that_fails_keeps_nobody_waiting() -> None:
+def test_a_fence_that_fails_keeps_nothing_waiting() -> None:
     def fence() -> None:
         raise RuntimeError("an illegal address")
 
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
-        parcel = await pair.accepted()
-        parcel.read_until(fence)
+        incoming = await pair.accepted()
+        incoming.read_until(fence)
         with pytest.raises(RuntimeError, match="illegal address"):
-            await pair.owner.offload(pair.owner.discard, [parcel])
+            await pair.owner.offload(pair.owner.discard, [incoming])
         await pair.producer.withdraw(RUN)
         assert not pair.outbox.pool.used
         for end in (pair.producer, pair.owner):

@@ -33,7 +33,7 @@ from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
-from tests.helpers.ladders import new_ladder
+from tests.helpers.tiered_buffers import new_tiered_buffer
 
 OUTPUTS = 5
 ROWS = 100_000
@@ -70,7 +70,7 @@ def pieces(
 
 
 def one_piece(table: PandasTable, frame: pd.DataFrame) -> Piece:
-    """All rows, evenly over the outputs."""
+    """Return all rows, evenly over the outputs."""
     targets = np.arange(len(frame)) * OUTPUTS // max(1, len(frame))
     (piece,) = pieces(table, frame.assign(_partitions=targets), [list(range(OUTPUTS))])
     return piece
@@ -84,7 +84,7 @@ def parts_of(piece: Piece, packed: Packed) -> dict[int, Part]:
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
-    """An array of objects, whatever they are; numpy would look into lists."""
+    """Return an array of objects, whatever they are; numpy would look into lists."""
     array = np.empty(len(values), object)
     for at, value in enumerate(values):
         array[at] = value
@@ -92,7 +92,7 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 
 
 def column(values: Sequence[Any]) -> pd.Series:
-    """A column of objects, also of strings, of which pandas would make a column of its own kind."""
+    """Return a column of objects, also of strings, of which pandas would make a column of its own kind."""
     return pd.Series(objects(values), dtype=object)
 
 
@@ -116,7 +116,7 @@ ROW = st.tuples(st.integers(0, OUTPUTS - 1), CELLS, CELLS)
 
 
 def mixed(rows: Sequence[tuple[int, Any, Any]], names: Sequence[str]) -> pd.DataFrame:
-    """Columns of objects beside others."""
+    """Draw columns of objects beside others."""
     numbers = np.arange(len(rows))
     made = {
         "a": column([a for _, a, _ in rows]),
@@ -172,7 +172,7 @@ def test_rows_of_objects_are_those_of_pandas(
 
 
 def cells(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """What is in a frame, so that nan is nan, and 1 is neither 1.0 nor True."""
+    """Return what is in a frame, so that nan is nan, and 1 is neither 1.0 nor True."""
     return list(frame.columns), [[repr(cell) for cell in row] for row in frame.itertuples(name=None)]
 
 
@@ -361,25 +361,28 @@ def test_the_ledger_sees_shards_of_objects(table: PandasTable, tmp_path: Any) ->
     shard = shard_of(piece, packed)
     assert shard.nbytes > 9 * MIB
     assert len(pickle.dumps([shard])) < 2 * KIB
-    ladder, device = new_ladder(str(tmp_path), Limits(12 * MIB, 0, 0, None)), HostDevice(1 << 30)
-    landing = Landing(ladder, "host", Metrics())
+    tiered_buffer, device = (
+        new_tiered_buffer(str(tmp_path), Limits(12 * MIB, 0, 0, None)),
+        HostDevice(1 << 30),
+    )
+    landing = Landing(tiered_buffer, "host", Metrics())
     for number in range(2):  # the second one finds no room beside the first
         landing.put(f"shard-{number}", shard, [packed.block.buffer], device, device.land)
-    assert ladder.ledger.cell(Tier.DEVICE, SHARDS) > 9 * MIB
-    assert ladder.ledger.cell(Tier.DISK, SHARDS) > 9 * MIB
-    ladder.close()
+    assert tiered_buffer.ledger.cell(Tier.DEVICE, SHARDS) > 9 * MIB
+    assert tiered_buffer.ledger.cell(Tier.DISK, SHARDS) > 9 * MIB
+    tiered_buffer.close()
 
 
 def test_the_ledger_sees_partitions_of_objects(tmp_path: Any) -> None:
-    ladder = new_ladder(str(tmp_path), Limits(100 * MIB, 0, 0, None))
-    ladder["a"] = frame = pd.DataFrame({"a": objects([bytes(1000) for _ in range(10_000)])})
-    ladder["view"] = frame[::2]
-    assert 0.9 < ladder.ledger.cell(Tier.DEVICE, PARTITIONS) / 1e7 < 1.2
-    ladder.close()
+    tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(100 * MIB, 0, 0, None))
+    tiered_buffer["a"] = frame = pd.DataFrame({"a": objects([bytes(1000) for _ in range(10_000)])})
+    tiered_buffer["view"] = frame[::2]
+    assert 0.9 < tiered_buffer.ledger.cell(Tier.DEVICE, PARTITIONS) / 1e7 < 1.2
+    tiered_buffer.close()
 
 
 def truth(value: Any, seen: set[int]) -> int:
-    """Bytes of an object and of all that it holds, each once."""
+    """Return the bytes of an object and of all that it holds, each once."""
     if id(value) in seen:
         return 0
     seen.add(id(value))

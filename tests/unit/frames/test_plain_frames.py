@@ -18,7 +18,7 @@ from pandas.testing import assert_frame_equal
 from dask_gpurt.device import Block
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.frames import Hashed, Part, Ranged, Routed
-from dask_gpurt.frames.pandas import Layout, PandasTable, order_of
+from dask_gpurt.frames.pandas import PandasLayout, PandasTable, order_of
 
 OUTPUTS = 7
 
@@ -122,7 +122,7 @@ def test_dtypes_that_differ_are_brought_together() -> None:
     ids=["text", "missing", "levels", "dates", "no columns"],
 )
 def test_others_are_pickled(frame: pd.DataFrame) -> None:
-    assert Layout.of(frame, ignore_index=False) is None
+    assert PandasLayout.of(frame, ignore_index=False) is None
 
 
 DIVISIONS = {

@@ -1,4 +1,4 @@
-"""What may run when memory is short, and what tasks are thought to need."""
+"""Admit tasks when memory is short, and estimate what they need."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_most_of_the_last_runs_would_have_had_enough_and_none_is_overdone(peaks:
     assert sum(peak <= need + 1 for peak in last) >= 0.9 * len(last)
 
 
-# ---- who waits for whom ----------------------------------------------------------------
+# ---- which request waits for which -----------------------------------------------------
 
 
 MIB = 2**20
@@ -73,7 +73,7 @@ class Explored:
         self.needs, self.room = needs, room
 
     def replay(self, history: History) -> tuple[Admission, set[MemoryRequest], set[MemoryRequest]]:
-        """The state after a history: who has begun, and who has finished."""
+        """Return the state after a history: which requests have begun, and which have finished."""
         admission, began, done = Admission(), set[MemoryRequest](), set[MemoryRequest]()
         for what, who in history:
             if what == "ask":
@@ -87,12 +87,12 @@ class Explored:
         return admission, began, done
 
     def steps(self, history: History) -> list[Step]:
-        """What can happen next. A task that has seceded may need tasks of its own: it ends last."""
+        """Return what can happen next. A task that has seceded may need tasks of its own: it ends last."""
         admission, began, done = self.replay(history)
         asks = [("ask", who) for who in self.needs if who not in began]
         running = [who for who in self.needs if who in admission.running]
         seceded = [who for who in began - done if who not in admission.running]
-        # Only when nobody else is left: whatever it waits for has to have had its turn.
+        # Only when no other is left: whatever it waits for has to have had its turn.
         ends = seceded if not asks and not running else []
         leaves = [("finish", who) for who in running]
         leaves += [("secede", who) for who in running if who.kind == TASK]
@@ -117,8 +117,8 @@ def holders(tasks: tuple[int, ...], fetches: tuple[int, ...] = (), sends: tuple[
         (holders((2, 8), (9,), (5,)), 8),
     ],
 )
-def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: int) -> None:
-    """Every reachable state: whoever waits there, somebody goes on, or the first to ask may."""
+def test_in_no_state_do_all_wait(needs: dict[MemoryRequest, int], room: int) -> None:
+    """In every reachable state where requests wait, a task goes on, or the first to ask may."""
     explored = Explored(needs, room)
     states: set[Any] = set()
     histories: list[History] = [()]
@@ -135,7 +135,7 @@ def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: 
         moving = [
             step
             for step in steps
-            if step[0] != "ask" or explored.replay((*history, step))[1] > began  # somebody got in
+            if step[0] != "ask" or explored.replay((*history, step))[1] > began  # one got in
         ]
         assert moving, f"stuck after {history}"
         histories += [(*history, step) for step in steps]
@@ -145,7 +145,7 @@ def test_in_no_state_does_everybody_wait(needs: dict[MemoryRequest, int], room: 
 A, B, C = (MemoryRequest(TASK, name) for name in "abc")
 
 
-def test_whoever_leaves_names_the_one_that_waits_longest() -> None:
+def test_a_task_that_ends_names_the_request_that_waits_longest() -> None:
     admission = Admission()
     assert admission.ask(A, True, 0)
     assert not admission.ask(B, False, 0)
@@ -168,7 +168,7 @@ def test_a_task_waits_for_what_is_sent_and_nothing_more_comes_or_goes_meanwhile(
     assert admission.ask(B, True, 0)
     assert not admission.short, "it waits for another task as well, and peers need not"
     assert admission.leave(B, 0) == admission.leave(send, 0) == A
-    assert admission.ask(A, False, 0), "nobody is left to wait for"
+    assert admission.ask(A, False, 0), "nothing is left to wait for"
     assert admission.ask(fetch, True, 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,14 @@ from dask_gpurt.memory.accounting import cudf_spill_manager, owned, spilled_by_c
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.clusters import cluster
-from tests.helpers.ladders import KIB, array, new_ladder
+from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer
+from tests.helpers.waiting import until
 
 MIB = 2**20
 
 
 class Spillable:
-    """As cudf's owner of a buffer: one and the same wherever the bytes are."""
+    """Act as cudf's owner of a buffer: one and the same wherever the bytes are."""
 
     def __init__(self, nbytes: int):
         self.size = nbytes
@@ -36,7 +36,7 @@ class Spillable:
 
 
 class Column:
-    """As pylibcudf's, and cudf's around it."""
+    """Act as pylibcudf's column, and as cudf's around it."""
 
     dtype = np.dtype(np.uint8)
 
@@ -56,7 +56,7 @@ class Column:
 
 
 class Frame:
-    """As a frame of cudf's."""
+    """Act as a frame of cudf's."""
 
     __module__ = "cudf.of.this.test"
 
@@ -78,7 +78,7 @@ class Manager:
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Spillable]:
-    """Three of 10 KiB that a manager looks after."""
+    """Return three buffers of 10 KiB that a manager looks after."""
     made = [Spillable(10 * KIB) for _ in range(3)]
     module = SimpleNamespace(get_global_manager=lambda: Manager(*made))
     monkeypatch.setitem(sys.modules, "cudf.core.buffer.spill_manager", module)
@@ -86,8 +86,8 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Spillable]:
 
 
 @pytest.fixture
-def ladder(tmp_path: Path) -> Iterator[TieredBuffer]:
-    made = new_ladder(str(tmp_path), Limits(100 * KIB, 0, 0, None))
+def tiered_buffer(tmp_path: Path) -> Iterator[TieredBuffer]:
+    made = new_tiered_buffer(str(tmp_path), Limits(100 * KIB, 0, 0, None))
     yield made
     made.close()
 
@@ -107,51 +107,59 @@ def test_memory_is_the_same_wherever_it_lies(buffers: list[Spillable], spilled: 
     assert spilled_by_cudf(cudf_spill_manager()) == {id(buffers[n]): 10 * KIB for n in spilled}
 
 
-def look(ladder: TieredBuffer) -> None:
-    ladder.set_elsewhere(spilled_by_cudf(cudf_spill_manager()))
+def look(tiered_buffer: TieredBuffer) -> None:
+    tiered_buffer.set_elsewhere(spilled_by_cudf(cudf_spill_manager()))
 
 
 def test_what_cudf_spills_leaves_the_account_of_the_device(
-    buffers: list[Spillable], ladder: TieredBuffer
+    buffers: list[Spillable], tiered_buffer: TieredBuffer
 ) -> None:
     a, b, c = buffers
-    ladder["x"], ladder["y"] = Frame(a, b), Frame(b, c)
-    assert ladder.live_bytes(Tier.DEVICE) == 30 * KIB
+    tiered_buffer["x"], tiered_buffer["y"] = Frame(a, b), Frame(b, c)
+    assert tiered_buffer.live_bytes(Tier.DEVICE) == 30 * KIB
     b.is_spilled = True
-    look(ladder)
-    assert ladder.live_bytes(Tier.DEVICE) == ladder.ledger.cell(Tier.DEVICE, "partitions") == 20 * KIB
-    assert ladder.reservations.has_room(80 * KIB, Tier.DEVICE)
-    del ladder["x"]
-    assert ladder.ledger.prefixes(Tier.DEVICE) == {"y": 10 * KIB}
+    look(tiered_buffer)
+    assert (
+        tiered_buffer.live_bytes(Tier.DEVICE)
+        == tiered_buffer.ledger.cell(Tier.DEVICE, "partitions")
+        == 20 * KIB
+    )
+    assert tiered_buffer.reservations.has_room(80 * KIB, Tier.DEVICE)
+    del tiered_buffer["x"]
+    assert tiered_buffer.ledger.prefixes(Tier.DEVICE) == {"y": 10 * KIB}
     b.is_spilled = False
-    look(ladder)
-    assert ladder.live_bytes(Tier.DEVICE) == 20 * KIB
-    del ladder["y"]
-    assert ladder.ledger.cell(Tier.DEVICE, "partitions") == 0
+    look(tiered_buffer)
+    assert tiered_buffer.live_bytes(Tier.DEVICE) == 20 * KIB
+    del tiered_buffer["y"]
+    assert tiered_buffer.ledger.cell(Tier.DEVICE, "partitions") == 0
 
 
-def test_memory_that_cudf_copies_as_it_is_read_counts(buffers: list[Spillable], ladder: TieredBuffer) -> None:
+def test_memory_that_cudf_copies_as_it_is_read_counts(
+    buffers: list[Spillable], tiered_buffer: TieredBuffer
+) -> None:
     """Two frames share a buffer; cudf gives the one that is read a buffer of its own."""
     a, b, _ = buffers
-    ladder["x"], ladder["y"] = Frame(a), Frame(a)
-    held = ladder.hold(["x"])
+    tiered_buffer["x"], tiered_buffer["y"] = Frame(a), Frame(a)
+    held = tiered_buffer.hold(["x"])
     held[0].value._buffers = (b,)
-    ladder.release(held)
-    assert ladder.live_bytes(Tier.DEVICE) == 20 * KIB
-    assert ladder.ledger.prefixes(Tier.DEVICE) == {"x": 10 * KIB, "y": 10 * KIB}
-    del ladder["x"]
-    assert ladder.ledger.prefixes(Tier.DEVICE) == {"y": 10 * KIB}
+    tiered_buffer.release(held)
+    assert tiered_buffer.live_bytes(Tier.DEVICE) == 20 * KIB
+    assert tiered_buffer.ledger.prefixes(Tier.DEVICE) == {"x": 10 * KIB, "y": 10 * KIB}
+    del tiered_buffer["x"]
+    assert tiered_buffer.ledger.prefixes(Tier.DEVICE) == {"y": 10 * KIB}
 
 
-def test_what_is_not_on_the_device_is_not_spilled(buffers: list[Spillable], ladder: TieredBuffer) -> None:
+def test_what_is_not_on_the_device_is_not_spilled(
+    buffers: list[Spillable], tiered_buffer: TieredBuffer
+) -> None:
     frame = Frame(buffers[0])
-    ladder["x"], ladder["other"] = frame, array(1)
+    tiered_buffer["x"], tiered_buffer["other"] = frame, array(1)
     buffers[0].is_spilled = True
-    look(ladder)
-    ladder.spill(1 << 30)
-    assert ladder.tier("other") is Tier.DISK
-    assert ladder.tier("x") is Tier.DEVICE
-    assert ladder["x"] is frame
+    look(tiered_buffer)
+    tiered_buffer.spill(1 << 30)
+    assert tiered_buffer.tier("other") is Tier.DISK
+    assert tiered_buffer.tier("x") is Tier.DEVICE
+    assert tiered_buffer["x"] is frame
 
 
 @pytest.mark.gpu
@@ -165,10 +173,12 @@ def test_the_account_agrees_with_cudf() -> None:
         return int(get_global_manager().spill_device_memory(16 * MIB))
 
     def told(client: Client, tier: str, kind: str, nbytes: int) -> None:
-        deadline = time.monotonic() + 10
-        while (said := dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind]) != nbytes:
-            assert time.monotonic() < deadline, f"{said} bytes of {kind} in the {tier} tier, truly {nbytes}"
-            time.sleep(0.1)
+        def said() -> int:
+            return int(dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind])
+
+        until(
+            lambda: said() == nbytes, lambda: f"{said()} bytes of {kind} in the {tier} tier, truly {nbytes}"
+        )
 
     with cluster("cudf", workers=1, memory__tiers=True, **sizes) as client:
         client.run(enable_cudf_spill)

@@ -1,4 +1,4 @@
-"""How often a worker tells the scheduler what its tiers hold."""
+"""Limit how often a worker tells the scheduler what its tiers hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.plugins.memory_reports import GATHER, Reporter
+from dask_gpurt.plugins.memory_reports import REPORT_INTERVAL_S, Reporter
 
 
 class FakeWorker:
@@ -33,7 +33,7 @@ class FakeWorker:
         return delay
 
 
-@pytest.mark.parametrize(("heartbeat", "pause"), [(0.5, GATHER), (2.28, 0.228)])
+@pytest.mark.parametrize(("heartbeat", "pause"), [(0.5, REPORT_INTERVAL_S), (2.28, 0.228)])
 def test_the_larger_the_cluster_the_rarer_the_messages_of_busy_workers(
     heartbeat: float, pause: float
 ) -> None:
@@ -46,7 +46,7 @@ def test_the_larger_the_cluster_the_rarer_the_messages_of_busy_workers(
             reporter.changed()
         return worker.wait()
 
-    assert change(1) == GATHER  # a change after a long silence is told at once
+    assert change(1) == REPORT_INTERVAL_S  # a change after a long silence is told at once
     assert change(2) == pytest.approx(pause, abs=0.02)
     assert [message["cells"] for message in worker.sent] == [
         [["host", "partitions", nbytes], ["host", "shards", nbytes]] for nbytes in (1, 2)

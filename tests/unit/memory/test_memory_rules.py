@@ -1,4 +1,4 @@
-"""What goes down first, how large tiers are, and what objects own: rules, without a cluster."""
+"""Check the rules of memory without a cluster: what is evicted first, the sizes of tiers, owned bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dask_gpurt import config
 from dask_gpurt.config import ConfigError
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
-from dask_gpurt.memory.ledger import MOST_PREFIXES, OTHERS, PARTITIONS, SHARDS, Label, Ledger, Picture
-from dask_gpurt.memory.policy import Candidate, choose, order
+from dask_gpurt.memory.ledger import MAX_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
+from dask_gpurt.memory.policy import EvictionCandidate, choose, order
 from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
 from tests.helpers.objects import OBJECTS, same, scattered
@@ -31,15 +31,15 @@ GIB = 2**30
 
 
 def test_order() -> None:
-    unneeded, large = Candidate("unneeded", 1, None, 9), Candidate("large", 5, None, 9)
-    soon, later = Candidate("soon", 9, (0, 1), 0), Candidate("later", 1, (0, 7), 5)
-    old = Candidate("old", 1, None, 2)
+    unneeded, large = EvictionCandidate("unneeded", 1, None, 9), EvictionCandidate("large", 5, None, 9)
+    soon, later = EvictionCandidate("soon", 9, (0, 1), 0), EvictionCandidate("later", 1, (0, 7), 5)
+    old = EvictionCandidate("old", 1, None, 2)
     assert order([soon, unneeded, later, old, large]) == [large, old, unneeded, later, soon]
 
 
 candidates = st.lists(
     st.builds(
-        Candidate,
+        EvictionCandidate,
         key=st.integers(),
         nbytes=st.integers(0, 9),
         needed=st.none() | st.tuples(st.integers(0, 3)),
@@ -50,7 +50,7 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(0, 40), st.randoms())
-def test_choice(given: list[Candidate], nbytes: int, random: Any) -> None:
+def test_choice(given: list[EvictionCandidate], nbytes: int, random: Any) -> None:
     chosen = choose(given, nbytes)
     freed = sum(candidate.nbytes for candidate in chosen)
     assert freed >= nbytes or freed == sum(candidate.nbytes for candidate in given)
@@ -213,36 +213,40 @@ cells = st.tuples(st.sampled_from(list(Tier)), st.sampled_from(["partitions", "s
 @given(st.lists(st.tuples(cells, st.booleans(), st.booleans())))
 def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], bool, bool]]) -> None:
     """Messages may be lost, doubled and overtaken by older ones: a snapshot brings it all together."""
-    ledger, picture, sent = Ledger(dict.fromkeys(Tier, 100)), Picture(), []
+    ledger, cluster_memory, sent = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory(), []
     for (tier, kind, nbytes), tell, arrives in steps:
         ledger.set(tier, kind, nbytes)
         if tell and (message := ledger.changes()) is not None:
             sent.append(message)
             if arrives:
-                picture.apply("w", message)
-                picture.apply("w", message)
-    picture.apply("w", ledger.snapshot())
+                cluster_memory.apply("w", message)
+                cluster_memory.apply("w", message)
+    cluster_memory.apply("w", ledger.snapshot())
     for message in sent:
-        picture.apply("w", message)
-    for row in picture.rows():
+        cluster_memory.apply("w", message)
+    for row in cluster_memory.rows():
         tier = Tier(row["tier"])
         assert row["partitions"] == ledger.cell(tier, "partitions")
         assert row["headroom"] == ledger.headroom(tier) == 100 - ledger.used(tier)
-    picture.forget("w")
-    assert picture.rows() == []
+    cluster_memory.forget("w")
+    assert cluster_memory.rows() == []
 
 
 def test_a_new_ledger_of_a_worker_comes_in_the_place_of_the_old_one() -> None:
     """As when the runtime is switched off and on, while the scheduler still has a heartbeat from before."""
-    old, new, picture = Ledger(dict.fromkeys(Tier, 100)), Ledger(dict.fromkeys(Tier, 100)), Picture()
+    old, new, cluster_memory = (
+        Ledger(dict.fromkeys(Tier, 100)),
+        Ledger(dict.fromkeys(Tier, 100)),
+        ClusterMemory(),
+    )
     for nbytes in range(1, 5):
         old.set(Tier.HOST, SHARDS, nbytes)
         old.changes()
     new.add(Tier.DISK, Label(PARTITIONS, "x"), 7)
     for message in (old.snapshot(), new.changes(), old.snapshot()):
         assert message is not None
-        picture.apply("w", message)
-    found = {row["tier"]: (row[PARTITIONS], row[SHARDS]) for row in picture.rows()}
+        cluster_memory.apply("w", message)
+    found = {row["tier"]: (row[PARTITIONS], row[SHARDS]) for row in cluster_memory.rows()}
     assert found == {"device": (0, 0), "pinned": (0, 0), "host": (0, 0), "disk": (7, 0)}
 
 
@@ -254,24 +258,28 @@ steps_of_prefixes = st.lists(
 @given(steps_of_prefixes)
 def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int, int]]) -> None:
     """A few prefixes go by their name, and the rest together; nothing counts twice, or not at all."""
-    with mock.patch.object(ledger_module, "MOST_PREFIXES", 3):
-        ledger, picture, model = Ledger(dict.fromkeys(Tier, 100)), Picture(), Counter[tuple[Tier, str]]()
+    with mock.patch.object(ledger_module, "MAX_PREFIXES", 3):
+        ledger, cluster_memory, model = (
+            Ledger(dict.fromkeys(Tier, 100)),
+            ClusterMemory(),
+            Counter[tuple[Tier, str]](),
+        )
         for tier, prefix, nbytes, tell in steps:
             ledger.add(tier, Label(PARTITIONS, prefix), nbytes - model[tier, prefix])
             model[tier, prefix] = nbytes
             message = (ledger.changes, ledger.changes, ledger.snapshot, lambda: None)[tell]()
             if message is not None:
-                picture.apply("w", message)
+                cluster_memory.apply("w", message)
                 assert len({name for _, name, _ in message["prefixes"]}) <= 4
-                compare_prefixes(picture, ledger, model)
-        picture.apply("w", ledger.snapshot())
-        compare_prefixes(picture, ledger, model)
+                compare_prefixes(cluster_memory, ledger, model)
+        cluster_memory.apply("w", ledger.snapshot())
+        compare_prefixes(cluster_memory, ledger, model)
 
 
-def compare_prefixes(picture: Picture, ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
-    rows = {(row["tier"], row["prefix"]): row["bytes"] for row in picture.rows_by_prefix()}
+def compare_prefixes(cluster_memory: ClusterMemory, ledger: Ledger, model: Counter[tuple[Tier, str]]) -> None:
+    rows = {(row["tier"], row["prefix"]): row["bytes"] for row in cluster_memory.rows_by_prefix()}
     assert rows == {(tier, name): n for tier in Tier for name, n in ledger.prefixes(tier).items()}
-    assert picture.spilled("w") == any(tier != Tier.DEVICE for tier, _ in rows)
+    assert cluster_memory.spilled("w") == any(tier != Tier.DEVICE for tier, _ in rows)
     for tier in Tier:
         mine = {name: n for (at, name), n in model.items() if at is tier and n}
         shown = ledger.prefixes(tier)
@@ -283,11 +291,11 @@ def compare_prefixes(picture: Picture, ledger: Ledger, model: Counter[tuple[Tier
 
 def test_a_prefix_has_its_own_name_again_once_others_are_gone() -> None:
     ledger = Ledger(dict.fromkeys(Tier, 100))
-    for number in range(MOST_PREFIXES + 2):
+    for number in range(MAX_PREFIXES + 2):
         ledger.add(Tier.DISK, Label(PARTITIONS, f"p{number}"), 1)
-    assert len(ledger.prefixes(Tier.DISK)) == MOST_PREFIXES + 1
+    assert len(ledger.prefixes(Tier.DISK)) == MAX_PREFIXES + 1
     assert ledger.prefixes(Tier.DISK)[OTHERS] == 2
-    last = Label(PARTITIONS, f"p{MOST_PREFIXES + 1}")
+    last = Label(PARTITIONS, f"p{MAX_PREFIXES + 1}")
     ledger.add(Tier.DISK, Label(PARTITIONS, "p0"), -1)
     ledger.changes()  # what is gone has been told
     ledger.add(Tier.DISK, last, 1)
@@ -312,20 +320,22 @@ def test_a_report_has_only_the_prefixes_that_have_changed() -> None:
 
 
 def test_what_are_no_partitions_goes_by_its_kind() -> None:
-    ledger, picture = Ledger(dict.fromkeys(Tier, 100)), Picture()
+    ledger, cluster_memory = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory()
     ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task of this name
     ledger.add(Tier.HOST, Label(SHARDS), 2)
     ledger.add(Tier.DEVICE, Label("reservations"), 3)
     ledger.set(Tier.HOST, "unmanaged", 4)
-    picture.apply("w", ledger.snapshot())
-    rows = [(row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in picture.rows_by_prefix()]
+    cluster_memory.apply("w", ledger.snapshot())
+    rows = [
+        (row["tier"], row["kind"], row["prefix"], row["bytes"]) for row in cluster_memory.rows_by_prefix()
+    ]
     assert rows == [
         ("device", "reservations", "reservations", 3),
         ("host", PARTITIONS, SHARDS, 1),
         ("host", SHARDS, SHARDS, 2),
     ]
-    picture.forget("w")
-    assert picture.rows_by_prefix() == []
+    cluster_memory.forget("w")
+    assert cluster_memory.rows_by_prefix() == []
 
 
 def test_nothing_changed_is_nothing_to_tell() -> None:

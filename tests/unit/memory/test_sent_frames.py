@@ -1,4 +1,4 @@
-"""What Dask sends of an object that has been taken apart: the same as of the object itself."""
+"""Compare what Dask sends of an object that has been taken apart with what it sends of the object itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.objects import OBJECTS, same, scattered
 
 
 def over_the_wire(sent: Any) -> Any:
-    """What a peer makes of it, who knows Dask only."""
+    """Return what a peer makes of it that knows Dask only."""
     return loads([bytes(frame) for frame in dumps({"x": to_serialize(sent)}, frame_split_size=5000)])["x"]
 
 
@@ -34,7 +34,7 @@ def test_frames_are_sent_as_the_object_would_be(which: int, cuts: list[int]) -> 
 
 
 class OnDevice:
-    """Of a library with a serializer for the device, and one for the host with the same frames."""
+    """Have a serializer for the device, and one for the host with the same frames."""
 
     def __init__(self, memory: np.ndarray, came: str = ""):
         self.memory, self.came = memory, came
@@ -42,7 +42,7 @@ class OnDevice:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Says of which library those objects are."""
+    """Name the library of those objects."""
     for family in (cuda_serialize, dask_serialize):
         family.register(OnDevice)(lambda x: ({"shape": x.memory.shape}, [x.memory.ravel().data]))
     dask_deserialize.register(OnDevice)(
@@ -60,7 +60,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def of_device(value: Any) -> Frames:
-    """As it lies below the device tier."""
+    """Return a value as it lies below the device tier."""
     header, buffers = serialize(value, serializers=("cuda", "dask", "pickle"))
     arrays = tuple([np.frombuffer(buffer, np.uint8)] for buffer in buffers)
     return Frames(pickle.dumps(("device", header, [True] * len(arrays))), arrays)
@@ -77,7 +77,7 @@ def test_what_was_on_a_device_is_sent_as_if_it_had_been_copied(library: Any) -> 
         np.testing.assert_array_equal(found.memory, expected)
 
 
-def test_what_nobody_can_say_is_not_sent_as_frames(library: Any) -> None:
+def test_what_no_header_describes_is_not_sent_as_frames(library: Any) -> None:
     """Of other libraries it is not known whether their serializers agree."""
     library("numba")
     assert message(of_device([OnDevice(np.zeros(10))])) is None

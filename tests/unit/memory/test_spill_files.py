@@ -108,18 +108,18 @@ def test_a_full_disk_loses_nothing(disk: DiskTier, monkeypatch: pytest.MonkeyPat
     disk["a"] = frames(1000, seed=1)
     disk["b"] = frames(2000, seed=2)
     used, files = disk.used, sorted(Path(disk.path).iterdir())
-    write, calls = os.write, []
+    write, calls = os.pwrite, []
 
-    def full(fd: int, data: Any) -> int:
+    def full(fd: int, data: Any, at: int) -> int:
         calls.append(fd)
         if len(calls) > after:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(fd, data[:4096])
+        return write(fd, data[:4096], at)
 
     for key in ("c", "a"):
         calls.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", full)
+            patch.setattr(os, "pwrite", full)
             with pytest.raises(
                 NoRoom, match=r"No space left.*gpurt\.memory\.disk.*local_directory"
             ) as caught:

@@ -26,7 +26,7 @@ SIZES = st.lists(st.integers(0, 1500), max_size=4)
 
 
 class Mappings(RuleBasedStateMachine):
-    """One tier and a dict: the same operations, the same content, limits kept."""
+    """Compare one tier with a dict: the same operations, the same content, limits kept."""
 
     @initialize(kind=st.sampled_from(["pinned", "host", "disk"]))
     def start(self, kind: str) -> None:

@@ -25,7 +25,7 @@ each_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 
 
 def used(method: str) -> Iterator[str]:
-    """The names that the package counts by a method, however it is handed over."""
+    """Return the names that the package counts by a method, however it is handed over."""
     for file in PACKAGE.rglob("*.py"):
         for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
             given = [call.func, *call.args]  # or as partial(metrics.add, name)
@@ -131,7 +131,7 @@ def test_ids_and_texts_of_fallbacks_are_their_own() -> None:
 
 
 def reported() -> RuntimeReport:
-    """A report of two workers, of which one did not answer."""
+    """Return a report of two workers, of which one did not answer."""
     metrics = Metrics()
     metrics.add("exchange.bytes.{path}", 3 * 2**20, "comms")
     metrics.add("exchange.seconds.pulling", 0.25)

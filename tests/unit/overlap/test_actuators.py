@@ -1,4 +1,4 @@
-"""What confines compute, and to what: SMs with contexts of the test's own, and two actuators as one."""
+"""Confine compute to SMs, with contexts of the test's own, and use two actuators as one."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from dask_gpurt.observe.estimators import MeanEstimate
 from dask_gpurt.overlap.governor import MIN_STEPS, TRIAL_BUDGET_SHARE, Fixed, Governor
 from dask_gpurt.overlap.samples import OFF, PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 from dask_gpurt.overlap.statistics import (
+    MAX_KERNELS,
     MIN_SOLO_SAMPLES,
     MIN_SOLO_STEPS,
-    MOST_KERNELS,
     STALE_STEPS,
     OverlapStatistics,
 )
@@ -207,7 +207,7 @@ def test_nothing_is_tried_where_nothing_is_to_be_gained() -> None:
     assert set(steps.seconds) == {PRIORITY}
 
 
-def test_a_kernel_that_nobody_knows_runs_with_priority_only() -> None:
+def test_an_unknown_kernel_runs_with_priority_only() -> None:
     decision = Governor(CANDIDATES).choose("new")
     assert decision.setting == PRIORITY
     assert "to be measured" in decision.why
@@ -277,7 +277,7 @@ def test_fixed_is_fixed() -> None:
 
 @st.composite
 def curves(draw: st.DrawFn) -> Curve:
-    """Any response in which confined compute keeps its share at least, and communication loses nothing."""
+    """Draw responses in which confined compute keeps its share at least, and communication loses nothing."""
     reference = Speeds(draw(st.floats(0.1, 1)), draw(st.floats(0.2, 1)))
     if reference.compute + reference.communication < 1:
         reference = Speeds(1 - reference.communication, reference.communication)
@@ -435,10 +435,10 @@ def test_what_is_no_setting_is_refused(text: str) -> None:
 
 def test_only_so_many_kernels_are_known() -> None:
     known = OverlapStatistics()
-    for number in range(MOST_KERNELS + 10):
+    for number in range(MAX_KERNELS + 10):
         for _ in range(2 if number < 5 else 1):
             known.add(SoloSample(f"kernel-{number}", 1.0, 1.0))
-    assert len(known.kernels) == MOST_KERNELS
+    assert len(known.kernels) == MAX_KERNELS
     assert {f"kernel-{number}" for number in range(5)} <= set(known.kernels)
 
 

@@ -1,4 +1,4 @@
-"""How many blocks an SM holds, and what becomes of caps: the arithmetic, and the hand that sets them."""
+"""Compute how many blocks an SM holds, and set caps."""
 
 from __future__ import annotations
 

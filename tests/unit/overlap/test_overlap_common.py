@@ -1,4 +1,4 @@
-"""What several workers have learnt becomes what each of them decides from."""
+"""Average what several workers have learnt into what each of them decides from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dask_gpurt.overlap.statistics import (
     overlaid,
     significant,
 )
-from dask_gpurt.plugins.sharing import AVERAGE_MAX_AGE_S, SharedStatistics
+from dask_gpurt.plugins.stats_sync import AVERAGE_MAX_AGE_S, SharedStatistics
 from tests.helpers.shuffling_worker import CANDIDATES, STEPS, TASKS, Worker
 
 samples = st.lists(st.floats(0.1, 10), max_size=30)
@@ -93,7 +93,7 @@ def test_without_the_others_a_worker_decides_from_its_own() -> None:
 
 
 def used(name: str, seed: int, share: bool) -> set[Setting]:
-    """What four workers use after sixteen shuffles."""
+    """Return what four workers use after sixteen shuffles."""
     governors = [Governor(CANDIDATES, budget=1.0) for _ in range(4)]
     workers = [Worker(name, governor, 100 * seed + rank) for rank, governor in enumerate(governors)]
     for _ in range(4):

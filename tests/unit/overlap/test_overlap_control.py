@@ -1,11 +1,11 @@
-"""What is confined when, and what is measured of it: with a clock and a link of the test's own."""
+"""Confine and measure tasks beside a shuffle, with a clock and a link of the test's own."""
 
 from __future__ import annotations
 
 import pytest
 
 from dask_gpurt.observe import Decisions, Metrics
-from dask_gpurt.observe.decisions import MOST_DECISIONS
+from dask_gpurt.observe.decisions import MAX_DECISIONS
 from dask_gpurt.overlap.actuators import ResidencyCaps
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Decision, Governor
@@ -253,7 +253,7 @@ def test_the_governor_finds_its_setting_by_what_is_reported(kernel: str, found: 
 
 
 def one_step(bench: Bench, kernel: str, curve: Curve) -> list[Setting]:
-    """As many seconds of tasks as of communication; what the tasks beside it were confined to."""
+    """Run as many seconds of tasks as of communication; returns what the tasks beside it were confined to."""
     left, confined = float(TASKS), []
     bench.control.in_flight(1, 0)
     for _ in range(TASKS):
@@ -302,11 +302,11 @@ def test_what_was_forgotten_is_entered() -> None:
 
 def test_the_ledger_keeps_the_last_decisions_only() -> None:
     decisions = Decisions()
-    for number in range(2 * MOST_DECISIONS):
+    for number in range(2 * MAX_DECISIONS):
         decisions.note(f"kernel-{number}", "residency 4", "why not")
     entries = decisions.snapshot()
-    assert len(entries) == MOST_DECISIONS
-    assert entries[-1]["subject"] == f"kernel-{2 * MOST_DECISIONS - 1}"
+    assert len(entries) == MAX_DECISIONS
+    assert entries[-1]["subject"] == f"kernel-{2 * MAX_DECISIONS - 1}"
 
 
 # ---- residency -----------------------------------------------------------------------

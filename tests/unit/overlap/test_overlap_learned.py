@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 from dask_gpurt.cli import main
 from dask_gpurt.overlap.governor import Governor, rows, safest
 from dask_gpurt.overlap.samples import SoloSample
-from dask_gpurt.overlap.statistics import (
+from dask_gpurt.overlap.statistics import OverlapStatistics
+from dask_gpurt.overlap.statistics_file import (
     CacheKey,
-    OverlapStatistics,
     StatisticsFileError,
     default_path,
     load,
@@ -61,7 +61,7 @@ def broken(**changes: Any) -> bytes:
 
 
 def knowing(alone: list[Any]) -> dict[str, Any]:
-    """OverlapStatistics of a kernel of which something is said of its speed alone."""
+    """Return statistics of a kernel of which something is said of its speed alone."""
     kernel = {"steps": 1, "usual": 0.0, "work": 1.0, "alone": alone, "beside": {}}
     return {**OverlapStatistics().plain(), "kernels": {"join": kernel}}
 

@@ -14,7 +14,7 @@ from tests.helpers.placed_cluster import GB, Cluster
 
 
 def graph_on(cluster: Cluster, homes: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Where the tasks of a graph go, each with one input, by where these are and how large."""
+    """Return where the tasks of a graph go, each with one input, by where these are and how large."""
     graph: dict[Any, Task] = {}
     for i, (home, nbytes) in enumerate(zip(homes, sizes, strict=True)):
         cluster.data(f"data-{i}", home, nbytes=nbytes)
@@ -27,7 +27,7 @@ def graph_on(cluster: Cluster, homes: Sequence[int], sizes: Sequence[int]) -> li
 
 @settings(max_examples=30, deadline=None)
 @given(st.permutations([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]))
-def test_nobody_looks_idle_whose_tasks_are_about_to_be_placed(homes: list[int]) -> None:
+def test_no_worker_looks_idle_whose_tasks_are_about_to_be_placed(homes: list[int]) -> None:
     cluster = Cluster(4)
     cluster.takes("use", 1.0)
     assert graph_on(cluster, homes, [GB // 100] * 12) == homes

@@ -1,4 +1,4 @@
-"""Which worker gets a task with inputs, and what holds for every choice."""
+"""Choose the worker of a task with inputs, and check what holds for every choice."""
 
 from __future__ import annotations
 
@@ -232,8 +232,8 @@ def test_restrictions_hold_and_loose_ones_give_way() -> None:
     cluster = Cluster()
     cluster.data("x", 5)
     assert cluster.place("y", "x", worker_restrictions={cluster.addresses[12]}) == 12
-    assert cluster.place("gone", "x", worker_restrictions={"tcp://nobody:1"}) is None
-    loose = {"worker_restrictions": {"tcp://nobody:1"}, "loose_restrictions": True}
+    assert cluster.place("gone", "x", worker_restrictions={"tcp://unknown:1"}) is None
+    loose = {"worker_restrictions": {"tcp://unknown:1"}, "loose_restrictions": True}
     assert cluster.place("loose", "x", **loose) == 5
 
 
@@ -248,7 +248,7 @@ def test_a_worker_leaves_between_its_report_and_the_decision() -> None:
     chosen = cluster.place("y", "x")
     assert chosen not in (0, 1, 2, None)
     cluster.placement.on_worker_removed(cluster.addresses[15])
-    cluster.placement.on_place_changed("tcp://nobody:1")
+    cluster.placement.on_place_changed("tcp://unknown:1")
     assert not cluster.fallbacks()
 
 
@@ -296,7 +296,7 @@ def test_inputs_move_only_for_tasks_that_take_longer(seconds: float, moves: bool
 
 
 def graphs(seed: int) -> dict[Any, list[Any]]:
-    """A random graph, with a group of root tasks."""
+    """Draw a random graph, with a group of root tasks."""
     rng = random.Random(seed)
     graph: dict[Any, list[Any]] = {("root", i): [] for i in range(rng.randrange(1, 60))}
     for i in range(rng.randrange(60)):

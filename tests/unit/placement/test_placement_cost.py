@@ -1,4 +1,4 @@
-"""What a task costs on a worker, and which worker a person would pick."""
+"""Compute the cost of a task on a worker, and compare the choice with a person's."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_equal_states_agree_in_whatever_order(found: list[Candidate], random: ob
 
 
 @given(candidates)
-def test_nobody_without_room_while_one_has_room(found: list[Candidate]) -> None:
+def test_no_worker_without_room_while_one_has_room(found: list[Candidate]) -> None:
     assert cost.best(found).terms.fits == any(one.terms.fits for one in found)
 
 

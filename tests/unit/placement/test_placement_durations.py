@@ -67,7 +67,7 @@ def test_no_length_is_farther_from_the_mean_than_its_inputs(
     found, mean = model.predict("x", asked), model.mean("x")
     assert (found is None) == (mean is None)
     if found is not None and mean is not None:
-        proportional = mean * asked / model._prefixes["x"].nbytes.mean
+        proportional = mean * asked / model._prefixes["x"].x.mean
         assert min(mean, proportional) * 0.999 <= found <= max(mean, proportional) * 1.001
 
 

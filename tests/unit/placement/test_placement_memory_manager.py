@@ -68,7 +68,7 @@ class Bare(bare.BareState):  # type: ignore[name-defined, misc]
         self.running.discard(self.ws(number))
 
     def suggest(self, *suggestions: tuple[Any, ...]) -> list[int | None]:
-        """Which workers the manager chooses for some suggestions of one run."""
+        """Return which workers the manager chooses for some suggestions of one run."""
         policy = Suggest(*(Suggestion(*each) for each in suggestions))
         self.manager.policies = {policy}
         policy.manager = self.manager
@@ -88,7 +88,7 @@ class Bare(bare.BareState):  # type: ignore[name-defined, misc]
 
 @pytest.fixture
 def state() -> Bare:
-    """Workers 0 to 7 are one NVLink domain, others on another host with RDMA."""
+    """Make workers, of which 0 to 7 are one NVLink domain, and others are on another host with RDMA."""
     state = Bare()
     state.placement.bind()
     return state

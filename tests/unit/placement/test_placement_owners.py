@@ -1,4 +1,4 @@
-"""Who owns the outputs of a shuffle: by room and by links, on bare states and on clusters."""
+"""Choose the owners of a shuffle's outputs, by room and by links, on bare states and on clusters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SITUATIONS = {
     "live before spilled": ([owner("a", 1, 12), owner("b", 1, 0, 99)], {"a": 12}),
     "spilled before overfull": ([owner("a", 1, 3), owner("b", 1, 0, 99)], {"a": 3, "b": 9}),
     "overfull all alike": ([owner("a", 1, 2), owner("b", 1, 4)], {"a": 4, "b": 8}),
-    "nobody has room, so all take turns": ([owner("a", 1, -1), owner("b", 1, 0)], {"a": 6, "b": 6}),
+    "none has room, so all take turns": ([owner("a", 1, -1), owner("b", 1, 0)], {"a": 6, "b": 6}),
 }
 
 
@@ -64,7 +64,7 @@ def test_each_output_has_an_owner_and_neighbours_share_theirs(
 
 
 @given(outputs, some_sites, amounts)
-def test_nobody_without_room_owns_while_one_has_room(
+def test_no_worker_without_room_owns_while_one_has_room(
     wanted: set[int], sites: list[Owner], nbytes: float
 ) -> None:
     able = {site.worker for site in sites if site.memory.free > 0 or site.memory.free + site.memory.below > 0}
@@ -72,7 +72,7 @@ def test_nobody_without_room_owns_while_one_has_room(
 
 
 @given(outputs, some_sites, st.floats(1, 1e12))
-def test_nobody_is_overfull_while_others_have_room(
+def test_no_worker_is_overfull_while_others_have_room(
     wanted: set[int], sites: list[Owner], nbytes: float
 ) -> None:
     rooms = [max(0.0, site.memory.free + site.memory.below) for site in sites]
@@ -101,7 +101,7 @@ def test_the_unit_of_bytes_does_not_matter(
 
 
 def two_hosts(state: Cluster) -> Topology:
-    """Two hosts of four workers, and TCP between them."""
+    """Make two hosts of four workers, and TCP between them."""
     topology = Topology()
     for number, address in enumerate(state.addresses):
         topology.add(address, Place(f"host{number // 4}", f"gpu{number}", 0, f"host{number // 4}"))
@@ -109,7 +109,7 @@ def two_hosts(state: Cluster) -> Topology:
 
 
 def owned(on: Cluster, inputs: dict[int, int], **attributes: Any) -> Counter[int]:
-    """How many of 80 outputs each worker owns, when workers hold so many inputs of 1 GB."""
+    """Count how many of 80 outputs each worker owns, when workers hold so many inputs of 1 GB."""
     names = []
     for number, count in inputs.items():
         for i in range(count):

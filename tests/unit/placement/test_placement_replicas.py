@@ -1,4 +1,4 @@
-"""Who takes a replica, and who drops one: the rules, and a person's choice in some situations."""
+"""Choose the workers that take a replica or drop one: the rules, and a person's choice in some situations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINNED, DISK = (Route.over(SHIPPED[link]) for link in (Link.PINNED, Link.DISK))
 
 
 def over(*links: Link) -> float:
-    """Seconds that the data take over some links."""
+    """Return the seconds that the data take over some links."""
     return sum(SHIPPED[link].seconds(NBYTES) for link in links)
 
 
@@ -52,7 +52,7 @@ TAKING = {
         Recipient("b", over(Link.TCP), ROOMY),
         Recipient("a", over(Link.NVLINK), SHORT),
     ],
-    "nearby where everybody has to spill": [
+    "nearby where all have to spill": [
         Recipient("b", over(Link.NVLINK), SHORT),
         Recipient("a", over(Link.TCP), SHORT),
     ],
@@ -84,7 +84,7 @@ GOING = {
         replica("a", 0, SHORT),
         replica("b", over(Link.PINNED), SHORT, live=False),
     ],
-    "the spilled one where the live one is in nobody's way": [
+    "the spilled one where the live one is not in the way": [
         replica("a", over(Link.PINNED), SHORT, live=False),
         replica("b", 0, ROOMY),
     ],
@@ -131,7 +131,7 @@ def test_the_replica_that_a_person_would_drop(replicas: list[Replica]) -> None:
     assert choose_dropped(replicas, NBYTES) == replicas[0]
 
 
-def test_nobody_takes_what_there_is_no_room_for() -> None:
+def test_no_worker_takes_what_there_is_no_room_for() -> None:
     assert choose_recipient([Recipient("a", 0, FULL), Recipient("b", 0, space(-200))], NBYTES) is None
     assert choose_recipient([], NBYTES) is None
 
@@ -158,7 +158,9 @@ def fits(each: Recipient | Replica, nbytes: float) -> bool:
 
 
 @given(some_recipients, amounts)
-def test_a_recipient_has_room_and_there_is_one_if_anybody_has(found: list[Recipient], nbytes: float) -> None:
+def test_a_recipient_has_room_and_there_is_one_if_any_worker_has(
+    found: list[Recipient], nbytes: float
+) -> None:
     able = [each for each in found if fits(each, nbytes)]
     chosen = choose_recipient(found, nbytes)
     assert (chosen in able) if able else chosen is None

@@ -16,7 +16,7 @@ from tests.helpers.placed_cluster import GB, Cluster, run
 
 
 def loads(tasks: int) -> dict[Any, list[Any]]:
-    """Root tasks, and nothing else."""
+    """Make root tasks, and nothing else."""
     return {("load", i): [] for i in range(tasks)}
 
 
@@ -52,7 +52,7 @@ def test_the_queue_respects_headroom_and_moves_on_when_room_comes() -> None:
     assert {address for address, _ in cluster.state.sent} == {cluster.addresses[3], full[0]}
 
 
-def test_the_queue_moves_when_nobody_has_room() -> None:
+def test_the_queue_moves_when_no_worker_has_room() -> None:
     cluster = Cluster(4)
     cluster.rooms.free.update(dict.fromkeys(cluster.addresses, 0.0))
     for address in cluster.addresses:
@@ -61,7 +61,7 @@ def test_the_queue_moves_when_nobody_has_room() -> None:
 
 
 def roots_with_kept_siblings(homes: list[int]) -> list[int]:
-    """Where root tasks of 10 s go on four workers, two slots each, by where their only siblings are."""
+    """Return where root tasks of 10 s go on four workers, two slots each, by the places of their siblings."""
     cluster = Cluster(4)
     cluster.state.new_task("root-0", None, "released").prefix.duration_average = 10.0
     graph: dict[Any, Task] = {}

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from dask_gpurt import dask_hooks
-from dask_gpurt.dask_hooks import Part, Seam
+from dask_gpurt.dask_hooks import Seam, SeamGroup
 from dask_gpurt.dask_hooks import planning as seam
 from dask_gpurt.planning import cache as module
 from dask_gpurt.planning.lru import LRU
@@ -183,7 +183,7 @@ def test_all_is_dropped_when_it_goes(tmp_path: Path) -> None:
 def test_a_dask_that_differs_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = Seam("dask._expr:optimize_until", "expr stage", bodies=("of another",))
     monkeypatch.setattr(
-        seam, "PLANNING", Part("planning", (other, *seam.PLANNING.seams[:1], *seam.PLANNING.seams[2:]))
+        seam, "PLANNING", SeamGroup("planning", (other, *seam.PLANNING.seams[:1], *seam.PLANNING.seams[2:]))
     )
     planner = Planner()
     planner.cache.install()

@@ -1,4 +1,4 @@
-"""Which runs of a shuffle count."""
+"""Count the runs of a shuffle that count."""
 
 from __future__ import annotations
 

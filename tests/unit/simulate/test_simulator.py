@@ -40,7 +40,7 @@ def work(name: str, *needs: Work, seconds: float = 1.0, nbytes: int = 0) -> Work
 
 
 def workload(*works: Work, wanted: Sequence[Work] = ()) -> Workload:
-    """A workload of one graph, of which the tasks that no other needs are wanted."""
+    """Return a workload of one graph, of which the tasks that no other needs are wanted."""
     needed = {need for one in works for need in one.needs}
     ends = [one.key for one in wanted] or [one.key for one in works if one.key not in needed]
     return Workload("made-up", [Submission(works, frozenset(ends))])
@@ -119,7 +119,7 @@ def test_the_scheduler_keeps_root_tasks_back() -> None:
 
 
 def imbalance() -> list[Work]:
-    """Many tasks for which one worker has the input, which is small, in groups too small to be queued."""
+    """Make many tasks, in groups too small to be queued, whose small input one worker has."""
     origin = work("origin", nbytes=10, seconds=0.1)
     return [
         origin,
@@ -215,7 +215,7 @@ def test_a_worker_that_is_not_there_can_not_leave() -> None:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> list[Work]:
-    """Random graphs of up to 30 tasks."""
+    """Draw random graphs of up to 30 tasks."""
     made: list[Work] = []
     for index in range(draw(st.integers(1, 30))):
         needs = draw(st.lists(st.sampled_from(made), max_size=3, unique_by=lambda w: w.key)) if made else []
@@ -286,7 +286,7 @@ def test_bytes_come_from_who_has_them_also_when_workers_leave(
 
 
 def _until_done_or_given_up(simulation: Simulation) -> bool:
-    """Run; Dask gives a task up after the fourth worker that it took along."""
+    """Return run; Dask gives a task up after the fourth worker that it took along."""
     try:
         simulation.run()
     except WorkloadFailed:

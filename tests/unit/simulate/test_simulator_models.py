@@ -1,4 +1,4 @@
-"""What the simulator models: links that transfers share, and tiers that data goes down."""
+"""Simulate links that transfers share, and tiers that data goes down."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_what_is_lent_stays_where_it_lies() -> None:
 
 
 def runtime_tiers(next_use: Mapping[Any, int], pinned: int = 50) -> RuntimeTiers:
-    """Tiers of 100 bytes and less, with the priorities at which keys are needed next."""
+    """Make tiers of 100 bytes and less, with the priorities at which keys are needed next."""
 
     def soonest(key: Any) -> tuple[int, ...] | None:
         return (next_use[key],) if key in next_use else None
@@ -298,7 +298,7 @@ def test_what_fits_leaves_a_worker_within_its_memory(
 
 
 def joins(pairs: list[tuple[int, int]], nbytes: int) -> Workload:
-    """Kept data, and then tasks that each take two of them and leave as much."""
+    """Make kept data, and then tasks that each take two of them and leave as much."""
     kept = [Work(Name(f"('kept', {i})"), (), 0.1, nbytes) for i in range(12)]
     made = [
         Work(Name(f"('join', {i})"), (kept[a].key, kept[b].key), 1.0, 2 * nbytes)
@@ -321,7 +321,7 @@ some_pairs = st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pai
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(some_pairs, min_size=1, max_size=30), st.integers(1, 5))
-def test_with_the_tiers_of_the_runtime_nobody_waits_for_ever_or_is_over(
+def test_with_the_tiers_of_the_runtime_no_worker_waits_for_ever_or_is_over(
     pairs: list[tuple[int, int]], workers: int
 ) -> None:
     """Each task needs 96 of 100 bytes: beside one nothing may come, and nothing that is live may go."""

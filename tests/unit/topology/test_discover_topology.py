@@ -1,4 +1,4 @@
-"""What is found out about a host: by NVML, played by a fake one, and from files as the kernel has them."""
+"""Detect a host: by NVML, played by a fake one, and from files as the kernel has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, Link, Place, Topology, detect
-from dask_gpurt.topology.model import GpuLink, Host, Lanes
+from dask_gpurt.topology.hosts import GpuLink, Host, Lanes
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml, bridged, cut_up, pcie_only, switched
 
 
@@ -24,7 +24,7 @@ def links(found: Host) -> list[list[str]]:
 
 
 def joined(found: Host, *visible: str | None) -> Topology:
-    """A process for each of ``CUDA_VISIBLE_DEVICES``, called after its number."""
+    """Start a process for each of ``CUDA_VISIBLE_DEVICES``, called after its number."""
     topology = Topology()
     for number, devices in enumerate(visible):
         topology.add(str(number), found.place("h", found.find(devices)))
@@ -160,7 +160,7 @@ def test_a_process_without_gpu_is_on_the_host() -> None:
 
 @pytest.fixture
 def sys(tmp_path: Path) -> Path:
-    """A /sys with two nodes, a GPU on the second, an InfiniBand device that is up and one that is down."""
+    """Write a /sys with two nodes, a GPU on the second, one InfiniBand device up and one down."""
     for name, text in {
         "devices/system/node/node0/cpulist": "0-1,4",
         "devices/system/node/node1/cpulist": "2-3\n",

@@ -11,8 +11,8 @@ import pytest
 
 from dask_gpurt.topology import Link
 from dask_gpurt.topology.detect import discover
+from dask_gpurt.topology.hosts import Host, Nic
 from dask_gpurt.topology.measure import LARGE_COPY_BYTES, NIC_SHARE, measure, measure_gpus
-from dask_gpurt.topology.model import Host, Nic
 from tests.helpers.fake_nvml import FakeGpu, pcie_only, switched
 from tests.helpers.shared_memory import alone_in_shm
 

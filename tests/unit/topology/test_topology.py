@@ -12,11 +12,11 @@ from dask_gpurt.topology import SHIPPED, HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import (
     FIRST_TRANSFER_S,
     FIRST_TRANSFER_WEIGHT,
-    MOST_PEERS,
+    MAX_PEERS,
     OVERRIDE_FACTOR,
     WINDOW_S,
 )
-from dask_gpurt.topology.model import MOST_PAIRS
+from dask_gpurt.topology.model import MAX_PAIRS
 
 MIB = 2**20
 
@@ -173,17 +173,17 @@ def test_small_transfers_tell_the_latency() -> None:
 def test_a_pair_that_departs_has_its_own_speed_and_comes_back() -> None:
     topology = hosts(20)
 
-    def everybody(slow: float) -> None:
+    def all_workers(slow: float) -> None:
         for i in range(1, 20):
             topology.observe("w0", f"w{i}", 100 * MIB, 100 * MIB / (slow if i == 7 else 1.1e9))
 
     for _ in range(50):
-        everybody(0.2e9)
+        all_workers(0.2e9)
     assert topology.speed("w7", "w0").bandwidth == pytest.approx(0.2e9, rel=0.2)
     assert topology.speed("w0", "w3").bandwidth > 0.7e9
     assert topology.overrides == 1
     for _ in range(300):
-        everybody(1.1e9)
+        all_workers(1.1e9)
     assert topology.overrides == 0
     assert topology.speed("w7", "w0") == topology.speed("w0", "w3")
 
@@ -223,7 +223,7 @@ def test_memory_does_not_grow_with_pairs() -> None:
     for i in range(100):
         for j in range(i):
             topology.observe(f"w{i}", f"w{j}", MIB, 10.0)
-    assert topology.overrides <= MOST_PAIRS
+    assert topology.overrides <= MAX_PAIRS
 
 
 @given(
@@ -335,12 +335,12 @@ def test_who_comes_back_is_met_anew(leaves: str) -> None:
 
 
 def test_as_many_peers_are_remembered_as_one_may_have() -> None:
-    topology = gpus(MOST_PEERS + 2)
-    for index in range(1, MOST_PEERS + 2):
+    topology = gpus(MAX_PEERS + 2)
+    for index in range(1, MAX_PEERS + 2):
         topology.observe(f"w{index}", "w0", 512 * MIB, 0.5, by_comms=True)
     met = [
         index
-        for index in range(1, MOST_PEERS + 2)
+        for index in range(1, MAX_PEERS + 2)
         if not topology.connection_setup(Link.NVLINK, f"w{index}", "w0")
     ]
-    assert met == list(range(2, MOST_PEERS + 2))
+    assert met == list(range(2, MAX_PEERS + 2))

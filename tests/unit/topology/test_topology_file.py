@@ -22,7 +22,7 @@ from dask_gpurt.topology.file import (
     parse,
     parse_host,
 )
-from dask_gpurt.topology.model import Nic
+from dask_gpurt.topology.hosts import Nic
 from tests.helpers.fake_nvml import bridged, cut_up, pcie_only, switched
 
 GOOD = """\

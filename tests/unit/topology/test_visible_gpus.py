@@ -1,4 +1,4 @@
-"""How many workers a cluster of this machine gets where nobody says."""
+"""The number of workers that a cluster of this machine gets by default."""
 
 from __future__ import annotations
 

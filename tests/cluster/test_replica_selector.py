@@ -1,4 +1,4 @@
-"""Which of several replicas a worker fetches."""
+"""Choose which of several replicas a worker fetches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.gathering import Gathering, farness
+from dask_gpurt.plugins.replica_selector import ReplicaSelector, farness
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import all_placed, on_cluster
 
@@ -48,7 +48,7 @@ def test_what_differs_by_noise_is_equally_far(times: list[float]) -> None:
     assert set(farness({str(at): time for at, time in enumerate(times)}).values()) == {0}
 
 
-def test_nobody_is_not_far() -> None:
+def test_no_workers_have_no_farness() -> None:
     assert farness({}) == {}
 
 
@@ -76,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def fetched(file: Path, prepare: Callable[[Any], None] = lambda runtime: None) -> tuple[set[str], Any]:
-    """From whom the first worker fetches what its neighbour and two on the other host have; its fallbacks."""
+    """Return which workers the first one fetches from what three others have; and its fallbacks."""
     found: list[Any] = []
 
     @on_cluster(workers=4, file=file)
@@ -129,10 +129,10 @@ def test_another_signature_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     @on_cluster(workers=1)
     async def run(client: Any, scheduler: Any, a: Any) -> None:
         runtime = a.plugins["gpurt"]
-        runtime.gathering.uninstall()
+        runtime.replica_selector.uninstall()
         assert type(a.state) is WorkerState
         monkeypatch.setattr(WorkerState, "_select_workers_for_gather", select)
-        again = Gathering(a, runtime.exchange.links, runtime.metrics)
+        again = ReplicaSelector(a, runtime.exchange.links, runtime.metrics)
         again.install()
         assert type(a.state) is WorkerState
         assert (

@@ -1,4 +1,4 @@
-"""Fetches of ordinary dependencies: of several replicas, the one over the cheapest link."""
+"""Choose, of several replicas of an ordinary dependency, the one over the cheapest link."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dask_gpurt.topology import SHIPPED, Link
 
 
 def farness(seconds: Mapping[str, float]) -> dict[str, int]:
-    """How far workers are: how often the time that a fetch takes from the nearest has to be doubled.
+    """Return how far workers are: how often the time of a fetch from the nearest has to be doubled.
 
-    Differences below that are noise, and would send everybody to one of many that are equally far.
+    Differences below that are noise, and would send all fetches to one of many that are equally far.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ def farness(seconds: Mapping[str, float]) -> dict[str, int]:
     return {worker: int(math.log2(time / nearest)) for worker, time in seconds.items()}
 
 
-class Gathering:
-    """Orders the workers that a worker fetches from. On the event loop.
+class ReplicaSelector:
+    """Order the workers that a worker fetches from. On the event loop.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Gathering:
         return select
 
     def _queue(self, state: WorkerStateMachine) -> list[tuple[Any, ...]]:
-        """As Dask's own: by priority, by distance, by the number of tasks, at random."""
+        """Queue the workers as Dask does: by priority, by distance, by the number of tasks, at random."""
         for worker in [worker for worker, tasks in state.data_needed.items() if not tasks]:
             del state.data_needed[worker]
         ready = {
@@ -102,7 +102,7 @@ class Gathering:
 
 
 def _served(state: WorkerStateMachine, queue: list[tuple[Any, ...]]) -> Iterator[tuple[str, Any]]:
-    """The queue in order. Between two of them Dask takes tasks, which may have been in several."""
+    """Yield the queue in order. Between two of them Dask takes tasks, which may have been in several."""
     heapq.heapify(queue)
     while queue:
         _, far, waiting, chance, worker, tasks = heapq.heappop(queue)

@@ -1,4 +1,4 @@
-"""Build ladders of small tiers, and what is put into them."""
+"""Build tiered buffers of small tiers, and what is put into them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dask_gpurt.observe import Metrics
 KIB = 1024
 
 
-def new_ladder(
+def new_tiered_buffer(
     directory: str, limits: Limits, needed: dict[Any, tuple[int, ...]] | None = None
 ) -> TieredBuffer:
     capacity = {Tier.DEVICE: limits.device, Tier.PINNED: limits.pinned, Tier.HOST: limits.host}
@@ -41,7 +41,7 @@ def array(fill: int, kib: int = 10) -> np.ndarray:
     return np.full(kib * KIB, fill % 251, np.uint8)
 
 
-def put(ladder: TieredBuffer, key: str, value: Any) -> None:
-    """As the worker does it: room first."""
-    ladder.reservations.reserve(key, value.nbytes, Tier.DEVICE)
-    ladder[key] = value
+def put(tiered_buffer: TieredBuffer, key: str, value: Any) -> None:
+    """Put a value as the worker does: room first."""
+    tiered_buffer.reservations.reserve(key, value.nbytes, Tier.DEVICE)
+    tiered_buffer[key] = value

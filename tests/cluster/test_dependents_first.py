@@ -1,4 +1,4 @@
-"""What reads a result comes before what makes the next one, where memory is short."""
+"""Run what reads a result before what makes the next one, where memory is short."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 24 * MIB
 
 @pytest.fixture
 def tight() -> Iterator[Client]:
-    """One thread, and room for one result and a half."""
+    """Set one thread, and room for one result and a half."""
     room = {"memory__device": SIZE * 3 // 2, "memory__host": 0, "memory__pinned": 0}
     with dask.config.set({"distributed.worker.memory.pause": False}), cluster(workers=1, **room) as client:
         yield client  # what pauses is a test
@@ -43,7 +43,7 @@ def test_results_are_read_before_the_next_is_made(tight: Client) -> None:
     assert spilled(tight) < 20 * SIZE / 2
 
 
-def test_results_that_nobody_reads_are_not_waited_for(tight: Client) -> None:
+def test_results_that_are_not_read_are_not_waited_for(tight: Client) -> None:
     kept = tight.map(make, range(12))
     assert [int(array[-1]) for array in tight.gather(kept)] == list(range(12))
     assert spilled(tight) >= 10 * SIZE
@@ -51,7 +51,7 @@ def test_results_that_nobody_reads_are_not_waited_for(tight: Client) -> None:
 
 def test_a_worker_that_dask_pauses_stays_paused(tight: Client) -> None:
     async def pause(dask_worker: object) -> bool:
-        following = dask_worker.plugins["gpurt"].data._following  # type: ignore[attr-defined]
+        following = dask_worker.plugins["gpurt"].data._dependents_first  # type: ignore[attr-defined]
         following.finished("some-task", 100 * SIZE, 0)
         held = bool(following.holds)
         dask_worker.status = dask_worker.status.paused  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The ladder against a plain dict: tiny tiers, others at work between the phases of a move, full tiers."""
+"""The tiered buffer against a plain dict: tiny tiers, work between the phases of a move, full tiers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SEEDS, SIZES, AMOUNTS = st.integers(0, 99), st.integers(1, 20), st.integers(0, 6
 
 
 class Gate:
-    """Where a test stops a thread, or refuses what is to be stored."""
+    """Stop a thread for a test, or refuse what is to be stored."""
 
     closed, refuse_after = False, -1
 
@@ -115,7 +115,7 @@ def assert_identical(found: Any, expected: Any) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """What is put is what is read, the account is right, and nothing stays behind."""
+    """Read back what was put, with the account right, and leave nothing behind."""
 
     # ---- what differs on a GPU ---------------------------------------------------------------
 
@@ -123,11 +123,11 @@ class Machine(RuleBasedStateMachine):
         return HostDevice(1 << 30)
 
     def home(self, value: Any) -> Tier:
-        """The tier that an object is in when nothing has moved it."""
+        """Return the tier that an object is in when nothing has moved it."""
         return Tier.DEVICE
 
     def here(self, value: Any) -> Any:
-        """An object where tasks would have it."""
+        """Return an object where tasks would have it."""
         return value
 
     def back(self, value: Any) -> Any:
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         }
         for mapping in self.tiers.values():
             mapping.gate = self.gate
-        self.ladder = TieredBuffer(
+        self.tiered_buffer = TieredBuffer(
             self.limits,
             self.tiers,
             home=self.home,
@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
             priority_of=lambda key: None,
             changed=lambda: None,
         )
-        self.stack.callback(self.ladder.close)
+        self.stack.callback(self.tiered_buffer.close)
         self.model: dict[str, Any] = {}
         self.promised: dict[str, int] = {}
         self.held: list[tuple[Any, set[str]]] = []
@@ -165,11 +165,11 @@ class Machine(RuleBasedStateMachine):
     # ---- what a dict does --------------------------------------------------------------------
 
     def store(self, key: str, value: Any, expected: Any) -> None:
-        self.ladder[key], self.model[key] = value, expected
+        self.tiered_buffer[key], self.model[key] = value, expected
         self.promised.pop(key, None)
-        self.nobody_holds(key)
+        self.is_not_held(key)
 
-    def nobody_holds(self, key: str) -> None:
+    def is_not_held(self, key: str) -> None:
         for _, keys in self.held:
             keys.discard(key)
 
@@ -180,7 +180,7 @@ class Machine(RuleBasedStateMachine):
     @rule(key=KEYS, of=KEYS, start=st.integers(0, 90))
     def put_view(self, key: str, of: str, start: int) -> None:
         if isinstance(self.model.get(of), (np.ndarray, pd.DataFrame)):
-            self.store(key, self.ladder[of][start:], self.model[of][start:])
+            self.store(key, self.tiered_buffer[of][start:], self.model[of][start:])
 
     @rule(key=KEYS)
     def put_what_can_not_be_pickled(self, key: str) -> None:
@@ -190,47 +190,47 @@ class Machine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def get(self, key: str) -> None:
         if key in self.model:
-            assert_identical(self.back(self.ladder[key]), self.model[key])
+            assert_identical(self.back(self.tiered_buffer[key]), self.model[key])
         else:
             with pytest.raises(KeyError):
-                self.ladder[key]
+                self.tiered_buffer[key]
 
     @rule(key=KEYS)
     def delete(self, key: str) -> None:
-        self.nobody_holds(key)
+        self.is_not_held(key)
         if self.model.pop(key, None) is not None:
-            del self.ladder[key]
+            del self.tiered_buffer[key]
         else:
             with pytest.raises(KeyError):
-                del self.ladder[key]
+                del self.tiered_buffer[key]
 
-    # ---- what only a ladder does -------------------------------------------------------------
+    # ---- what only a tiered buffer does -------------------------------------------------------------
 
     @rule(keys=st.sets(KEYS, max_size=3), live=st.booleans())
     def hold(self, keys: set[str], live: bool) -> None:
-        held = self.ladder.hold_live(keys) if live else self.ladder.hold(keys)
+        held = self.tiered_buffer.hold_live(keys) if live else self.tiered_buffer.hold(keys)
         if held is not None:
             self.held.append((held, keys & set(self.model)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.ladder.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))[0])
+        self.tiered_buffer.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))[0])
 
     @rule(keys=st.lists(KEYS, max_size=3, unique=True))
     def bring(self, keys: list[str]) -> None:
         before, most = self.live(), max(self.limits.device, self.live_and_promised())
-        self.ladder.prefetch(keys)
+        self.tiered_buffer.prefetch(keys)
         assert set(before) <= set(self.live()) <= {*before, *keys}
         assert self.live_and_promised() <= most
 
     @rule(nbytes=AMOUNTS)
     def spill(self, nbytes: int) -> None:
-        self.ladder.spill(nbytes)
+        self.tiered_buffer.spill(nbytes)
 
     @rule(nbytes=AMOUNTS)
     def make_room(self, nbytes: int) -> None:
-        self.ladder.make_room(nbytes)
+        self.tiered_buffer.make_room(nbytes)
         movable = any(hasattr(value, "shape") for value in self.live().values())
         if movable and not self.holds() and self.limits.disk is None:
             assert self.live_and_promised() + nbytes <= self.limits.device
@@ -238,12 +238,12 @@ class Machine(RuleBasedStateMachine):
     @rule(key=KEYS, nbytes=AMOUNTS)
     def promise(self, key: str, nbytes: int) -> None:
         if key not in self.model:
-            self.ladder.reservations.reserve(key, nbytes, Tier.DEVICE)
+            self.tiered_buffer.reservations.reserve(key, nbytes, Tier.DEVICE)
             self.promised[key] = nbytes
 
     @rule(key=KEYS)
     def forget_promise(self, key: str) -> None:
-        self.ladder.reservations.cancel(key)
+        self.tiered_buffer.reservations.cancel(key)
         self.promised.pop(key, None)
 
     # ---- others at work, and failures --------------------------------------------------------
@@ -252,20 +252,20 @@ class Machine(RuleBasedStateMachine):
         data=st.data(), actions=st.lists(st.sampled_from(["put", "put_view", "delete", "hold"]), max_size=4)
     )
     def meanwhile_a_copy_is_below(self, data: st.DataObject, actions: list[str]) -> None:
-        with self.gate.stopping(lambda: self.ladder.spill(1 << 30)):
+        with self.gate.stopping(lambda: self.tiered_buffer.spill(1 << 30)):
             self.act(data, actions)
 
     @rule(data=st.data(), actions=st.lists(st.sampled_from(["put", "delete"]), max_size=4))
     def meanwhile_a_file_is_read(self, data: st.DataObject, actions: list[str]) -> None:
-        if in_files := [key for key in self.model if self.ladder.tier(key) is Tier.DISK]:
+        if in_files := [key for key in self.model if self.tiered_buffer.tier(key) is Tier.DISK]:
             key = data.draw(st.sampled_from(in_files))
             expected = self.model[key]
-            with self.gate.stopping(lambda: self.ladder.copies([key])[key]) as reader:
+            with self.gate.stopping(lambda: self.tiered_buffer.copies([key])[key]) as reader:
                 self.act(data, actions)
             assert_identical(self.back(reader.result()), expected)
 
     def act(self, data: st.DataObject, actions: list[str]) -> None:
-        """Only what does not wait for the thread at the gate."""
+        """Do only what does not wait for the thread at the gate."""
         for action in actions:
             key, of = data.draw(KEYS), data.draw(KEYS)
             if action == "put":
@@ -281,23 +281,23 @@ class Machine(RuleBasedStateMachine):
     @rule(nbytes=AMOUNTS, after=st.integers(0, 5))
     def spill_until_refused(self, nbytes: int, after: int) -> None:
         self.gate.refuse_after = after
-        self.ladder.spill(nbytes)
+        self.tiered_buffer.spill(nbytes)
         self.gate.refuse_after = -1
 
     @rule(nbytes=AMOUNTS, after=st.integers(0, 2))
     def spill_until_the_disk_is_full(self, nbytes: int, after: int) -> None:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         answers = itertools.chain([mock.DEFAULT] * after, itertools.repeat(full))
-        with mock.patch.object(os, "write", mock.Mock(wraps=os.write, side_effect=answers)):
-            self.ladder.spill(nbytes)
+        with mock.patch.object(os, "pwrite", mock.Mock(wraps=os.pwrite, side_effect=answers)):
+            self.tiered_buffer.spill(nbytes)
 
     # ---- what always holds -------------------------------------------------------------------
 
     def live(self) -> dict[str, Any]:
-        return self.ladder.copies(set(self.model) - set(self.ladder.not_live(self.model)))
+        return self.tiered_buffer.copies(set(self.model) - set(self.tiered_buffer.not_live(self.model)))
 
     def live_and_promised(self) -> int:
-        return self.ladder.live_bytes(Tier.DEVICE) + sum(self.promised.values())
+        return self.tiered_buffer.live_bytes(Tier.DEVICE) + sum(self.promised.values())
 
     def holds(self) -> set[str]:
         return set().union(*(keys for _, keys in self.held))
@@ -305,9 +305,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "model"))
     @invariant()
     def same_as_the_dict(self) -> None:
-        assert set(self.ladder) == set(self.model)
-        assert len(self.ladder) == len(self.model)
-        for key, found in self.ladder.copies(self.model).items():
+        assert set(self.tiered_buffer) == set(self.model)
+        assert len(self.tiered_buffer) == len(self.model)
+        for key, found in self.tiered_buffer.copies(self.model).items():
             assert_identical(self.back(found), self.model[key])
 
     @precondition(lambda self: hasattr(self, "model"))
@@ -320,8 +320,8 @@ class Machine(RuleBasedStateMachine):
         for value in live.values():
             roots[self.home(value)].update(owned(value))
         resting = {tier: sum(found.values()) for tier, found in roots.items()}
-        assert {tier: self.ladder.live_bytes(tier) for tier in Tier} == resting
-        ledger = self.ladder.ledger
+        assert {tier: self.tiered_buffer.live_bytes(tier) for tier in Tier} == resting
+        ledger = self.tiered_buffer.ledger
         of_keys = ledger.prefixes(Tier.DEVICE)  # each key is its own prefix
         assert all(0 <= of_keys[key] <= sum(owned(live[key]).values()) for key in of_keys)
         used = {tier: mapping.used for tier, mapping in self.tiers.items()}
@@ -330,7 +330,9 @@ class Machine(RuleBasedStateMachine):
         assert cells == {tier: sum(ledger.prefixes(tier).values()) for tier in Tier}
         for tier, mapping in self.tiers.items():
             there = {
-                key: entry.name for key, entry in self.ladder._table.by_key.items() if entry.tier is tier
+                key: entry.name
+                for key, entry in self.tiered_buffer._table.by_key.items()
+                if entry.tier is tier
             }
             sizes = {key: mapping.stored(name) for key, name in there.items() if key not in live}
             sizes |= {key: sum(owned(live[key]).values()) for key in live if self.home(live[key]) is tier}

@@ -9,9 +9,11 @@ from typing import Any
 
 from tornado.ioloop import PeriodicCallback
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.overlap.governor import Governor
-from dask_gpurt.overlap.statistics import CacheKey, OverlapStatistics, average, significant
+from dask_gpurt.overlap.statistics import OverlapStatistics, average, significant
+from dask_gpurt.overlap.statistics_file import CacheKey
 
 #: The name of the scheduler's handler.
 HANDLER = "gpurt_learned"
@@ -75,7 +77,7 @@ class StatsSync:
         The device and the libraries that the statistics hold for.
     """
 
-    def __init__(self, worker: Any, cache_key: CacheKey, governor: Governor, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, cache_key: CacheKey, governor: Governor, metrics: Metrics):
         self._worker = worker
         self._cache_key = str(cache_key)
         self.governor = governor

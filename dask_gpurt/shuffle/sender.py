@@ -13,7 +13,7 @@ from dask.sizeof import sizeof
 
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
-from dask_gpurt.exchange.outbox import Outbox
+from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Packed, Piece, Routed, Table
 from dask_gpurt.shuffle.owners import Owners, Share
@@ -39,8 +39,8 @@ class _Published:
     shards: tuple[Shard, ...]
 
 
-class Producer:
-    """Publishes the shards of input partitions.
+class Sender:
+    """Publish the shards of input partitions.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ class Producer:
             self.offer(share.owner, Commit(share.id, published.source, published.attempt, len(shards)))
 
     def _will_spill(self, frame: Any, kind: str, shares: int) -> bool:
-        """Whether owners can hardly keep all that is shuffled live, if other inputs are like this one.
+        """Return whether owners can hardly keep live all that is shuffled, if other inputs are like this one.
 
         A section that has been spilled is read as a whole for each output in it. So each output
         gets a section of its own then; otherwise fewer and larger ones are cheaper.
@@ -169,7 +169,7 @@ class Producer:
         return not self.exchange.landing.keeps(share, kind)
 
     def _validated(self, frame: Any, source: int) -> Any:
-        """The partition with its columns in order; refused before anything of it is published."""
+        """Return the partition with its columns in order; refuses it before anything of it is published."""
         if isinstance(frame, Routed):
             plain = self._in_order(
                 frame.frame, [c for c in self.spec.columns if c != self.spec.column], source
@@ -201,15 +201,15 @@ def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
 
 
 class _Packing:
-    """One input partition on its way into the pool.
+    """Pack one input partition into the pool.
 
     Pieces are published once they are all packed, or as soon as one more does not fit:
-    nobody waits for room while holding what nobody else knows of. An attempt that fails
+    no attempt waits for room while it holds blocks that no owner knows of. An attempt that fails
     after that has no commit, and a later one takes the place of what it has published.
     """
 
-    def __init__(self, producer: Producer, table: Table, outbox: Outbox, source: int, attempt: Attempt):
-        self.producer = producer
+    def __init__(self, sender: Sender, table: Table, outbox: Outbox, source: int, attempt: Attempt):
+        self.sender = sender
         self.table = table
         self.outbox = outbox
         self.source = source
@@ -220,7 +220,7 @@ class _Packing:
         self._packed: list[tuple[Share, Piece, Packed]] = []
 
     def publish_all(self, owned: list[tuple[Share, Piece]]) -> None:
-        with self.producer.exchange.metrics.seconds("shuffle.seconds.packing"):
+        with self.sender.exchange.metrics.seconds("shuffle.seconds.packing"):
             try:
                 for share, piece in owned:
                     self._pack(share, piece)
@@ -229,7 +229,7 @@ class _Packing:
                 self._give_back()
 
     def commits(self, shares: Iterable[Share]) -> list[tuple[str, Commit]]:
-        """What ends the attempt, for the owner of each share."""
+        """Return the commits that end the attempt, for the owner of each share."""
         return [
             (share.owner, Commit(share.id, self.source, self.attempt, self._parts[share.id]))
             for share in shares
@@ -237,7 +237,7 @@ class _Packing:
 
     def _give_back(self) -> None:
         if self._packed:
-            self.table.settle()  # whoever gets these blocks next shall not meet what still writes them
+            self.table.settle()  # nothing may write into these blocks when they are used next
             for _, _, packed in self._packed:
                 self.outbox.give_back(packed.block)
 
@@ -248,7 +248,7 @@ class _Packing:
         except PoolFull as full:
             if len(piece) < 2:
                 raise ValueError(
-                    f"one row of shuffle {self.producer.spec.id} takes {full.nbytes} bytes, "
+                    f"one row of shuffle {self.sender.spec.id} takes {full.nbytes} bytes, "
                     f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least that"
                 ) from full
             for half in piece.halves(self.table.cut):
@@ -259,13 +259,13 @@ class _Packing:
 
     def _pack_whole(self, piece: Piece) -> Packed:
         while True:
-            self.producer.check()
+            self.sender.check()
             seen = self.outbox.freed
             try:
                 return self.table.pack(piece, self.outbox)
             except PoolFull as full:
                 self._publish()
-                self.outbox.wait_for_room(full.nbytes, seen, self.producer.check)
+                self.outbox.wait_for_room(full.nbytes, seen, self.sender.check)
 
     def _publish(self) -> None:
         self.table.settle()
@@ -275,19 +275,19 @@ class _Packing:
             sections.setdefault(share, []).append((piece, one))
         for share, mine in sections.items():
             blocks = (one.block for _, one in mine)
-            id_ = self.outbox.publish(self.producer.run, share.id, share.owner, blocks)
+            id_ = self.outbox.publish(self.sender.run, share.id, share.owner, blocks)
             self.shards.append(self._describe(id_, share, mine))
-            self.producer.offer(share.owner, self.shards[-1])
+            self.sender.offer(share.owner, self.shards[-1])
             self._parts[share.id] += 1
             # The owner may have left since this attempt began. Either `renew` has told the outbox after this
             # block was published, or the newer owners are seen here.
-            if share.id in self.producer.owners.left:
-                self.outbox.drop_shares(self.producer.run, [share.id])
+            if share.id in self.sender.owners.left:
+                self.outbox.drop_shares(self.sender.run, [share.id])
 
     def _describe(self, id_: int, share: Share, packed: list[tuple[Piece, Packed]]) -> Shard:
         return Shard(
             id=id_,
-            producer=self.producer.exchange.me,
+            producer=self.sender.exchange.me,
             device=self.table.device.kind,
             share=share.id,
             source=self.source,

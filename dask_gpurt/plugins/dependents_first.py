@@ -1,12 +1,12 @@
-"""Lets the tasks that read a result come before the one that would make the next result.
+"""Let the tasks that read a result come before the one that would make the next result.
 
 A worker that has finished a task begins another at once. Which task reads the result, and
 whether an input can go, it learns from the scheduler a moment later: by then the next task
 has pushed it all down, to be brought up again. Where memory is short it is cheaper to wait
 for that moment.
 
-The worker is paused by the event that Dask's own pause is made of, for at most ``MOST`` seconds, and it is
-unpaused whatever happens meanwhile: each look either has the next one called or unpauses, also when it
+The worker is paused by the event that Dask's own pause is made of, for at most ``MAX_PAUSE_S`` seconds, and
+it is unpaused whatever happens meanwhile: each look either has the next one called or unpauses, also when it
 fails, and looks go on when the runtime has been switched off. Only while Dask has the worker paused, or is
 closing it, unpausing is left to Dask, which does so when the status becomes running again.
 """
@@ -27,28 +27,28 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 
-#: Bytes a second at which objects go down and come up again: nobody waits for longer than that takes.
-RATE = 1e9
-#: Seconds between looks, the most that anybody waits, and how often in a row it may be in vain after
+#: Bytes a second at which objects go down and come up again: no task waits for longer than that takes.
+SPILL_BYTES_PER_S = 1e9
+#: Seconds between looks, the longest pause, and how often in a row it may be in vain after
 #: tasks of one prefix.
-LOOK, MOST, PATIENCE = 0.001, 0.1, 3
+POLL_INTERVAL_S, MAX_PAUSE_S, MAX_VAIN_PAUSES = 0.001, 0.1, 3
 #: How much of a priority is the same for all tasks of a graph: what the user says, and which graph.
-_GRAPH = 2
+_GRAPH_FIELDS = 2
 
 
-class Following:
-    """Holds the next task of a worker back for a moment. On the event loop."""
+class DependentsFirst:
+    """Hold the next task of a worker back for a moment. On the event loop."""
 
-    def __init__(self, worker: WorkerServer, ladder: TieredBuffer, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, tiered_buffer: TieredBuffer, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
-        self._ladder = ladder
+        self._tiered_buffer = tiered_buffer
         self._waiting = False
         self._in_vain: Counter[str] = Counter()
 
     @property
     def holds(self) -> bool:
-        """Whether the worker is paused by this."""
+        """Return whether the worker is paused by this."""
         return self._waiting
 
     def finished(self, key: Key, result: int, inputs: int) -> None:
@@ -69,14 +69,14 @@ class Following:
             self._metrics.fallback(Fallback.MEMORY_DEPENDENTS_FIRST, repr(error))
 
     def _hold_back(self, key: Key, result: int, inputs: int) -> None:
-        seconds = min((result + inputs) / RATE, MOST)
-        if self._waiting or seconds < LOOK or self._in_vain[key_split(key)] >= PATIENCE:
+        seconds = min((result + inputs) / SPILL_BYTES_PER_S, MAX_PAUSE_S)
+        if self._waiting or seconds < POLL_INTERVAL_S or self._in_vain[key_split(key)] >= MAX_VAIN_PAUSES:
             return
         if self._roomy(result + inputs):
             return
         self._waiting = True
         loop = asyncio.get_running_loop()
-        loop.call_later(LOOK, self._look, key, result, loop.time() + seconds)
+        loop.call_later(POLL_INTERVAL_S, self._look, key, result, loop.time() + seconds)
         # Dask's pause: what runs goes on, and nothing begins.
         self._worker.handle_stimulus(PauseEvent(stimulus_id=f"gpurt-following-{time()}"))
 
@@ -88,7 +88,7 @@ class Following:
             self._metrics.fallback(Fallback.MEMORY_DEPENDENTS_FIRST, repr(error))
             followed, end = False, loop.time()
         if not followed and loop.time() < end:
-            loop.call_later(LOOK, self._look, key, result, end)
+            loop.call_later(POLL_INTERVAL_S, self._look, key, result, end)
             return
         self._in_vain[key_split(key)] = 0 if followed else self._in_vain[key_split(key)] + 1
         self._waiting = False
@@ -97,10 +97,10 @@ class Following:
 
     def _roomy(self, nbytes: int) -> bool:
         # Shards that a task reads are as large as what it makes of them, and no inputs of Dask's.
-        return self._ladder.reservations.has_room(2 * nbytes, Tier.DEVICE)
+        return self._tiered_buffer.reservations.has_room(2 * nbytes, Tier.DEVICE)
 
     def _brought_forward(self, key: Key) -> bool:
-        """Whether tasks that read the result are here; they come first now.
+        """Return whether tasks that read the result are here; they come first now.
 
         Dask may want some of them later, but until the last of them has run the result takes room.
         """
@@ -112,14 +112,15 @@ class Following:
         for reader in readers:
             first = ready.peek().priority
             assert reader.priority is not None  # it is ready
-            if reader.priority[:_GRAPH] == first[:_GRAPH]:  # the order between graphs is the user's
+            # The order between graphs is the user's.
+            if reader.priority[:_GRAPH_FIELDS] == first[:_GRAPH_FIELDS]:
                 ready.remove(reader)
                 reader.priority = (*first[:-1], first[-1] - 1)
                 ready.add(reader)
         return bool(readers)
 
     def _outlived(self, key: Key) -> bool:
-        """Whether an input that nobody here needs any more is still here."""
+        """Return whether an input that no task here needs any more is still here."""
         task = self._worker.state.tasks.get(key)
         return task is not None and any(
             dependency.state == "memory" and all(reader.state == "memory" for reader in dependency.dependents)

@@ -12,8 +12,8 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
 
 
-class RunFinder:
-    """Looks runs up for the tasks of a worker.
+class RunLookup:
+    """Look runs up for the tasks of a worker.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class RunFinder:
         self._patches = PatchSet()
 
     def install(self) -> None:
-        """From now on."""
+        """Look runs up from now on."""
         if (plugin := self._worker.plugins.get("shuffle")) is None:
             self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "Dask has no plugin 'shuffle'")
             return

@@ -14,7 +14,7 @@ from dask.typing import Key
 
 from dask_gpurt.device.base import Buffer
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
-from dask_gpurt.exchange.inbox import Parcel, reading
+from dask_gpurt.exchange.incoming import IncomingShard, reading
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Part
 from dask_gpurt.shuffle.inputs import Inputs, Offered
@@ -28,21 +28,21 @@ class NotReceived(Exception):
 
 @dataclass
 class _Received:
-    """What is there of a share.
+    """Keep what has been received of a share.
 
     Attributes
     ----------
     outputs
-        Those that have not been read for good, each with the parcels that have rows of it: in which sections,
-        and where they stand in each.
+        Those that have not been read for good, each with the incoming shards that have rows of it: in which
+        sections, and where they stand in each.
     """
 
-    inputs: Inputs[Parcel] = field(default_factory=Inputs)
-    outputs: dict[int, dict[Parcel, list[tuple[int, int]]]] = field(default_factory=dict)
+    inputs: Inputs[IncomingShard] = field(default_factory=Inputs)
+    outputs: dict[int, dict[IncomingShard, list[tuple[int, int]]]] = field(default_factory=dict)
 
 
-class Consumer:
-    """Holds what was offered to this worker until it has been read for good.
+class Receiver:
+    """Hold what was offered to this worker until it has been read for good.
 
     A partition counts as read once the task that asked for it is in memory: a task that
     fails after reading, and is tried again, finds its shards.
@@ -75,18 +75,18 @@ class Consumer:
         self._closed = False
         self._shares: dict[int, _Received] = {}
         self._share_of: dict[int, _Received] = {}
-        #: How many outputs of each parcel have not been read for good.
-        self._unread: dict[Parcel, int] = {}
+        #: How many outputs of each incoming shard have not been read for good.
+        self._unread: dict[IncomingShard, int] = {}
         self._readers: dict[Key, dict[int, _Received]] = {}
         self.renew(owners)
 
     # ---- shares ----------------------------------------------------------------------
 
-    def renew(self, owners: Owners) -> list[Parcel]:
-        """Take new shares, and let go of what is not ours any more; returns the parcels of that."""
+    def renew(self, owners: Owners) -> list[IncomingShard]:
+        """Take new shares, and let go of what is not ours any more; returns the incoming shards of that."""
         mine = {id_: share for id_, share in owners.shares.items() if share.owner == self.exchange.me.address}
         with self._lock:
-            finished: list[Parcel] = []
+            finished: list[IncomingShard] = []
             if self._closed:
                 return finished
             for id_ in list(self._shares):
@@ -98,8 +98,8 @@ class Consumer:
                     self._share_of |= dict.fromkeys(share.outputs, received)
         return finished
 
-    def _keep(self, id_: int, share: Share | None) -> list[Parcel]:
-        """Keep what is still in a share; returns the parcels that are needed no more. Under the lock."""
+    def _keep(self, id_: int, share: Share | None) -> list[IncomingShard]:
+        """Keep what is still in a share; returns the shards that are needed no more. Under the lock."""
         received = self._shares[id_]
         kept = () if share is None else share.outputs
         finished = []
@@ -111,14 +111,14 @@ class Consumer:
             del self._shares[id_]
         return finished
 
-    def _finish(self, received: _Received, output: int) -> list[Parcel]:
-        """Forget an output; returns the parcels that are needed no more. Under the lock."""
+    def _finish(self, received: _Received, output: int) -> list[IncomingShard]:
+        """Forget an output; returns the incoming shards that are needed no more. Under the lock."""
         finished = []
-        for parcel in received.outputs.pop(output, ()):
-            self._unread[parcel] -= 1
-            if not self._unread[parcel]:
-                del self._unread[parcel]
-                finished.append(parcel)
+        for incoming in received.outputs.pop(output, ()):
+            self._unread[incoming] -= 1
+            if not self._unread[incoming]:
+                del self._unread[incoming]
+                finished.append(incoming)
         return finished
 
     # ---- offers ----------------------------------------------------------------------
@@ -141,13 +141,13 @@ class Consumer:
                 self.exchange.metrics.add("shuffle.shards.{answer}", len(outdated), "outdated")
                 await self.exchange.offload(self.exchange.discard, outdated)
 
-    def _commit(self, commit: Commit) -> list[Parcel]:
+    def _commit(self, commit: Commit) -> list[IncomingShard]:
         with self._lock:
             if (received := self._shares.get(commit.share)) is None:
                 return []
             return self._drop(received, received.inputs.commit(commit.source, commit.attempt, commit.parts))
 
-    async def _take(self, shard: Shard) -> list[Parcel]:
+    async def _take(self, shard: Shard) -> list[IncomingShard]:
         """Take a shard if it is new; returns what it outdates."""
         try:
             path = await self.exchange.path(shard)
@@ -167,42 +167,42 @@ class Consumer:
                 if offered is Offered.STALE:  # its block would fill the producer's pool until the run is over
                     self.exchange.refuse(shard)
                 return []
-            parcel = None
+            incoming = None
             if path is not None:
                 with contextlib.suppress(PeerLost):
-                    parcel = self.exchange.take(self.run, shard, path, partial(self._failed, shard))
-            if parcel is None:  # the barrier will find that something is missing
+                    incoming = self.exchange.take(self.run, shard, path, partial(self._failed, shard))
+            if incoming is None:  # the barrier will find that something is missing
                 self.exchange.refuse(
                     shard
                 )  # should the producer live after all, it would hold the block for ever
                 return self._drop(received, received.inputs.lose(shard.source, shard.attempt))
-            outdated = received.inputs.add(shard.source, shard.attempt, shard.part, parcel)
+            outdated = received.inputs.add(shard.source, shard.attempt, shard.part, incoming)
             outdated = self._drop(received, outdated)
             places = {o: where for o, where in shard.places().items() if o in received.outputs}
             for output, where in places.items():
-                received.outputs[output][parcel] = where
+                received.outputs[output][incoming] = where
             if places:
-                self._unread[parcel] = len(places)
+                self._unread[incoming] = len(places)
             else:
-                outdated.append(parcel)
+                outdated.append(incoming)
         return outdated
 
-    def _drop(self, received: _Received, parcels: Iterable[Parcel]) -> list[Parcel]:
-        """Forget parcels that do not count any more; returns those that were held. Under the lock."""
-        held = [parcel for parcel in parcels if self._unread.pop(parcel, None) is not None]
-        for parcel in held:
+    def _drop(self, received: _Received, incoming_shards: Iterable[IncomingShard]) -> list[IncomingShard]:
+        """Forget incoming shards that do not count any more; returns those that were held. Under the lock."""
+        held = [incoming for incoming in incoming_shards if self._unread.pop(incoming, None) is not None]
+        for incoming in held:
             for places in received.outputs.values():
-                places.pop(parcel, None)
+                places.pop(incoming, None)
         return held
 
-    def lose(self, shard: Shard) -> tuple[list[Parcel], list[int]]:
+    def lose(self, shard: Shard) -> tuple[list[IncomingShard], list[int]]:
         """Note that a shard can not be had.
 
         Returns
         -------
         tuple
-            The parcels that are of no use without it; and the outputs that have to be received once more, if
-            the barrier does not find out by itself that something is missing.
+            The incoming shards that are of no use without it; and the outputs that have to be received once
+            more, if the barrier does not find out by itself that something is missing.
         """
         with self._lock:
             if (received := self._shares.get(shard.share)) is None:
@@ -243,39 +243,39 @@ class Consumer:
             self._readers.setdefault(key, {})[partition] = received
             places = list(received.outputs[partition].items())
         places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
-        wanted = [(parcel, which, at) for parcel, mine in places for which, at in mine]
+        wanted = [(incoming, which, at) for incoming, mine in places for which, at in mine]
         table = self.exchange.table(self._meta)
         metrics = self.exchange.metrics
         landing = self.exchange.landing
-        sections = [(parcel, which) for parcel, which, _ in wanted]
+        sections = [(incoming, which) for incoming, which, _ in wanted]
         read = reading(sections, landing, self._check, key)
         with read as found, metrics.seconds("shuffle.seconds.assembling"):
             parts = [
-                _part(parcel.shard.sections[which], at, *bytes_)
-                for (parcel, which, at), bytes_ in zip(wanted, found, strict=True)
+                _part(incoming.shard.sections[which], at, *bytes_)
+                for (incoming, which, at), bytes_ in zip(wanted, found, strict=True)
             ]
             frame = table.assemble(
                 parts, self._meta, ignore_index=self.spec.ignore_index, order_by=self.spec.order_by
             )
             fence = table.fence()
-            for parcel, _ in places:
-                parcel.read_until(fence)
+            for incoming, _ in places:
+                incoming.read_until(fence)
         return frame
 
     @cached_property
     def _meta(self) -> Any:
-        """The empty output partition."""
+        """Return the empty output partition."""
         meta = pickle.loads(self.spec.meta)
         if self.spec.drop_column:
             meta = meta.drop(columns=self.spec.column)
         return meta.reset_index(drop=True) if self.spec.ignore_index else meta
 
-    def task_done(self, key: Key) -> list[Parcel]:
-        """Note that a task is in memory; returns the parcels that are needed no more."""
+    def task_done(self, key: Key) -> list[IncomingShard]:
+        """Note that a task is in memory; returns the incoming shards that are needed no more."""
         if key not in self._readers:  # as almost every task; only the tasks of this run ever add themselves
             return []
         with self._lock:
-            finished: list[Parcel] = []
+            finished: list[IncomingShard] = []
             for partition, received in self._readers.pop(key, {}).items():
                 if self._share_of.get(partition) is received:  # else it is being received once more
                     finished += self._finish(received, partition)
@@ -285,11 +285,11 @@ class Consumer:
         """Let everything go. Blocks while something is being read."""
         with self._lock:
             self._closed = True
-            parcels = list(self._unread)
+            incoming_shards = list(self._unread)
             self._unread.clear()
             self._shares.clear()
             self._share_of.clear()
-        self.exchange.discard(parcels)
+        self.exchange.discard(incoming_shards)
 
 
 def _part(section: Section, at: int, buffer: Buffer, memo: dict[str, Any]) -> Part:

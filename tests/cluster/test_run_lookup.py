@@ -9,7 +9,7 @@ import dask.dataframe as dd
 import pandas as pd
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.finding import RunFinder
+from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.shuffle.run import ShuffleRun
 from tests.helpers.clusters import cluster
 
@@ -33,7 +33,7 @@ def test_only_the_first_task_of_a_run_asks_the_event_loop() -> None:
         frame = dd.from_pandas(pd.DataFrame({"key": range(1000)}), npartitions=16)
         assert len(frame.shuffle("key").compute()) == 1000
         asked = client.run(lambda dask_worker: len(dask_worker.plugins["shuffle"].shuffle_runs.asked))
-    assert set(asked.values()) <= {0, 1}  # by when the other worker has told of the run, nobody asks
+    assert set(asked.values()) <= {0, 1}  # once the other worker has told of the run, none asks
     assert any(asked.values())
 
 
@@ -51,15 +51,15 @@ def found(run: Any, *which: Any) -> bool:
         get_or_create_shuffle=ask,
         get_shuffle_run=ask,
     )
-    finder = RunFinder(SimpleNamespace(plugins={"shuffle": plugin}), Metrics())
-    finder.install()
+    run_lookup = RunLookup(SimpleNamespace(plugins={"shuffle": plugin}), Metrics())
+    run_lookup.install()
     find = plugin.get_shuffle_run if len(which) == 2 else plugin.get_or_create_shuffle
     try:
         assert find(*which) is run
     except Asked:
         return False
     finally:
-        finder.uninstall()
+        run_lookup.uninstall()
         assert plugin.get_or_create_shuffle is plugin.get_shuffle_run is ask
     return True
 
@@ -87,7 +87,7 @@ def test_about_any_other_run_dask_is_asked() -> None:
 
 def test_without_dasks_plugin_there_is_nothing_to_find() -> None:
     metrics = Metrics()
-    finder = RunFinder(SimpleNamespace(plugins={}), metrics)
-    finder.install()
-    finder.uninstall()
+    run_lookup = RunLookup(SimpleNamespace(plugins={}), metrics)
+    run_lookup.install()
+    run_lookup.uninstall()
     assert "shuffle.run-lookup" in metrics.snapshot()["fallbacks"]

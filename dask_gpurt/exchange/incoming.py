@@ -1,4 +1,4 @@
-"""What this worker has been offered by producers, and reads."""
+"""Keep the shards that producers have offered to this worker, while they are pulled and read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 
-#: Seconds after which whoever waits for a shard looks whether its run goes on.
-LOOK_AGAIN = 0.5
+#: Seconds after which a thread that waits for a shard checks that its run goes on.
+RUN_CHECK_INTERVAL_S = 0.5
 
 
-class Place(Enum):
-    """Where an offered shard is."""
+class ShardState(Enum):
+    """Name the states of an offered shard, by where its bytes are."""
 
     PRODUCER = "in the producer's pool"
     MOVING = "being pulled"
@@ -31,7 +31,7 @@ class Place(Enum):
     GONE = "nowhere any more"
 
 
-class Parcel:
+class IncomingShard:
     """A shard that was offered to this worker. Thread-safe.
 
     Parameters
@@ -61,7 +61,7 @@ class Parcel:
         self.path = path
         self.device = device
         self.key = f"gpurt-shard-{next(self._keys)}"
-        self.place = Place.PRODUCER
+        self.state = ShardState.PRODUCER
         self._landing = landing
         self._release = release
         self._failed = failed
@@ -79,9 +79,9 @@ class Parcel:
     def start_moving(self) -> bool:
         """Claim the move to this process; False when it is under way, done or too late."""
         with self._lock:
-            if self.place is not Place.PRODUCER:
+            if self.state is not ShardState.PRODUCER:
                 return False
-            self.place = Place.MOVING
+            self.state = ShardState.MOVING
             self._moving = True
             return True
 
@@ -90,9 +90,9 @@ class Parcel:
         put(self.key)
         with self._lock:
             self._moving = False
-            in_vain = self.place is Place.GONE
+            in_vain = self.state is ShardState.GONE
             if not in_vain:
-                self.place = Place.LANDED
+                self.state = ShardState.LANDED
                 self._forget()
             let_go = self._lets_go()
         if in_vain:
@@ -113,7 +113,7 @@ class Parcel:
 
     @contextmanager
     def staying(self, check: Callable[[], None]) -> Iterator[bool]:
-        """The bytes stay where they are for as long as the body runs; waits for a move under way.
+        """Keep the bytes where they are for as long as the body runs; waits for a move under way.
 
         Yields
         ------
@@ -128,14 +128,14 @@ class Parcel:
         while True:
             check()
             with self._lock:
-                if self.place is Place.GONE:
+                if self.state is ShardState.GONE:
                     raise ExchangeClosed(f"shard {self.shard.id} of {self.shard.producer.address} is gone")
-                if self.place is not Place.MOVING:
+                if self.state is not ShardState.MOVING:
                     self._readers += 1
-                    landed = self.place is Place.LANDED
+                    landed = self.state is ShardState.LANDED
                     break
             try:
-                self._landed.result(LOOK_AGAIN)
+                self._landed.result(RUN_CHECK_INTERVAL_S)
             except TimeoutError:
                 continue
         try:
@@ -144,30 +144,30 @@ class Parcel:
             with self._lock:
                 self._readers -= 1
                 self._lock.notify_all()
-                let_go = self.place in (Place.LANDED, Place.GONE) and self._lets_go()
+                let_go = self.state in (ShardState.LANDED, ShardState.GONE) and self._lets_go()
             if let_go:
                 self._let_go()
 
     def source(self, which: int) -> Buffer:
-        """The mapped bytes of a section in the producer's pool, while the shard is there."""
+        """Return the mapped bytes of a section in the producer's pool, while the shard is there."""
         assert self.path.mapping is not None
         section = self.shard.sections[which]
         return self.path.mapping.view(section.offset, section.nbytes)
 
     def sources(self) -> list[Buffer]:
-        """Those of all sections."""
+        """Return the mapped bytes of all sections."""
         return [self.source(which) for which in range(len(self.shard.sections))]
 
     def discard(self) -> None:
-        """Nobody will read this any more: wait for readers, then let it go. Blocks."""
+        """Let a shard go that will not be read any more, after its last reader. Blocks."""
         with self._lock:
-            before, self.place = self.place, Place.GONE
+            before, self.state = self.state, ShardState.GONE
             while self._readers:
                 self._lock.wait()
             let_go = self._lets_go()
         if let_go:
             self._let_go()
-        if before is Place.LANDED:
+        if before is ShardState.LANDED:
             self._pass_fences()
             self._landing.discard(self.key)
         self._forget()
@@ -175,7 +175,7 @@ class Parcel:
     def abandon(self) -> None:
         """Let go of it, or have its last reader do so. Nothing moves, and nothing new will read it."""
         with self._lock:
-            self.place, self._moving = Place.GONE, False
+            self.state, self._moving = ShardState.GONE, False
             let_go = self._lets_go()
         if let_go:
             self._let_go()
@@ -185,30 +185,30 @@ class Parcel:
 
     def check_wanted(self) -> None:
         """Raise ExchangeClosed when nothing will read this any more."""
-        if self.place is Place.GONE:
+        if self.state is ShardState.GONE:
             address = self.shard.producer.address
             raise ExchangeClosed(f"shard {self.shard.id} of {address} is not wanted any more")
 
     def stop_moving(self) -> None:
-        """The mover reads no more, whether it has landed the bytes or not."""
+        """Note that the mover reads no more, whether it has landed the bytes or not."""
         with self._lock:
             self._moving = False
-            let_go = self.place is Place.GONE and self._lets_go()
+            let_go = self.state is ShardState.GONE and self._lets_go()
         if let_go:
             self._let_go()
 
     def read_until(self, fence: Callable[[], None] | None) -> None:
-        """The device goes on reading after the reader has left, until ``fence`` has been passed."""
+        """Note that the device goes on reading after the reader has left, until ``fence`` has been passed."""
         if fence is not None:
             self._fences.append(fence)
 
     def _pass_fences(self) -> None:
-        # All of them for whoever comes: one that another thread is at is not passed yet.
+        # Each thread passes all of them: one that another thread is at is not passed yet.
         for fence in list(self._fences):
             fence()
 
     def _lets_go(self) -> bool:
-        """Whether the producer's block is ours to give back now, once. Under the lock."""
+        """Return whether the producer's block is ours to give back now, once. Under the lock."""
         held, self._held = self._held, self._held and (self._moving or self._readers > 0)
         return held and not self._held
 
@@ -218,7 +218,7 @@ class Parcel:
             self._pass_fences()
             self._release(self.shard)
         except BaseException as error:
-            self.let_go.set_exception(error)  # nobody shall wait for ever
+            self.let_go.set_exception(error)  # nothing may wait for it for ever
             raise
         finally:
             self.path.let_go()
@@ -227,9 +227,10 @@ class Parcel:
 
 @contextmanager
 def reading(
-    wanted: Sequence[tuple[Parcel, int]], landing: Landing, check: Callable[[], None], task: Key
+    wanted: Sequence[tuple[IncomingShard, int]], landing: Landing, check: Callable[[], None], task: Key
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
-    """The bytes of some sections of shards, each with a memo, for as long as the body of a task runs. Blocks.
+    """Yield the bytes of some sections of shards, each with a memo, for as long as the body of a task runs.
+    Blocks.
 
     Raises
     ------
@@ -237,31 +238,33 @@ def reading(
         When the run is over.
     """
     with ExitStack() as stack:
-        parcels = {parcel for parcel, _ in wanted}
-        landed = {parcel for parcel in parcels if stack.enter_context(parcel.staying(check))}
+        incoming_shards = {incoming for incoming, _ in wanted}
+        landed = {incoming for incoming in incoming_shards if stack.enter_context(incoming.staying(check))}
         sections = ((p.key, which) for p, which in wanted if p in landed)
         found = stack.enter_context(landing.reading(sections, task))
         try:
             yield [
-                found[parcel.key, which] if parcel in landed else (parcel.source(which), parcel.memos[which])
-                for parcel, which in wanted
+                found[incoming.key, which]
+                if incoming in landed
+                else (incoming.source(which), incoming.memos[which])
+                for incoming, which in wanted
             ]
         finally:
-            drop_pages(parcels - landed)
+            drop_pages(incoming_shards - landed)
 
 
-def drop_pages(read: Iterable[Parcel]) -> None:
+def drop_pages(read: Iterable[IncomingShard]) -> None:
     """Have what was read of the pools of peers not count as memory of this process: it is theirs. Blocks.
 
     Dask pauses workers, and kills them, by what the system counts, and each has read all of its peers' pools
     before long.
     """
     spans: dict[Mapping, tuple[int, int]] = {}
-    for parcel in read:
-        mapping = parcel.path.mapping
+    for incoming in read:
+        mapping = incoming.path.mapping
         if mapping is None:
             continue
-        for section in parcel.shard.sections:
+        for section in incoming.shard.sections:
             start, stop = spans.get(mapping, (section.offset, 0))
             spans[mapping] = min(start, section.offset), max(stop, section.offset + section.nbytes)
     # One call for a mapping: what lies between these shards is hardly mapped, and to pass it costs nothing.

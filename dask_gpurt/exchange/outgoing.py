@@ -1,6 +1,6 @@
-"""What this worker has published: blocks of its pool that owners may read.
+"""Publish blocks of this worker's pool, which owners may read.
 
-A producer that finds the pool full waits here. It never holds a block that nobody was told
+A producer that finds the pool full waits here. It never holds a block that no owner was told
 of, and owners can always make room: they copy what they had left in place into their own
 memory, which ends on disk and so never waits for a pool. This is why a full pool can not
 deadlock.
@@ -18,7 +18,7 @@ from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
 #: Seconds after which a producer that still waits tries, and asks the owners, again.
-ASK_AGAIN = 0.5
+ROOM_RETRY_INTERVAL_S = 0.5
 
 
 #: The share of copies that are made for one reader, and are of no use to any other.
@@ -26,10 +26,10 @@ COPIED = -1
 
 
 @dataclass
-class _Entry:
+class _Publication:
     run: RunKey
     blocks: tuple[Block, ...]
-    #: The address of whoever may read them, by share.
+    #: The addresses of the owners that may read them, by share.
     readers: dict[int, str]
 
 
@@ -57,9 +57,9 @@ class Outbox:
         self.pool = pool
         self._ask_for_room = ask_for_room
         self._metrics = metrics
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Publication] = {}
         #: Those without readers, the oldest first.
-        self._retained: dict[int, _Entry] = {}
+        self._retained: dict[int, _Publication] = {}
         #: Runs of which blocks came or went since the last look.
         self._busy: set[RunKey] = set()
         #: Whether blocks of a run may be read once more. Called under the lock, from any thread.
@@ -72,7 +72,7 @@ class Outbox:
 
     @property
     def under_pressure(self) -> bool:
-        """Whether a producer waits for room."""
+        """Return whether a producer waits for room."""
         return self._waiting > 0
 
     def allocate(self, nbytes: int) -> Block:
@@ -96,7 +96,7 @@ class Outbox:
 
     def publish(self, run: RunKey, share: int, owner: str, blocks: Iterable[Block]) -> int:
         """Hand the blocks of a shard over to the owner of a share; return the id of the shard."""
-        entry = _Entry(run, tuple(blocks), {share: owner})
+        entry = _Publication(run, tuple(blocks), {share: owner})
         with self._changed:
             shard = next(self._ids)
             self._entries[shard] = entry
@@ -141,13 +141,13 @@ class Outbox:
                 check()
                 if self.freed == seen:
                     self._ask_for_room(self._readers())
-                    self._changed.wait(ASK_AGAIN)
+                    self._changed.wait(ROOM_RETRY_INTERVAL_S)
                 check()
             finally:
                 self._waiting -= 1
 
     def view(self, shard: int) -> tuple[Block, ...] | None:
-        """The blocks of a shard that is still published."""
+        """Return the blocks of a shard that is still published."""
         with self._changed:
             entry = self._entries.get(shard)
         return entry.blocks if entry else None
@@ -179,13 +179,13 @@ class Outbox:
             self._free([entry])
 
     def owners(self, run: RunKey) -> set[str]:
-        """Who may still read blocks of a run."""
+        """Return the owners that may still read blocks of a run."""
         with self._changed:
             mine = (entry for entry in self._entries.values() if entry.run == run)
             return {owner for entry in mine for owner in entry.readers.values()}
 
     def shares(self, run: RunKey) -> dict[int, str]:
-        """The shares for which a run has published blocks that may still be read, each with its owner."""
+        """Return the shares of a run whose blocks may still be read, each with its owner."""
         with self._changed:
             mine = (entry for entry in self._entries.values() if entry.run == run)
             return {
@@ -193,7 +193,7 @@ class Outbox:
             }
 
     def readers(self) -> set[str]:
-        """Who may still read any block."""
+        """Return the owners that may still read any block."""
         with self._changed:
             return self._readers()
 
@@ -251,11 +251,11 @@ class Outbox:
 
     @property
     def retained(self) -> int:
-        """Bytes that are retained."""
+        """Return the bytes that are retained."""
         with self._changed:
             return sum(block.nbytes for entry in self._retained.values() for block in entry.blocks)
 
-    def _free(self, entries: list[_Entry]) -> None:
+    def _free(self, entries: list[_Publication]) -> None:
         for entry in entries:
             for block in entry.blocks:
                 self.pool.free(block)

@@ -1,0 +1,267 @@
+"""The tiered buffer against a plain dict, and what only a tiered buffer does."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
+from dask_gpurt.memory.store import TieredBuffer, serving
+from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.observe import Metrics
+from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
+
+
+@pytest.fixture
+def tiered_buffer(tmp_path: Any) -> Iterator[TieredBuffer]:
+    made = new_tiered_buffer(str(tmp_path), Limits(100 * KIB, 40 * KIB, 40 * KIB, None))
+    yield made
+    made.close()
+
+
+class AgainstDict(RuleBasedStateMachine):
+    """Read back what was put, wherever it lay meanwhile, with no tier over its limit."""
+
+    keys = st.sampled_from("abcdefgh")
+
+    @initialize(device=st.integers(0, 60), pinned=st.integers(0, 40), host=st.integers(0, 40))
+    def start(self, device: int, pinned: int, host: int) -> None:
+        self.stack = ExitStack()
+        directory = self.stack.enter_context(tempfile.TemporaryDirectory())
+        self.limits = Limits(device * KIB, pinned * KIB, host * KIB, None)
+        self.tiered_buffer = new_tiered_buffer(directory, self.limits)
+        self.stack.callback(self.tiered_buffer.close)
+        self.model: dict[str, np.ndarray] = {}
+        self.held: list[Any] = []
+
+    @rule(key=keys, fill=st.integers(1, 250), kib=st.integers(1, 20))
+    def put(self, key: str, fill: int, kib: int) -> None:
+        put(self.tiered_buffer, key, array(fill, kib))
+        self.model[key] = array(fill, kib)
+
+    @rule(key=keys)
+    def get(self, key: str) -> None:
+        if key in self.model:
+            assert np.array_equal(self.tiered_buffer[key], self.model[key])
+        else:
+            with pytest.raises(KeyError):
+                self.tiered_buffer[key]
+
+    @rule(key=keys)
+    def serve(self, key: str) -> None:
+        tier = self.tiered_buffer.tier(key) if key in self.model else None
+        copies = self.tiered_buffer.copies([key])
+        assert list(copies) == [key for key in [key] if key in self.model]
+        for found in copies.values():
+            assert np.array_equal(found, self.model[key])
+            assert self.tiered_buffer.tier(key) is tier
+
+    @rule(key=keys)
+    def delete(self, key: str) -> None:
+        assert (key in self.tiered_buffer) == (key in self.model)
+        if self.model.pop(key, None) is not None:
+            del self.tiered_buffer[key]
+
+    @rule(keys=st.lists(keys, max_size=3, unique=True))
+    def hold(self, keys: list[str]) -> None:
+        self.held.append(self.tiered_buffer.hold(keys))
+        assert not self.tiered_buffer.not_live(keys)
+
+    @rule()
+    def release(self) -> None:
+        if self.held:
+            self.tiered_buffer.release(self.held.pop())
+
+    @rule(nbytes=st.integers(0, 100 * KIB))
+    def spill(self, nbytes: int) -> None:
+        self.tiered_buffer.spill(nbytes)
+
+    @invariant()
+    def same_keys(self) -> None:
+        if hasattr(self, "model"):
+            assert set(self.tiered_buffer) == set(self.model)
+            assert len(self.tiered_buffer) == len(self.model)
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        live = [value for key, value in self.model.items() if not self.tiered_buffer.not_live([key])]
+        assert self.tiered_buffer.live_bytes(Tier.DEVICE) == sum(value.nbytes for value in live)
+        assert self.tiered_buffer.ledger.cell(Tier.DEVICE, "partitions") == sum(
+            value.nbytes for value in live
+        )
+        pinned = self.tiered_buffer.ledger.cell(Tier.PINNED, "partitions")
+        assert pinned <= self.limits.pinned
+        assert self.tiered_buffer.ledger.cell(Tier.HOST, "partitions") <= self.limits.host
+
+    def teardown(self) -> None:
+        if hasattr(self, "stack"):
+            self.stack.close()
+
+
+AgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_against_a_dict = AgainstDict.TestCase
+
+
+def test_what_is_not_needed_is_evicted_first(tmp_path: Any) -> None:
+    tiered_buffer = new_tiered_buffer(
+        str(tmp_path), Limits(30 * KIB, 0, 0, None), needed={"now": (0,), "later": (7,)}
+    )
+    for fill, key in enumerate(["later", "unneeded", "now"]):
+        put(tiered_buffer, key, array(fill))
+    put(tiered_buffer, "new", array(9))
+    assert {key: tiered_buffer.tier(key) for key in tiered_buffer} == {
+        "later": Tier.DEVICE,
+        "unneeded": Tier.DISK,
+        "now": Tier.DEVICE,
+        "new": Tier.DEVICE,
+    }
+    put(tiered_buffer, "newer", array(10))
+    assert tiered_buffer.tier("later") is Tier.DEVICE  # `new` is not needed
+    assert tiered_buffer.tier("new") is Tier.DISK
+    tiered_buffer.close()
+
+
+def test_tiers_fill_from_the_top(tiered_buffer: TieredBuffer) -> None:
+    for fill in range(20):
+        put(tiered_buffer, f"x{fill}", array(fill))
+    found = [tiered_buffer.tier(f"x{fill}") for fill in range(20)]
+    assert found.count(Tier.DEVICE) == 10
+    assert found.count(Tier.PINNED) == 3  # three blocks of 4 KiB each
+    assert found.count(Tier.HOST) == 4
+    assert found.count(Tier.DISK) == 3
+
+
+def test_views_share_what_they_see(tiered_buffer: TieredBuffer) -> None:
+    whole = array(1)
+    tiered_buffer["whole"] = whole
+    tiered_buffer["half"] = whole[: whole.size // 2]
+    assert tiered_buffer.live_bytes(Tier.DEVICE) == whole.nbytes
+    del tiered_buffer["whole"]
+    assert tiered_buffer.live_bytes(Tier.DEVICE) == whole.nbytes
+
+
+def test_what_becomes_live_is_counted_even_if_it_goes_again(tiered_buffer: TieredBuffer) -> None:
+    assert tiered_buffer.bytes_admitted(Tier.DEVICE) == 0
+    put(tiered_buffer, "a", array(1))
+    tiered_buffer["view"] = tiered_buffer["a"][:10]
+    assert tiered_buffer.bytes_admitted(Tier.DEVICE) == 10 * KIB
+    tiered_buffer.spill(1 << 30)
+    tiered_buffer.release(tiered_buffer.hold(["a"]))
+    assert tiered_buffer.bytes_admitted(Tier.DEVICE) == 20 * KIB
+
+
+def test_what_has_left_the_live_tiers_is_counted(tiered_buffer: TieredBuffer) -> None:
+    """By this an allocation that has failed knows that it is worth another try."""
+    put(tiered_buffer, "a", array(1))
+    put(tiered_buffer, "b", array(2))
+    assert tiered_buffer.removals == 0
+    tiered_buffer.spill(1)
+    assert tiered_buffer.removals == 1
+    for key in "ab":
+        del tiered_buffer[key]
+    assert tiered_buffer.removals == 2
+    tiered_buffer.spill(1)
+    assert tiered_buffer.removals == 2
+
+
+def test_a_held_key_is_not_spilled(tiered_buffer: TieredBuffer) -> None:
+    put(tiered_buffer, "held", array(1))
+    held = tiered_buffer.hold(["held"])
+    tiered_buffer.spill(1 << 30)
+    assert tiered_buffer.tier("held") is Tier.DEVICE
+    tiered_buffer.release(held)
+    tiered_buffer.spill(1 << 30)
+    assert tiered_buffer.tier("held") is Tier.PINNED
+
+
+def test_what_can_not_be_taken_apart_stays(tiered_buffer: TieredBuffer) -> None:
+    tiered_buffer["lock"] = lock = threading.Lock()
+    put(tiered_buffer, "array", array(1))
+    tiered_buffer.spill(1 << 30)
+    assert tiered_buffer["lock"] is lock
+    assert tiered_buffer.tier("array") is Tier.PINNED
+    assert "memory.unpicklable" in tiered_buffer._metrics.snapshot()["fallbacks"]
+
+
+def test_full_everywhere_loses_nothing(tmp_path: Any) -> None:
+    tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(20 * KIB, 0, 0, 15 * KIB))
+    for fill in range(5):
+        put(tiered_buffer, f"x{fill}", array(fill))
+    assert all(np.array_equal(tiered_buffer[f"x{fill}"], array(fill)) for fill in range(5))
+    assert "memory.tiers-full" in tiered_buffer._metrics.snapshot()["fallbacks"]
+    tiered_buffer.close()
+
+
+def test_a_shard_that_the_device_has_no_room_for_lands_below(tiered_buffer: TieredBuffer) -> None:
+    """Though the tiered buffer had: the allocator knows better."""
+    metrics, given = Metrics(), array(1)
+    landing = Landing(tiered_buffer, "host", metrics)
+    section = Section((0,), (0, 1), 0, given.nbytes, b"")
+    shard = Shard(0, Peer("tcp://a:1", "life"), "host", 0, 0, Attempt(0, 0), 0, (section,))
+
+    def bring(sources: Any) -> Any:
+        raise MemoryError("std::bad_alloc")
+
+    landing.put("x", shard, [given], HostDevice(1 << 30), bring)
+    assert tiered_buffer.tier("x") is Tier.PINNED
+    with landing.reading([("x", 0)], "a task") as found:
+        assert np.array_equal(np.frombuffer(found["x", 0][0], np.uint8), given)
+    assert metrics.snapshot()["fallbacks"]["exchange.spilled-on-arrival"]["count"] == 1
+
+
+def test_serving_overrides_what_lies_there(tiered_buffer: TieredBuffer) -> None:
+    put(tiered_buffer, "x", array(1))
+    token = serving.set({"x": "copy"})
+    assert tiered_buffer["x"] == "copy"
+    serving.reset(token)
+    assert np.array_equal(tiered_buffer["x"], array(1))
+
+
+def test_many_threads(tmp_path: Any) -> None:
+    """Readers, spillers and writers at once: none sees anything but what was put."""
+    tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(50 * KIB, 30 * KIB, 30 * KIB, None))
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(150):
+            mine, any_key = f"{seed}-{random.integers(4)}", f"{random.integers(4)}-{random.integers(4)}"
+            match random.integers(5):
+                case 0:
+                    put(tiered_buffer, mine, array(hash(mine)))
+                case 1:
+                    held = tiered_buffer.hold([any_key])
+                    wrong.extend(
+                        e
+                        for e in held
+                        if e.value is not None and not np.array_equal(e.value, array(hash(any_key)))
+                    )
+                    tiered_buffer.release(held)
+                case 2:
+                    found = tiered_buffer.copies([any_key]).items()
+                    wrong.extend(key for key, value in found if not np.array_equal(value, array(hash(key))))
+                case 3:
+                    tiered_buffer.spill(20 * KIB)
+                case 4:
+                    tiered_buffer.pop(mine, None)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    tiered_buffer.close()
