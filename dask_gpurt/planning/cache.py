@@ -59,6 +59,7 @@ class PlanningCache:
         self._patches = PatchSet()
         self._lock = threading.Lock()
         self._settings: tuple[Any, ...] | None = None
+        self._changes = 0
         self._plain = Plain()
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
         self._metadata: LRU[Any] = LRU(METADATA_LIMIT)
@@ -91,22 +92,29 @@ class PlanningCache:
         for kept in (self._expressions, self._metadata, self._plans, self._files):
             kept.clear()
 
-    def _is_active(self) -> bool:
-        """Tell whether something may be kept or used now; drop it all if settings have changed."""
+    def _generation(self) -> int | None:
+        """Return a number that changes with the settings, dropping all if they have; None while not usable.
+
+        It is a part of keys. Thread 1 optimises, thread 2 changes a setting and has all dropped, thread 1 puts
+        its plan: that is of a former generation, and nobody finds it.
+        """
         if not self._is_usable():
-            return False
+            return None
         found = settings()
         with self._lock:
-            changed, self._settings = found != self._settings, found
+            changed = found != self._settings
+            self._settings = found
+            self._changes += changed
+            generation = self._changes
         if changed:
             self.clear()
-        return True
+        return generation
 
     # ---- in the place of Dask's ---------------------------------------------------------------------
 
     def _made(self, original: Callable[..., Expr], kind: type, *operands: Any, **keywords: Any) -> Expr:
         expr = original(kind, *operands, **keywords)
-        if not self._is_active():
+        if self._generation() is None:
             return expr
         name = name_of(expr)
         # While it is kept Dask finds it itself; getting it counts as a use.
@@ -121,9 +129,10 @@ class PlanningCache:
         return expr
 
     def _optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
-        if not self._is_active() or expr not in self._plain:
+        generation = self._generation()
+        if generation is None or expr not in self._plain:
             return original(expr, stage)
-        key = (type(expr), name_of(expr), stage)
+        key = (generation, name_of(expr), stage)
         plan = self._plans.get(key)
         if plan is None:
             plan = original(expr, stage)
@@ -134,8 +143,10 @@ class PlanningCache:
         return plan
 
     def _describe(self, original: Callable[[Expr], Any], expr: Expr) -> Any:
-        if not self._is_active() or (key := _operation_key(expr)) is None:
+        generation = self._generation()
+        if generation is None or (operation := _operation_key(expr)) is None:
             return original(expr)
+        key = (generation, operation)
         found = self._metadata.get(key)
         if found is None:
             found = original(expr)
@@ -144,17 +155,19 @@ class PlanningCache:
         else:
             self._metrics.add("planning.metadata.{outcome}", 1, "reused")
         # Each expression has a frame of its own, as with Dask; names of an index may be set in place.
-        return found.copy(deep=False) if hasattr(found, "columns") else found
+        return found.copy(deep=False) if hasattr(found, "iloc") else found
 
     def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
         if (known := known_of_files(expr)) is not None:
             return known
-        if not self._is_active():
+        generation = self._generation()
+        if generation is None:
             return original(expr)
         read = files_read(expr)
-        key, source = frozen(read), Source.of(read)
-        if key is None or source is None:
+        operands, source = frozen(read), Source.of(read)
+        if operands is None or source is None:
             return original(expr)
+        key = (generation, operands)
         # Looked at before they are read: files that change meanwhile differ from this the next time.
         states = source.states()
         before = self._files.get(key)

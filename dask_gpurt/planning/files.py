@@ -46,5 +46,6 @@ class Source:
         """Return the state of each file, of those in folders too."""
         found: FileStates = {}
         for path in self.paths:
+            self.files.invalidate_cache(path)  # listings of an object store may be older than the files
             found |= self.files.find(path, detail=True)
         return found
