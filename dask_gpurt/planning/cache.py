@@ -95,8 +95,8 @@ class PlanningCache:
     def _generation(self) -> int | None:
         """Return a number that changes with the settings, dropping all if they have; None while not usable.
 
-        It is a part of keys. Thread 1 optimises, thread 2 changes a setting and has all dropped, thread 1 puts
-        its plan: that is of a former generation, and nobody finds it.
+        It is a part of keys. Thread 1 optimises, thread 2 changes a setting and has all dropped, thread 1
+        puts its plan: that is of a former generation, and nobody finds it.
         """
         if not self._is_usable():
             return None
