@@ -33,7 +33,7 @@ NAME = "gpurt"
 _enabled: WeakSet[Client] = WeakSet()
 #: Those of them whose planning is kept.
 _planning: WeakSet[Client] = WeakSet()
-#: What this process kept and used of its planning; it has no worker to count it.
+#: The counters of planning in this process, which has no worker to report them.
 _metrics = Metrics()
 _lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Read what a client plans with, and replace how expressions are made, optimised and described.
+"""Read expressions for planning, and replace how they are made, optimised and described.
 
 Dask makes one instance of equal expressions as long as somebody holds it, and lets go of it at once if not.
 The replacements see each expression when it is made, each optimisation, and the metadata of the operations
@@ -43,10 +43,10 @@ __all__ = [
 #: A replacement that gets the original as its first argument.
 Replacement = Callable[..., Any]
 
-#: What expressions keep of files besides their operands; their names follow from the files.
+#: Operands in which an expression caches facts about files; its name follows from the files themselves.
 _OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
 
-#: What does not change what is known of the files.
+#: Operands that do not influence these facts.
 _OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
 
 #: The operations whose metadata follow from their operands and from the metadata of their inputs alone, with
@@ -70,7 +70,7 @@ def name_of(expr: Expr) -> str:
 
 
 def operands_of(expr: Expr) -> Iterator[Any]:
-    """Yield the operands of an expression, without what it keeps of files."""
+    """Yield the operands of an expression, without cached facts about files."""
     names = expr._parameters
     for position, operand in enumerate(expr.operands):
         if position >= len(names) or names[position] not in _OF_FILES:
@@ -84,13 +84,13 @@ def files_read(expr: Expr) -> dict[str, Any]:
 
 
 def known_of_files(expr: Expr) -> dict[str, Any] | None:
-    """Return what an expression that reads files has found out about them; None if nothing yet."""
+    """Return the facts about files that an expression that reads them has cached; None without any."""
     found: dict[str, Any] | None = expr.operand("_dataset_info_cache")
     return found
 
 
 def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
-    """Have an expression that reads files know about them what another one has found out."""
+    """Give an expression that reads files the facts that another one has collected."""
     expr._dataset_info_cache = known
 
 
@@ -154,8 +154,8 @@ def replace_planning(
         Called as ``describe(original, expr)``, for the metadata of a join, projection, filter, assignment or
         groupby, which depend on nothing but operands and the metadata of the inputs.
     look_at_files
-        Called as ``look_at_files(original, expr)``, for what a read of Parquet files through fsspec has to
-        know about them.
+        Called as ``look_at_files(original, expr)``, for the facts that a read of Parquet files through fsspec
+        needs.
     file_plans
         For how many sets of files and filters Dask keeps the statistics of their footers.
 

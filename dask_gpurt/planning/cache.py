@@ -1,17 +1,16 @@
-"""Keep what a client plans with from one query to the next.
+"""Keep the results of planning from one query to the next.
 
-Four things are kept, each for one reason more why Dask computes the same again:
+Four kinds of results are kept, each for one more reason for which Dask computes the same again:
 
 - *expressions*, by name. Dask has one instance of equal expressions, as long as somebody holds it; each step
   of an optimisation drops most of them, and the next one makes them again, with all that follows from them;
 - *metadata* of operations, by the operation and the schemas of its inputs. A projection of the same columns
   from two expressions that differ in a filter is computed once;
-- *plans*: what an expression was optimised to;
-- *files*: what a read of Parquet files knows about them, as long as the files are the same.
+- *plans*: the optimised form of an expression;
+- *files*: facts about the Parquet files of a read, such as schemas and statistics, as long as they are the same.
 
-Names of expressions follow from all that they stand for: operations, parameters and the checksums of files.
-What does not follow from the name are settings: where one of those changes by which Dask plans, all that was
-kept is dropped.
+The name of an expression follows from operations, parameters and the checksums of files. It does not follow
+from settings: where one changes by which Dask plans, everything is dropped.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class PlanningCache:
     Parameters
     ----------
     is_usable
-        Whether what is planned now is for a client that has the runtime; for others Dask plans as shipped.
+        Whether the current client has the runtime; for others Dask plans as shipped.
     metrics
         Where uses are counted.
     """
@@ -83,12 +82,12 @@ class PlanningCache:
             self._metrics.fallback(Fallback.PLANNING_UNSUPPORTED, str(error))
 
     def remove(self) -> None:
-        """Give Dask back, and drop all that was kept."""
+        """Restore Dask, and drop everything."""
         self._patches.restore()
         self.clear()
 
     def clear(self) -> None:
-        """Drop all that was kept."""
+        """Drop everything."""
         for kept in (self._expressions, self._metadata, self._plans, self._files):
             kept.clear()
 
@@ -183,7 +182,7 @@ class PlanningCache:
 
 
 def _operation_key(expr: Expr) -> Hashable | None:
-    """Return what the metadata of an operation depend on; None where that is not known."""
+    """Return a key of all that the metadata of an operation depend on; None where that is not known."""
     kind: Any = type(expr)
     parts: list[Hashable] = [kind]
     for operand in operands_of(expr):

@@ -1,4 +1,4 @@
-"""Keep a bounded number of values: what was not used for longest goes first."""
+"""Keep a bounded number of values; the least recently used one goes first."""
 
 from __future__ import annotations
 

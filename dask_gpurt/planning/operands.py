@@ -1,4 +1,4 @@
-"""Tell which expressions may be kept: those that hold no data, and whose names say all about them.
+"""Select the expressions that may be kept: those without data, whose names say all about them.
 
 A frame, a future or a file system that an expression holds would live as long as the expression is kept. A
 function of the user's is named by its module and name, and may be another one after the module was reloaded.
