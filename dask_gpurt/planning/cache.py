@@ -7,7 +7,7 @@ Four kinds of results are kept, each for one more reason for which Dask computes
 - *metadata* of operations, by the operation and the schemas of its inputs. A projection of the same columns
   from two expressions that differ in a filter is computed once;
 - *plans*: the optimised form of an expression;
-- *files*: facts about the Parquet files of a read, such as schemas and statistics, as long as they are the same.
+- *files*: facts about the Parquet files of a read, as long as these are the same.
 
 The name of an expression follows from operations, parameters and the checksums of files. It does not follow
 from settings: where one changes by which Dask plans, everything is dropped.
