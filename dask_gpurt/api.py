@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import dask
 import pandas as pd
@@ -18,7 +19,8 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import KINDS
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import MethodChoice, Metrics
+from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from dask_gpurt.planning import PlanningCache
 
 # Modules that import private parts of Dask are imported where they are used, once these are known to exist.
+
+logger = logging.getLogger("dask_gpurt")
 
 #: The name of the runtime's plugins, and of its extension on the scheduler.
 NAME = "gpurt"
@@ -36,6 +40,10 @@ _planning: WeakSet[Client] = WeakSet()
 #: The counters of planning in this process, which has no worker to report them.
 _metrics = Metrics()
 _lock = threading.Lock()
+#: By client, the choices of shuffle methods that its scheduler has been told of.
+_told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
+#: Choices that are remembered of a client; then all are forgotten, and may count again.
+MOST_CHOICES = 10_000
 
 
 def enable(client: Client | None = None) -> Any:
@@ -229,11 +237,13 @@ async def activate(client: Client) -> None:
             f"{dask_hooks.NEWEST}"
         ) from error
     with _lock:
+        _told.pop(client, None)  # the cluster counts anew
         _enabled.add(client)
         choose(is_enabled)
         if config.load().planning.cache:
             _planning.add(client)
             _planning_cache().install()
+            _planning_cache().clear()  # choices of methods count anew too
     if not await _stays_on(client):
         _leave(client)
         raise RuntimeError("the runtime was switched off by another client while it was switched on")
@@ -243,7 +253,30 @@ def teach_method() -> None:
     """Make "gpurt" a method that Dask knows; clients without the runtime get Dask's default by it."""
     from dask_gpurt.dataframe import teach
 
-    teach(is_enabled)
+    teach(is_enabled, _tell_choice)
+
+
+def _tell_choice(expression: str, choice: MethodChoice) -> None:
+    """Have the scheduler count a choice of the shuffle method; do not wait for it.
+
+    An expression counts once: a join is lowered whenever somebody asks for its divisions.
+    """
+    client = default_client()
+    told = _told.setdefault(client, set())
+    if (expression, choice) in told:
+        return
+    if len(told) >= MOST_CHOICES:
+        told.clear()
+    told.add((expression, choice))
+
+    async def tell() -> None:
+        try:
+            await _scheduler(client).log_event(topic=METHOD_TOPIC, msg=choice.name)
+        except (OSError, RuntimeError) as error:  # the client is being closed
+            logger.debug("the choice %s is not counted: %r", choice, error)
+
+    # Expressions are lowered on any thread, also on that of the event loop.
+    client.loop.add_callback(tell)
 
 
 def _leave(client: Client) -> None:
@@ -264,15 +297,16 @@ def _leave(client: Client) -> None:
 def _planning_cache() -> PlanningCache:
     from dask_gpurt.planning import PlanningCache
 
-    return PlanningCache(_keeps_plans, _metrics)
+    return PlanningCache(_planning_client, _metrics)
 
 
-def _keeps_plans() -> bool:
-    """Tell whether the planning of this client is kept."""
+def _planning_client() -> str | None:
+    """Return the id of the current client if its planning is kept."""
     try:
-        return default_client() in _planning
+        client = default_client()
     except ValueError:
-        return False
+        return None
+    return str(client.id) if client in _planning else None
 
 
 async def _deactivate(client: Client) -> None:

@@ -18,6 +18,7 @@ from dask_gpurt.cli.cluster import connected
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.cli.verdicts import as_yaml
 from dask_gpurt.device.host import SHM
+from dask_gpurt.observe import MethodChoice
 
 
 @click.command()
@@ -93,6 +94,15 @@ def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]
             yield "Differs", f"{seam['part']}, {seam['difference']}"
 
 
+def _method_lines(counters: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Say how many shuffles went through the runtime and how many did not, by reason."""
+    if runs := counters.get("shuffle.taken-over"):
+        yield "Served", f"{runs:.0f} runs of p2p shuffles"
+    for choice in MethodChoice:
+        if count := choice.counted(counters):
+            yield "Served" if choice.taken else "Left to Dask", f"{count} shuffles: {choice.text}"
+
+
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings, machine, cluster = facts["settings"], facts["machine"], facts["cluster"]
     yield "Versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
@@ -112,6 +122,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Residency", reason or "the interposer is built"
         yield "Paths", f"{', '.join(machine['paths'])} where both workers can"
         return
+    yield from _method_lines(cluster["counters"])
     for link in cluster["paths"]:
         yield (
             "Path",

@@ -42,7 +42,9 @@ def examine(client: Client | None = None) -> dict[str, Any]:
     settings, machine = _examine_settings(client), _examine_machine()
     installed = versions(PACKAGES, own="dask_gpurt")
     runs = cluster["enabled"] if cluster else settings["enabled"]
-    takeover = cluster["takeover"] if cluster and runs else settings["takeover"]
+    # The cluster takes p2p over, and a client its own tasks.
+    decides = cluster if cluster and runs and settings["method"] != "tasks" else settings
+    takeover = decides["takeover"]
     settings["shuffles"] = shuffles_go(settings["method"], runs, settings["enabled"], takeover)
     wrong = list(problems(settings, machine, cluster))
     return {
@@ -58,7 +60,7 @@ def examine(client: Client | None = None) -> dict[str, Any]:
     }
 
 
-def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool) -> str:
+def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool | str) -> str:
     """Say which way a shuffle takes that a client with this configuration asks for.
 
     Parameters
@@ -70,10 +72,12 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool) -
     enabled
         Whether the client has it.
     takeover
-        Whether the cluster serves Dask's own ``p2p`` shuffles too.
+        Whether Dask's own ``p2p`` and ``tasks`` are taken over.
     """
     if runs and enabled and method in (None, "gpurt"):
         return "through the runtime"
+    if runs and enabled and takeover and method == "tasks":
+        return "through the runtime, which takes a configured tasks over"
     if runs and takeover and method in (None, "gpurt", "p2p"):
         return "by p2p, which the runtime takes over"
     return f"by Dask's own {'default' if method in (None, 'gpurt') else method}"

@@ -78,7 +78,8 @@ def _problems_of_file(name: str) -> Iterator[str]:
 def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield settings without effect."""
     enabled, method, changed = settings["enabled"], settings["method"], settings["changed"]
-    if (enabled or (cluster and cluster["enabled"])) and method not in (None, "gpurt"):
+    served = settings["shuffles"].startswith("through the runtime")
+    if (enabled or (cluster and cluster["enabled"])) and method is not None and not served:
         yield (
             f"the runtime is on, but 'dataframe.shuffle.method' is {method!r}: "
             f"shuffles go {settings['shuffles']}"
@@ -91,10 +92,10 @@ def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> I
                     f"replaces such lists, it does not join them): a {where} does not read 'gpurt.enabled'"
                 )
     if cluster and cluster["enabled"]:
-        if settings["takeover"] != cluster["takeover"]:
+        if bool(settings["takeover"]) != bool(cluster["takeover"]):
             yield (
                 f"'gpurt.takeover' is {as_yaml(settings['takeover'])} here, but the cluster was switched on "
-                f"with {as_yaml(cluster['takeover'])}, which counts until it is switched off"
+                f"with {as_yaml(cluster['takeover'])}, which counts for p2p until it is switched off"
             )
     elif not enabled:
         for key, value in changed.items():

@@ -5,7 +5,7 @@ A key is listed in :mod:`dask_gpurt.config.settings`, with the parser that judge
 little.
 """
 
-from dask_gpurt.config.loading import KEYS, load, load_over, problems, set_here
+from dask_gpurt.config.loading import KEYS, load, load_over, problems, set_here, takeover
 from dask_gpurt.config.settings import (
     ExchangeSettings,
     MemorySettings,
@@ -36,4 +36,5 @@ __all__ = [
     "load_over",
     "problems",
     "set_here",
+    "takeover",
 ]

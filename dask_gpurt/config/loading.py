@@ -12,6 +12,7 @@ import yaml
 
 from dask_gpurt.config.settings import Settings
 from dask_gpurt.config.values import ConfigError, wrong
+from dask_gpurt.config.values import takeover as parse_takeover
 
 with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpurt.yaml")) as _file:
     # The loader in C takes a tenth of the time.
@@ -108,6 +109,18 @@ def load(config: Mapping[str, Any] | None = None) -> Settings:
     if settings is None:
         raise ConfigError(found[0])
     return settings
+
+
+def takeover() -> bool | str:
+    """Return the setting ``gpurt.takeover`` alone, which clients read for each shuffle.
+
+    Raises
+    ------
+    ConfigError
+        When its value makes no sense.
+    """
+    default = _DEFAULTS["gpurt"]["takeover"]
+    return parse_takeover("gpurt.takeover", dask.config.get("gpurt.takeover", default))
 
 
 def load_over(base: Mapping[str, Any]) -> Settings:

@@ -233,7 +233,8 @@ class Settings:
     enabled
         Whether the runtime is on.
     takeover
-        Whether it serves ``p2p`` shuffles of clients that do not know it.
+        Whether it serves ``p2p`` shuffles, and those for which ``tasks`` is configured; ``"all"`` for those
+        with the argument ``tasks`` too.
     exchange
         How bytes get from worker to worker.
     shuffle
@@ -253,7 +254,7 @@ class Settings:
     """
 
     enabled: bool = _setting(values.boolean)
-    takeover: bool = _setting(values.boolean)
+    takeover: bool | str = _setting(values.takeover)
     exchange: ExchangeSettings = _section(ExchangeSettings)
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)

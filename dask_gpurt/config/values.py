@@ -143,6 +143,15 @@ def boolean(key: str, value: object) -> bool:
     raise wrong(key, value, "true or false")
 
 
+def takeover(key: str, value: object) -> bool | str:
+    if isinstance(value, str) and value.strip().lower() == "all":
+        return "all"
+    try:
+        return boolean(key, value)
+    except ConfigError:
+        raise wrong(key, value, "true, false or 'all'") from None
+
+
 def count(key: str, value: object) -> int:
     if isinstance(value, (int, str)) and not isinstance(value, bool) and str(value).strip().isdecimal():
         return int(value)

@@ -118,15 +118,16 @@ def is_method_name(operand: Any) -> bool:
     return type(operand) is methodcaller
 
 
-def settings() -> tuple[Any, ...]:
-    """Return the settings by which Dask plans; equal ones give equal plans and equal metadata."""
+def settings() -> tuple[str, ...]:
+    """Return the settings that influence planning; equal ones give equal plans and equal metadata."""
     chosen = dask.config.config
-    method = vars(_shuffle)["get_default_shuffle_method"]()
+    method = str(vars(_shuffle)["get_default_shuffle_method"]())
     return (
         method,
         repr(chosen.get("dataframe")),
         repr(chosen.get("optimization")),
         repr(chosen.get("annotations")),
+        repr(chosen.get("gpurt")),
     )
 
 

@@ -60,6 +60,14 @@ class GpurtShuffle(P2PShuffle):
         return layer
 
 
+class GpurtTaskShuffle(GpurtShuffle):
+    """A shuffle in the place of one by ``tasks``, which Dask describes without an index that is ignored."""
+
+    @property
+    def _drops_index(self) -> bool:
+        return bool(self.ignore_index)
+
+
 def _is_numbering(index: Any) -> bool:
     """Return whether an index could be the numbers of rows: whole numbers without a name."""
     return index.nlevels == 1 and index.name is None and index.dtype == "int64"

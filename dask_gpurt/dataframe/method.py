@@ -1,7 +1,7 @@
 """Put the shuffle method "gpurt" into dask-expr, which has no registry of methods.
 
-Two sets of replacements, which each concern only what would use the method "gpurt" and hand
-everything else to the original:
+Two sets of replacements, which each concern only what goes through the runtime, as
+:mod:`dask_gpurt.dataframe.takeover` decides, and hand everything else to the original:
 
 - the method's *name*, known from the first :func:`teach` on. It stays known: what was built while
   the runtime was on may name it, and is computed by Dask's default where the runtime is off;
@@ -11,12 +11,13 @@ everything else to the original:
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import dask
 
+from dask_gpurt import config
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.expr import (
     Assign,
@@ -31,19 +32,31 @@ from dask_gpurt.dask_hooks.expr import (
     default_shuffle_method,
     is_aligned,
     meta,
+    name_of,
     parameters,
     replace_default_method,
     replace_lowering,
 )
-from dask_gpurt.dataframe.expressions import GpurtHashJoin, GpurtShuffle, HashTargets, RangeTargets
+from dask_gpurt.dataframe.expressions import (
+    GpurtHashJoin,
+    GpurtShuffle,
+    GpurtTaskShuffle,
+    HashTargets,
+    RangeTargets,
+)
+from dask_gpurt.dataframe.takeover import DISTRIBUTED, METHOD, TASKS, choose_method
 from dask_gpurt.frames import library
+from dask_gpurt.observe import MethodChoice
 
-METHOD = "gpurt"
+#: Called with the name of an expression and what was chosen for it, each time that it is lowered.
+OnChoice = Callable[[str, MethodChoice], None]
 
 _name, _default = PatchSet(), PatchSet()
+#: Set once the runtime has been on in this process.
+_was_on = threading.Event()
 
 
-def teach(is_usable: Callable[[], bool]) -> None:
+def teach(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
     """Make the name of the method known, once in a process and for good.
 
     Parameters
@@ -51,14 +64,17 @@ def teach(is_usable: Callable[[], bool]) -> None:
     is_usable
         Whether what is computed now will run on a cluster that has the runtime. Where it
         will not, Dask's own default method serves.
+    on_choice
+        Called for each shuffle or join for which a method is chosen where the runtime is usable.
     """
     if _name:
         return
+    lowering = Lowering(is_usable, on_choice)
     replace_lowering(
         _name,
-        shuffle=functools.partial(_lower_shuffle, is_usable),
-        reduction=_lower_reduction,
-        merge=functools.partial(_lower_merge, is_usable),
+        shuffle=lowering.shuffle,
+        reduction=lowering.reduction,
+        merge=lowering.merge,
         is_broadcast_join=_is_broadcast_join,
     )
 
@@ -71,6 +87,7 @@ def choose(is_usable: Callable[[], bool]) -> None:
     is_usable
         As in :func:`teach`.
     """
+    _was_on.set()
     if _default:
         return
 
@@ -92,48 +109,99 @@ def leave() -> None:
     _default.restore()
 
 
-def _lower_shuffle(is_usable: Callable[[], bool], original: Callable[[Any], Any], expr: Any) -> Any:
-    # Subclasses that do not override `_lower` are concrete methods, not for us.
-    if type(expr) is not Shuffle or (expr.method or default_shuffle_method()) != METHOD:
-        return original(expr)
-    if not is_usable() or library(meta(expr.frame)) is None:
-        return original(expr.substitute_parameters({"method": _dasks_default()}))
-    frame = expr.frame
-    if (
-        type(frame) is AssignPartitioningIndex
-        and frame.frame.ndim == 2
-        and isinstance(frame.partitioning_index, list)
-    ):
-        frame = HashTargets(*frame.operands, None)
-    elif type(frame) is Assign:
-        frame = RangeTargets.of(frame)
-    return GpurtShuffle(
-        frame,
-        expr.partitioning_index,
-        expr.npartitions_out,
-        expr.ignore_index,
-        expr.options,
-        expr.original_partitioning_index,
-    )
+class Lowering:
+    """Lower shuffles, reductions that shuffle and joins, where they go through the runtime.
 
-
-def _lower_reduction(original: Callable[[Any], Any], expr: Any) -> Any:
-    """Leave the numbers of rows behind that a groupby has only until it sets its keys as the index again.
-
-    Dask makes columns of the keys before it shuffles, and keeps the index that comes of it: 8 bytes a row.
+    Parameters
+    ----------
+    is_usable, on_choice
+        As in :func:`teach`.
     """
-    lowered = original(expr)
-    if not _uses_our_method(expr):
-        return lowered
-    node = lowered
-    while not isinstance(node, (SetIndexBlockwise, RearrangeByColumn)) and hasattr(node, "frame"):
-        node = node.frame
-    if not isinstance(node, SetIndexBlockwise):
-        return lowered
-    shuffle = _but_names(node.frame)
-    if type(shuffle) is not RearrangeByColumn or type(_but_names(shuffle.frame)) is not ResetIndex:
-        return lowered
-    return lowered.substitute(shuffle, shuffle.substitute_parameters({"ignore_index": True}))
+
+    def __init__(self, is_usable: Callable[[], bool], on_choice: OnChoice):
+        self._is_usable = is_usable
+        self._on_choice = on_choice
+
+    def shuffle(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower a shuffle, with the work of the task before it that only adds output partitions."""
+        # Subclasses that do not override `_lower` are concrete methods, not for us.
+        if type(expr) is not Shuffle:
+            return original(expr)
+        choice = self._choose(expr.method, expr.frame)
+        if choice is not None:
+            self._on_choice(name_of(expr), choice)
+        if choice is None or not choice.taken:
+            return original(_as_dask_knows(expr, "method"))
+        frame = expr.frame
+        if (
+            type(frame) is AssignPartitioningIndex
+            and frame.frame.ndim == 2
+            and isinstance(frame.partitioning_index, list)
+        ):
+            frame = HashTargets(*frame.operands, None)
+        elif type(frame) is Assign:
+            frame = RangeTargets.of(frame)
+        kind: Any = GpurtTaskShuffle if expr.method == TASKS else GpurtShuffle
+        return kind(
+            frame,
+            expr.partitioning_index,
+            expr.npartitions_out,
+            expr.ignore_index,
+            expr.options,
+            expr.original_partitioning_index,
+        )
+
+    def reduction(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Leave the numbers of rows behind that a groupby has only until it sets its keys as the index again.
+
+        Dask makes columns of the keys before it shuffles, and keeps the index that comes of it: 8 bytes a
+        row.
+        """
+        lowered = original(expr)
+        choice = self._choose(expr.shuffle_method, expr.frame)
+        if choice is None or not choice.taken:
+            return lowered
+        node = lowered
+        while not isinstance(node, (SetIndexBlockwise, RearrangeByColumn)) and hasattr(node, "frame"):
+            node = node.frame
+        if not isinstance(node, SetIndexBlockwise):
+            return lowered
+        shuffle = _but_names(node.frame)
+        if type(shuffle) is not RearrangeByColumn or type(_but_names(shuffle.frame)) is not ResetIndex:
+            return lowered
+        return lowered.substitute(shuffle, shuffle.substitute_parameters({"ignore_index": True}))
+
+    def merge(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower a join that needs both sides shuffled to one that joins as it unpacks."""
+        if type(expr) is not Merge:
+            return original(expr)
+        choice = self._choose(expr.shuffle_method, expr.left, expr.right)
+        if choice is None or not choice.taken:
+            return original(_as_dask_knows(expr, "shuffle_method"))
+        for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
+            if is_aligned(expr, side, on):
+                return original(expr)  # only the other side is shuffled, if at all
+        lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
+        if type(lowered) is not HashJoinP2P:
+            return lowered
+        self._on_choice(name_of(expr), choice)
+        return GpurtHashJoin(*lowered.operands)
+
+    def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:
+        """Return the choice for an expression; None where Dask is as shipped, and for ``p2p``."""
+        if not self._is_usable():
+            return None
+        scheduler = dask.config.get("scheduler", None)
+        choice = choose_method(
+            asked,
+            dask.config.get("dataframe.shuffle.method", None),
+            config.takeover(),
+            explicit_comms=bool(dask.config.get("explicit-comms", False)),
+            local=isinstance(scheduler, str) and scheduler not in DISTRIBUTED,
+        )
+        if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
+            return MethodChoice.UNSUPPORTED_FRAMES
+        return choice
 
 
 def _but_names(expr: Any) -> Any:
@@ -141,26 +209,33 @@ def _but_names(expr: Any) -> Any:
     return expr.frame if type(expr) is RenameFrame else expr
 
 
-def _lower_merge(is_usable: Callable[[], bool], original: Callable[[Any], Any], expr: Any) -> Any:
-    if type(expr) is not Merge or not _uses_our_method(expr):
-        return original(expr)
-    if not is_usable() or not (library(meta(expr.left)) and library(meta(expr.right))):
-        return original(expr.substitute_parameters({"shuffle_method": _dasks_default()}))
-    for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
-        if is_aligned(expr, side, on):
-            return original(expr)  # only the other side is shuffled, if at all
-    lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
-    return GpurtHashJoin(*lowered.operands) if type(lowered) is HashJoinP2P else lowered
-
-
 def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
-    if "shuffle_method" in parameters(type(expr)) and _uses_our_method(expr):
+    if "shuffle_method" in parameters(type(expr)) and _names_ours(expr.shuffle_method):
         expr = expr.substitute_parameters({"shuffle_method": "p2p"})
     return original(expr)
 
 
-def _uses_our_method(expr: Any) -> bool:
-    return (expr.shuffle_method or default_shuffle_method()) == METHOD
+def _names_ours(asked: str | None) -> bool:
+    """Tell whether the method of an expression, or the one that is used where it has none, is ours."""
+    return (asked or default_shuffle_method()) == METHOD
+
+
+def _as_dask_knows(expr: Any, parameter: str) -> Any:
+    """Put a method of Dask's in the place of ours, in an expression that does not go through the runtime."""
+    asked = getattr(expr, parameter)
+    if not _names_ours(asked):
+        return expr
+    if (
+        asked == METHOD
+        and not _was_on.is_set()
+        and dask.config.get("dataframe.shuffle.method", None) != METHOD
+    ):
+        raise ValueError(
+            "the shuffle method 'gpurt' needs the runtime, which has not been switched on: call "
+            "dask_gpurt.enable(client), or set 'gpurt.enabled' to true before the client is made, or leave "
+            "the method out"
+        )
+    return expr.substitute_parameters({parameter: _dasks_default()})
 
 
 def _dasks_default() -> str:

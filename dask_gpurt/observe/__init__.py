@@ -2,6 +2,7 @@
 
 from dask_gpurt.observe.decisions import Decisions
 from dask_gpurt.observe.fallbacks import Fallback
+from dask_gpurt.observe.methods import MethodChoice
 from dask_gpurt.observe.metrics import Metrics
 
-__all__ = ["Decisions", "Fallback", "Metrics"]
+__all__ = ["Decisions", "Fallback", "MethodChoice", "Metrics"]

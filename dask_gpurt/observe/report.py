@@ -170,7 +170,7 @@ class RuntimeReport(_Record):
     version
         Of the package on the scheduler.
     takeover
-        Whether it serves ``p2p`` shuffles of clients that do not know it.
+        The setting ``gpurt.takeover`` with which it was switched on: false, true or ``"all"``.
     counters
         Of the whole cluster by name, as ``docs/reference/metrics.md`` lists them: counters are summed, of
         gauges the largest is kept.
@@ -182,7 +182,7 @@ class RuntimeReport(_Record):
 
     enabled: bool = False
     version: str | None = None
-    takeover: bool = False
+    takeover: bool | str = False
     counters: Mapping[str, float] = field(default_factory=dict)
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     workers: Mapping[str, WorkerReport] = field(default_factory=dict)

@@ -46,14 +46,15 @@ class PlanningCache:
 
     Parameters
     ----------
-    is_usable
-        Whether the current client has the runtime; for others Dask plans as shipped.
+    current_client
+        Called for a key of the current client; None where Dask plans as shipped. The results of one client are
+        not used for another.
     metrics
         Where uses are counted.
     """
 
-    def __init__(self, is_usable: Callable[[], bool], metrics: Metrics):
-        self._is_usable = is_usable
+    def __init__(self, current_client: Callable[[], Hashable | None], metrics: Metrics):
+        self._current_client = current_client
         self._metrics = metrics
         self._patches = PatchSet()
         self._lock = threading.Lock()
@@ -92,14 +93,14 @@ class PlanningCache:
             kept.clear()
 
     def _generation(self) -> int | None:
-        """Return a number that changes with the settings, dropping all if they have; None while not usable.
+        """Return a number that changes with the settings, dropping all if they have; None for no client.
 
         It is a part of keys. Thread 1 optimises, thread 2 changes a setting and has all dropped, thread 1
         puts its plan: that is of a former generation, and nobody finds it.
         """
-        if not self._is_usable():
+        if (client := self._current_client()) is None:
             return None
-        found = settings()
+        found = (client, *settings())
         with self._lock:
             changed = found != self._settings
             self._settings = found

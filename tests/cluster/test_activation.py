@@ -235,12 +235,16 @@ def test_enable_again_does_nothing_and_disable_gives_dask_back(local: LocalClust
     assert state(local) == before
 
 
-def test_a_method_that_the_user_has_chosen_stays(local: LocalCluster, plain: Client) -> None:
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+@pytest.mark.parametrize(("takeover", "runs"), [(True, 2), (False, 0)])
+def test_a_method_that_the_user_has_chosen_stays_or_is_taken_over(
+    local: LocalCluster, plain: Client, takeover: bool, runs: int
+) -> None:
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": takeover}):
         dask_gpurt.enable(plain)
-        assert shuffle_runs(plain) == 0
+        assert shuffle_runs(plain) == runs
         dask_gpurt.disable(plain)
         assert dask.config.get("dataframe.shuffle.method") == "tasks"
+        assert shuffle_runs(plain) == 0
 
 
 def test_a_cluster_is_switched_off_for_all_its_clients(local: LocalCluster, plain: Client) -> None:

@@ -139,7 +139,10 @@ def test_duplicate_column_names_get_the_error_of_tasks(on: Client) -> None:
     ):
         errors = []
         for method in ("tasks", "gpurt"):
-            with dask.config.set({"dataframe.shuffle.method": method}), pytest.raises(ValueError) as caught:
+            with (
+                dask.config.set({"dataframe.shuffle.method": method, "gpurt.takeover": False}),
+                pytest.raises(ValueError) as caught,
+            ):
                 build().compute()
             errors.append((type(caught.value), str(caught.value)))
         assert errors[0] == errors[1]

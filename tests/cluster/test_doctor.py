@@ -122,7 +122,7 @@ def test_wrong_settings_are_problems(settings: dict[str, Any], said: str) -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"gpurt.enabled": True, "dataframe.shuffle.method": "tasks"}, "shuffles go by Dask's own tasks"),
+        ({"gpurt.enabled": True, "dataframe.shuffle.method": "disk"}, "shuffles go by Dask's own disk"),
         ({"gpurt.enabled": True, "distributed.worker.preload": ["mine"]}, "['mine'], which leaves"),
         ({"gpurt.takeover": False}, "'gpurt.takeover' is false, but 'gpurt.enabled' is false"),
         ({"gpurt.exchange.inflight": "2 GiB"}, "'gpurt.exchange.inflight' is '2 GiB', but"),
@@ -161,12 +161,16 @@ def test_what_it_warns_of_in_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("p2p", True, True, True, "by p2p, which the runtime takes over"),
         ("p2p", True, True, False, "by Dask's own p2p"),
         (None, True, False, False, "by Dask's own default"),
-        ("tasks", True, True, True, "by Dask's own tasks"),
+        ("tasks", True, True, True, "through the runtime, which takes a configured tasks over"),
+        ("tasks", True, True, "all", "through the runtime, which takes a configured tasks over"),
+        ("tasks", True, True, False, "by Dask's own tasks"),
+        ("tasks", True, False, True, "by Dask's own tasks"),
+        ("disk", True, True, "all", "by Dask's own disk"),
         ("gpurt", False, False, True, "by Dask's own default"),
     ],
 )
 def test_the_way_of_a_shuffle(
-    method: str | None, runs: bool, enabled: bool, takeover: bool, way: str
+    method: str | None, runs: bool, enabled: bool, takeover: bool | str, way: str
 ) -> None:
     assert shuffles_go(method, runs, enabled, takeover) == way
 

@@ -167,7 +167,7 @@ def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
     with cluster(library.name, handovers=True, **small) as client:
         collection = library.collection(frames())
         ours = partitions(collection.shuffle("key"))
-        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": False}):
             theirs = partitions(collection.shuffle("key"))
         assert_same_partitions(ours, theirs, in_order=False)
         assert told_too_early(client) == []

@@ -38,7 +38,8 @@ def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame
 
 
 def with_method(method: str, build: Callable[[], Any]) -> list[Any]:
-    with dask.config.set({"dataframe.shuffle.method": method}):
+    # Dask's own methods are to be Dask's own here.
+    with dask.config.set({"dataframe.shuffle.method": method, "gpurt.takeover": False}):
         return partitions(build())
 
 

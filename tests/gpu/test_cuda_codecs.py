@@ -91,7 +91,7 @@ def test_over_a_slow_link_shards_are_compressed(protocol: str, monkeypatch: pyte
             assert not worker["fallbacks"].keys() & UNLIKE_ASKED, worker["fallbacks"]
         found = counters(client)
         assert 0 < found["exchange.compression.bytes.after"] < found["exchange.compression.bytes.before"] / 2
-        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": False}):
             assert_same_partitions(
                 ours, partitions(df.shuffle("key", ignore_index=True)), in_order=False, index=False
             )

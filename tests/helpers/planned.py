@@ -26,7 +26,7 @@ class Planner:
     def __init__(self) -> None:
         self.usable = False
         self.metrics = Metrics()
-        self.cache = PlanningCache(lambda: self.usable, self.metrics)
+        self.cache = PlanningCache(lambda: "client" if self.usable else None, self.metrics)
 
     @contextmanager
     def used(self) -> Iterator[None]:

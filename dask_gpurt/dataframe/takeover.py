@@ -1,0 +1,65 @@
+"""Decide which shuffles of a client that knows the runtime go through it.
+
+Most programs for GPUs set Dask's method ``tasks``, since ``p2p`` is slow there. That is no wish for ``tasks``
+where the runtime is on, so a configured ``tasks`` is taken over. An argument ``shuffle_method="tasks"`` is
+taken over only under ``gpurt.takeover: all``. dask-expr writes a configured method into expressions as if it
+were an argument, so that the two can be told apart by the configuration alone: an argument that repeats it
+counts as configured.
+"""
+
+from __future__ import annotations
+
+from dask_gpurt.observe.methods import MethodChoice
+
+METHOD = "gpurt"
+TASKS, P2P = "tasks", "p2p"
+#: The names by which Dask's setting ``scheduler`` means the current client.
+DISTRIBUTED = ("dask.distributed", "distributed")
+
+
+def choose_method(
+    asked: str | None,
+    configured: str | None,
+    takeover: bool | str,
+    *,
+    explicit_comms: bool = False,
+    local: bool = False,
+) -> MethodChoice | None:
+    """Choose between the runtime and Dask for a shuffle or a join.
+
+    Parameters
+    ----------
+    asked
+        The method in the expression; None where it has none.
+    configured
+        The setting ``dataframe.shuffle.method`` at the time of lowering.
+    takeover
+        The setting ``gpurt.takeover``.
+    explicit_comms
+        The setting of dask-cuda, which serves ``tasks`` by itself where it is on.
+    local
+        Whether a scheduler of Dask's own in this process is configured, which has no workers.
+
+    Returns
+    -------
+    MethodChoice or None
+        None for ``p2p``: whether that is taken over is up to the scheduler.
+    """
+    method = asked or configured
+    if method == P2P:
+        return None
+    if local:
+        return MethodChoice.LOCAL_SCHEDULER
+    if method is None:
+        return MethodChoice.DEFAULT
+    if method == METHOD:
+        return MethodChoice.NAMED
+    if method != TASKS:
+        return MethodChoice.OTHER_METHOD
+    if not takeover:
+        return MethodChoice.TAKEOVER_OFF
+    if explicit_comms:
+        return MethodChoice.EXPLICIT_COMMS
+    if configured == TASKS:
+        return MethodChoice.CONFIGURED_TASKS
+    return MethodChoice.ARGUMENT_TASKS if takeover == "all" else MethodChoice.ONLY_CONFIGURED

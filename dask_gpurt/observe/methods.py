@@ -1,0 +1,56 @@
+"""Give an id to every reason why a shuffle goes through the runtime, or is left to Dask.
+
+``dask gpurt doctor`` and :func:`dask_gpurt.report` show how often each was counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from dask_gpurt.observe.metrics import Metrics
+
+#: The topic of Dask's events by which clients tell the scheduler of their choices, by name.
+METHOD_TOPIC = "gpurt-shuffle-methods"
+
+
+class MethodChoice(Enum):
+    """Identify a choice of the shuffle method: a stable id, and a text for people.
+
+    Parameters
+    ----------
+    id
+        The last part of the metrics ``shuffle.taken.{why}`` and ``shuffle.left.{why}``.
+    taken
+        Whether the shuffle goes through the runtime.
+    text
+        Why, as a clause.
+    """
+
+    DEFAULT = "default", True, "no method is set"
+    NAMED = "named", True, "the method is 'gpurt'"
+    CONFIGURED_TASKS = "configured-tasks", True, "'tasks' is configured"
+    ARGUMENT_TASKS = "argument-tasks", True, "'tasks' is an argument, and 'gpurt.takeover' is 'all'"
+
+    ONLY_CONFIGURED = "only-configured", False, "'tasks' is an argument, and 'gpurt.takeover' is not 'all'"
+    TAKEOVER_OFF = "takeover-off", False, "'gpurt.takeover' is false"
+    EXPLICIT_COMMS = "explicit-comms", False, "'explicit-comms' of dask-cuda is on"
+    LOCAL_SCHEDULER = "local-scheduler", False, "'scheduler' is one of Dask's own in the client's process"
+    UNSUPPORTED_FRAMES = "unsupported-frames", False, "the frames are neither pandas nor cudf"
+    OTHER_METHOD = "other-method", False, "the method is another one of Dask's"
+
+    def __init__(self, id: str, taken: bool, text: str):
+        self.id = id
+        self.taken = taken
+        self.text = text
+
+    def count(self, metrics: Metrics) -> None:
+        """Count that it was chosen."""
+        if self.taken:
+            metrics.add("shuffle.taken.{why}", 1, self.id)
+        else:
+            metrics.add("shuffle.left.{why}", 1, self.id)
+
+    def counted(self, counters: Mapping[str, float]) -> int:
+        """Return how often it was chosen, by the counters of a report."""
+        return int(counters.get(f"shuffle.{'taken' if self.taken else 'left'}.{self.id}", 0))

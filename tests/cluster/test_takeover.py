@@ -1,0 +1,183 @@
+"""Programs that set Dask's method ``tasks`` run through the runtime unchanged, with the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dask
+import dask.array as da
+import dask.bag as db
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster, wait
+
+import dask_gpurt
+from dask_gpurt.cli.doctor import print_facts
+from dask_gpurt.cli.examine import examine
+from tests.helpers.clusters import assert_same_partitions, counters, partitions
+
+ROWS, PARTS = 200, 4
+
+
+def frame_of(part: int) -> pd.DataFrame:
+    random = np.random.default_rng(part)
+    index = pd.Index(np.arange(ROWS) + part * ROWS, name="id")
+    numbers = {"key": random.integers(0, 30, ROWS), "value": random.random(ROWS)}
+    return pd.DataFrame(numbers | {"name": random.choice(["ant", "bee", "cat"], ROWS)}, index=index)
+
+
+def collection() -> Any:
+    return dd.from_map(frame_of, range(PARTS), meta=frame_of(0).iloc[:0])
+
+
+def other() -> Any:
+    return dd.from_map(frame_of, range(7, 10), meta=frame_of(0).iloc[:0]).rename(columns={"value": "more"})
+
+
+PROGRAMS: dict[str, Callable[[], Any]] = {
+    "shuffle": lambda: collection().shuffle("key"),
+    "without its index": lambda: collection().shuffle("key", ignore_index=True),
+    "to fewer": lambda: collection().shuffle("key", npartitions=2),
+    "to more": lambda: collection().shuffle("key", npartitions=9),
+    "merge": lambda: collection().merge(other(), on="key", how="left"),
+    "merge on two": lambda: collection().merge(other(), on=["key", "name"], how="outer"),
+    "merge on the index": lambda: collection().merge(other(), left_index=True, right_on="key"),
+    "merge after a shuffle": lambda: collection().shuffle("key").merge(other(), on="key"),
+    "groupby": lambda: collection().groupby("key").agg({"value": ["max", "count"]}, split_out=3),
+    "groupby apply": lambda: collection().groupby("key").apply(len, meta=("rows", "int64")),
+    "nunique": lambda: collection().groupby("key").name.nunique(split_out=3),
+    "drop_duplicates": lambda: collection().drop_duplicates(["key", "name"], split_out=3)[["key", "name"]],
+    "value_counts": lambda: collection().name.value_counts(split_out=2),
+    "set_index": lambda: collection().set_index("key"),
+    "sort_values": lambda: collection().sort_values(["key", "value"]),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_configured_tasks_give_the_rows_of_tasks(client: Client, program: str) -> None:
+    build = PROGRAMS[program]
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        before = counters(client).get("shuffle.runs", 0)
+        ours = partitions(build())
+        between = counters(client)["shuffle.runs"]
+        with dask.config.set({"gpurt.takeover": False}):
+            theirs = partitions(build())
+    assert between > before
+    assert counters(client)["shuffle.runs"] == between
+    keeps_index = program not in ("merge", "merge on two", "merge after a shuffle", "without its index")
+    assert_same_partitions(ours, theirs, in_order=False, index=keeps_index)
+    if program == "without its index":
+        assert [part.index.name for part in ours] == [part.index.name for part in theirs]
+
+
+# ---- a program as dask-cuda's benchmarks are -----------------------------------------------------
+
+
+def generate_chunk(part: int, size: int, parts: int) -> pd.DataFrame:
+    random = np.random.default_rng(part)
+    keys = random.permutation(np.arange(size * part, size * (part + 1), dtype="int64"))
+    return pd.DataFrame({"key": keys, "shuffle": keys % parts, "payload": random.permutation(size)})
+
+
+def benchmark_merge() -> Any:
+    """Join a frame that ``set_index`` has shuffled with another, as ``local_cudf_merge`` does."""
+    parts, meta = 3, generate_chunk(0, 4, 1)
+    base = dd.from_map(generate_chunk, range(parts), size=500, parts=parts, meta=meta)
+    base = base.set_index("shuffle", divisions=(*range(parts), parts)).persist()
+    rest = dd.from_map(generate_chunk, range(1, parts + 1), size=500, parts=parts, meta=meta)
+    rest = rest[["key", "payload"]].persist()
+    wait([base, rest])
+    joined = base.merge(rest, on=["key"], how="inner", broadcast=None).persist()
+    wait(joined)
+    return joined
+
+
+def benchmark_groupby() -> Any:
+    """Aggregate into several partitions, as ``local_cudf_groupby`` does with an argument."""
+    parts, meta = 4, generate_chunk(0, 4, 1)
+    frame = dd.from_map(generate_chunk, range(parts), size=500, parts=3, meta=meta)
+    wanted = {"key": ["max", "count"], "payload": "mean"}
+    summed = frame.groupby("shuffle", sort=False).agg(
+        wanted, split_out=2, split_every=8, shuffle_method="tasks"
+    )
+    return summed.persist()
+
+
+def test_benchmarks_of_dask_cuda_are_taken_over_and_counted(client: Client) -> None:
+    before = counters(client)
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        joined, summed = benchmark_merge(), benchmark_groupby()
+        ours = [partitions(joined), partitions(summed)]
+        after = counters(client)
+        with dask.config.set({"gpurt.takeover": False}):
+            theirs = [partitions(benchmark_merge()), partitions(benchmark_groupby())]
+    added = {name: value - before.get(name, 0) for name, value in after.items()}
+    # The index of the base, the join's two sides, and the groupby; each on both workers.
+    assert added["shuffle.runs"] == 2 * 4
+    assert added["shuffle.taken.configured-tasks"] == 3
+    assert sum(len(part) for part in ours[0]) == 1000
+    for mine, others in zip(ours, theirs, strict=True):
+        assert_same_partitions(mine, others, in_order=False, index=False)
+
+
+# ---- arguments, and what is told -----------------------------------------------------------------
+
+
+def told(client: Client, name: str) -> float:
+    return counters(client).get(name, 0)
+
+
+def test_an_argument_is_taken_over_only_where_all_are(client: Client, capsys: Any) -> None:
+    runs, left = told(client, "shuffle.runs"), told(client, "shuffle.left.only-configured")
+    named = collection().shuffle("key", shuffle_method="tasks", npartitions=6)
+    partitions(named)
+    assert told(client, "shuffle.runs") == runs
+    assert told(client, "shuffle.left.only-configured") == left + 1
+    taken = told(client, "shuffle.taken.argument-tasks")
+    with dask.config.set({"gpurt.takeover": "all"}):
+        partitions(named)
+    assert told(client, "shuffle.runs") > runs
+    assert told(client, "shuffle.taken.argument-tasks") == taken + 1
+    print_facts(examine(client))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "shuffles: 'tasks' is an argument, and 'gpurt.takeover' is not 'all'" in printed
+    assert "shuffles: 'tasks' is an argument, and 'gpurt.takeover' is 'all'" in printed
+    assert "shuffle.left.only-configured" in repr(dask_gpurt.report(client))
+
+
+def test_the_name_is_a_method(client: Client) -> None:
+    runs = told(client, "shuffle.runs")
+    ours = partitions(collection().shuffle("key", shuffle_method="gpurt"))
+    assert told(client, "shuffle.runs") > runs
+    theirs = partitions(collection().shuffle("key", shuffle_method="tasks"))
+    assert_same_partitions(ours, theirs, in_order=False)
+
+
+def test_bags_and_arrays_are_left_alone(client: Client) -> None:
+    before = counters(client)
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": "all"}):
+        grouped = dict(db.from_sequence(range(10), npartitions=2).groupby(lambda number: number % 2))
+        turned = da.ones((8, 8), chunks=(1, 8)).rechunk((8, 1)).sum().compute()
+    assert {key: sorted(numbers) for key, numbers in grouped.items()} == {
+        0: [0, 2, 4, 6, 8],
+        1: [1, 3, 5, 7, 9],
+    }
+    assert turned == 64
+    after = counters(client)
+    assert not any(after[name] != before.get(name, 0) for name in after if name.startswith("shuffle."))
+
+
+def test_a_client_that_is_not_involved_keeps_its_tasks(client: Client) -> None:
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as second,
+        Client(second, set_as_default=False) as plain,
+        dask.config.set({"dataframe.shuffle.method": "tasks"}),
+        plain.as_current(),
+    ):
+        assert not dask_gpurt.is_enabled(plain)
+        graph = collection().shuffle("key").optimize().__dask_graph__()
+        assert not any("p2p" in str(key) or "shuffle-barrier" in str(key) for key in graph)
+        assert len(collection().shuffle("key").compute()) == ROWS * PARTS
