@@ -47,8 +47,8 @@ class PlanningCache:
     Parameters
     ----------
     current_client
-        Called for a key of the current client; None where Dask plans as shipped. The results of one client are
-        not used for another.
+        Called for a key of the current client; None where Dask plans as shipped. The results of one client
+        are not used for another.
     metrics
         Where uses are counted.
     """
