@@ -82,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name in ("ci1", "memray", "ipython", "leaking", "workerstate", "slow", "gpu", "flaky"):
         config.addinivalue_line("markers", name)
-    # Certificates are with the tests, which are no part of an installed distributed.
+    # Certificates are with the tests, which are not part of an installed distributed.
     utils_test.certs_dir = str(Path(config.rootpath) / "distributed" / "tests")
     if not BASELINE:
         Scheduler.start_unsafe = _start_with_placement

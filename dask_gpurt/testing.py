@@ -1,4 +1,4 @@
-"""Faults and checkers that wrap a running runtime from the outside: for tests, and for ``dask gpurt chaos``.
+"""Wrap a running runtime in faults and checkers from the outside: for tests, and for ``dask gpurt chaos``.
 
 Register :class:`Instruments` with a client, and each worker's runtime is wrapped as it is switched on::
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from dask.system import CPU_COUNT
 from distributed import Client
+from hypothesis import settings
 
 from tests.helpers import caps
 from tests.helpers.clusters import Library, cluster, fork_with_imports
@@ -29,6 +30,10 @@ if sys.version_info < (3, 12):
     # scheduler are one process, and the client's waits for the scheduler: Python 3.12 has no such lock.
     functools.cached_property.__get__ = _without_lock  # type: ignore[method-assign]
 
+
+# How long an example takes is not judged: machines that run tests are busy.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 #: Processes that run tests beside each other at most: each may have clusters of its own.
 MOST_PROCESSES = 4

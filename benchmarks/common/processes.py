@@ -27,7 +27,7 @@ class Barrier:
     """
 
     LINE = 8  # of 8 bytes: no two processes write to the same cache line
-    PAUSE = 20e-6  # in which the threads that copy can run
+    PAUSE_S = 20e-6  # in which the threads that copy can run
     BROKEN = np.iinfo(np.int64).min
 
     def __init__(self, file: Path, rank: int, parties: int):
@@ -48,7 +48,7 @@ class Barrier:
         while (self._arrivals < mine).any():
             if (self._arrivals == self.BROKEN).any():
                 raise BrokenBarrierError(self._reason.read_text())
-            time.sleep(self.PAUSE)
+            time.sleep(self.PAUSE_S)
 
     def __enter__(self) -> Barrier:
         return self

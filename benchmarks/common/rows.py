@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from dask.base import compute
 from dask.delayed import delayed
 
-#: Of a key and a payload, both int64.
+#: Bytes of a key and a payload, both int64.
 ROW_BYTES = 16
 GIB = 2**30
-#: What sums are taken modulo.
+#: The modulus of sums.
 WRAP = 2**64
 #: A prime: the multiples of it are a permutation of the keys below any number that it does not divide.
 STRIDE = 1_000_000_007
-#: What a weight is of its key.
+#: The factor from a key to its weight.
 WEIGHT = 0x9E3779B97F4A7C1
 
 

@@ -15,9 +15,9 @@ from distributed import Client, Worker, WorkerPlugin
 INTERVAL = 0.005
 #: Seconds without a sample that are worth a note: a thread has kept Python's lock.
 GAP = 0.03
-#: What a thread that has nothing to do is in.
+#: Functions of threads that have nothing to do.
 IDLE = ("_worker (thread.py", "select (selectors.py", "_watch (profile.py", "_recv (connection.py")
-#: How many frames of the package are named.
+#: The number of frames of the package that are named.
 DEPTH = 3
 
 

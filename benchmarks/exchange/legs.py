@@ -26,7 +26,7 @@ from benchmarks.exchange.sides import Frame, Gpurt, Plan, RapidsMPF, Side, wait_
 from dask_gpurt.cli.cluster import local_cluster
 
 PHASES = ("produce", "settle", "consume", "wait")
-#: How UCX served RapidsMPF best between the GPUs of one host; what the user has set comes first.
+#: Settings with which UCX served RapidsMPF best between the GPUs of one host; the user's own come first.
 UCX = {"UCX_TLS": "^rdmacm", "UCX_RNDV_FRAG_MEM_TYPES": "cuda", "UCX_MAX_RNDV_RAILS": "1"}
 
 

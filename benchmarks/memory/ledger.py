@@ -5,7 +5,7 @@
 The scheduler has a process of its own, with the runtime switched on. Real workers, many in a process, reach
 it over TCP; of the ledger of each, ``--rate`` cells change in a second, all cells in turn, and of partitions
 those of eight task prefixes. Legs with changes take turns with legs in which nothing is reported. After each
-leg with changes the scheduler's picture has to become what the ledgers say. What was reached is counted and
+leg with changes the scheduler's account has to become what the ledgers say. What was reached is counted and
 held against what was asked for: late workers put more changes in fewer messages, which flatters it.
 """
 
@@ -40,8 +40,8 @@ SPAWN = get_context("spawn")
 PROCESSES = 2
 #: Seconds of a leg before it is measured: those of a heartbeat, after which the reporters know the cluster.
 SETTLE = 3.0
-#: Seconds in which the scheduler's picture has to be right.
-PATIENCE = 10.0
+#: Seconds in which the scheduler's account has to be right.
+PATIENCE_S = 10.0
 #: The part of the load without which nothing is shown to be cheap.
 REACHED = 0.9
 #: The targets: a share of a core, and microseconds for a change on the worker and in ``ClusterMemory.apply``.
@@ -124,11 +124,11 @@ class Bench:
 
     def _check(self, truth: Truth) -> None:
         """Wait until the scheduler knows the last change of each cell."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             if known(self.client) == truth:
                 return
-        raise ValueError(f"after {PATIENCE} s the scheduler's picture is not what the ledgers say")
+        raise ValueError(f"after {PATIENCE_S} s the scheduler's account is not what the ledgers say")
 
 
 def known(client: Client) -> Truth:

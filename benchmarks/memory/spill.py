@@ -40,9 +40,7 @@ GB = 1e9
 
 
 def new_tiered_buffer(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> TieredBuffer:
-    """Return a tiered buffer of whose memory tiers at most one has a size, so that it is clear where things
-    go.
-    """
+    """Return a tiered buffer of whose memory tiers at most one has a size, so that all objects go there."""
     pool = BlockPool(pinned, register=getattr(device, "register", None))
     pool.ready.wait()
     return TieredBuffer(

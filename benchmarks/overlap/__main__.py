@@ -47,7 +47,7 @@ from dask_gpurt.cli.environment import environment
 PARTS = ("collectives", "workers", "pipeline")
 #: Part by part: the most seconds, without ``--timeouts``.
 SECONDS = (90.0, 120.0, 120.0)
-#: What stands for a GPU when the host rehearses.
+#: Parameters of a rehearsal on the host, in the place of a GPU.
 REHEARSAL = {
     "seconds": 0.05,
     "task": 0.01,

@@ -203,7 +203,7 @@ class Cell:
         self.computes = max(2, round(self.leg / once))
         self.collectives = max(2, round(self.computes * once / collective))
         self.work, self.moved = float(self.computes), float(self.collectives * plan.collective)
-        #: What each took alone when it was measured last.
+        #: Seconds that each took alone when it was measured last.
         self.alone = Times(0.0, self.computes * once, self.collectives * collective)
 
     def measure_alone(self) -> Times:

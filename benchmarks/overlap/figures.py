@@ -73,9 +73,7 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def against(medians: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the adaptive setting's time as a share of that without control, and of that of the best fixed
-    one.
-    """
+    """Return the adaptive setting's time as a share of that without control, and of the best fixed one's."""
     mine = medians.get(ADAPTIVE)
     fixed = [seconds for setting, seconds in medians.items() if setting != ADAPTIVE]
     return {

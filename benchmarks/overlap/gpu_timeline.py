@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 #: context user code has another one.
 DEFAULT = 7
 #: Kernels and copies that are named.
-MOST = 12
+MAX_SHOWN = 12
 
 
-class Ran(NamedTuple):
+class Activity(NamedTuple):
     """A kernel or a copy: when it began and ended, in ns, and on which stream."""
 
     name: str
@@ -61,14 +61,14 @@ def _end(profiler: Any) -> dict[str, Any]:
     events = profiler.profiler.kineto_results.events()
     return summary(
         [
-            Ran(event.name(), event.device_resource_id(), event.start_ns(), event.end_ns())
+            Activity(event.name(), event.device_resource_id(), event.start_ns(), event.end_ns())
             for event in events
             if event.device_type() == on_gpu
         ]
     )
 
 
-def summary(ran: Sequence[Ran]) -> dict[str, Any]:
+def summary(ran: Sequence[Activity]) -> dict[str, Any]:
     """Sum up what ran.
 
     Returns
@@ -89,16 +89,17 @@ def summary(ran: Sequence[Ran]) -> dict[str, Any]:
         "seconds": shares(ran),
         "streams": streams,
         "longest": {
-            side: {name: of / 1e9 for name, of in found.most_common(MOST)} for side, found in longest.items()
+            side: {name: of / 1e9 for name, of in found.most_common(MAX_SHOWN)}
+            for side, found in longest.items()
         },
     }
 
 
-def _side(one: Ran) -> str:
+def _side(one: Activity) -> str:
     return "compute" if one.stream == DEFAULT else "communication"
 
 
-def shares(ran: Iterable[Ran]) -> dict[str, float]:
+def shares(ran: Iterable[Activity]) -> dict[str, float]:
     """Return the seconds with compute only, with communication only, with both and with neither of them."""
     edges = sorted(
         (at, change, _side(one)) for one in ran for at, change in ((one.began, 1), (one.ended, -1))

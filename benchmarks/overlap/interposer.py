@@ -27,7 +27,7 @@ from tests.helpers.interposers import build_launcher
 
 #: The targets, in nanoseconds added to a launch.
 MOST_OFF, MOST_ON = 2.0, 150.0
-#: What is measured, and what it is to people.
+#: Cases that are measured, with their names for people.
 CASES = {
     "bare": "without the interposer",
     "off": "switched off",

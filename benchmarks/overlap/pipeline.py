@@ -22,7 +22,7 @@ from dask_gpurt.cli.cluster import local_cluster
 Frame = Any
 STEPS = 10
 #: For how many times as long as a cell it is learnt: there are several kinds of tasks.
-PATIENCE = 3
+LEARNING_FACTOR = 3
 #: Bytes of a row: two keys and a payload.
 ROW = 24
 #: Rows of an input that have the same key, about.
@@ -137,7 +137,7 @@ def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
     """Run the pipeline until the governor has had its time to try; what tells whether a run was right."""
     switch(client, ADAPTIVE, learned)
     client.run(_allow)
-    ends = time.monotonic() + (PATIENCE * plan.learn if ADAPTIVE in plan.modes else 0)
+    ends = time.monotonic() + (LEARNING_FACTOR * plan.learn if ADAPTIVE in plan.modes else 0)
     while True:
         _, total = timed(pipeline(frame))
         if time.monotonic() > ends:

@@ -75,7 +75,7 @@ class Board(Barrier):
         return largest
 
 
-class Beside:
+class WorkloadSide:
     """Run one worker's part: a workload, and shuffles beside it."""
 
     def __init__(
@@ -279,7 +279,7 @@ def cell(
     """Measure one workload; the task of one worker."""
     inputs = dict(zip(range(rank, plan.partitions, plan.workers), frames, strict=True))
     with Board(file, rank, plan.workers) as board:
-        beside = Beside(plan, name, addresses, inputs, board, turn)
+        beside = WorkloadSide(plan, name, addresses, inputs, board, turn)
         try:
             beside.fit()
             governor = beside.learn()

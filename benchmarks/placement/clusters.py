@@ -36,12 +36,12 @@ from benchmarks.placement import simulator
 from benchmarks.placement.workloads import WORKLOADS, Workload
 from dask_gpurt.cli.environment import environment
 
-#: Who decides.
+#: The sides, by what decides.
 SIDES = ("stock", "gpurt")
 #: The memory of a worker, such that none spills: a multiple of its part of the data, and at least so much,
 #: for a process that has imported RAPIDS takes 0.8 GiB before it holds anything.
-ROOM, LEAST = 8, 4 << 30
-#: Of the table, in characters: on a terminal, and in a file too.
+MEMORY_FACTOR, MIN_MEMORY_BYTES = 8, 4 << 30
+#: The width of the table, in characters: on a terminal, and in a file too.
 WIDTH = 116
 
 
@@ -71,7 +71,7 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
     """Run a cluster of processes with the runtime on."""
     settings = {"gpurt.placement.enabled": placement}
-    memory = max(LEAST, ROOM * nbytes // workers)
+    memory = max(MIN_MEMORY_BYTES, MEMORY_FACTOR * nbytes // workers)
     with dask.config.set(settings), simulator.cluster(workers, memory) as client:
         dask_gpurt.enable(client)
         try:
@@ -119,9 +119,7 @@ def timed(client: Client, name: str, side: str, turn: int, data: Any) -> tuple[R
 
 
 def cpu(client: Client) -> float:
-    """Return the seconds of cores until now: of the workers, and of this process, which is client and
-    scheduler.
-    """
+    """Return the seconds of cores until now: of workers, and of this process (client and scheduler)."""
     return time.process_time() + sum(client.run(time.process_time).values())
 
 

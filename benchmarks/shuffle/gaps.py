@@ -88,7 +88,7 @@ class Plan:
 
 
 @dataclass
-class Ran:
+class TimedOperation:
     """Record one operation: its duration, and the longest time in which nothing happened."""
 
     switch: str
@@ -103,7 +103,7 @@ class Ran:
     #: How late the watchdog came meanwhile, and the share of time in which some process waited for a CPU.
     lateness: float
     pressure: float
-    #: What it failed with, or that it was given up.
+    #: Its error, or a note that it was given up.
     error: str = ""
 
 
@@ -231,9 +231,9 @@ def _local(plan: Plan, preload: Sequence[str]) -> Any:
     return LocalCUDACluster(rmm_pool_size=plan.pool, **options)
 
 
-def run_cluster(plan: Plan, switch: str, number: int, directory: Path, parquet: Path) -> list[Ran]:
+def run_cluster(plan: Plan, switch: str, number: int, directory: Path, parquet: Path) -> list[TimedOperation]:
     """Run operations on a cluster of its own, until all have run or one is given up."""
-    rng, done = random.Random(f"{plan.seed}-{switch}-{number}"), list[Ran]()
+    rng, done = random.Random(f"{plan.seed}-{switch}-{number}"), list[TimedOperation]()
     with cluster(plan, switch) as client:
         transitions = Transitions()
         client.cluster.scheduler.add_plugin(transitions)
@@ -267,7 +267,7 @@ def _run(
     number: int,
     make: Callable[[], Any],
     watchdog_s: float,
-) -> Ran:
+) -> TimedOperation:
     error, start = "", time.monotonic()
     watchdog.take_lateness()
     pressed = _pressure()
@@ -286,7 +286,7 @@ def _run(
         error = repr(failed)
     transitions.end()
     seconds = time.monotonic() - start
-    ran = Ran(
+    ran = TimedOperation(
         switch, name, number, seconds, transitions.gap, transitions.between, transitions.computing,
         watchdog.take_lateness(), (_pressure() - pressed) / max(seconds, 1e-9), error,
     )  # fmt: skip
@@ -335,7 +335,7 @@ def _answer(ask: Callable[[], Any]) -> Any:
 # ---- results -----------------------------------------------------------------------------------
 
 
-def summary(ran: Sequence[Ran]) -> None:
+def summary(ran: Sequence[TimedOperation]) -> None:
     """Print the longest gaps and times by way of switching on, and by operation."""
     table = Table("switched on", "operation", "runs", "median s", "longest s", "longest gap s", "errors")
     for switch, name in sorted({(each.switch, each.name) for each in ran}):
@@ -374,7 +374,7 @@ def summary(ran: Sequence[Ran]) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Where results go, as JSON.")
 def main(switches: Sequence[str], directory: Path, output: Path | None, **options: Any) -> None:
     """Look for gaps in which nothing happens."""
-    plan, ran = Plan(**options), list[Ran]()
+    plan, ran = Plan(**options), list[TimedOperation]()
     parquet = directory / "table"
     parquet.mkdir(parents=True, exist_ok=True)
     for number in range(2 * plan.workers):

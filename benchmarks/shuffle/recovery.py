@@ -35,7 +35,7 @@ from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
 
 METHODS = ("gpurt", "p2p", "tasks")
-#: What a worker may be killed in.
+#: Phases in which a worker may be killed.
 PHASES = ("none", "transfer", "barrier", "unpack", "after")
 HIGHEST = 2**40
 #: Seconds after which a run counts as hung.

@@ -1,6 +1,4 @@
-"""Start the contenders: a cluster with the runtime on, and one of Dask's as shipped, with its ways to
-shuffle.
-"""
+"""Start the contenders: a cluster with the runtime on, and Dask's as shipped, with its ways to shuffle."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ RESAMPLES = 2000
 #: Figures that a JSON file keeps of a number.
 SIGNIFICANT_DIGITS = 4
 MIB = 2**20
-#: Columns of text, where the output is no terminal.
+#: Columns of text, where the output is not a terminal.
 TABLE_WIDTH = 140
 
 

@@ -26,7 +26,7 @@ TABLES = ("region", "nation", "supplier", "customer", "part", "partsupp", "order
 #: Written last: a directory without it is not complete.
 MANIFEST = "tables.json"
 GENERATOR = "tpchgen-cli"
-#: What the large tables are split into, for a scale factor of 1.
+#: Partitions of the large tables, for a scale factor of 1.
 PARTS_PER_SCALE, FEWEST_PARTS, MOST_PARTS = 8, 4, 64
 
 

@@ -1,4 +1,4 @@
-"""Random operations and random faults on a real cluster, with every result checked against pandas.
+"""Run random operations and random faults on a real cluster, and check every result against pandas.
 
 Only the command line imports this package. Workers import it by name when the worker plugin arrives.
 """

@@ -1,4 +1,4 @@
-"""The cluster that chaos starts: workers of which every other one keeps its address when it is replaced."""
+"""Start the cluster of chaos: every other worker keeps its address when it is replaced."""
 
 from __future__ import annotations
 

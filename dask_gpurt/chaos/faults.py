@@ -32,7 +32,7 @@ MESSAGES = {
     "tickets": "gpurt_ticket",
     "fetches": "gpurt_fetch",
 }
-#: A connection that breaks each time is no connection: a reset leaves at least every other message alone.
+#: A connection that breaks each time is none: a reset leaves at least every other message alone.
 MIN_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
 #: Seconds for a worker to answer; a worker that is stopped answers after that.
 ASK_S = 20.0
@@ -69,7 +69,7 @@ class Site:
         self.client = client
         self.cluster = cluster
         self.workers = self.wanted = workers
-        #: How many nannies had given up, and were replaced.
+        #: The number of nannies that had given up, and were replaced.
         self.given_up = 0
         self.log = NannyLog()
 
@@ -153,7 +153,7 @@ class Fault(ABC):
 
 # ---- processes -----------------------------------------------------------------------
 
-#: What Dask itself says where a task has been on too many workers that died.
+#: Messages of Dask itself where a task has been on too many workers that died.
 KILLED = (r"KilledWorker", r"P2PConsistencyError.*given up after")
 
 

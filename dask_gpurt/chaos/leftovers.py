@@ -19,9 +19,9 @@ from dask_gpurt.dask_hooks.shuffle import active_runs
 
 #: Seconds for everything to be let go after the last operation: peers that left are looked for now and then.
 PATIENCE_S = 45.0
-#: How much larger the processes of the last minute may be than those of the first.
+#: The growth of processes that is allowed from the first minute to the last.
 GROWTH, GROWTH_BYTES = 1.25, 64 * 2**20
-#: What memory is compared between.
+#: Seconds of the windows between which memory is compared.
 WINDOW_S = 60.0
 TIER_PREFIX, THREAD_PREFIX = "gpurt-tier-", "gpurt"
 

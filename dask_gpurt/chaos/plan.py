@@ -16,12 +16,12 @@ COLUMNS = ("float", "small", "string", "category", "datetime", "object", "bool")
 #: Rows of most frames, and of the few that are larger, before ``rows`` limits them.
 USUAL_ROWS, LARGE_ROWS = (10_000, 100_000), (100_000, 1_000_000)
 LARGE_ONE_IN = 12
-#: How many operations run at once, and how many faults meet them, each drawn from these.
+#: Numbers of operations at once, and of faults that meet them, to draw from.
 OPERATIONS_AT_ONCE = (1, 1, 1, 2, 3)
 FAULTS_AT_ONCE = (0, 1, 1, 1, 1, 1, 2, 2)
-#: How often the runtime is given little memory, and how often nothing but Dask's comms.
+#: Shares of steps in which the runtime has little memory, and in which it has only Dask's comms.
 TIGHT_SHARE, COMMS_SHARE = 0.5, 0.25
-#: Faults beside which a shuffle may be Dask's own, which fails with Python objects that are no strings.
+#: Faults beside which a shuffle may be Dask's own, which fails with Python objects other than strings.
 DASKS_SHUFFLES, NOT_DASKS = frozenset({"switch", "switch-twice"}), "object"
 
 

@@ -33,7 +33,7 @@ class Outcome:
     faults: tuple[str, ...]
     seconds: float
     ending: Ending
-    #: What is wrong, or the error and its causes.
+    #: The difference, or the error and its causes.
     detail: str = ""
     traceback: str = ""
 
@@ -52,7 +52,7 @@ class Report:
     hits: Counter[str] = field(default_factory=Counter)
     #: Workers that Dask's nannies did not start again, and that were started anew.
     given_up: int = 0
-    #: What was left at the end.
+    #: Resources that were still held at the end.
     left: list[str] = field(default_factory=list)
     #: Seconds since the start, and bytes that the mean worker had of its own between steps.
     memory: list[tuple[float, int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Faults inside a worker process: its messages, its file systems, its allocations.
+"""Inject faults into a worker process: its messages, its file systems, its allocations.
 
 Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices,
 their pools, ``Exchange.take``), and is taken back by taking the wrapper off. A process that is replaced

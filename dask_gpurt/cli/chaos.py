@@ -1,4 +1,4 @@
-"""``dask gpurt chaos``: random operations and random faults, every result checked against pandas."""
+"""Run ``dask gpurt chaos``: random operations and random faults, every result checked against pandas."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dask.utils import parse_bytes
 #: The ways that a shard may take from worker to worker.
 PATHS = ("shared-memory", "cuda-ipc", "comms")
 
-#: What confines compute while a shuffle runs beside it.
+#: The ways to confine compute while a shuffle runs beside it.
 MODES = ("off", "priority", "adaptive", "fixed")
 
 

@@ -1,4 +1,4 @@
-"""The only place that touches Dask's private parts. Knows nothing of the runtime; takes callables.
+"""Touch Dask's private parts, here alone. Knows nothing of the runtime; takes callables.
 
 What is imported from here looks at Dask by name. The modules ``expr``, ``graph``, ``shuffle``, ``worker`` and
 ``scheduler`` import private parts, and are imported after :func:`require`.

@@ -11,7 +11,7 @@ was one, else none, so that the class is looked at again. What was below may be 
 that was given back in the meantime, while it could not leave; then that goes too.
 
 Several sets of one package may wrap the same method. Which of them is called first is said by their layers,
-and not by who comes first: a set that would go over one of a higher layer is refused.
+and not by which comes first: a set that would go over one of a higher layer is refused.
 """
 
 from __future__ import annotations

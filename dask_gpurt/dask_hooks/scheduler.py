@@ -26,8 +26,9 @@ class Unsuitable(Exception):
 
 
 class Overrides:
-    """Replace choices of the scheduler. Dask makes those that raise, and those whose method is not as it is
-    known.
+    """Replace choices of the scheduler.
+
+    Dask makes those that raise, and those whose method is not as it is known.
 
     Parameters
     ----------

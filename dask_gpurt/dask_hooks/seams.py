@@ -223,7 +223,7 @@ WORKER_SHUFFLES = SeamGroup(
         Seam(_PLUGIN + "shuffle_receive", "self shuffle_id run_id data"),
     ),
 )
-#: What a worker does with tasks and data: replaced on the worker, or called there.
+#: A worker's work on tasks and data: replaced on the worker, or called there.
 WORKER = SeamGroup(
     "tasks and data of workers",
     (
@@ -236,7 +236,7 @@ WORKER = SeamGroup(
         Seam("distributed.core:AsyncTaskGroup.call_soon", "self afunc args kwargs"),
     ),
 )
-#: What a client needs to make graphs. Other processes need not import it.
+#: All that a client needs to make graphs. Other processes need not import it.
 EXPRESSIONS = SeamGroup(
     "expressions",
     (
@@ -260,7 +260,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_util:_convert_to_list", "column"),
     ),
 )
-#: How tasks find the run that they belong to.
+#: The look-up of the run that a task belongs to.
 RUN_LOOKUP = SeamGroup(
     "run lookup",
     (
@@ -281,7 +281,7 @@ REPLICA_CHOICE = SeamGroup(
     ),
     without="dependencies are fetched from where Dask chooses",
 )
-#: Which worker runs a task. Each method that differs is left to Dask.
+#: The choice of the worker that runs a task. Each method that differs is left to Dask.
 PLACEMENT = SeamGroup(
     "placement",
     (
@@ -295,7 +295,7 @@ PLACEMENT = SeamGroup(
     ),
     without="Dask chooses workers by the methods that differ",
 )
-#: What placement reads of the scheduler.
+#: The state of the scheduler that placement reads.
 PLACEMENT_STATE = SeamGroup(
     "load of workers",
     (
@@ -304,7 +304,7 @@ PLACEMENT_STATE = SeamGroup(
     ),
     without="Dask chooses workers",
 )
-#: Which worker takes a task from another.
+#: The choice of the worker that takes a task from another.
 STEALING = SeamGroup(
     "work stealing",
     (
@@ -313,16 +313,16 @@ STEALING = SeamGroup(
             "self scheduler ts potential_thieves occupancies",
         ),
     ),
-    without="Dask chooses who takes tasks from others",
+    without="Dask chooses which worker takes tasks from others",
 )
-#: Which worker gets a replica, and which drops one.
+#: The choices of the workers that get or drop a replica.
 REPLICAS = SeamGroup(
     "active memory manager",
     (
         Seam(_MANAGER + "_find_recipient", "self ts candidates pending_repl"),
         Seam(_MANAGER + "_find_dropper", "self ts candidates pending_drop"),
     ),
-    without="Dask chooses who keeps replicas",
+    without="Dask chooses which workers keep replicas",
 )
 #: The arguments of a nanny, so that another one is started in the same way.
 NANNY = SeamGroup(
@@ -339,9 +339,9 @@ NANNY = SeamGroup(
     without="one worker runs where several were to share a GPU",
 )
 
-#: What every process of a cluster can not do without; clients need EXPRESSIONS too.
+#: The groups that every process of a cluster needs; clients need EXPRESSIONS too.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
-#: What is needed only where Dask's choices are replaced.
+#: The groups that are needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
 PARTS = (*REQUIRED, EXPRESSIONS, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
 
@@ -373,8 +373,9 @@ def _signature(found: Any) -> inspect.Signature:
 
 
 def _passes_on(found: Any, known: Collection[str] | None) -> bool:
-    """Return whether it is a wrapper of another package: it takes anything, or what is known and other
-    keywords.
+    """Return whether it is a wrapper of another package.
+
+    Such a one takes anything, or what is known and other keywords.
     """
     signature = _signature(found)
     kinds = {parameter.kind for parameter in signature.parameters.values()}

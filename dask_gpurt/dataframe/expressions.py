@@ -1,4 +1,4 @@
-"""Shuffles and joins as expressions: Dask's p2p graphs, with our spec at the barrier."""
+"""Express shuffles and joins: Dask's p2p graphs, with our spec at the barrier."""
 
 from __future__ import annotations
 
@@ -116,9 +116,7 @@ class RangeTargets(Blockwise):
 
     @classmethod
     def of(cls, assigned: Assign) -> Blockwise:
-        """Take the place of what Dask makes to sort by a column of the same frame; anything else is returned
-        as it is.
-        """
+        """Replace what Dask makes to sort by a column of the same frame; return anything else as it is."""
         frame, *pairs = assigned.operands
         if len(pairs) != 2 or type(pairs[1]) is not SetPartitionsPreSetIndex:
             return assigned

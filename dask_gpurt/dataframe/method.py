@@ -1,4 +1,4 @@
-"""The shuffle method "gpurt" inside dask-expr, which has no registry of methods.
+"""Put the shuffle method "gpurt" into dask-expr, which has no registry of methods.
 
 Two sets of replacements, which each concern only what goes through the runtime, as
 :mod:`dask_gpurt.dataframe.takeover` decides, and hand everything else to the original:

@@ -1,4 +1,4 @@
-"""The seam between the runtime and a kind of device.
+"""Define the seam between the runtime and a kind of device.
 
 A :class:`Device` hands out one :class:`Pool`, memory that peers on the same host may map,
 and maps the pools of others. All methods block; none is called on the event loop.
@@ -16,10 +16,10 @@ import numpy as np
 
 from dask_gpurt.topology.links import Link
 
-#: What a table backend reads from and writes to: a ``numpy`` byte array on the host,
+#: Memory that a table backend reads from and writes to: a ``numpy`` byte array on the host,
 #: an object with ``ptr`` and ``size`` on a GPU.
 Buffer = Any
-#: What a peer needs to map a pool; only values that msgpack carries.
+#: All that a peer needs to map a pool; only values that msgpack carries.
 Ticket = dict[str, Any]
 #: Bytes that buffers in files are aligned to: what direct I/O asks of memory and of places in a file.
 PAGE = 4096
@@ -316,7 +316,7 @@ class Device(Protocol):
 
     #: "host" or "cuda"
     kind: str
-    #: How a pool of this device is read by a peer of the same host.
+    #: The path by which a peer of the same host reads a pool of this device.
     shared_path: str
     #: Whether a mapped shard is read where it lies; otherwise it is copied over first.
     reads_in_place: bool
@@ -324,7 +324,7 @@ class Device(Protocol):
     on_host: bool
     #: The links that its bytes take on their way into memory that the host reads; none where they are there.
     host_links: tuple[Link, ...]
-    #: What to install where it has no codec.
+    #: The package to install where it has no codec.
     codecs_missing: str
     #: The share of its memory that a pool takes by default: enough for producers to run ahead.
     pool_share: float
@@ -496,8 +496,7 @@ class Device(Protocol):
         ...
 
     def allocated(self) -> int:
-        """Return the bytes that user code has been given since :meth:`guard` and still holds; 0 where they
-        are not counted.
+        """Return the bytes that user code was given since :meth:`guard` and still holds; 0 without a count.
 
         Neither this nor :meth:`peak` asks the device, so the event loop may call them.
         """

@@ -1,4 +1,4 @@
-"""A GPU as a device: a pool is one cudaMalloc that peers map by CUDA IPC.
+"""Use a GPU as a device: a pool is one cudaMalloc that peers map by CUDA IPC.
 
 Memory of the user's allocator may not be mappable (asynchronous and managed pools are
 not), so the pool is our own. Copies run on streams of the highest priority, one for each
@@ -150,7 +150,7 @@ class CudaDevice:
         self.index = runtime.getDevice()
         self._streams = threading.local()
         self._codecs: dict[str, Codec] | None = None
-        #: Of the user's allocator: what it has given since it is guarded, and since the last peak.
+        #: Bytes that the user's allocator has given since it is guarded, and since the last peak.
         self._held: Any = None
         self._since: Any = None
 

@@ -1,4 +1,4 @@
-"""Codecs that work on a GPU, by nvCOMP: so fast that they pay on links where no processor's would."""
+"""Compress on a GPU, by nvCOMP: so fast that it pays on links where no processor's codec would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU to files and back: by kvikio, or through pinned memory.
+"""Move memory of a GPU to files and back: by kvikio, or through pinned memory.
 
 kvikio moves it without the host where GPU-direct storage is set up, and else by its own threads
 through pinned memory. It is not on every host and does not take every file system, so there is

@@ -1,4 +1,4 @@
-"""Green contexts: contexts of a GPU that have some of its SMs, for what a thread launches meanwhile.
+"""Make green contexts: contexts of a GPU that have some of its SMs, for what a thread launches meanwhile.
 
 A thread that has one current launches into it whatever names no other stream. Its default stream is
 another than that of the GPU's usual context, so both are joined by events on the way in and out. In between

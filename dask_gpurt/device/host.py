@@ -1,4 +1,4 @@
-"""The host as a device: a pool is a nameless file in shared memory.
+"""Use the host as a device: a pool is a nameless file in shared memory.
 
 The file has no name from the start, so nothing has to be cleaned up: the kernel frees it
 with the last process that holds or maps it, also after ``kill -9``. Peers of the same host
@@ -54,7 +54,7 @@ _FAULT_AROUND = 2**16
 #: Bytes whose pages are dropped, or given back, in one call: Python runs nothing else meanwhile, and for the
 #: second no block is freed. 20 to 200 ns a page of 4 KiB were seen.
 _DROP_STEP, _TRIM_STEP = 2**25, 2**20
-#: What the system says when it has no memory for a page of a file.
+#: Errors of the system when it has no memory for a page of a file.
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 

@@ -33,7 +33,7 @@ class MpsError(RuntimeError):
 
 
 class MultiProcessService:
-    """One MPS daemon for all processes of a user on this host.
+    """Run one MPS daemon for all processes of a user on this host.
 
     Each process that has joined holds a shared lock on a file beside the daemon's pipe. One that leaves, and
     finds that it was the last, ends the daemon. Thread-safe.

@@ -21,7 +21,7 @@ from dask_gpurt.observe import Metrics
 MAX_CALLS, LONGEST_PAUSE_S = 30, 1.0
 #: The pause before the second call, in seconds; each further one is twice as long.
 FIRST_PAUSE_S = 0.05
-#: How often a call that is under way is looked at, in seconds: does the peer live, is its answer needed?
+#: Seconds between looks at a call that is under way: does the peer live, is its answer needed?
 WATCH_S = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Shards that go by Dask's comms: asked for by one worker, handed out by another.
+"""Send shards by Dask's comms: one worker asks for them, another hands them out.
 
 Coroutines run on the event loop; what copies or compresses runs on threads of the exchange.
 """
@@ -148,8 +148,9 @@ class Comms:
         return {"bandwidth": bandwidth, "codecs": names}
 
     def _codecs(self, device: Device) -> dict[str, Codec]:
-        """Return the codecs for shards of a device; those of the host only where the comms do not take its
-        buffers.
+        """Return the codecs for shards of a device.
+
+        Those of the host are among them only where the comms do not take the device's buffers.
         """
         by_host = {} if self._carries(device) else device.host_codecs()
         return {**device.own_codecs(), **by_host} if self._on_gpu else by_host
@@ -170,7 +171,7 @@ class Comms:
             return list(map(incoming.path.staging.view, reply["staged"]["offsets"], sizes))
         if reply["codec"] is None:
             whole = [received(data) for data in reply["data"]]
-            # Within a process a comm hands the memory of the producer over, who will reuse it.
+            # Within a process a comm hands over the memory of the producer, which will reuse it.
             return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
         with self._metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])

@@ -18,7 +18,7 @@ from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Fallback, Metrics
 
 #: With compression it has to take at most so much of the time without: what a sample tells is rough, and
-#: compression takes processors from those who compute.
+#: compression takes processors from tasks.
 PAYING_TIME_SHARE = 0.9
 #: Bytes of a shard: of smaller ones it is the latency that counts, larger ones no codec takes at once.
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 2**16, 2**30
@@ -50,8 +50,7 @@ class Sample:
         return 1 / self.compress_rate + self.ratio / bandwidth + 1 / self.decompress_rate
 
     def corrected(self, ratio: float, compress_rate: float) -> Sample:
-        """Return the sample to be expected after a shard: the mean of this one and of what the shard has
-        shown.
+        """Return the sample to be expected after a shard: the mean of this one and of the shard's.
 
         Restoring is done elsewhere, and counts as slower by as much as compressing is: it competes too.
         """
@@ -63,8 +62,7 @@ class Sample:
 
 
 def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decompress_rate: float) -> bool:
-    """Return whether bytes arrive clearly sooner when they are compressed on one side and restored on the
-    other.
+    """Return whether bytes arrive clearly sooner compressed on one side and restored on the other.
 
     Parameters
     ----------
@@ -119,7 +117,7 @@ class _Run:
         self._trying = threading.Lock()
 
     def try_out(self, codecs: Iterable[Codec], sections: Sequence[Buffer]) -> None:
-        """Sample those that are new to the run; who comes meanwhile waits for what is found.
+        """Sample those that are new to the run; a thread that comes meanwhile waits for the result.
 
         A sample is small and a link where it matters is slow: a shard that does not wait crosses it in full,
         and all others wait for that.

@@ -194,7 +194,7 @@ class Exchange:
         Raises
         ------
         ExchangeClosed
-            When the run is over here, or at the producer, who may have reused the block.
+            When the run is over here, or at the producer, which may have reused the block.
         PeerLost
             When the producer has left.
         """
@@ -360,7 +360,9 @@ class Exchange:
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
         self.comms.forget(run)
-        while published := self.pools.owners(run):  # for one who was asking, more may be staged meanwhile
+        while published := self.pools.owners(
+            run
+        ):  # an owner that was asking may have had more staged meanwhile
             await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
@@ -408,8 +410,9 @@ class Exchange:
             self._pull_soon(incoming)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
-        """Handle the end of a producer's part of a run; returns when nothing of it is being read, nor will
-        be.
+        """Handle the end of a producer's part of a run.
+
+        Returns when nothing of it is being read, nor will be.
 
         Where the run goes on, since only the producer closes, what has not been pulled is lost.
         """

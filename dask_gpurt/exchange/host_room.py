@@ -1,4 +1,4 @@
-"""Room in /dev/shm, which the pools of all workers of a host share.
+"""Share /dev/shm among the pools of all workers of a host.
 
 A pool promises its capacity and takes memory as blocks need it. Together the pools of a host may promise more
 than there is, and workers join later: so a block may fit into its pool while the system has no memory for it.

@@ -72,7 +72,7 @@ class IncomingShard:
         self._landed: Future[None] = Future()
         #: Done once nothing here reads the producer's block any more.
         self.let_go: Future[None] = Future()
-        #: What the table backend remembers of each section, while it lies in the producer's pool.
+        #: Memos of the table backend for each section, while it lies in the producer's pool.
         self.memos: list[dict[str, Any]] = [{} for _ in shard.sections]
         self._fences: list[Callable[[], None]] = []
 

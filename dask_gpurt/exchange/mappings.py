@@ -1,4 +1,4 @@
-"""Mapped pools of peers, which are closed once nothing is read from them any more."""
+"""Hold mapped pools of peers, and close them once nothing is read from them any more."""
 
 from __future__ import annotations
 

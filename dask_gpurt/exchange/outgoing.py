@@ -174,7 +174,7 @@ class Outbox:
         self._busy.add(entry.run)
         if share != COPIED and self.retains(entry.run):
             self._retained[shard] = entry
-            self._notify(1)  # who waits for room takes it
+            self._notify(1)  # a producer that waits for room takes it
         else:
             self._free([entry])
 

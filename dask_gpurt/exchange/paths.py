@@ -1,4 +1,4 @@
-"""The ways that the bytes of a shard can take between two workers, and which takes least."""
+"""Find the ways that the bytes of a shard can take between two workers, and the one that takes least."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESSAGE = SHIPPED[Link.SHARED_MEMORY].latency
 #: Links over which a device reads the memory of another one.
 _BETWEEN_DEVICES = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE)
 
-#: How fast each class of link is here.
+#: The speed of each class of link here.
 SpeedOf = Callable[[Link], Speed]
 
 

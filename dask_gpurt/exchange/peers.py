@@ -1,4 +1,4 @@
-"""The paths from the pools of peers to this worker: found out once for each, chosen for each shard."""
+"""Find the paths from the pools of peers to this worker, once for each, and choose one for each shard."""
 
 from __future__ import annotations
 

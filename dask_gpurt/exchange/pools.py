@@ -1,4 +1,4 @@
-"""The devices of one worker, and the pool of each: how large, made when, given back when."""
+"""Make the pools of one worker's devices, size them, and give their memory back."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Pools:
         return {kind: device.describe() for kind, device in self.devices.items()}
 
     def drain_host(self) -> None:
-        """Ask all who may read blocks in host memory to copy them. Does not block."""
+        """Ask all owners that may read blocks in host memory to copy them. Does not block."""
         if (outbox := self._outboxes.get("host")) is not None:
             self.ask_for_room(outbox.readers())
 

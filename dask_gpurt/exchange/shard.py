@@ -41,8 +41,9 @@ class Peer(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """Identify one try to transfer an input partition. Later tries compare greater, on whichever worker they
-    run.
+    """Identify one try to transfer an input partition.
+
+    Later tries compare greater, on whichever worker they run.
 
     Attributes
     ----------

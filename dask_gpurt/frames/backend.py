@@ -1,4 +1,4 @@
-"""The seam between the runtime and a dataframe library.
+"""Define the seam between the runtime and a dataframe library.
 
 A backend cuts a partition into pieces, one for each owner, packs a piece into one buffer,
 reads pieces back out of such buffers and puts an output partition together.

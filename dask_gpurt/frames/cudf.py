@@ -1,4 +1,4 @@
-"""cudf partitions, packed column by column, or by libcudf's contiguous split.
+"""Pack cudf partitions column by column, or by libcudf's contiguous split.
 
 Splitting and packing run on the communication stream, behind the user's work. Outputs are
 put together on the user's stream, since that is the stream their memory is freed on.
@@ -87,7 +87,7 @@ class CudfTable:
     def __init__(self, device: Device):
         assert isinstance(device, CudaDevice)
         self.device = device
-        #: Of pieces that have their blocks, until they are settled.
+        #: Copies into the blocks of pieces, until they are settled.
         self._copies: list[Copy] = []
 
     def split(
@@ -110,8 +110,9 @@ class CudfTable:
         return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
 
     def _index_of(self, frame: cudf.DataFrame) -> list[ColumnBase]:
-        """Return the columns of an index. cudf would make those of a range on the user's stream, and wait for
-        it.
+        """Return the columns of an index.
+
+        cudf would make those of a range on the user's stream, and wait for it.
         """
         index = frame.index
         if not isinstance(index, cudf.RangeIndex) or not len(index):

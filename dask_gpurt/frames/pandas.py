@@ -1,4 +1,4 @@
-"""pandas partitions, packed column by column where they are plain numbers, or else by pickle protocol 5."""
+"""Pack pandas partitions column by column where they are plain numbers, or else by pickle protocol 5."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _PandasRows:
     order: np.ndarray
     ignore_index: bool
     plain: Plain | None
-    #: What was pickled of them, while there is no room for it: pickling is not cheap.
+    #: Their pickle, kept while there is no room for it: pickling is not cheap.
     waiting: list[Chunks] = field(default_factory=list)
 
     def taken(self) -> pd.DataFrame:
@@ -183,8 +183,9 @@ def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
 
 
 def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the output partition of each row. As in Dask, numbers are hashed as float64, so that types that
-    differ meet.
+    """Return the output partition of each row.
+
+    As in Dask, numbers are hashed as float64, so that types that differ meet.
     """
     targets, count = np.empty(len(keys[0]), dtype), np.uint64(npartitions)
     for into, *step in zip(_steps(targets), *map(_steps, keys), strict=True):

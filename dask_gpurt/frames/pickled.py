@@ -1,4 +1,4 @@
-"""pandas frames of any dtypes in packed buffers, so that an output partition is read without the others.
+"""Pack pandas frames of any dtypes so that an output partition can be read without the others.
 
 Arrays of fixed width go into the buffer as they are, by pickle protocol 5, and are read as views.
 Python objects are pickled once for each output partition: reading one does not make the objects of

@@ -40,9 +40,7 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
 
 
 def library(frame: Frame) -> str | None:
-    """Return the library of a frame or of a subclass of its frames: "pandas", "cudf", or None if no backend
-    knows it.
-    """
+    """Return the library of a frame, "pandas" or "cudf", also of a subclass; None if no backend knows it."""
     for kind in type(frame).__mro__:
         root = kind.__module__.partition(".")[0]
         if root in ("pandas", "cudf"):

@@ -120,7 +120,7 @@ def _root(array: np.ndarray) -> tuple[int, int]:
         try:
             held = np.frombuffer(base.base, np.uint8)
         except (TypeError, ValueError, BufferError):
-            pass  # it is no buffer: what the array sees is all that is known
+            pass  # it is not a buffer: what the array sees is all that is known
         else:
             return int(held.ctypes.data), int(held.nbytes)
     return int(base.ctypes.data), int(base.nbytes)
@@ -224,9 +224,7 @@ class Owned:
         return 0 if address in self._elsewhere else self._sizes[address]
 
     def set_elsewhere(self, addresses: Iterable[int]) -> dict[Hashable, int]:
-        """Set the allocations that lie somewhere else now; returns the bytes more, or less, that keys are
-        charged with.
-        """
+        """Set the allocations that lie somewhere else now; returns by how much the bytes charged change."""
         addresses, changes = frozenset(addresses), defaultdict[Hashable, int](int)
         for address in (addresses ^ self._elsewhere) & self._sizes.keys():
             nbytes = -self._sizes[address] if address in addresses else self._sizes[address]

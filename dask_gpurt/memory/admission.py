@@ -49,7 +49,7 @@ ADMISSION_PATIENCE_S = 30.0
 RETRY_INTERVAL_S = 0.5
 #: Runs of a prefix that are remembered, and the share of them that would have had enough.
 RUNS_REMEMBERED, SUFFICIENT_SHARE = 20, 0.9
-#: How many times as much as any run so far a task is estimated to need at most: a few bytes in and many out,
+#: The most that a task is estimated to need, as a multiple of any run so far: a few bytes in and many out,
 #: as of a task that reads shards, would otherwise reserve everything for one that has inputs.
 MAX_GROWTH = 2
 
@@ -121,7 +121,7 @@ class Admission:
         self._waiting: deque[MemoryRequest] = deque()
         #: Since when the oldest request has been the oldest one.
         self._oldest_since = 0.0
-        #: How many requests were admitted because their time had run out.
+        #: The number of requests that were admitted because their time had run out.
         self.overdue = 0
 
     def ask(self, request: MemoryRequest, fits: bool, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Objects taken apart, in files: one for each, its buffers one behind the other, each with a checksum.
+"""Keep objects taken apart in files: one for each, its buffers one behind the other, each with a checksum.
 
 What is spilled would only push everything else out of the page cache, so files are written and read past it
 where the file system can do that. Direct I/O wants addresses, offsets and lengths that are multiples of a
@@ -68,7 +68,7 @@ def file_size(nbytes: int) -> int:
 def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
     """Write a file: buffers one behind the other."""
     sizes = [sum(piece.size for piece in pieces) for pieces in buffers]
-    packing, total = _Packing(buffers), sum(sizes)
+    packing, total = _ChunkPacker(buffers), sum(sizes)
     chunks = (
         Chunk(min(BOUNCE_BUFFER_BYTES, total - at), at, packing.fill)
         for at in range(0, total, BOUNCE_BUFFER_BYTES)
@@ -78,7 +78,7 @@ def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
     return [Span(*each) for each in zip(starts, sizes, packing.checksums, strict=False)]
 
 
-class _Packing:
+class _ChunkPacker:
     """Copy buffers one behind the other into pieces of memory, and work their checksums out on the way."""
 
     def __init__(self, buffers: Sequence[Scattered]):
@@ -311,9 +311,7 @@ class DiskTier(MutableMapping[str, Frames]):
         return Frames(header.tobytes(), tuple([buffer] for buffer in buffers))
 
     def to_device(self, key: str) -> Frames:
-        """Read an object as ``self[key]`` does, but with what a device has written in new memory of the
-        device.
-        """
+        """Read an object as ``self[key]`` does, but what a device wrote into new memory of the device."""
         file = self._files[key]
         numbers = range(len(file.spans))
         there = [number for number in numbers if number in file.from_device]
@@ -323,9 +321,7 @@ class DiskTier(MutableMapping[str, Frames]):
         return Frames(found[0].tobytes(), tuple([found[number]] for number in numbers[1:]))
 
     def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
-        """Return one buffer of an object, without reading the others; ``into`` memory of its
-        :meth:`part_room`.
-        """
+        """Return one buffer of an object, read alone; ``into`` memory of its :meth:`part_room`."""
         file = self._files[key]
         return self._read(file, [file.spans[1 + which]], into)
 

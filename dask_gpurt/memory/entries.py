@@ -1,4 +1,4 @@
-"""The table of a tiered buffer: where each object lies, who uses it, and the account of all of them.
+"""Keep the table of a tiered buffer: where each object lies, what uses it, and the account of all of them.
 
 One lock guards the table, and it is never held while bytes move. A move therefore has two steps under the
 lock, with the copy in between. ``Entry.moving`` keeps other moves of the entry out meanwhile; everything else
@@ -29,7 +29,7 @@ from dask_gpurt.observe import Metrics
 #: A priority of Dask's scheduler: a smaller one runs sooner; None where no task needs an object.
 Priority = tuple[Any, ...] | None
 
-#: How long closing waits for the end of moves.
+#: Seconds for which closing waits for the end of moves.
 CLOSE_TIMEOUT_S = 30.0
 
 

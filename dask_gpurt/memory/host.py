@@ -1,4 +1,4 @@
-"""Objects taken apart, in host memory: the pageable tier, and the one that a device may have registered.
+"""Keep objects taken apart in host memory: the pageable tier, and the one that a device may have registered.
 
 Registering memory is slow and takes it from all other processes, so it is done once, for a fixed
 piece. Objects take blocks of it wherever they are free: there is no fragmentation beyond the

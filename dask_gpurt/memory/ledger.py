@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dask_gpurt.memory.tiers import Tier
 
-#: What bytes in a tier are: keys' data, shards that were pulled, room promised. Next to the tier's
+#: Kinds of bytes in a tier: keys' data, shards that were pulled, room promised. Next to the tier's
 #: capacity: shards in the exchange pool, what cudf has spilled by itself, and all else in the process or
 #: on the device.
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
@@ -240,8 +240,9 @@ class ClusterMemory:
         return {"worker": worker, "tier": tier, "capacity": capacity, "headroom": headroom, **kinds}
 
     def rows_by_prefix(self) -> list[dict[str, Any]]:
-        """Return a row for each worker, tier and task prefix with bytes; bytes of other kinds have their kind
-        for a prefix.
+        """Return a row for each worker, tier and task prefix with bytes.
+
+        Bytes other than partitions have their kind in the place of a prefix.
         """
         return [
             {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}

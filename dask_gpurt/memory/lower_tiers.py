@@ -1,4 +1,4 @@
-"""The tiers below the live ones as one place: what is put goes to the first that has room."""
+"""Use the tiers below the live ones as one place: what is put goes to the first that has room."""
 
 from __future__ import annotations
 

@@ -15,13 +15,14 @@ from dask.sizeof import sizeof
 _CELLS, _OBJECTS = 512, 64
 #: Elements of a list that are looked into, and how deep lists are followed.
 _ELEMENTS, _DEPTH = 4, 4
-#: Where in its stretch a position lies.
+#: The offset of a position in its stretch.
 _JITTER = np.random.default_rng(0).permutation(_CELLS)
 
 
 def sizeof_objects(array: np.ndarray) -> int:
-    """Return the bytes of the distinct objects in an array, without the array. For strings it takes some 0.2
-    ms.
+    """Return the bytes of the distinct objects in an array, without the array.
+
+    For strings it takes some 0.2 ms.
 
     It is the same whenever it is asked for: no sample is random.
     """

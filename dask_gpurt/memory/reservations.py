@@ -1,4 +1,4 @@
-"""Room in the live tiers that is promised before it is taken."""
+"""Promise bytes of the live tiers before they are taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects taken apart: what pickles, and the memory of their arrays, without a copy."""
+"""Take objects apart: into what pickles, and the memory of their arrays, without a copy."""
 
 from __future__ import annotations
 
@@ -155,8 +155,7 @@ def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
 
 
 def message(frames: Frames) -> Serialized | None:
-    """Return the message that Dask sends of an object, out of frames in host memory; None where that takes
-    the object.
+    """Return the message that Dask sends of an object, made of host frames; None where that needs the object.
 
     Its receiver puts the object together as always, on its device where it was on one.
     """

@@ -76,7 +76,7 @@ class Spiller:
             chosen = choose(candidates, left) or order(candidates)[:1]
             if not chosen:
                 break
-            tried |= {c.key for c in chosen}  # those that go down are no candidates any more
+            tried |= {c.key for c in chosen}  # those that go down are not candidates any more
             with ExitStack() as spills:
                 for candidate in chosen:
                     if (spill := self._begin(candidate.key, tier)) is not None:

@@ -1,4 +1,4 @@
-"""A worker's data in tiers: the mapping from keys to objects, whichever tier they lie in.
+"""Keep a worker's data in tiers: map keys to objects, whichever tier they lie in.
 
 What tasks read is live: on the device, or for host objects of a worker with a GPU in host memory. In the
 lower tiers (pinned memory, host memory, disk) lie objects taken apart. The parts are

@@ -1,4 +1,4 @@
-"""The tiers of a worker, from fast to slow, and how much each may hold."""
+"""Name the tiers of a worker, from fast to slow, and limit what each may hold."""
 
 from __future__ import annotations
 

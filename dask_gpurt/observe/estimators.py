@@ -21,7 +21,7 @@ WINDOW_SAMPLES = 200
 PRIOR_NOISE, PRIOR_SAMPLES = 0.1, 3
 #: Standard errors between the mean and its bounds: a bound is wrong once in 740 times.
 CONFIDENCE_ERRORS = 3.0
-#: Of the CUSUM test, in standard deviations. A change by three of them is found after
+#: Parameters of the CUSUM test, in standard deviations. A change by three of them is found after
 #: CUSUM_ALARM / (3 - CUSUM_SLACK) samples; noise alone sets it off once in about 500,000
 #: (D. Siegmund, Sequential Analysis, 1985).
 CUSUM_SLACK, CUSUM_ALARM = 0.5, 12.0
@@ -193,7 +193,7 @@ class MeanEstimate:
         """
         count, mean, scatter, size = (float(value) for value in values)
         if not math.isfinite(mean) or not all(0 <= value < math.inf for value in (count, scatter, size)):
-            raise ValueError(f"{list(values)} is no estimate: expected count, mean, scatter and size")
+            raise ValueError(f"{list(values)} is not an estimate: expected count, mean, scatter and size")
         return cls(count, mean, scatter, size)
 
 

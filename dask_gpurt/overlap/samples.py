@@ -51,7 +51,7 @@ class Setting:
                 case ["no", "priority"]:
                     found["first"] = False
                 case _:
-                    raise ValueError(f"{text!r} is no setting: expected such as 'residency 4' or '116 SMs'")
+                    raise ValueError(f"{text!r} is not a setting: expected e.g. 'residency 4' or '116 SMs'")
         return cls(**found)
 
 

@@ -1,4 +1,4 @@
-"""The workers that are compared for a task: those with its inputs, and a bounded few around them."""
+"""Select the workers that are compared for a task: those with its inputs, and a bounded few around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of a task on a worker: seconds until it could have run there. Pure."""
+"""Compute the cost of a task on a worker: seconds until it could have run there. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of a task on a worker, from the state of Dask's scheduler."""
+"""Estimate the cost of a task on a worker, from the state of Dask's scheduler."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _Pending:
     by_prefix: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
-#: Of a worker without pending work.
+#: The book entry of a worker without pending work.
 _NO_WORK = _Pending()
 
 

@@ -1,4 +1,4 @@
-"""A bounded history of decisions: why a task went to its worker. Pure."""
+"""Keep a bounded history of decisions: why a task went to its worker. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The owner of each output of a shuffle, by free memory and by how fast bytes of the inputs get there."""
+"""Choose the owner of each output of a shuffle, by free memory and by the speed of inputs to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers that take the next tasks, least loaded first, and the order of queued root tasks."""
+"""Order the workers that take the next tasks, least loaded first, and the queued root tasks."""
 
 from __future__ import annotations
 

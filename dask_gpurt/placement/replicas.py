@@ -1,4 +1,4 @@
-"""The workers that get and drop replicas, chosen for Dask's active memory manager."""
+"""Choose the workers that get and drop replicas, for Dask's active memory manager."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class ReplicaPlacement:
         promised = network_occupancy(self._state.workers[worker])
         return memory._replace(free=memory.free - promised, below=below)
 
-    # ---- who gets a replica --------------------------------------------------------------
+    # ---- the worker that gets a replica --------------------------------------------------
 
     def _find_recipient(
         self, ts: SchedulerTask, candidates: set[WorkerState] | None, pending_repl: set[WorkerState]
@@ -261,7 +261,7 @@ class ReplicaPlacement:
         route = self._routes.between(holder, self._headroom.tier(holder, ts.key), target)
         return cost.moving(ts.get_nbytes(), [route])
 
-    # ---- who drops one -------------------------------------------------------------------
+    # ---- the worker that drops one -------------------------------------------------------
 
     def _find_dropper(
         self, ts: SchedulerTask, candidates: set[WorkerState] | None, pending_drop: set[WorkerState]

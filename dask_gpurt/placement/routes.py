@@ -1,4 +1,4 @@
-"""Routes of bytes between workers."""
+"""Route bytes between workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The placement strategy on a scheduler of Dask's: bound in place of its own choices, and unbound again."""
+"""Bind placement on a scheduler of Dask's, in the place of its own choices, and unbind it again."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SPILL_BYTES_PER_S = 1e9
 #: Seconds between looks, the longest pause, and how often in a row it may be in vain after
 #: tasks of one prefix.
 POLL_INTERVAL_S, MAX_PAUSE_S, MAX_VAIN_PAUSES = 0.001, 0.1, 3
-#: How much of a priority is the same for all tasks of a graph: what the user says, and which graph.
+#: Fields of a priority that are the same for all tasks of a graph: the user's, and the graph's number.
 _GRAPH_FIELDS = 2
 
 

@@ -1,4 +1,4 @@
-"""A worker tells the scheduler what its tiers hold: changes soon, and all with each heartbeat."""
+"""Report a worker's tiers to the scheduler: changes soon, and all with each heartbeat."""
 
 from __future__ import annotations
 

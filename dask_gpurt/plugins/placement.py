@@ -1,4 +1,4 @@
-"""Placement on a cluster: fed with what the workers report, and asked for its reasons."""
+"""Feed placement on a cluster with what the workers report, and ask it for its reasons."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Recovery:
         self._read: dict[Any, set[int]] = {}
         self._shuffles_of: dict[Key, set[Any]] = {}
         self._pending: dict[Any, set[Key]] = {}
-        #: What has not been mended yet; shuffles that share outputs share that.
+        #: Losses that have not been mended yet; shuffles that share outputs share them.
         self._losses: dict[Any, _Loss] = {}
         #: The workers that have transferred inputs, by task; None before.
         self._producers: dict[Key, str | None] = {}
@@ -198,9 +198,7 @@ class Recovery:
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
     def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
-        """Handle a barrier's note that all owners have what there is; False when the epoch is not the current
-        one.
-        """
+        """Handle a barrier's note that all owners have what there is; False when the epoch is not current."""
         owners = self._owners(id, run_id)
         return owners is not None and owners.seal(epoch)
 

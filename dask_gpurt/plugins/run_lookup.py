@@ -1,4 +1,4 @@
-"""Tasks find their run at once where it is known; Dask asks the event loop, and waits until it has time."""
+"""Look the run of a task up where it is known; Dask asks the event loop, and waits until it has time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime on the scheduler."""
+"""Run the runtime on the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
+"""Extend Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
 
 Some of its methods are replaced on that one instance; for what is not ours each replacement ends in the
 original.
@@ -122,7 +122,7 @@ class SchedulerShuffles:
                 MethodChoice.TAKEOVER_OFF.count(self._metrics)
                 return spec
             if library(spec.meta) is None:
-                reason = f"{type(spec.meta)} is no frame of pandas or cudf"
+                reason = f"{type(spec.meta)} is not a frame of pandas or cudf"
                 self._metrics.fallback(Fallback.SHUFFLE_UNSUPPORTED_FRAMES, reason)
                 return spec
             self._metrics.add("shuffle.taken-over")

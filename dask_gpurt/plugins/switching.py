@@ -24,12 +24,12 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize
 
 from dask_gpurt.dask_hooks.types import SchedulerServer
 
-#: What the runtime is called among the plugins of schedulers and workers, and the extensions of schedulers.
+#: The name of the runtime among the plugins of schedulers and workers, and the extensions of schedulers.
 NAME = "gpurt"
-#: What a worker calls before it switches on, and the stream operations by which it says that it has, and
-#: that it has switched off again.
+#: The handler that a worker calls before it switches on, and the stream operations by which it says that it
+#: has, and that it has switched off again.
 JOIN, READY, LEFT = "gpurt_join", "gpurt-ready", "gpurt-left"
-#: How often a worker is asked that is registered and does not answer, and the seconds in between.
+#: Calls to a worker that is registered and does not answer, and the seconds in between.
 ATTEMPTS, PAUSE_S = 5, 0.2
 
 SwitchAction = Callable[[], Coroutine[Any, Any, None]]
@@ -201,7 +201,7 @@ class Workers:
             )
 
     async def _tell(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Broadcast, and return the answers of all that are still there; of who does not answer the error."""
+        """Broadcast, and return the answers, or errors, of all that are still there."""
         answers: dict[str, Any] = {}
         asked = [worker for worker in self._scheduler.workers if self._stays(worker)]
         for attempt in range(ATTEMPTS):

@@ -1,4 +1,4 @@
-"""The tiers of a worker: what they are made of, and who looks after them."""
+"""Build the tiers of a worker, and run the threads that move its data."""
 
 from __future__ import annotations
 
@@ -115,8 +115,9 @@ class WorkerTiers:
         self._unguard = self.device.guard(self._short)
 
     def _short(self, nbytes: int) -> bool:
-        """Free memory for a failed allocation of this thread; returns whether any has become free since its
-        last one.
+        """Free memory for a failed allocation of this thread.
+
+        Returns whether any has become free since its last one.
         """
         if getattr(self._seen, "spilling", False):
             return False  # what takes an object apart may need memory itself

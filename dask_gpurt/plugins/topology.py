@@ -18,7 +18,7 @@ from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.hosts import Host
 
-#: Links that the paths of the exchange cross. Bytes that crossed another one are no sample of a pair's link.
+#: Links that the paths of the exchange cross. Bytes over another one are not a sample of a pair's link.
 LINKS_OF_PATH = {
     "shared-memory": {Link.SHARED_MEMORY},
     "cuda-ipc": {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},

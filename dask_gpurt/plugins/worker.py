@@ -1,4 +1,4 @@
-"""The runtime on a worker."""
+"""Run the runtime on a worker."""
 
 from __future__ import annotations
 

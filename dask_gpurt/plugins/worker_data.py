@@ -1,4 +1,4 @@
-"""The tiered buffer in the place of a worker's ``data``, so that no move is made on the event loop.
+"""Put the tiered buffer in the place of a worker's ``data``, so that no move is made on the event loop.
 
 Three of the worker's coroutines get a wrapper on the instance: inputs are made live, and
 room for results is made, on threads of the tiers, before Dask's own code goes on. Of ``execute`` this is the

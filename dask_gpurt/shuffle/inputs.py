@@ -40,7 +40,7 @@ class Input(Generic[T]):
 
     attempt: Attempt
     parts: dict[int, T] = field(default_factory=dict)
-    #: How many parts there are, None before the commit.
+    #: The number of parts, None before the commit.
     expected: int | None = None
     #: Whether a part can not be had.
     lost: bool = False

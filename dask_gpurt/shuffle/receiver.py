@@ -1,4 +1,4 @@
-"""The receiving half of a run: take offers, put output partitions together."""
+"""Receive a run's shards: take offers, put output partitions together."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Receiver:
         self._closed = False
         self._shares: dict[int, _Received] = {}
         self._share_of: dict[int, _Received] = {}
-        #: How many outputs of each incoming shard have not been read for good.
+        #: The number of outputs of each incoming shard that have not been read for good.
         self._unread: dict[IncomingShard, int] = {}
         self._readers: dict[Key, dict[int, _Received]] = {}
         self.renew(owners)

@@ -46,13 +46,13 @@ class Retire(NamedTuple):
     shares: frozenset[int]
 
 
-#: What workers are sent: offers of one producer, or at the barrier the attempt that counts at each input.
+#: Messages to workers: offers of one producer, or at the barrier the attempt that counts at each input.
 Message = list[Shard | Commit] | Mapping[int, Attempt] | Flush | Retire
 #: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
 GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER, SEALED = "gpurt_owners", "gpurt_recover", "gpurt_sealed"
-#: What workers hear from the scheduler as owners change.
+#: Messages of the scheduler to workers as owners change.
 RENEW = "gpurt-renew"
 
 

@@ -1,4 +1,4 @@
-"""The sending half of a run: cut a partition, pack it, tell the owners."""
+"""Send a run's shards: cut a partition, pack it, tell the owners."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class _Packing:
         self.outbox = outbox
         self.source = source
         self.attempt = attempt
-        #: What has been offered.
+        #: Shards that have been offered.
         self.shards: list[Shard] = []
         self._parts = Counter[int]()
         self._packed: list[tuple[Share, Piece, Packed]] = []

@@ -80,8 +80,9 @@ class ShuffleSpec(DaskShuffleSpec[int]):
         yield from self.parts_out
 
     def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
-        """Return the owner of an output. Neighbouring partitions share one, so that a shard is one run of
-        sorted rows.
+        """Return the owner of an output.
+
+        Neighbouring partitions share one, so that a shard is one run of sorted rows.
 
         With placement on, the scheduler has other owners; then too neighbours share them.
         """

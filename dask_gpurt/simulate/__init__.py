@@ -1,4 +1,4 @@
-"""Simulations of the real scheduler with thousands of workers."""
+"""Simulate the real scheduler with thousands of workers."""
 
 from dask_gpurt.simulate.cluster import SHAPES, Cluster, Machine, build_cluster
 from dask_gpurt.simulate.report import Result

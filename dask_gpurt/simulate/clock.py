@@ -1,4 +1,4 @@
-"""Virtual time, as a queue of events; and names whose order is the same in every process."""
+"""Keep virtual time, as a queue of events; and names whose order is the same in every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clusters that are simulated: speeds and capacities of workers, and the links between them."""
+"""Describe the clusters that are simulated: speeds and capacities of workers, and the links between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers in virtual time, which share the bandwidth of the ports that they pass."""
+"""Transfer bytes in virtual time; transfers share the bandwidth of the ports that they pass."""
 
 from __future__ import annotations
 

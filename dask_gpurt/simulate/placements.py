@@ -1,4 +1,4 @@
-"""The placements that can be compared: Dask's own, and ours on top of it."""
+"""Set up the placements that can be compared: Dask's own, and ours on top of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures, traces and pictures of simulations that are over."""
+"""Report simulations that are over, in figures, traces and pictures."""
 
 from __future__ import annotations
 

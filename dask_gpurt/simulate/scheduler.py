@@ -1,4 +1,4 @@
-"""Dask's scheduler in virtual time: all of its decisions, without its server."""
+"""Run Dask's scheduler in virtual time: all of its decisions, without its server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulation of a workload on a cluster, in virtual time."""
+"""Simulate a workload on a cluster, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a worker in virtual time: the tier of each key, and the seconds of moves between tiers."""
+"""Simulate the memory of a worker: the tier of each key, and the seconds of moves between tiers."""
 
 from __future__ import annotations
 
@@ -114,9 +114,7 @@ class Tiers(MutableMapping[Key, Any]):
 
     @property
     def free(self) -> int:
-        """Return the bytes of the live tier that are neither used nor reserved; below 0 when it is over its
-        capacity.
-        """
+        """Return the free bytes of the live tier; below 0 when it is over its capacity."""
         return self.capacity.live - self.live_bytes
 
     def free_below(self) -> dict[Tier, float]:

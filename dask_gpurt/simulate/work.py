@@ -1,4 +1,4 @@
-"""Tasks of known duration and size, without code."""
+"""Define tasks of known duration and size, without code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dask's worker in virtual time: its own state machine, and the time that tasks and transfers take."""
+"""Run Dask's worker in virtual time: its own state machine, and the time that tasks and transfers take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workloads that are simulated, as graphs of the form that Dask makes."""
+"""Generate the workloads that are simulated, as graphs of the form that Dask makes."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class _Reader:
             return GpuLink.parse(text)
         except ValueError:
             examples = "'nvlink x18', 'pcie PIX', 'shared-memory' or 'same-device'"
-            raise self._wrong(node, f"{text!r} is no link: expected such as {examples}") from None
+            raise self._wrong(node, f"{text!r} is not a link: expected such as {examples}") from None
 
     def _worker(self, node: Any, hosts: Mapping[str, Host]) -> tuple[str, str | None]:
         parts = self._section(node, ("host", "gpu"), needed=("host",))
@@ -255,12 +255,12 @@ class _Reader:
         try:
             return float(parse_units(text))
         except (ValueError, KeyError, TypeError):
-            raise self._wrong(node, f"{text!r} is no figure: expected {expected}") from None
+            raise self._wrong(node, f"{text!r} is not a number: expected {expected}") from None
 
     def _whole(self, node: Any) -> int:
         text = self._text(node)
         if not text.isdecimal():
-            raise self._wrong(node, f"{text!r} is no whole number of at least 0")
+            raise self._wrong(node, f"{text!r} is not a whole number of at least 0")
         return int(text)
 
     def _flag(self, node: Any) -> bool:

@@ -14,7 +14,7 @@ NVLINK_SHARE, PCIE_SHARE = 391 / 450, 53 / 63
 #: Nominal bytes per second in one direction, of one NVLink and of one PCIe lane, by generation.
 NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 PCIE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-#: How far apart two devices are on the PCIe bus, near first, in the words of ``nvidia-smi topo``.
+#: Distances of two devices on the PCIe bus, near first, in the words of ``nvidia-smi topo``.
 PCIE_PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 #: Two devices, by their ids.

@@ -42,7 +42,7 @@ def test_a_worker_that_retires_hands_its_data_to_who_has_room_nearby(tmp_path: P
         await all_placed(scheduler)
         near, leaves, far = (nanny.worker_address for nanny in nannies)
         data = await client.scatter({f"x{i}": bytes(1000) for i in range(6)}, workers=[leaves])
-        more = await client.scatter({"y": bytes(10**6)}, workers=[near])  # Dask goes to who holds less
+        more = await client.scatter({"y": bytes(10**6)}, workers=[near])  # Dask takes the one that holds less
         believed(scheduler, near, live=4000)
         believed(scheduler, far, live=10**9)
         assert leaves in await client.retire_workers([leaves])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster, until
 
-#: What the tasks of a test wait for; its workers are in this process.
+#: The event that the tasks of a test wait for; its workers are in this process.
 GO = threading.Event()
 PLACEMENT: dict[str, Any] = {"gpurt.placement.enabled": True, "distributed.scheduler.work-stealing": True}
 
@@ -95,7 +95,9 @@ def test_the_nvlink_domain_comes_first(tmp_path: Path) -> None:
     @on_cluster(workers=3, file=file, **PLACEMENT)
     async def run(client: Any, scheduler: Any, victim: Any, near: Any, far: Any) -> None:
         await all_placed(scheduler)
-        kept = await client.scatter(bytes(10**6), workers=[near.address])  # Dask goes to who holds less
+        kept = await client.scatter(
+            bytes(10**6), workers=[near.address]
+        )  # Dask takes the one that holds less
         moves = moves_of(scheduler)
         futures = load(client, victim.address, 3)
         await until(lambda: bool(moves))

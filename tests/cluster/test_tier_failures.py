@@ -25,8 +25,9 @@ SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 *
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return where the workers' files go. What fails here fails in host memory, whether or not there is a
-    GPU.
+    """Return where the workers' files go.
+
+    What fails here fails in host memory, whether or not there is a GPU.
     """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with dask.config.set({"temporary-directory": str(tmp_path)}):

@@ -14,9 +14,9 @@ import pytest
 import dask_gpurt
 from dask_gpurt.overlap import CapError, Caps, Interposer, NotLoadedError, Residency
 
-#: Blocks of any kernel on an SM; 0 is no cap.
+#: Blocks of any kernel on an SM; 0 does not cap.
 CAP = int(os.environ.get("GPURT_TEST_RESIDENCY", 0))
-#: What the workers of the tests are set to.
+#: Settings of the workers of the tests.
 SETTINGS: dict[str, Any] = {"gpurt.overlap.residency": CAP} if CAP else {}
 
 _of_workers: Counter[str] = Counter()

@@ -23,9 +23,9 @@ from tests.helpers.gpus import cuda_devices
 
 #: Whether the workers of all tests check memory that changes hands, which none of them may do too early.
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
-#: How many allocations there are to one that fails, in a run of the tests that is about that.
+#: One of so many allocations fails, in a run of the tests that is about that.
 FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
-#: How Dask starts the processes of workers.
+#: The way in which Dask starts the processes of workers.
 METHOD = "distributed.worker.multiprocessing-method"
 #: Modules that each worker of a test imports, which take it most of the time until it is there.
 IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.plugins.worker", "dask_gpurt.shuffle.spec"]

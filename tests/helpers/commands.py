@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which something that should have happened is given up on.
-PATIENCE = 60
+PATIENCE_S = 60
 
 DASK = Path(sys.executable).with_name("dask")
-#: What ``pip install`` brings, and a mere checkout does not.
+#: The file that ``pip install`` brings, and a mere checkout does not.
 HOOKS = Path(sys.prefix, "etc", "dask", "gpurt.yaml")
 
 
@@ -34,7 +34,7 @@ def run(*command: str | Path, code: int = 0, **settings: str) -> subprocess.Comp
         env=environment(**settings),
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE,
+        timeout=2 * PATIENCE_S,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
@@ -78,7 +78,7 @@ class Command:
             return self._ended or re.search(pattern, self.printed()) is not None
 
         with self._more:
-            self._more.wait_for(found, PATIENCE)
+            self._more.wait_for(found, PATIENCE_S)
         match = re.search(pattern, self.printed())
         assert match, f"no {pattern!r} in:\n{self.printed()}"
         return match[match.re.groups and 1]

@@ -10,8 +10,9 @@ from typing import Any
 
 @dataclass
 class FakeGpu:
-    """Describe one GPU; ``nvlinks`` names the index of the GPU at the end of each link that is up, or
-    "switch".
+    """Describe one GPU.
+
+    ``nvlinks`` names the index of the GPU at the end of each link that is up, or "switch".
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""A device whose memory is not the host's, on a host: its buffers are no arrays."""
+"""A device whose memory is not the host's, on a host: its buffers are not arrays."""
 
 from __future__ import annotations
 

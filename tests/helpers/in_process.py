@@ -91,7 +91,7 @@ def on_cluster(
     return decorate
 
 
-#: What Dask and copyreg themselves write into classes that are used.
+#: Attributes that Dask and copyreg themselves write into classes that are used.
 CACHES = ("_instances", "__slotnames__")
 
 

@@ -70,9 +70,7 @@ class Worker:
     # ---- what happens ------------------------------------------------------------------
 
     def leg(self, tasks: int, runs: int) -> None:
-        """Run tasks one after the other beside runs one after the other, of which the next begins as one
-        ends.
-        """
+        """Run tasks one after the other beside runs, of which the next begins as one ends."""
         control = Control(
             self.governor, self, lambda: self.moved, lambda: self.now, Decisions(lambda: self.now), Metrics()
         )

@@ -20,7 +20,7 @@ NATIONS = {
     "AMERICA": ("BRAZIL", "CANADA"),
     "MIDDLE EAST": ("SAUDI ARABIA", "IRAN"),
 }
-#: What queries ask for, and something else.
+#: Values that queries ask for, and others.
 BRANDS = ("Brand#12", "Brand#23", "Brand#34", "Brand#45", "Brand#11")
 CONTAINERS = ("MED BOX", "SM CASE", "LG PKG", "JUMBO JAR")
 TYPES = ("LARGE BRASS", "ECONOMY ANODIZED STEEL", "PROMO PLATED TIN", "MEDIUM POLISHED COPPER")

@@ -32,7 +32,7 @@ PORTS = {"tcp": 8786, "ucx": 8788}
 #: UCX goes by TCP over the link, within a host too: it takes two namespaces of one kernel for one host.
 UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 CLONE_NEWNET = 0x40000000
-PATIENCE = 60
+PATIENCE_S = 60
 
 
 class Host:
@@ -69,13 +69,13 @@ class Host:
         environment = {**os.environ, **UCX, **inherited}
         enter = ["nsenter", "--target", str(self.pid), "--all", "--wd=."]
         process = subprocess.Popen([*enter, *command], env=environment, stderr=subprocess.DEVNULL)
-        self._stack.callback(process.wait, PATIENCE)
+        self._stack.callback(process.wait, PATIENCE_S)
         self._stack.callback(process.kill)
 
     def run(self, *command: str, within: str = "--all") -> None:
         """Run something to its end."""
         enter = ["nsenter", "--target", str(self.pid), within, "--"]
-        done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
     def configure(self, *command: str) -> None:
@@ -103,8 +103,9 @@ def _enter(namespace: int) -> None:
 def two_hosts(
     scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp", **settings: Any
 ) -> Iterator[Client]:
-    """Run a cluster with the runtime on, of so many workers on each of two hosts; the scheduler is on the
-    first.
+    """Run a cluster with the runtime on, of so many workers on each of two hosts.
+
+    The scheduler is on the first.
 
     Parameters
     ----------
@@ -135,8 +136,8 @@ def two_hosts(
                 where = ("--protocol", protocol, "--local-directory", str(scratch))
                 host.start(*dask_command, "worker", _scheduler(protocol), *options, *where)
         with hosts[0].network():
-            client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE))
-        client.wait_for_workers(2 * workers, timeout=PATIENCE)
+            client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE_S))
+        client.wait_for_workers(2 * workers, timeout=PATIENCE_S)
         instrument(client)
         dask_gpurt.enable(client)
         try:

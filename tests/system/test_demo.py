@@ -26,9 +26,9 @@ from tests.helpers.flights import write_tables
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-#: What is compared on each backend: Dask's own p2p is for host memory.
+#: Methods that are compared on each backend: Dask's own p2p is for host memory.
 METHODS = {"pandas": ["gpurt", "tasks", "p2p"], "cudf": ["gpurt", "tasks"]}
-#: How its workers read one another's shards, unless there is only one.
+#: The path by which its workers read one another's shards, unless there is only one.
 PATH = {"pandas": "shared-memory", "cudf": "cuda-ipc"}
 
 

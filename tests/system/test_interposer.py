@@ -1,4 +1,4 @@
-"""The interposer against a driver without a device: what it changes, what it must not, and who else is there.
+"""The interposer against a driver without a device: what it changes, what it must not, what else is there.
 
 Each test has a process in which both are loaded, as in a worker; launches are seen from the driver's side.
 """
@@ -289,7 +289,7 @@ def test_a_handle_may_become_another_kernels(one: Process) -> None:
     assert only(one.launch(picky)) == 0, "it is still the same"
 
 
-# ---- who else is there ---------------------------------------------------------------
+# ---- what else is there --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -325,7 +325,7 @@ def test_two_copies_of_it_cap_once(built: Path, tmp_path: Path) -> None:
 
 
 def test_who_wraps_with_rtld_next_finds_the_next(built: Path) -> None:
-    """The C library goes by who asks, which it must not take us for."""
+    """The C library goes by the caller, which it must not take us for."""
     path = built / "next.so"
     with process(built / "libcuda.so.1", built / "_interposer.so", path) as wrapped:
         assert wrapped.symbol(str(path), "getppid") < 0

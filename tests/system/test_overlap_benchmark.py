@@ -68,7 +68,7 @@ def test_each_setting_comes_first_once() -> None:
 
 COMPUTE, OURS = gpu_timeline.DEFAULT, gpu_timeline.DEFAULT + 1
 RAN = st.builds(
-    lambda stream, began, length: gpu_timeline.Ran("kernel", stream, began, began + length),
+    lambda stream, began, length: gpu_timeline.Activity("kernel", stream, began, began + length),
     st.sampled_from([COMPUTE, OURS, OURS + 1]),
     st.integers(0, 100),
     st.integers(0, 50),
@@ -77,7 +77,7 @@ RAN = st.builds(
 
 def test_a_timeline_is_shared_out() -> None:
     spans = [(COMPUTE, 0, 10), (OURS, 5, 15), (OURS + 1, 7, 8), (OURS, 20, 30), (COMPUTE, 28, 29)]
-    found = gpu_timeline.summary([gpu_timeline.Ran(f"on {one[0]}", *one) for one in spans])
+    found = gpu_timeline.summary([gpu_timeline.Activity(f"on {one[0]}", *one) for one in spans])
     in_ns = {name: round(seconds * 1e9) for name, seconds in found["seconds"].items()}
     assert in_ns == {"compute": 5, "communication": 14, "both": 6, "neither": 5}
     assert {stream: count for stream, (count, _) in found["streams"].items()} == {7: 2, 8: 2, 9: 1}
@@ -85,7 +85,7 @@ def test_a_timeline_is_shared_out() -> None:
 
 
 @given(st.lists(RAN, min_size=1))
-def test_every_moment_is_one_of_four(ran: list[gpu_timeline.Ran]) -> None:
+def test_every_moment_is_one_of_four(ran: list[gpu_timeline.Activity]) -> None:
     found = gpu_timeline.shares(ran)
     whole = max(one.ended for one in ran) - min(one.began for one in ran)
     assert sum(found.values()) * 1e9 == pytest.approx(whole)

@@ -48,9 +48,7 @@ def fits(function: int, threads: int, dynamic: int) -> int | None:
 
 
 def capped_kernels(interposer: Interposer, cap: int) -> list[dict[str, Any]]:
-    """Return what the driver says of each kernel that was capped, as it is and with the shared memory of the
-    cap.
-    """
+    """Return what the driver says of each capped kernel, as it is and with the shared memory of the cap."""
     limits, shared = interposer.limits(0), interposer._shared
     assert limits is not None
     return [

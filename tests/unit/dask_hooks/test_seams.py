@@ -73,7 +73,7 @@ def test_the_table_has_a_state_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.name == "WorkStealing._get_thief"
     assert row.difference.endswith(
         "known is (self, scheduler, ts, potential_thieves, occupancies): "
-        "Dask chooses who takes tasks from others"
+        "Dask chooses which worker takes tasks from others"
     )
     states = {row.name: row.state for row in table(unused=CHOICES)}
     assert states["WorkStealing._get_thief"] == State.UNUSED

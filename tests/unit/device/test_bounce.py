@@ -29,7 +29,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 
 def late(source: np.ndarray, memory: np.ndarray, begun: list[int]) -> Fence:
-    """Copy as a device does: only whoever waits for it finds the bytes there."""
+    """Copy as a device does: only a thread that waits for it finds the bytes there."""
     begun.append(source.size)
 
     def wait() -> None:

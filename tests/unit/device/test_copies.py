@@ -48,7 +48,7 @@ def test_every_byte_arrives_and_only_padding_goes_along(sizes: list[int], data: 
     theirs = np.ones(target.size, bool)
     for at, n in zip(to, sizes, strict=False):
         theirs[at : at + -(-n // ALIGNMENT) * ALIGNMENT] = False
-    assert not target[theirs].any(), "what lies between, and is no padding, is not part of any"
+    assert not target[theirs].any(), "what lies between, except padding, is not part of any"
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:

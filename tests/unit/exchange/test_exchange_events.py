@@ -119,7 +119,7 @@ async def test_an_offer_of_a_worker_to_itself_fails() -> None:
 
 
 def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
-    """A comm within a process hands the memory of the producer over, who reuses it after the release."""
+    """A comm within a process hands over the memory of the producer, which reuses it after the release."""
     rng = np.random.default_rng(0)
     rows = pd.DataFrame({"key": rng.integers(0, 999, 60_000), "row": np.arange(60_000)})
     with (

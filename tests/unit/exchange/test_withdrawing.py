@@ -32,8 +32,9 @@ OURS, OTHERS = 1, 2
 
 
 class Worker:
-    """Provide what an exchange needs of a worker. Replies to ``gpurt_fetch`` are read off the wire once it is
-    let.
+    """Provide what an exchange needs of a worker.
+
+    Replies to ``gpurt_fetch`` are read off the wire once it is let.
     """
 
     def __init__(self, address: str, all_of_them: dict[str, Worker]):

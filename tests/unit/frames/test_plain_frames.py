@@ -146,7 +146,7 @@ def test_rows_go_into_the_ranges_that_dask_says(divisions: Any, ignore_index: bo
     for frame, other, wanted in zip(found, unordered, expected(frames), strict=True):
         wanted = wanted.reset_index(drop=True) if ignore_index else wanted
         assert_frame_equal(other, wanted)
-        # Keys are there many times: in which order these come is up to who sorts.
+        # Keys are there many times: in which order these come is up to the sort.
         assert_frame_equal(frame, wanted)
 
 

@@ -36,7 +36,7 @@ def test_a_need_grows_with_the_inputs() -> None:
 
 def test_a_need_far_above_all_that_was_seen_is_a_mistake() -> None:
     estimator = MemoryEstimator()
-    estimator.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are no inputs
+    estimator.learn("read", 28, 10 * MIB)  # of a barrier, and of shards that are not inputs
     assert estimator.estimate("read", 100 * MIB) == 20 * MIB
 
 
@@ -207,7 +207,7 @@ def test_the_time_of_the_next_request_begins_when_the_one_before_it_gives_up() -
     assert admission.ask(C, False, 15)
 
 
-PATIENCE = 5
+PATIENCE_S = 5
 #: What may happen in a step: a request of a kind comes, something that runs ends, a request is withdrawn, or
 #: nothing but time passes.
 events = st.one_of(
@@ -221,16 +221,16 @@ events = st.one_of(
 @given(st.lists(st.tuples(events, st.booleans()), max_size=60))
 def test_whatever_comes_goes_or_stays_for_ever_each_request_is_admitted_in_its_time(steps: Any) -> None:
     """One step a second, in which each request asks. What runs ends only where a step says so."""
-    admission, now, numbers = Admission(PATIENCE), 0, itertools.count()
+    admission, now, numbers = Admission(PATIENCE_S), 0, itertools.count()
     due: dict[MemoryRequest, int] = {}
 
     def ask(who: MemoryRequest, fits: bool) -> None:
         if admission.ask(who, fits, now):
             due.pop(who, None)
         else:
-            due.setdefault(who, now + PATIENCE * len(admission.waiting))
+            due.setdefault(who, now + PATIENCE_S * len(admission.waiting))
 
-    for (what, which), fits in [*steps, *[(("pass", 0), False)] * (PATIENCE * len(steps))]:
+    for (what, which), fits in [*steps, *[(("pass", 0), False)] * (PATIENCE_S * len(steps))]:
         now += 1
         running, waiting = sorted(admission.running), admission.waiting
         if what == "come":

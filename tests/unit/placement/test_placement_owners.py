@@ -24,7 +24,7 @@ def owner(worker: str, seconds_per_byte: float, free: float = math.inf, below: f
 SITUATIONS = {
     "all alike share alike": ([owner("a", 1), owner("b", 1), owner("c", 1)], {"a": 4, "b": 4, "c": 4}),
     "a worker that gets bytes at half the rate gets half": ([owner("a", 1), owner("b", 2)], {"a": 8, "b": 4}),
-    "none for who has no room": ([owner("a", 1, 0), owner("b", 9, 99)], {"b": 12}),
+    "none for one without room": ([owner("a", 1, 0), owner("b", 9, 99)], {"b": 12}),
     "what one has no room for goes to the others": (
         [owner("a", 1, 1), owner("b", 1, 99), owner("c", 1, 99)],
         {"a": 1, "b": 5, "c": 6},

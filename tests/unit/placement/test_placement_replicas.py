@@ -34,7 +34,7 @@ def replica(worker: str, reach: float, memory: FreeMemory, spill: Route = PINNED
 
 ROOMY, SHORT, FULL = space(40), space(1), space(1, below=0)
 
-#: In each the first one is who takes it.
+#: In each the first one takes it.
 TAKING = {
     "over NVLink before TCP": [
         Recipient("b", over(Link.NVLINK), ROOMY),
@@ -44,7 +44,7 @@ TAKING = {
         Recipient("b", over(Link.NVLINK), space(4)),
         Recipient("a", over(Link.TCP), space(80)),
     ],
-    "who has most room of those with like links": [
+    "the one with most room of those with like links": [
         Recipient("b", over(Link.NVLINK), space(40)),
         Recipient("a", 0.9 * over(Link.NVLINK), space(20)),
     ],
@@ -60,15 +60,15 @@ TAKING = {
         Recipient("b", over(Link.TCP), SHORT),
         Recipient("a", over(Link.NVLINK), FULL),
     ],
-    "who was asked and has not got it yet": [
+    "one that was asked and has not got it yet": [
         Recipient("b", over(Link.TCP), SHORT, asked=True),
         Recipient("a", over(Link.NVLINK), ROOMY),
     ],
-    "another where who was asked has no room any more": [
+    "another where the one asked has no room any more": [
         Recipient("b", over(Link.TCP), SHORT),
         Recipient("a", over(Link.NVLINK), FULL, asked=True),
     ],
-    "who holds less where memory has no limit": [
+    "the one that holds less where memory has no limit": [
         Recipient("b", over(Link.TCP), FreeMemory(math.inf), held=1),
         Recipient("a", over(Link.TCP), FreeMemory(math.inf), held=2),
     ],
@@ -100,7 +100,7 @@ GOING = {
         replica("a", 0, FULL),
         replica("b", over(Link.DISK, Link.TCP), SHORT, live=False),
     ],
-    "the one far from who needs it": [
+    "the one far from the one that needs it": [
         replica("a", over(Link.TCP), ROOMY),
         replica("b", over(Link.NVLINK), ROOMY),
     ],
@@ -114,7 +114,7 @@ GOING = {
         replica("a", 0, ROOMY),
         replica("b", over(Link.DISK), FULL, live=False, kept=True),
     ],
-    "the one of who holds more where memory has no limit": [
+    "the one of the worker that holds more where memory has no limit": [
         replica("a", 0, FreeMemory(math.inf), held=2),
         replica("b", 0, FreeMemory(math.inf), held=1),
     ],

@@ -146,7 +146,7 @@ def test_the_scheduler_learns_durations_and_bandwidth() -> None:
     assert before < simulation.scheduler.bandwidth < SPEED
 
 
-# ---- who comes and goes --------------------------------------------------------------
+# ---- workers that come and go --------------------------------------------------------
 
 
 def test_what_a_worker_had_is_made_again() -> None:
