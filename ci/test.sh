@@ -52,11 +52,6 @@ oldest_command() {
         GPURT_TEST_FAILURES=40 python -m pytest "${WITHOUT_DASK[@]/#/--ignore=}"
 }
 
-# Two hosts first: they take longest, and files run beside each other.
-slow_command() {
-    python -m pytest -m slow tests/system/test_two_hosts.py tests
-}
-
 # Costs the residency caps, and nothing else.
 without_compiler() {
     mkdir "$scratch/tree" "$scratch/bare" &&
@@ -84,7 +79,7 @@ chaos() {
 environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }
 step "install and test" readme_command
 newest=$(dask_version)
-step "slow tests" slow_command
+step "slow tests" python -m pytest -m slow
 step "install without a compiler" without_compiler
 step "ruff format" ruff format --check
 step "ruff check" ruff check

@@ -19,6 +19,7 @@ import psutil
 from distributed import Client, LocalCluster
 from distributed.core import Status
 
+from dask_gpurt.dask_hooks.expr import find_in_one_step
 from dask_gpurt.dask_hooks.scheduler import start_missing_workers
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def _free_ports(count: int) -> list[int]:
 def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
     """Start a cluster on this machine; yields a client, the cluster, and the directory of its workers."""
     _without_class_lock()
+    find_in_one_step()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with tempfile.TemporaryDirectory(prefix="gpurt-chaos-", ignore_cleanup_errors=True) as directory:
         options: dict[str, Any] = {

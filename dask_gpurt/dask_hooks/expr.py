@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
+from dask._expr import Expr, SingletonExpr
 from dask.dataframe.dask_expr import _shuffle
 from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection, RenameFrame, ResetIndex
 from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge, create_assign_index_merge_transfer
@@ -47,6 +49,7 @@ __all__ = [
     "create_assign_index_merge_transfer",
     "default_shuffle_method",
     "defaults",
+    "find_in_one_step",
     "is_aligned",
     "layer_of",
     "meta",
@@ -176,3 +179,36 @@ def _seam(short: str) -> Seam:
 def _instead(replacement: Replacement) -> Wrap:
     """Hand the original to a replacement as its first argument."""
     return lambda original: partial(replacement, original)
+
+
+# ---- finding expressions ---------------------------------------------------------------------------
+
+#: What is replaced while chaos runs only, and so is no part of what the runtime needs.
+_LOOKUP = Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",))
+
+
+def find_in_one_step() -> None:
+    """Have equal expressions be found and held in one step, in this process and for good.
+
+    Dask keeps one instance of equal expressions, by name, in a dictionary of weak references. It looks twice,
+    which is not safe where a scheduler and its client are threads of one process::
+
+        scheduler, unpickling a graph: is there an expression of this name? Yes.
+        client, which has sent it:     lets go of the last reference.
+        scheduler:                     KeyError; the graph is refused.
+
+    The futures of that graph end in an error, and what is computed from them is cancelled: "lost
+    dependencies". A Dask whose method is not as it is known is left alone.
+    """
+    if _LOOKUP.difference() is None:
+        SingletonExpr.__new__ = staticmethod(_find_or_make)  # type: ignore[method-assign]
+
+
+def _find_or_make(cls: type[SingletonExpr], *operands: Any, **options: Any) -> Any:
+    if not hasattr(cls, "_instances"):
+        cls._instances = WeakValueDictionary()
+    made: Any = Expr.__new__(cls, *operands, **options)
+    if cls.__init__ is object.__init__ and (known := cls._instances.get(made._name)) is not None:
+        return known
+    cls._instances[made._name] = made
+    return made

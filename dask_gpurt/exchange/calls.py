@@ -77,7 +77,7 @@ class Calls:
         Raises
         ------
         PeerLost
-            When the worker leaves meanwhile.
+            When the worker leaves meanwhile, or has failed to answer because it closes.
         OSError
             When the connection breaks.
         """
@@ -87,13 +87,32 @@ class Calls:
                 check()
                 if await self.has_left(address) and not answer.done():
                     raise PeerLost(f"worker {address} has left")
-            return answer.result()
+            return await self._result(answer, address)
         finally:
             answer.cancel()  # which does nothing to one that is done
 
+    async def _result(self, answer: asyncio.Future[Any], address: str) -> Any:
+        """Return an answer. Whatever a worker that closes fails with: it is lost, and no error of a run."""
+        try:
+            return answer.result()
+        except OSError:
+            raise
+        except Exception as error:
+            if await self.is_closing(address):
+                raise PeerLost(f"worker {address} closes ({error})") from error
+            raise
+
     async def has_left(self, address: str) -> bool:
         """Ask the scheduler whether a worker has left; False where it can not be asked."""
-        with contextlib.suppress(OSError):  # without a scheduler this worker ends too
-            gone = await self._worker.scheduler.gpurt_gone(peers=[address])
+        return await self._ask(address)
+
+    async def is_closing(self, address: str) -> bool:
+        """Ask the scheduler whether a worker has left, or is about to; False where it can not be asked."""
+        return await self._ask(address, closing=True)
+
+    async def _ask(self, address: str, **more: bool) -> bool:
+        # Without a scheduler this worker ends too; of one that ends itself the connections are closed.
+        with contextlib.suppress(OSError, RuntimeError):
+            gone = await self._worker.scheduler.gpurt_gone(peers=[address], **more)
             return gone is not None and address in gone  # None: the runtime has been switched off there
         return False

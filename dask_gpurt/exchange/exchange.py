@@ -75,6 +75,7 @@ class Exchange:
         self.pools = pools
         self.pools.ask_for_room = self._ask_for_room
         self.pools.retains = self._goes_on
+        self.pools.yields = self._is_read
         self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
         self.pools.ask_host = self.host_room.ask
         self.landing = Landing(tiered_buffer, pools.main, metrics)
@@ -112,6 +113,8 @@ class Exchange:
         self._publishing: set[RunKey] = set()
         #: The runs that receive here, each with the producers that have withdrawn from it.
         self._receiving: dict[RunKey, set[Peer]] = {}
+        #: The runs of which nothing is left to be read here.
+        self._read: set[RunKey] = set()
         self._pulls = 0
         #: Bytes of shards that were offered to this worker.
         self.moved = 0
@@ -141,6 +144,17 @@ class Exchange:
         """Return whether a run may need once more what it has published here. From any thread."""
         return run in self._receiving
 
+    def run_is_read(self, run: RunKey, is_read: bool) -> None:
+        """Note whether a run has outputs left that will be read here."""
+        if is_read:
+            self._read.add(run)
+        else:
+            self._read.discard(run)
+
+    def _is_read(self, run: RunKey) -> bool:
+        """Whether a run neither publishes nor reads here, for now. From any thread."""
+        return run in self._read and run not in self._publishing
+
     def run_published(self, run: RunKey) -> None:
         """Note that a run publishes nothing any more; again does nothing."""
         if run in self._publishing:
@@ -150,6 +164,7 @@ class Exchange:
     def run_ends(self, run: RunKey) -> None:
         """Note that a run is over on this worker; again does nothing."""
         self.run_published(run)
+        self._read.discard(run)
         self._receiving.pop(run, None)  # from here on nothing of it is retained
         self.pools.end(run)
 

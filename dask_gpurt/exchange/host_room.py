@@ -87,11 +87,13 @@ class HostRoom:
         now = time.monotonic()
         if now - self._last_round > ROUND_FORGOTTEN_S:
             self._foreign_since = None
+        # Also where waiting is in vain, so that those who come next know it. Else each of many tasks,
+        # whenever it is tried again, would wait as long as the first.
+        self._worker.loop.add_callback(self._round)
         if self._foreign_since is not None and now - self._foreign_since > FOREIGN_PATIENCE_S:
             if nbytes > SMALLEST_BLOCK:
                 raise PoolFull(nbytes)
             raise MemoryError(no_room(nbytes))
-        self._worker.loop.add_callback(self._round)
 
     async def _round(self) -> None:
         if self._asking:

@@ -37,7 +37,8 @@ class Outbox:
     """Published blocks of one pool, by shard id. Thread-safe.
 
     Blocks that all readers have let go of are *retained* for as long as their run goes on and nothing else
-    needs their room: should a reader be lost, another one is offered them again.
+    needs their room: should a reader be lost, another one is offered them again. A pool does not grow beside
+    them once all has been read here: memory that was never used is slower than memory that was.
 
     Parameters
     ----------
@@ -64,6 +65,9 @@ class Outbox:
         self._busy: set[RunKey] = set()
         #: Whether blocks of a run may be read once more. Called under the lock, from any thread.
         self.retains: Callable[[RunKey], bool] = _never
+        #: Whether retained blocks of a run make room for what is cut now, also where the pool has other room.
+        #: Called as the one before.
+        self.yields: Callable[[RunKey], bool] = _never
         self._ids = itertools.count()
         self._changed = threading.Condition()
         self._waiting = 0
@@ -77,12 +81,13 @@ class Outbox:
 
     def allocate(self, nbytes: int) -> Block:
         """Cut a block, if need be where retained blocks are; or raise PoolFull."""
+        self._reclaim(nbytes, self.yields)
         while True:
             try:
                 block = self.pool.allocate(nbytes)
                 break
             except PoolFull:
-                if not self._reclaim(nbytes):
+                if not self._reclaim(nbytes, _always):
                     raise
         self._metrics.peak("exchange.pool.peak", self.pool.used)
         return block
@@ -223,15 +228,18 @@ class Outbox:
             self._free([self._retained.pop(shard) for shard in ended])
             self._busy.discard(run)
 
-    def _reclaim(self, nbytes: int) -> bool:
-        """Free the oldest retained blocks, so many bytes of them; False when there are none."""
+    def _reclaim(self, nbytes: int, of: Callable[[RunKey], bool]) -> bool:
+        """Free the oldest retained blocks of some runs, so many bytes of them; False when there are none."""
+        if not self._retained:  # as most often; should one come at this moment, the pool grows by a block
+            return False
         with self._changed:
             oldest, found = [], 0
             for shard, entry in self._retained.items():
                 if found >= nbytes:
                     break
-                oldest.append(shard)
-                found += sum(block.nbytes for block in entry.blocks)
+                if of(entry.run):
+                    oldest.append(shard)
+                    found += sum(block.nbytes for block in entry.blocks)
             self._free([self._retained.pop(shard) for shard in oldest])
         self._metrics.add("exchange.retained.reclaimed", found)
         return bool(oldest)
@@ -274,3 +282,7 @@ class Outbox:
 
 def _never(run: RunKey) -> bool:
     return False
+
+
+def _always(run: RunKey) -> bool:
+    return True

@@ -41,6 +41,8 @@ class Pools:
     ask_host: Callable[[int], None]
     #: Whether blocks of a run may be read once more; from any thread.
     retains: Callable[[RunKey], bool]
+    #: Whether what is retained of a run makes room for what is published now; from any thread.
+    yields: Callable[[RunKey], bool]
 
     def __init__(self, size: Size | None, memory_limit: int, metrics: Metrics):
         self.devices: dict[str, Device] = discover(memory_limit)
@@ -71,6 +73,7 @@ class Pools:
                 ask = partial(self._ask, pool)
                 outbox = self._outboxes[kind] = Outbox(pool, ask, self._metrics)
                 outbox.retains = lambda run: self.retains(run)
+                outbox.yields = lambda run: self.yields(run)
             return self._outboxes[kind]
 
     def _ask(self, pool: Pool, owners: set[str]) -> None:

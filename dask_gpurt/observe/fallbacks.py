@@ -51,7 +51,7 @@ class Fallback(Enum):
     MEMORY_SPILL_UNREADABLE = "memory.spill-unreadable", "spilled data is computed again"
     MEMORY_FILES_WITHOUT_KVIKIO = "memory.files-without-kvikio", "files are moved without kvikio"
 
-    COMPUTE_ALONE = "compute.alone", "one worker runs where several were to share a GPU"
+    DEVICE_NOT_SHARED = "device.not-shared", "one worker runs where several were to share a GPU"
 
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask decides in its method {method}"

@@ -22,7 +22,7 @@ from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
+from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import RunsInARow
@@ -117,7 +117,10 @@ class Recovery:
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
         outputs = {task.key: output_partition(task.run_spec) for task in barrier.dependents}
-        self._kept[shuffle], self._pending[shuffle] = outputs, set(outputs)
+        # Where a part of what is made of outputs was lost, the other outputs are not needed,
+        # and stay so for as long as the collection is kept.
+        pending = {task.key for task in barrier.dependents if task.state not in IDLE}
+        self._kept[shuffle], self._pending[shuffle] = outputs, pending
         for key in outputs:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
         transfers = [task.key for task in barrier.dependencies]
@@ -149,8 +152,12 @@ class Recovery:
                 self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
 
     def _end_unless_needed(self, shuffle: Any) -> None:
-        if shuffle in self._kept and not self._pending[shuffle]:
+        if shuffle not in self._kept or self._pending[shuffle]:
+            return
+        if self.is_done(shuffle):
             self.end(shuffle)
+        else:  # a graph that came later needs others of its outputs
+            self._keep(shuffle)
 
     def end(self, shuffle: Any) -> None:
         """Keep nothing of a shuffle any more: Dask ends the run, if no output waits for it."""
@@ -188,7 +195,7 @@ class Recovery:
 
     def is_done(self, shuffle: Any) -> bool:
         """Return whether a shuffle has put all of its outputs together that are needed."""
-        return not any(self._is_unfinished(task) for task in self._barrier(shuffle).dependents)
+        return not any(map(is_unfinished, self._barrier(shuffle).dependents))
 
     # ---- what workers ask ------------------------------------------------------------
 
@@ -197,10 +204,21 @@ class Recovery:
         owners = self._owners(id, run_id)
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
-    def sealed(self, id: Any, run_id: int, epoch: int) -> bool:
-        """Handle a barrier's note that all owners have what there is; False when the epoch is not current."""
+    def sealed(self, id: Any, run_id: int, epoch: int, worker: str) -> None:
+        """Handle a barrier's note that all owners of an epoch have what there is.
+
+        Parameters
+        ----------
+        worker
+            The one that runs the barrier; the end of the task comes behind this on its stream.
+        """
         owners = self._owners(id, run_id)
-        return owners is not None and owners.seal(epoch)
+        if owners is None or owners.seal(epoch) or owners.sealed:
+            return
+        # Whatever moves outputs has the barrier run again, and the worker hears of the owners before that.
+        # Should it have missed them all the same, it shall not end with others.
+        self._send_owners(id, {worker})
+        self._release([barrier_key(id)], "processing")
 
     def recover(
         self,
@@ -422,7 +440,7 @@ class Recovery:
         """Count that runs are mended, until all their outputs that are missing now have been there."""
         for shuffle in shuffles:
             outputs = self._barrier(shuffle).dependents
-            self._in_a_row.begins(shuffle, [task.key for task in outputs if self._is_unfinished(task)])
+            self._in_a_row.begins(shuffle, [task.key for task in outputs if is_unfinished(task)])
 
     def _move(
         self, shuffle: Any, to: Mapping[int, str], gone: Collection[str], idle: Mapping[int, str]
@@ -437,8 +455,15 @@ class Recovery:
             partition = output_partition(task.run_spec)
             if partition is None or partition in moved:
                 restrict_again(self._extension, task, None if partition is None else moved[partition])
-        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": ToPickle(owners.snapshot())}
-        here = run.participating_workers & self._scheduler.stream_comms.keys()
+        self._send_owners(shuffle, run.participating_workers)
+
+    def _send_owners(self, shuffle: Any, workers: Collection[str]) -> None:
+        """Tell workers the owners of a run as they are now."""
+        run = self._extension.active_shuffles[shuffle]
+        owners = ToPickle(run.run_spec.worker_for.snapshot())
+        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": owners}
+        # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
+        here = self._scheduler.stream_comms.keys() & set(workers) & set(self._ready)
         self._scheduler.send_all({}, {worker: [message] for worker in here})
 
     def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
@@ -462,15 +487,7 @@ class Recovery:
 
     def _unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
         """Return those of these outputs that may still have to be put together."""
-        done = set()
-        for task in self._barrier(shuffle).dependents:
-            if not self._is_unfinished(task) and (partition := output_partition(task.run_spec)) is not None:
-                done.add(partition)
-        return set(outputs) - done
-
-    @staticmethod
-    def _is_unfinished(task: Any) -> bool:
-        return task.state not in ("memory", *IDLE)
+        return needed_outputs(self._barrier(shuffle), outputs)
 
     def _is_sealed(self, shuffle: Any) -> bool:
         owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
@@ -482,10 +499,37 @@ class Recovery:
 
     def _sharing(self, shuffle: Any) -> set[Any]:
         """Return a shuffle, and the active ones that share outputs with it, as the two sides of a join do."""
-        found = {shuffle}
-        for key in self._kept.get(shuffle, ()):
-            found |= self._shuffles_of[key] & self._extension.active_shuffles.keys()
-        return found
+        others = sharing_outputs(self._barrier(shuffle)) & self._extension.active_shuffles.keys()
+        return {shuffle} | {other for other in others if self._is_ours(other)}
+
+    def _is_ours(self, shuffle: Any) -> bool:
+        return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
+
+
+def is_unfinished(task: Any) -> bool:
+    """Return whether the task of an output is needed, and not in memory."""
+    return task.state not in ("memory", *IDLE)
+
+
+def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
+    """Return those of some outputs that have still to be put together, or may be asked for.
+
+    Parameters
+    ----------
+    barrier
+        The task of the shuffle's barrier. Several graphs may share a shuffle: an output may be read by more
+        than one task, and by none yet.
+    """
+    needed, others = set[int | None](), set[int | None]()
+    for task in barrier.dependents:
+        (needed if is_unfinished(task) else others).add(output_partition(task.run_spec))
+    return set(outputs) - (others - needed)
+
+
+def sharing_outputs(barrier: Any) -> set[Any]:
+    """Return the shuffles that share outputs with that of a barrier, as the other side of a join does."""
+    others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
+    return {shuffle for key in others if (shuffle := id_from_key(key))}
 
 
 def _client(shuffle: Any) -> str:

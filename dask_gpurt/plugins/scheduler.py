@@ -30,7 +30,7 @@ from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
-from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
+from dask_gpurt.shuffle.run import CLOSING, OWNERS, RECOVER, SEALED
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -129,13 +129,13 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             JOIN: self.workers.join,
             OWNERS: self.shuffles.recovery.owners,
             RECOVER: self.shuffles.recovery.recover,
-            SEALED: self.shuffles.recovery.sealed,
         }
         operations = {
             OP: self.memory_changed,
             LOST: self.lost,
             READY: self.is_ready,
             LEFT: self.workers.has_left,
+            SEALED: self.shuffles.recovery.sealed,
         }
         patches = dask_hooks.PatchSet()
         self._undo.callback(patches.restore)
@@ -152,7 +152,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _bear_with_unreachable(self) -> None:
         # Dask closes workers that send what it does not know, and these have not heard of it yet.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, PLACE, TRAFFIC):
+            for name in (OP, LOST, READY, LEFT, PLACE, TRAFFIC, SEALED):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:
@@ -255,9 +255,18 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if topic == METHOD_TOPIC and msg in MethodChoice.__members__:
             MethodChoice[msg].count(self.metrics)
 
-    def gone(self, peers: list[str]) -> list[str]:
-        """Handle the question which of these workers have left."""
-        return [peer for peer in peers if peer not in self.scheduler.workers]
+    def gone(self, peers: list[str], closing: bool = False) -> list[str]:
+        """Handle a question: return which of these workers have left.
+
+        Parameters
+        ----------
+        closing
+            Whether those count that are about to.
+        """
+        workers = self.scheduler.workers
+        return [
+            peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
+        ]
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handle a question for the state of the whole cluster, for ``doctor`` and for people.

@@ -30,7 +30,7 @@ from dask_gpurt.dask_hooks.shuffle import (
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.recovery import Recovery
+from dask_gpurt.plugins.recovery import Recovery, is_unfinished, needed_outputs, sharing_outputs
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
@@ -140,7 +140,7 @@ class SchedulerShuffles:
                 # in place of what went wrong.
                 barrier.retries = 0
                 self._runs.begins(
-                    shuffle_id, [task.key for task in barrier.dependents if task.state != "memory"]
+                    shuffle_id, [task.key for task in barrier.dependents if is_unfinished(task)]
                 )
                 self._send_outputs_to_owners(shuffle_id, run.worker_for)
                 self.recovery.begins(shuffle_id)
@@ -158,8 +158,7 @@ class SchedulerShuffles:
             if placement is not None and not _has_partner(barrier, self._extension.active_shuffles):
                 chosen = placement.owners(barrier, chosen)
             chosen = self._among_ready(spec, chosen, barrier.worker_restrictions)
-            there = {output_partition(task.run_spec) for task in barrier.dependents if task.state == "memory"}
-            return Owners.begin(chosen, chosen.keys() - there)
+            return Owners.begin(chosen, chosen.keys() & needed_outputs(barrier, chosen))
 
         return calculate
 
@@ -261,10 +260,4 @@ class SchedulerShuffles:
 
 def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
     """Return whether a shuffle shares outputs with an active one, whose owners Dask has taken."""
-    return any(other in active for other in _sharing_outputs(barrier))
-
-
-def _sharing_outputs(barrier: Any) -> set[Any]:
-    """Return the shuffles that share outputs with that of a barrier, as the other side of a join does."""
-    others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
-    return {shuffle_id for key in others if (shuffle_id := id_from_key(key))}
+    return any(other in active for other in sharing_outputs(barrier))

@@ -112,7 +112,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo = self._undo
         self.metrics = Metrics()
         if reason := os.environ.get(ALONE):
-            self.metrics.fallback(Fallback.COMPUTE_ALONE, reason)
+            self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()

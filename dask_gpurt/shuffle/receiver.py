@@ -281,6 +281,12 @@ class Receiver:
                     finished += self._finish(received, partition)
             return finished
 
+    @property
+    def is_read(self) -> bool:
+        """Whether no output is left that has not been read for good."""
+        with self._lock:
+            return not any(received.outputs for received in self._shares.values())
+
     def close(self) -> None:
         """Let everything go. Blocks while something is being read."""
         with self._lock:

@@ -15,12 +15,12 @@ import logging
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from dask.context import thread_state
 from dask.typing import Key
-from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
+from distributed.core import ErrorMessage, OKMessage, Status, clean_exception, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
@@ -36,8 +36,16 @@ from dask_gpurt.shuffle.spec import ShuffleSpec
 logger = logging.getLogger(__name__)
 
 
-class Flush(NamedTuple):
-    """Ask a producer for what it has not offered yet."""
+class Seal(NamedTuple):
+    """Ask a worker to deliver what it still has to offer, then to close its lists of shards.
+
+    Attributes
+    ----------
+    succeeded
+        The attempt that counts at each input.
+    """
+
+    succeeded: Mapping[int, Attempt]
 
 
 class Retire(NamedTuple):
@@ -46,12 +54,16 @@ class Retire(NamedTuple):
     shares: frozenset[int]
 
 
-#: Messages to workers: offers of one producer, or at the barrier the attempt that counts at each input.
-Message = list[Shard | Commit] | Mapping[int, Attempt] | Flush | Retire
+#: Messages from worker to worker.
+Message = list[Shard | Commit] | Seal | Retire
 #: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
 GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
+#: The states of a worker that takes part in nothing any more.
+CLOSING = (Status.closing, Status.closed, Status.failed)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
-OWNERS, RECOVER, SEALED = "gpurt_owners", "gpurt_recover", "gpurt_sealed"
+OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
+#: Notes of barriers to the scheduler, on the stream of their worker.
+SEALED = "gpurt-sealed"
 #: Messages of the scheduler to workers as owners change.
 RENEW = "gpurt-renew"
 
@@ -135,6 +147,7 @@ class ShuffleRun:
         self._retiring: set[int] = set()
         exchange.metrics.add("shuffle.runs")
         exchange.run_begins(self._key)
+        self._note_what_is_left()
 
     def __repr__(self) -> str:
         return f"<{self}, closed={self.closed}, epoch={self._owners.epoch}>"
@@ -146,7 +159,7 @@ class ShuffleRun:
 
     def raise_if_closed(self) -> None:
         """Raise what ended the run, once it has ended."""
-        if self._exchange.closed and not is_finalizing(self._worker):
+        if self._exchange.closed and not self._is_closing():
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
                 "was running: compute it again, or switch off when nothing runs"
@@ -155,6 +168,10 @@ class ShuffleRun:
             raise self._exception
         if self.closed or self._exchange.closed:
             raise ShuffleClosedError(f"{self} is over")
+
+    def _is_closing(self) -> bool:
+        """Return whether the worker ends, and the runtime with it; the tasks of the run go on elsewhere."""
+        return is_finalizing(self._worker) or self._worker.status in CLOSING
 
     @property
     def is_open(self) -> bool:
@@ -205,6 +222,7 @@ class ShuffleRun:
             return
         self._owners = owners
         outdated = self._receiver.renew(owners)
+        self._note_what_is_left()
         self._sender.renew(owners)
         self._exchange.discard_soon(outdated)
         self._retire_all()
@@ -334,7 +352,10 @@ class ShuffleRun:
             run_id=self.run_id,
         )
         if reply["status"] != "OK":
-            raise _exception_of(cast(ErrorMessage, reply))
+            error = _exception_of(cast(ErrorMessage, reply))
+            if not isinstance(error, GONE) and await self._exchange.calls.is_closing(owner):
+                raise PeerLost(f"worker {owner} closes ({error})") from error
+            raise error
         return cast(dict[str, list[int]], reply).get("missing", [])
 
     async def _flush(self) -> None:
@@ -356,11 +377,9 @@ class ShuffleRun:
             await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=False)
             return self.run_id
         results = cast(Sequence[Transferred], run_ids)
-        await self._catch_up()
         epoch = self._owners.epoch
         try:
-            await asyncio.gather(*map(self._flush_at, {result.producer for result in results}))
-            missing = await self._seal({result.source: result.attempt for result in results})
+            missing = await self._seal_all(results)
         except (Stale, P2PConsistencyError) as error:
             raise RunInterrupted(str(error)) from error
         if missing:
@@ -368,30 +387,49 @@ class ShuffleRun:
             inputs = [result.key for result in results if result.source in missing]
             await self._recover(f"shards of inputs {sorted(missing)} are missing", inputs=inputs)
             raise RunInterrupted(f"inputs {sorted(missing)} are transferred again")
-        if not await getattr(self._worker.scheduler, SEALED)(id=self.id, run_id=self.run_id, epoch=epoch):
-            raise RunInterrupted(f"the owners of {self} have changed")
+        self.raise_if_closed()
+        # The scheduler hears of it before it hears of the end of this task, which comes on the same stream.
+        # Has it moved outputs meanwhile, it has had the barrier run again too, and takes neither.
+        self._worker.batched_stream.send({"op": SEALED, "id": self.id, "run_id": self.run_id, "epoch": epoch})
         return self.run_id
 
-    async def _flush_at(self, producer: str) -> None:
-        """Have a worker deliver what it still has to offer."""
-        with contextlib.suppress(*GONE):  # what one that has left did not deliver is missing
-            await self._deliver(producer, Flush())
+    async def _seal_all(self, results: Sequence[Transferred]) -> set[int]:
+        """Have all workers deliver what they have, and owners seal; return the inputs that are missing.
 
-    async def _seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
-        """Tell the owners which attempts count; returns the inputs that something is missing of."""
-        owners = sorted({share.owner for share in self._owners.open_shares()})
+        Both are asked for at once. An owner that another worker still had something for misses that at
+        first; by the time all have answered, everything is delivered, and it is asked once more.
+        """
+        seal = Seal({result.source: result.attempt for result in results})
+        owners = {share.owner for share in self._owners.open_shares()}
+        producers = {result.producer for result in results}
+        missing = await self._seal(seal, owners | producers, owners)
+        if missing:
+            missing = await self._seal(seal, missing.keys(), owners)
+        return {source for sources in missing.values() for source in sources}
+
+    async def _seal(
+        self, seal: Seal, workers: Collection[str], owners: Collection[str]
+    ) -> dict[str, Sequence[int]]:
+        """Send a seal to workers; return the inputs that something is missing of, by owner."""
+        workers = sorted(workers)
         answers = await asyncio.gather(
-            *(self._deliver(owner, succeeded) for owner in owners), return_exceptions=True
+            *(self._deliver(worker, seal) for worker in workers), return_exceptions=True
         )
-        for owner, answer in zip(owners, answers, strict=True):
-            if isinstance(answer, GONE):
+        missing: dict[str, Sequence[int]] = {}
+        for worker, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, GONE) and worker in owners:
                 self.raise_if_closed()
-                await self._recover(str(answer), unreachable=owner)
+                await self._recover(str(answer), unreachable=worker)
                 raise Stale(str(answer)) from answer
+            if not isinstance(answer, BaseException) and answer:
+                missing[worker] = answer
         for answer in answers:
-            if isinstance(answer, BaseException):
+            if isinstance(answer, Stale):
+                await self._catch_up()
+            # What a worker that has left, and owns nothing, did not deliver is missing.
+            if isinstance(answer, BaseException) and not isinstance(answer, GONE):
                 raise answer
-        return {source for answer in answers if isinstance(answer, list) for source in answer}
+        return missing
 
     # ---- consuming -------------------------------------------------------------------
 
@@ -408,17 +446,14 @@ class ShuffleRun:
         self.raise_if_closed()
         if epoch > self._owners.epoch:  # the sender has heard of new owners first
             await self._catch_up()
-        if isinstance(message, Flush):
+        if isinstance(message, Seal):
             await self._flush()
-            return []
+            if epoch != self._owners.epoch:
+                raise Stale(f"{self} has other owners by now")
+            return sorted(self._receiver.seal(message.succeeded))
         if isinstance(message, Retire):
             await self._exchange.forget_shares(sender, self._key, message.shares)
             return []
-        if isinstance(message, Mapping):
-            if epoch != self._owners.epoch:
-                raise Stale(f"{self} has other owners by now")
-            self._exchange.run_published(self._key)
-            return sorted(self._receiver.seal(message))
         try:
             await self._receiver.receive(message)
         except Exception:
@@ -481,6 +516,12 @@ class ShuffleRun:
         """Let the shards of a task go that has read outputs and is in memory."""
         if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
+            self._note_what_is_left()
+
+    def _note_what_is_left(self) -> None:
+        """Have what this worker retains make room for other runs while it has no output to read."""
+        if not self.closed:
+            self._exchange.run_is_read(self._key, self._receiver.is_read)
 
 
 def _exception_of(reply: ErrorMessage) -> Exception:

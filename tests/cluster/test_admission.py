@@ -16,12 +16,12 @@ import pandas as pd
 import pytest
 from dask.utils import key_split
 from distributed import Client, SchedulerPlugin, wait, worker_client
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.memory import admission
 from dask_gpurt.observe import Fallback
 from tests.helpers.clusters import Library, cluster, counters
+from tests.helpers.in_process import gen_client_cluster
 
 MIB = 2**20
 
@@ -130,7 +130,7 @@ def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
     config = {f"gpurt.{name.replace('__', '.')}": value for name, value in TIGHT.items()}
     workers = [("127.0.0.1", 2), ("127.0.0.1", 1)]
 
-    @gen_cluster(client=True, nthreads=workers, timeout=120, config=config)
+    @gen_client_cluster(nthreads=workers, config=config)
     async def run(client: Any, scheduler: Any, here: Any, there: Any) -> None:
         await dask_gpurt.enable(client)
         await client.submit(wide, key="meet-0", workers=[here.address])  # what the prefix needs is known now

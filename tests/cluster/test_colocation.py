@@ -74,7 +74,7 @@ def test_without_mps_a_worker_of_a_gpu_stays_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(mps, "USUAL_PIPE", tmp_path)
     with started(1, 1, env={"CUDA_VISIBLE_DEVICES": "0"}) as client:
         (worker,) = dask_gpurt.report(client)["workers"].values()
-        assert worker.fallbacks[Fallback.COMPUTE_ALONE.id].reason == f"{CONTROL} is not installed"
+        assert worker.fallbacks[Fallback.DEVICE_NOT_SHARED.id].reason == f"{CONTROL} is not installed"
         (told,) = client.scheduler_info()["workers"].values()
         assert told["memory_limit"] == MEMORY
 

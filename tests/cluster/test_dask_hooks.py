@@ -18,14 +18,13 @@ from dask.dataframe.dask_expr import _merge
 from distributed import Client, LocalCluster, Scheduler
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt import preload
 from dask_gpurt.cli import main
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.dask_hooks import UnsupportedError
-from tests.helpers.in_process import on_plain_cluster, until, whole_state
+from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, until, whole_state
 
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
 
@@ -121,7 +120,7 @@ def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.Monkey
 def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's look is passed: the scheduler's counts as well."""
 
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)])
     async def run(client: Any, scheduler: Any, a: Any) -> None:
         before = set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)
         with monkeypatch.context() as patch:
@@ -139,7 +138,7 @@ def _only_for_clients(*, expressions: bool = False) -> None:
 
 
 def test_expressions_are_looked_at_on_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    @gen_cluster(client=True, nthreads=[])
+    @gen_client_cluster(nthreads=[])
     async def run(client: Any, scheduler: Scheduler) -> None:
         monkeypatch.setattr(_merge.Merge, "_lower", lambda self, optimizer: None)
         with pytest.raises(UnsupportedError, match=r"Merge\._lower\(self, optimizer\)"):
@@ -191,7 +190,7 @@ async def move_something(client: Any, a: Any, b: Any) -> None:
 
 
 def test_a_plugin_that_wraps_the_same_goes_on_when_ours_goes() -> None:
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2)
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         below, above = Counting(b), None
         await dask_gpurt.enable(client)

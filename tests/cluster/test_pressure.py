@@ -7,10 +7,9 @@ from typing import Any
 import psutil
 import pytest
 from distributed.spill import ManualEvictProto
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from tests.helpers.in_process import until
+from tests.helpers.in_process import gen_client_cluster, until
 
 BYTES = 2**20
 #: The limit is below what this process has already. Tasks are not to be paused for it.
@@ -26,8 +25,7 @@ MEMORY = {
 def test_the_monitor_of_dask_has_data_spilled(spill: float | bool) -> None:
     limit = psutil.Process().memory_info().rss
 
-    @gen_cluster(
-        client=True,
+    @gen_client_cluster(
         nthreads=[("127.0.0.1", 1)],
         config={**MEMORY, "distributed.worker.memory.spill": spill},
         worker_kwargs={"memory_limit": limit},

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.memory.admission import FETCH
@@ -24,6 +23,7 @@ from dask_gpurt.observe.waiting import (
     describe_worker,
     signalled_stacks,
 )
+from tests.helpers.in_process import gen_client_cluster
 
 MIB = 2**20
 TIGHT = {
@@ -48,7 +48,7 @@ def run(test: Callable[..., Awaitable[None]], threads: int = 1) -> None:
         finally:
             await dask_gpurt.disable(client)
 
-    gen_cluster(client=True, nthreads=[("127.0.0.1", threads)] * 2, timeout=120, config=TIGHT)(body)()
+    gen_client_cluster(nthreads=[("127.0.0.1", threads)] * 2, config=TIGHT)(body)()
 
 
 def fail(*_: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dask
@@ -47,6 +49,14 @@ class Gate:
 
         monkeypatch.setattr(owner, name, stops)
         return self
+
+    @contextmanager
+    def open_in_the_end(self) -> Iterator[None]:
+        """Open it after the body, whatever has failed there: a thread may wait, and the process for that."""
+        try:
+            yield
+        finally:
+            self.open.set()
 
 
 def setup_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
@@ -191,11 +201,11 @@ def test_shuffles_of_others_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, off
         async with another(scheduler) as other:
             switching = await begun((dask_gpurt.disable if off else dask_gpurt.enable)(client))
             await gate.reached.wait()
-            shuffled = dd.from_pandas(FRAME, npartitions=4).shuffle("key", shuffle_method="p2p")
-            found = await asyncio.wait_for(other.compute(shuffled), 20)
-            assert sorted(found["row"]) == list(range(ROWS))
-            assert not switching.done()
-            gate.open.set()
+            with gate.open_in_the_end():
+                shuffled = dd.from_pandas(FRAME, npartitions=4).shuffle("key", shuffle_method="p2p")
+                found = await other.compute(shuffled)
+                assert sorted(found["row"]) == list(range(ROWS))
+                assert not switching.done()
             await switching
 
 
@@ -205,10 +215,10 @@ def test_a_run_comes_to_a_worker_that_has_no_exchange_yet(monkeypatch: pytest.Mo
         gate = setup_stops_early(monkeypatch)
         switching = await begun(dask_gpurt.enable(client))
         await gate.reached.wait()
-        assert "gpurt" in a.plugins
-        with pytest.raises(RuntimeError, match="the runtime is not on there"):
-            spec_of("early", 2).create_run_on_worker(1, None, {0: a.address}, a.plugins["shuffle"])
-        gate.open.set()
+        with gate.open_in_the_end():
+            assert "gpurt" in a.plugins
+            with pytest.raises(RuntimeError, match="the runtime is not on there"):
+                spec_of("early", 2).create_run_on_worker(1, None, {0: a.address}, a.plugins["shuffle"])
         await switching
 
 

@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from distributed import Client, LocalCluster, Worker
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.cli import main
@@ -25,8 +24,8 @@ from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, detect
 from dask_gpurt.topology.file import TopologyError, parse
-from dask_gpurt.topology.model import Host
-from tests.helpers.in_process import FILE, all_placed, on_cluster, topology, until
+from dask_gpurt.topology.hosts import Host
+from tests.helpers.in_process import FILE, all_placed, gen_client_cluster, on_cluster, topology, until
 
 
 @pytest.fixture
@@ -220,7 +219,7 @@ def test_a_file_that_makes_no_sense_is_refused_at_the_start(file: Path) -> None:
 
     config = {"gpurt.topology.file": str(file)}
 
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=config)
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=config)
     async def run(client: Any, scheduler: Any, a: Any) -> None:
         with pytest.raises(TopologyError, match=r"topology\.yaml, line 3: a bandwidth is -3 GB/s"):
             await dask_gpurt.enable(client)

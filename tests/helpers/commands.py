@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which something that should have happened is given up on.
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 DASK = Path(sys.executable).with_name("dask")
 #: The file that ``pip install`` brings, and a mere checkout does not.

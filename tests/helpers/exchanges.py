@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from dask.context import thread_state
 from distributed.comm import CommClosedError
-from distributed.core import AsyncTaskGroup, error_message
+from distributed.core import AsyncTaskGroup, Status, error_message
 from distributed.shuffle._core import ShuffleId, ShuffleRunSpec
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -34,7 +34,7 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.owners import Owners, deal
-from dask_gpurt.shuffle.run import RENEW, ShuffleRun
+from dask_gpurt.shuffle.run import RENEW, SEALED, ShuffleRun
 
 
 class Inline(Executor):
@@ -162,7 +162,9 @@ class Network:
 
 
 def _received(answer: Any) -> Any:
-    """Return what a comm makes of an answer: bytes of its own."""
+    """Return what a comm makes of an answer: bytes of its own, and tuples of lists."""
+    if isinstance(answer, dict):
+        answer = {name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()}
     if isinstance(answer, dict) and answer.get("data"):
         return {**answer, "data": [bytes(one.data) for one in answer["data"]]}
     if isinstance(answer, dict) and answer.get("status") == "error":
@@ -182,9 +184,10 @@ class Process:
         self.state = SimpleNamespace(tasks={}, nthreads=1)
         self.loop = SimpleNamespace(time=loop.time, add_callback=self._add_callback)
         self.scheduler = scheduler
+        self.batched_stream = SimpleNamespace(send=scheduler.hear)
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network = loop, network
-        self.alive = True
+        self.alive, self.status = True, Status.running
         #: Handlers that are under way, which end with their process.
         self.handling: set[asyncio.Future[Any]] = set()
         settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})
@@ -398,8 +401,12 @@ class Scheduler:
 
     # ---- what workers ask ------------------------------------------------------------
 
-    async def gpurt_gone(self, peers: list[str]) -> list[str]:
-        return [peer for peer in peers if peer not in self.workers]
+    async def gpurt_gone(self, peers: list[str], closing: bool = False) -> list[str]:
+        return [peer for peer in peers if peer not in self.workers or (closing and self._closes(peer))]
+
+    def _closes(self, address: str) -> bool:
+        process = self.network.processes.get(address)
+        return process is not None and process.status is Status.closing
 
     async def gpurt_links(self, worker: str, peers: list[str]) -> dict[str, Any]:
         return {"links": {}, "classes": {}}
@@ -428,9 +435,11 @@ class Scheduler:
         active = self._of(id, run_id)
         return {"owners": active and active.owners.snapshot()}
 
-    async def gpurt_sealed(self, id: str, run_id: int, epoch: int) -> bool:
-        active = self._of(id, run_id)
-        return active is not None and active.owners.seal(epoch)
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take what a worker says on its stream: that a barrier, which is about to end, has sealed a run."""
+        assert message["op"] == SEALED
+        if (active := self._of(message["id"], message["run_id"])) is not None:
+            active.owners.seal(message["epoch"])
 
     async def gpurt_recover(
         self,

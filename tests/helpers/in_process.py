@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.topology import Topology
 from tests.helpers.clusters import METHOD, QUICK
+from tests.helpers.waiting import LIMIT_S
 
 #: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
 FILE = """\
@@ -40,6 +42,10 @@ workers:
 """
 
 
+#: Dask's own limit, of 30 s, is for tests that have the machine to themselves.
+gen_client_cluster = partial(gen_cluster, client=True, timeout=240)
+
+
 def places(scheduler: Any) -> SchedulerTopology:
     found: SchedulerTopology = scheduler.extensions["gpurt"].places
     return found
@@ -49,7 +55,7 @@ def topology(scheduler: Any) -> Topology:
     return places(scheduler).topology
 
 
-async def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+async def until(holds: Callable[[], bool], seconds: float = LIMIT_S) -> None:
     for _ in range(round(seconds / 0.02)):
         if holds():
             return
@@ -84,7 +90,7 @@ def on_cluster(
             kind = Nanny if processes else Worker
             nthreads = [("127.0.0.1", 1)] * workers
             config = {"gpurt.topology.file": file and str(file), METHOD: QUICK[METHOD], **settings}
-            gen_cluster(client=True, nthreads=nthreads, Worker=kind, timeout=120, config=config)(body)()
+            gen_client_cluster(nthreads=nthreads, Worker=kind, config=config)(body)()
 
         return run
 
@@ -129,7 +135,7 @@ def on_plain_cluster(workers: int = 2, **settings: Any) -> Callable[[Callable[..
                 assert whole_state(scheduler, *crew) == before
 
         nthreads = [("127.0.0.1", 1)] * workers
-        gen_cluster(client=True, nthreads=nthreads, timeout=60, config=settings)(body)()
+        gen_client_cluster(nthreads=nthreads, config=settings)(body)()
 
     return run
 

@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 from distributed import Worker
 from distributed.comm.core import CommClosedError
 from distributed.core import Status
-from distributed.utils_test import gen_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +37,7 @@ from dask_gpurt.chaos.worker_side import (
 from dask_gpurt.cli import main
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
+from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.shared_memory import alone_in_shm
 
 seeds, numbers = st.integers(0, 2**32), st.integers(0, 10_000)
@@ -171,7 +171,7 @@ def test_only_the_full_file_system_is_full(tmp_path: Path) -> None:
     (tmp_path / "full" / "file").write_bytes(b"x")
 
 
-@gen_cluster(client=True)
+@gen_client_cluster()
 async def test_messages_between_workers_are_repeated_reset_and_left_alone(
     c: Any, s: Any, a: Worker, b: Worker
 ) -> None:
@@ -202,7 +202,7 @@ async def test_messages_between_workers_are_repeated_reset_and_left_alone(
     assert a.rpc is plugin.rpc.pool
 
 
-@gen_cluster(client=True)
+@gen_client_cluster()
 async def test_what_faults_take_hold_of_is_there(c: Any, s: Any, a: Worker, b: Worker) -> None:
     """A fault whose name is not that of the runtime any more would never hit, and nothing would be tried."""
     await dask_gpurt.enable(c)

@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 from distributed.comm import CommClosedError
+from distributed.core import Status
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import ShuffleClosedError
 
@@ -24,7 +25,7 @@ from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchanges import Cluster, Process, quiet, without_pauses
+from tests.helpers.exchanges import Cluster, Process, quiet, spec_of, without_pauses
 
 A, B = "tcp://a:1", "tcp://b:1"
 
@@ -136,6 +137,77 @@ def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
 
 
 @in_process
+async def test_the_barrier_asks_all_workers_at_once_and_each_once() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals: list[tuple[str, str]] = []
+
+    async def count(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        seals.append((address, op))
+        return await handle(address, op, content)
+
+    intercept(cluster, count)
+    await cluster.barrier("a shuffle", results)
+    assert seals == [(B, "shuffle_receive")], "the worker of the barrier needs no message"
+    assert cluster.scheduler.active["a shuffle"].owners.sealed
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> None:
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive" and b"Commit" in content["data"]:
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    results = await cluster.transfer_all("a shuffle")
+    barrier = asyncio.ensure_future(cluster.barrier("a shuffle", results))
+    await quiet()
+    assert not barrier.done(), "the other worker was asked, and misses what it has not been offered"
+    arrives.set()
+    await barrier
+    assert counted(cluster.network.processes[A], "shuffle.inputs.missing") == 0
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
+    cluster = Cluster(A, B)
+    assert await cluster.shuffle("first") == cluster.expected()
+    await quiet()
+    used = {process: process.outbox.pool.used for process in cluster.network.processes.values()}
+    assert all(process.outbox.retained == used[process] > 0 for process in used)
+    assert await cluster.shuffle("second") == cluster.expected()
+    await quiet()
+    assert all(process.outbox.pool.used <= used[process] for process in used), "no pool has grown"
+    await cluster.end("first")
+    await cluster.end("second")
+    cluster.close()
+
+
+@in_process
+async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() -> None:
+    cluster = Cluster(A, B, paths=["comms"])  # blocks are copied at once, and retained before they are read
+    results = await cluster.transfer_all("first")
+    await quiet()
+    retained = {process: process.outbox.retained for process in cluster.network.processes.values()}
+    assert all(retained.values())
+    await cluster.transfer_all("second")
+    assert all(process.outbox.retained >= retained[process] for process in retained), "what may be lost stays"
+    await cluster.barrier("first", results)
+    assert await cluster.outputs("first") == cluster.expected()
+    cluster.close()
+
+
+@in_process
 async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     cluster = Cluster(A, B)
     results = await cluster.transfer_all("a shuffle")
@@ -174,11 +246,17 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
 
 @in_process
 async def test_a_shard_never_arrives() -> None:
-    """The barrier finds out, and what is missing is transferred again."""
+    """The barrier, which runs on A, finds out, and what is missing is transferred again."""
+    for owner in (A, B):
+        await lose_commits_to(owner)
+
+
+async def lose_commits_to(owner: str) -> None:
     cluster = Cluster(A, B)
 
     async def swallow(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "shuffle_receive" and cluster.scheduler.recoveries == 0 and b"Commit" in content["data"]:
+        lost = op == "shuffle_receive" and address == owner and b"Commit" in content["data"]
+        if lost and cluster.scheduler.recoveries == 0:
             return {"status": "OK", "missing": []}
         return await handle(address, op, content)
 
@@ -192,6 +270,60 @@ async def test_a_shard_never_arrives() -> None:
     results = [await cluster.transfer("a shuffle", i, cluster.network.processes[A]) for i in range(3)]
     await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
+    """It is retired, say: its exchange is closed before its connections are. The run goes on without it."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    closing = cluster.network.processes[B]
+    closing.status = Status.closing
+    closing.close()
+    with pytest.raises(Reschedule):
+        await cluster.barrier("a shuffle", results)
+    await quiet()
+    assert (cluster.scheduler.recoveries, cluster.scheduler.restarts) == (1, 0)
+    cluster.close()
+
+
+@in_process
+async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
+    """Its connections are closed, say, so that it can not ask the scheduler what it is offered."""
+    cluster = Cluster(A, B)
+    closing = cluster.network.processes[B]
+
+    async def fail(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive":
+            raise RuntimeError("ConnectionPool is closed")
+        return await handle(address, op, content)
+
+    intercept(cluster, fail)
+    closing.status = Status.closing
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    await cluster.transfer("a shuffle", 0, cluster.network.processes[A])
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    run.raise_if_closed()
+    assert set(cluster.scheduler.active["a shuffle"].owners.values()) == {A}
+    cluster.close()
+
+
+@in_process
+async def test_an_error_of_a_worker_that_stays_fails_the_run() -> None:
+    cluster = Cluster(A, B)
+
+    async def fail(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive":
+            raise RuntimeError("broken")
+        return await handle(address, op, content)
+
+    intercept(cluster, fail)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    await cluster.transfer("a shuffle", 0, cluster.network.processes[A])
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    with pytest.raises(RuntimeError, match="broken"):
+        run.raise_if_closed()
     cluster.close()
 
 
