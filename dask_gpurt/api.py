@@ -259,7 +259,7 @@ def teach_method() -> None:
 def _tell_choice(expression: str, choice: MethodChoice) -> None:
     """Have the scheduler count a choice of the shuffle method; do not wait for it.
 
-    An expression counts once: a join is lowered whenever somebody asks for its divisions.
+    An expression counts once: a join is lowered whenever its divisions are asked for.
     """
     client = default_client()
     told = _told.setdefault(client, set())
