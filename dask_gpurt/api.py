@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import dask
@@ -18,9 +19,13 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.memory.ledger import KINDS
-from dask_gpurt.observe import MethodChoice
+from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC
+from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
+
+if TYPE_CHECKING:
+    from dask_gpurt.planning import PlanningCache
 
 # Modules that import private parts of Dask are imported where they are used, once these are known to exist.
 
@@ -30,6 +35,10 @@ logger = logging.getLogger("dask_gpurt")
 NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
+#: Those of them whose planning is kept.
+_planning: WeakSet[Client] = WeakSet()
+#: The counters of planning in this process, which has no worker to report them.
+_metrics = Metrics()
 _lock = threading.Lock()
 #: By client, the choices of shuffle methods that its scheduler has been told of.
 _told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
@@ -110,7 +119,8 @@ def report(client: Client | None = None, *, connect: bool = False) -> RuntimeRep
     -------
     RuntimeReport
         For the cluster, and in ``workers`` for each worker: ``counters``, ``fallbacks`` and more. Its fields
-        can be read as items too: ``report(client)["counters"]``.
+        can be read as items too: ``report(client)["counters"]``. What was planned counts for the process that
+        asks, since it was switched on first.
     """
     client = client or default_client()
     found: RuntimeReport = client.sync(_report, client, connect)
@@ -230,6 +240,10 @@ async def activate(client: Client) -> None:
         _told.pop(client, None)  # the cluster counts anew
         _enabled.add(client)
         choose(is_enabled)
+        if config.load().planning.cache:
+            _planning.add(client)
+            _planning_cache().install()
+            _planning_cache().clear()  # choices of methods count anew too
     if not await _stays_on(client):
         _leave(client)
         raise RuntimeError("the runtime was switched off by another client while it was switched on")
@@ -245,7 +259,7 @@ def teach_method() -> None:
 def _tell_choice(expression: str, choice: MethodChoice) -> None:
     """Have the scheduler count a choice of the shuffle method; do not wait for it.
 
-    An expression counts once: a join is lowered whenever somebody asks for its divisions.
+    An expression counts once: a join is lowered whenever its divisions are asked for.
     """
     client = default_client()
     told = _told.setdefault(client, set())
@@ -272,8 +286,27 @@ def _leave(client: Client) -> None:
             of_the_cluster = other is client or _address(other) == _address(client) is not None
             if of_the_cluster or other.status == "closed":
                 _enabled.discard(other)
+                _planning.discard(other)
+        if not _planning and "dask_gpurt.planning" in sys.modules:
+            _planning_cache().remove()
         if not _enabled and (method := sys.modules.get("dask_gpurt.dataframe.method")):
             method.leave()
+
+
+@functools.cache
+def _planning_cache() -> PlanningCache:
+    from dask_gpurt.planning import PlanningCache
+
+    return PlanningCache(_planning_client, _metrics)
+
+
+def _planning_client() -> str | None:
+    """Return the id of the current client if its planning is kept."""
+    try:
+        client = default_client()
+    except ValueError:
+        return None
+    return str(client.id) if client in _planning else None
 
 
 async def _deactivate(client: Client) -> None:
@@ -287,7 +320,12 @@ async def _deactivate(client: Client) -> None:
 async def _report(client: Client, connect: bool) -> RuntimeReport:
     if not await _is_on(client):
         return RuntimeReport()
-    return RuntimeReport.of(await _scheduler(client).gpurt_report(connect=connect))
+    reply = await _scheduler(client).gpurt_report(connect=connect)
+    here = _metrics.snapshot()
+    counters = combine([reply["counters"], here["counters"]])
+    return RuntimeReport.of(
+        {**reply, "counters": counters, "fallbacks": {**here["fallbacks"], **reply["fallbacks"]}}
+    )
 
 
 async def _explain(client: Client, key: Key) -> pd.DataFrame:

@@ -212,6 +212,19 @@ class PlacementSettings:
 
 
 @dataclass(frozen=True)
+class PlanningSettings:
+    """Set how a client plans.
+
+    Parameters
+    ----------
+    cache
+        Whether it keeps expressions, their metadata and plans from one query to the next.
+    """
+
+    cache: bool = _setting(values.boolean)
+
+
+@dataclass(frozen=True)
 class Settings:
     """Hold all settings of the runtime, judged and with their units resolved.
 
@@ -236,6 +249,8 @@ class Settings:
         What runs beside what on one GPU.
     placement
         Which worker runs which task.
+    planning
+        How a client plans.
     """
 
     enabled: bool = _setting(values.boolean)
@@ -247,3 +262,4 @@ class Settings:
     topology: TopologySettings = _section(TopologySettings)
     overlap: OverlapSettings = _section(OverlapSettings)
     placement: PlacementSettings = _section(PlacementSettings)
+    planning: PlanningSettings = _section(PlanningSettings)

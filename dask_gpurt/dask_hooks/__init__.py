@@ -1,7 +1,7 @@
 """Touch Dask's private parts, here alone. Knows nothing of the runtime; takes callables.
 
-What is imported from here looks at Dask by name. The modules ``expr``, ``graph``, ``shuffle``, ``worker`` and
-``scheduler`` import private parts, and are imported after :func:`require`.
+What is imported from here looks at Dask by name. The modules ``expr``, ``graph``, ``planning``,
+``shuffle``, ``worker`` and ``scheduler`` import private parts, and are imported after :func:`require`.
 """
 
 from dask_gpurt.dask_hooks.patch import PatchOrderError, PatchSet, guarded
@@ -11,6 +11,7 @@ from dask_gpurt.dask_hooks.seams import (
     NEWEST,
     OLDEST,
     PARTS,
+    PLANNING,
     REQUIRED,
     Row,
     Seam,
@@ -29,6 +30,7 @@ __all__ = [
     "NEWEST",
     "OLDEST",
     "PARTS",
+    "PLANNING",
     "REQUIRED",
     "PatchOrderError",
     "PatchSet",

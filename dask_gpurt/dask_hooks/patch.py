@@ -93,6 +93,10 @@ class _Class:
         self.owner.__class__ = value
 
 
+class _Property(property):
+    """A property that can be referred to weakly."""
+
+
 class _Patch:
     """A value that was replaced.
 
@@ -152,7 +156,9 @@ _patches: WeakKeyDictionary[Any, _Patch] = WeakKeyDictionary()
 
 
 def _patch_of(value: Any) -> _Patch | None:
-    return _patches.get(value) if isinstance(value, (FunctionType, cached_property, type)) else None
+    return (
+        _patches.get(value) if isinstance(value, (FunctionType, cached_property, _Property, type)) else None
+    )
 
 
 class PatchSet:
@@ -178,7 +184,7 @@ class PatchSet:
         Parameters
         ----------
         seam
-            A method, a function, or a ``cached_property``.
+            A method, a function, a ``property`` that is only read, or a ``cached_property``.
         wrap
             Makes the replacement of the original.
         on
@@ -208,7 +214,7 @@ class PatchSet:
         owner
             An instance, a class or a module.
         name
-            Of a method, a function or a ``cached_property`` of it.
+            Of a method, a function, a ``property`` that is only read or a ``cached_property`` of it.
         wrap
             Makes the replacement of the original.
         """
@@ -216,6 +222,8 @@ class PatchSet:
         if isinstance(patch.before, cached_property):
             installed: Any = cached_property(patch.function(patch.before.func, wrap))
             installed.__set_name__(owner, name)
+        elif isinstance(patch.before, property) and patch.before.fget is not None:
+            installed = _Property(patch.function(patch.before.fget, wrap))
         else:
             installed = patch.function(getattr(owner, name), wrap)
         self._install(patch, installed)

@@ -2,7 +2,8 @@
 
 Names are strings, and are imported one by one when they are looked at: a Dask that has moved one of them is a
 difference that can be told, not an ImportError in the middle of something. This module imports nothing
-private; ``expr``, ``graph``, ``shuffle``, ``worker`` and ``scheduler`` do so, after a look at this list.
+private; ``expr``, ``graph``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` do so, after a look at
+this list.
 """
 
 from __future__ import annotations
@@ -260,6 +261,23 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_util:_convert_to_list", "column"),
     ),
 )
+#: The planning of a client: expressions, their metadata, plans, and the look at Parquet files.
+PLANNING = SeamGroup(
+    "planning",
+    (
+        Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",)),
+        Seam("dask._expr:optimize_until", "expr stage", bodies=("4a3ba39e6083",)),
+        Seam(_EXPR + "_merge:Merge._meta", "self", bodies=("7c0a8d4b8c24",)),
+        Seam(_EXPR + "_expr:Projection._meta", "self", bodies=("13de50e69369",)),
+        Seam(_EXPR + "_expr:Blockwise._meta", "self", bodies=("69e022db907c",)),
+        Seam(_EXPR + "_expr:Assign._meta", "self", bodies=("5d6377ef6b5f",)),
+        Seam(_EXPR + "_reductions:ApplyConcatApply._meta", "self", bodies=("fc1f6575f429",)),
+        Seam(_EXPR + "_groupby:GroupbyAggregation._meta", "self", bodies=("ae71eae6efc9",)),
+        Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
+        Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
+    ),
+    without="each query is planned anew, as Dask does",
+)
 #: The look-up of the run that a task belongs to.
 RUN_LOOKUP = SeamGroup(
     "run lookup",
@@ -343,7 +361,7 @@ NANNY = SeamGroup(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, EXPRESSIONS, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
+PARTS = (*REQUIRED, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------
@@ -363,6 +381,8 @@ def _find(owner: Any, attribute: str) -> Any:
 def _function(found: Any) -> Any:
     if isinstance(found, cached_property):
         return found.func
+    if isinstance(found, property):
+        return found.fget
     if isinstance(found, (staticmethod, classmethod)):
         return found.__func__
     return found

@@ -152,7 +152,7 @@ class Exchange:
             self._read.discard(run)
 
     def _is_read(self, run: RunKey) -> bool:
-        """Whether a run neither publishes nor reads here, for now. From any thread."""
+        """Return whether a run neither publishes nor reads here, for now. From any thread."""
         return run in self._read and run not in self._publishing
 
     def run_published(self, run: RunKey) -> None:

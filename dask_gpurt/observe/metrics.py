@@ -171,6 +171,11 @@ METRICS: Mapping[str, Metric] = {
         _counter("placement.replicas.made", "replicas that were asked for"),
         _counter("placement.replicas.refused", "replicas that no worker had room for"),
         _counter("placement.replicas.dropped", "replicas that were given up"),
+        # ---- planning
+        _counter("planning.expressions.{outcome}", "expressions of a client: `reused`, `kept`, `not-kept`"),
+        _counter("planning.metadata.{outcome}", "metadata of operations: `reused`, `computed`"),
+        _counter("planning.files.{outcome}", "looks at the files of a table: `reused`, `read`"),
+        _counter("planning.plans.{outcome}", "optimised queries: `reused`, `computed`"),
         # ---- overlap
         _counter("overlap.decisions", "changes of the setting under which a kernel runs"),
         _counter("overlap.confined", "times that compute was confined"),

@@ -283,7 +283,7 @@ class Receiver:
 
     @property
     def is_read(self) -> bool:
-        """Whether no output is left that has not been read for good."""
+        """Return whether no output is left that has not been read for good."""
         with self._lock:
             return not any(received.outputs for received in self._shares.values())
 

@@ -333,7 +333,7 @@ def test_prefixes_of_what_the_tiers_hold(library: Library) -> None:
 
 
 def test_switched_off_and_on_again(library: Library) -> None:
-    """What the ledgers from before have told, with the last heartbeat too, counts no more."""
+    """Reports of the ledgers from before count no more, not even with the last heartbeat."""
     with cluster(library.name, workers=1, **SMALL) as client:
         for seed in range(3):
             held = client.submit(make, library, 90_000, seed)

@@ -64,7 +64,7 @@ def moved(exchange: Any) -> set[str]:
 
 @pytest.mark.parametrize("room", [True, False])
 def test_a_shard_goes_through_host_memory(room: bool) -> None:
-    """Where it has no room, by comms."""
+    """It goes by comms where host memory has no room."""
 
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:

@@ -136,7 +136,7 @@ def damage_one(client: Client, made: list[Future], directory: Path) -> tuple[int
 
 @pytest.mark.parametrize("who", ["client", "task", "peer"])
 def test_a_file_is_damaged(directory: Path, who: str) -> None:
-    """What was in it is computed again where it is needed, and everything else goes on."""
+    """Its objects are computed again where they are needed, and everything else goes on."""
     with cluster(workers=2, **SMALL) as client:
         here, there = workers(client)
         made = client.map(lambda i: np.full(MIB, i, np.uint8), range(24), pure=False, workers=[here])

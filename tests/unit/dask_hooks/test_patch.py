@@ -20,6 +20,10 @@ class Dasks:
     def once(self) -> list[str]:
         return ["Dask"]
 
+    @property
+    def read(self) -> list[str]:
+        return ["Dask"]
+
 
 def ours(original: Any) -> Any:
     return lambda *args: ["ours", *original(*args)]
@@ -220,3 +224,15 @@ def test_all_are_replaced_or_none() -> None:
     patches.replace_all({OTHER: ours, CALL: lambda original: lambda key, stimulus_id: "ours"}, on=calls)
     assert calls.other(1) == ["ours", "Dask", 1]
     assert calls.call("a", stimulus_id="b") == "ours"
+
+
+def test_a_property_is_replaced_and_comes_back() -> None:
+    dasks, first, second = Dasks(), PatchSet(), PatchSet()
+    before = vars(Dasks)["read"]
+    first.put(Dasks, "read", ours)
+    second.put(Dasks, "read", ours)
+    assert dasks.read == ["ours", "ours", "Dask"]
+    first.restore()  # it is below another, and passes calls on
+    assert dasks.read == ["ours", "Dask"]
+    second.restore()
+    assert vars(Dasks)["read"] is before

@@ -1,4 +1,4 @@
-"""Which shuffles go through the runtime, and which stay with the method that the user named."""
+"""Choose the shuffles that go through the runtime; others stay with the method that the user named."""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
 
 @in_process
 async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> None:
-    """What was published for it would fill the pool meanwhile, and wait for it."""
+    """Blocks that were published for it would fill the pool meanwhile."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]

@@ -78,7 +78,7 @@ def test_what_was_on_a_device_is_sent_as_if_it_had_been_copied(library: Any) -> 
 
 
 def test_what_no_header_describes_is_not_sent_as_frames(library: Any) -> None:
-    """Of other libraries it is not known whether their serializers agree."""
+    """The serializers of other libraries may not agree."""
     library("numba")
     assert message(of_device([OnDevice(np.zeros(10))])) is None
     assert message(raw_frames([np.zeros(10, np.uint8)])) is None

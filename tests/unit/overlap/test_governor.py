@@ -154,7 +154,7 @@ def test_it_comes_within_3_percent_of_the_best_fixed_setting(
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
 def test_a_calibration_finds_the_best_fixed_setting_soon(noise: float) -> None:
-    """Of many runs, nearly all are within 3 per cent after 60 steps, and all are nearly."""
+    """Nearly all of many runs are within 3 per cent after 60 steps, and all are nearly."""
     found = []
     for kernel in CURVES:
         for seed in range(10):

@@ -120,7 +120,7 @@ def test_tasks_alone_and_all_of_a_step_are_measured() -> None:
 
 
 def test_a_step_ends_between_tasks() -> None:
-    """Where there is always a run in flight, the next one begins in the middle of a task."""
+    """With a run always in flight, the next one begins in the middle of a task."""
     bench = Bench()
     bench.control.in_flight(1, 0)
     for runs in (2, 1):
@@ -133,7 +133,7 @@ def test_a_step_ends_between_tasks() -> None:
 
 
 def test_a_task_that_only_a_part_of_a_step_was_beside_counts_whole() -> None:
-    """What it takes longer than alone is what communication has added to it."""
+    """Communication has added to it the time that it takes longer than alone."""
     bench = Bench()
     bench.control.begins("a", "join", 10)
     bench.passes(1)

@@ -1,4 +1,4 @@
-"""What ``dask gpurt topology`` shows, and what it says where there is nothing to show."""
+"""Show a topology by ``dask gpurt topology``, and say so where there is nothing to show."""
 
 from __future__ import annotations
 

@@ -1,0 +1,161 @@
+"""Compare the planning of queries with what the runtime keeps of it, and without, in turns.
+
+    python -m benchmarks.tpch.planning_cache --scale 1 --json planning-cache.json
+
+In each turn all queries are planned twice with Dask as shipped, and twice with a cache that was empty before:
+the first time a query finds what the queries before it have left, the second time all. Planning is to build
+a query, to optimise it and to make its graph. Which of both begins alternates. No cluster is needed; the
+shuffle method is Dask's ``tasks``. Where other work runs on the machine, ``--clock cpu`` counts this process
+alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import click
+import dask
+from rich.console import Console
+
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.observe import Metrics
+from dask_gpurt.planning import PlanningCache
+
+from ..common.commandline import write
+from .figures import rounded, spread
+from .planning import MetadataClock
+from .queries import QUERIES, Query
+from .reference import numbers_of
+from .tables import ParquetTables, default_parts, prepare
+
+DASK, KEPT = "dask", "kept"
+RUNS = ("first", "warm")
+CLOCKS: Mapping[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
+
+
+@contextmanager
+def planned_by(contender: str, metrics: Metrics) -> Iterator[None]:
+    """Plan as Dask does, or with a cache that is empty at first and gone at the end."""
+    cache = PlanningCache(lambda: "client", metrics)
+    if contender == KEPT:
+        cache.install()
+    try:
+        yield
+    finally:
+        cache.remove()
+        gc.collect()
+
+
+def seconds_of(query: Query, tables: ParquetTables, clock: Callable[[], float]) -> float:
+    """Return the seconds in which a query is built and optimised, and its graph is made."""
+    start = clock()
+    query.build(tables).optimize(fuse=True).__dask_graph__()
+    return clock() - start
+
+
+def take_turns(
+    queries: Sequence[Query], tables: ParquetTables, turns: int, metrics: Metrics, clock: Callable[[], float]
+) -> dict[tuple[str, str], list[list[float]]]:
+    """Return for both contenders and both runs the seconds of each query, turn by turn."""
+    seconds: dict[tuple[str, str], list[list[float]]] = {
+        (who, run): [] for who in (DASK, KEPT) for run in RUNS
+    }
+    for query in queries:
+        seconds_of(query, tables, clock)  # modules are imported
+    for turn in range(turns):
+        for contender in (DASK, KEPT) if turn % 2 == 0 else (KEPT, DASK):
+            with planned_by(contender, metrics):
+                for run in RUNS:
+                    seconds[contender, run].append([seconds_of(query, tables, clock) for query in queries])
+    return seconds
+
+
+def metadata_calls(queries: Sequence[Query], tables: ParquetTables, contender: str) -> dict[str, int]:
+    """Count how often metadata of an expression are asked for anew, in a first and in a second run."""
+    calls = {}
+    with planned_by(contender, Metrics()):
+        for run in RUNS:
+            with MetadataClock() as metadata:
+                for query in queries:
+                    seconds_of(query, tables, perf_counter)
+            calls[run] = int(metadata.summary()["calls"])
+    return calls
+
+
+def figures_of(seconds: dict[tuple[str, str], list[list[float]]], numbers: Sequence[int]) -> dict[str, Any]:
+    """Return medians over the turns with their intervals, and how many times as long Dask's take.
+
+    Returns
+    -------
+    dict
+        ``queries``: of each query the median seconds by contender and run. ``sums``: of all queries.
+        ``median_query``, ``largest_query``: of the medians of the queries. ``ratios``: Dask's sum over that
+        with the cache in the same turn, for first and for warm runs.
+    """
+    by_query = {
+        who_and_run: [statistics.median(of_query) for of_query in zip(*turns, strict=True)]
+        for who_and_run, turns in seconds.items()
+    }
+    sums = {who_and_run: [sum(turn) for turn in turns] for who_and_run, turns in seconds.items()}
+    named = {key: "-".join(key) for key in seconds}
+    return {
+        "queries": [
+            {"query": number, **{named[key]: by_query[key][at] for key in seconds}}
+            for at, number in enumerate(numbers)
+        ],
+        "sums": {named[key]: spread(sums[key]) for key in seconds},
+        "median_query": {named[key]: statistics.median(by_query[key]) for key in seconds},
+        "largest_query": {named[key]: max(by_query[key]) for key in seconds},
+        "ratios": {
+            run: spread([ours / kept for ours, kept in zip(sums[DASK, run], sums[KEPT, run], strict=True)])
+            for run in RUNS
+        },
+    }
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--scale", type=float, default=1.0, show_default=True)
+@click.option("--parts", type=click.IntRange(min=1), help="Files of a large table. [default: 8 for scale 1]")
+@click.option("--data", type=click.Path(path_type=Path), help="Where the tables are, or are made.")
+@click.option("--queries", default="all", show_default=True, callback=lambda _, __, text: numbers_of(text))
+@click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
+@click.option("--turns", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--clock", type=click.Choice([*CLOCKS]), default="wall", show_default=True)
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(
+    scale: float,
+    parts: int | None,
+    data: Path | None,
+    queries: list[int],
+    backend: str,
+    turns: int,
+    clock: str,
+    output: Path | None,
+) -> None:
+    parts = parts or default_parts(scale)
+    tables = prepare(data or Path(tempfile.gettempdir()) / "tpch" / f"scale-{scale:g}-{parts}", scale, parts)
+    chosen, metrics = [QUERIES[number] for number in queries], Metrics()
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": backend}):
+        seconds = take_turns(chosen, tables, turns, metrics, CLOCKS[clock])
+        calls = {contender: metadata_calls(chosen, tables, contender) for contender in (DASK, KEPT)}
+    figures = figures_of(seconds, queries)
+    results = {
+        "parameters": {"scale": scale, "parts": parts, "backend": backend, "turns": turns, "clock": clock},
+        **environment(),
+        "figures": rounded(figures),
+        "metadata_calls": calls,
+        "counters": metrics.snapshot()["counters"],
+    }
+    write(results, output)
+    Console().print({name: results["figures"][name] for name in figures if name != "queries"}, calls)
+
+
+if __name__ == "__main__":
+    main()

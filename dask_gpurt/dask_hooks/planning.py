@@ -1,0 +1,187 @@
+"""Read expressions for planning, and replace how they are made, optimised and described.
+
+Dask makes one instance of equal expressions as long as somebody holds it, and lets go of it at once if not.
+The replacements see each expression when it is made, each optimisation, and the metadata of the operations
+that are most frequent. They are put on Dask's classes, for all clients of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import dask
+from dask._expr import Expr, SingletonExpr
+from dask._task_spec import DataNode
+from dask.dataframe.dask_expr import _shuffle
+from dask.dataframe.dask_expr._expr import Assign, Filter, Projection
+from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
+from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.dask_expr.io import parquet
+from dask.delayed import Delayed
+from dask.utils import methodcaller
+
+from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
+from dask_gpurt.dask_hooks.seams import PLANNING
+
+__all__ = [
+    "Expr",
+    "deferred_values",
+    "files_read",
+    "is_method_name",
+    "is_shared",
+    "known_of_files",
+    "metadata",
+    "name_of",
+    "operands_of",
+    "replace_planning",
+    "settings",
+    "tell_of_files",
+]
+
+#: A replacement that gets the original as its first argument.
+Replacement = Callable[..., Any]
+
+#: Operands in which an expression caches facts about files; its name follows from the files themselves.
+_OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
+
+#: Operands that do not influence these facts.
+_OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
+
+#: The operations whose metadata follow from their operands and from the metadata of their inputs alone, with
+#: the class that says how. An exact class is meant where a subclass may read more.
+_DESCRIBED: dict[str, Callable[[type], bool]] = {
+    "Merge._meta": lambda kind: issubclass(kind, Merge),
+    "Projection._meta": lambda kind: kind is Projection,
+    "Blockwise._meta": lambda kind: kind is Filter,
+    "Assign._meta": lambda kind: kind is Assign,
+    "ApplyConcatApply._meta": lambda kind: kind is DecomposableGroupbyAggregation,
+    "GroupbyAggregation._meta": lambda kind: kind is GroupbyAggregation,
+}
+
+
+# ---- reading --------------------------------------------------------------------------------------
+
+
+def name_of(expr: Expr) -> str:
+    """Return the name of an expression: equal names, equal results."""
+    return str(expr._name)
+
+
+def operands_of(expr: Expr) -> Iterator[Any]:
+    """Yield the operands of an expression, without cached facts about files."""
+    names = expr._parameters
+    for position, operand in enumerate(expr.operands):
+        if position >= len(names) or names[position] not in _OF_FILES:
+            yield operand
+
+
+def files_read(expr: Expr) -> dict[str, Any]:
+    """Return the operands of an expression that reads files by which it finds out about them."""
+    given = zip(expr._parameters, expr.operands, strict=False)
+    return {name: operand for name, operand in given if name not in _OF_FILES | _OF_COLUMNS}
+
+
+def known_of_files(expr: Expr) -> dict[str, Any] | None:
+    """Return the facts about files that an expression that reads them has cached; None without any."""
+    found: dict[str, Any] | None = expr.operand("_dataset_info_cache")
+    return found
+
+
+def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
+    """Give an expression that reads files the facts that another one has collected."""
+    expr._dataset_info_cache = known
+
+
+def is_shared(expr: Expr) -> bool:
+    """Tell whether Dask makes one instance of equal expressions of this kind."""
+    return isinstance(expr, SingletonExpr)
+
+
+def metadata(expr: Expr) -> Any:
+    """Return the empty frame that describes the result."""
+    return expr._meta
+
+
+def deferred_values(operand: Any) -> list[Any] | None:
+    """Return the values of a ``Delayed`` that only wraps them, as ``isin`` has it; None for all else."""
+    if not isinstance(operand, Delayed):
+        return None
+    tasks = dict(operand.dask).values()
+    values = [task.value for task in tasks if isinstance(task, DataNode)]
+    return values if len(values) == len(tasks) else None
+
+
+def is_method_name(operand: Any) -> bool:
+    """Tell whether an operand is ``dask.utils.M.something``: a function by the name of a method."""
+    return type(operand) is methodcaller
+
+
+def settings() -> tuple[str, ...]:
+    """Return the settings that influence planning; equal ones give equal plans and equal metadata."""
+    chosen = dask.config.config
+    method = str(vars(_shuffle)["get_default_shuffle_method"]())
+    return (
+        method,
+        repr(chosen.get("dataframe")),
+        repr(chosen.get("optimization")),
+        repr(chosen.get("annotations")),
+        repr(chosen.get("gpurt")),
+    )
+
+
+# ---- replacing ------------------------------------------------------------------------------------
+
+
+def replace_planning(
+    patches: PatchSet,
+    *,
+    made: Replacement,
+    optimise: Replacement,
+    describe: Replacement,
+    look_at_files: Replacement,
+    file_plans: int,
+) -> None:
+    """Replace how expressions are made, optimised and described, and how files are looked at.
+
+    Parameters
+    ----------
+    made
+        Called as ``made(original, kind, *operands, **keywords)``, for the expression.
+    optimise
+        Called as ``optimise(original, expr, stage)``, for the optimised expression.
+    describe
+        Called as ``describe(original, expr)``, for the metadata of a join, projection, filter, assignment or
+        groupby, which depend on nothing but operands and the metadata of the inputs.
+    look_at_files
+        Called as ``look_at_files(original, expr)``, for the facts that a read of Parquet files through fsspec
+        needs.
+    file_plans
+        For how many sets of files and filters Dask keeps the statistics of their footers.
+
+    Raises
+    ------
+    UnsupportedError
+        When one of these is not as it is known; nothing is replaced.
+    """
+    wraps: dict[Any, Wrap] = {
+        PLANNING["__new__"]: lambda original: partial(made, original),
+        PLANNING["optimize_until"]: lambda original: partial(optimise, original),
+        PLANNING["_dataset_info"]: lambda original: partial(look_at_files, original),
+    }
+    for seam in PLANNING.seams:
+        if (concerns := _DESCRIBED.get(seam.short)) is not None:
+            wraps[seam] = partial(_where, concerns, describe)
+    PLANNING.require()
+    patches.replace_all(wraps)
+    patches.add_item(vars(parquet), PLANNING["_CACHED_PLAN_SIZE"].attribute, file_plans)
+
+
+def _where(
+    concerns: Callable[[type], bool], describe: Replacement, original: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    def described(expr: Any) -> Any:
+        return describe(original, expr) if concerns(type(expr)) else original(expr)
+
+    return described

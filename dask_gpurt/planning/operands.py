@@ -1,0 +1,120 @@
+"""Select the expressions that may be kept: those without data, whose names say all about them.
+
+A frame, a future or a file system that an expression holds would live as long as the expression is kept. A
+function of the user's is named by its module and name, and may be another one after the module was reloaded.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import pathlib
+import types
+from collections.abc import Hashable
+from enum import Enum
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import pandas as pd
+from pandas.api.extensions import ExtensionDtype
+
+from dask_gpurt.dask_hooks.planning import (
+    Expr,
+    deferred_values,
+    is_method_name,
+    is_shared,
+    name_of,
+    operands_of,
+)
+
+#: The packages whose functions and classes stay what they are while a process runs.
+TRUSTED = frozenset(
+    [
+        *("builtins", "functools", "operator", "_operator", "tlz", "toolz"),
+        *("numpy", "pandas", "pyarrow", "cudf", "dask", "dask_cudf", "dask_gpurt"),
+    ]
+)
+#: The most values in one operand, and bytes of an array: more counts as data.
+VALUES_LIMIT, ARRAY_LIMIT_BYTES = 10_000, 64 * 1024
+
+_SCALARS = (
+    bool | int | float | complex | str | bytes | None | slice | Enum | types.EllipsisType | decimal.Decimal
+    | datetime.date | datetime.time | datetime.timedelta | pathlib.PurePath | np.generic | np.dtype
+    | ExtensionDtype | pd.Timestamp | pd.Timedelta | type(pd.NaT) | type(pd.NA)
+)  # fmt: skip
+
+
+class Plain:
+    """Know the expressions that hold nothing but plain operands."""
+
+    def __init__(self) -> None:
+        # By name: expressions compare as the frames that they stand for.
+        self._known: WeakValueDictionary[str, Expr] = WeakValueDictionary()
+
+    def note(self, expr: Expr) -> bool:
+        """Tell whether an expression may be kept, and remember it for those that are made of it."""
+        if not self._holds_plain(expr):
+            return False
+        self._known[name_of(expr)] = expr
+        return True
+
+    def __contains__(self, expr: Expr) -> bool:
+        return name_of(expr) in self._known or (not is_shared(expr) and self._holds_plain(expr))
+
+    def _holds_plain(self, expr: Expr) -> bool:
+        return is_trusted(type(expr)) and all(map(self._is_plain, operands_of(expr)))
+
+    def _is_plain(self, value: Any) -> bool:
+        if isinstance(value, Expr):
+            return value in self
+        if isinstance(value, _SCALARS):
+            return True
+        if isinstance(value, (tuple, list, set, frozenset)):
+            return len(value) <= VALUES_LIMIT and all(map(self._is_plain, value))
+        if isinstance(value, dict):
+            return len(value) <= VALUES_LIMIT and all(
+                self._is_plain(key) and self._is_plain(item) for key, item in value.items()
+            )
+        if type(value) is np.ndarray:
+            return value.nbytes <= ARRAY_LIMIT_BYTES and (
+                not value.dtype.hasobject or all(map(self._is_plain, value.flat))
+            )
+        if type(value) is partial:
+            return self._is_plain([value.func, value.args, value.keywords])
+        if (deferred := deferred_values(value)) is not None:
+            return all(map(self._is_plain, deferred))
+        return is_trusted(value) or is_empty_frame(value)
+
+
+def is_empty_frame(value: Any) -> bool:
+    """Tell whether this is the metadata of a frame: one of pandas or cudf without rows."""
+    kind = type(value)
+    return kind.__name__ in ("DataFrame", "Series") and is_trusted(kind) and len(value) == 0
+
+
+def is_trusted(value: Any) -> bool:
+    """Tell whether this is a function or a class that stays what it is while the process runs."""
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, type) and is_trusted(value.__self__) and is_trusted(value.__func__)
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)):
+        closed_over = getattr(value, "__closure__", None) or ()
+        of = getattr(value, "__module__", None) or "numpy"  # ufuncs have none
+        return of.partition(".")[0] in TRUSTED and not closed_over
+    return is_method_name(value)
+
+
+def frozen(value: Any) -> Hashable | None:
+    """Return a key that equal operands share, and no others; None where there is none.
+
+    Python takes 1, 1.0 and True for the same key, and dtypes of equal categories in another order too.
+    """
+    if isinstance(value, (tuple, list)):
+        items = tuple(map(frozen, value))
+        return None if None in items else (type(value), items)
+    if isinstance(value, dict):
+        return frozen([*value.items()])
+    if value is None or isinstance(value, (bool, int, float, str, bytes, Enum, np.dtype)):
+        return (type(value), value)
+    return (type(value), value) if is_trusted(value) else None

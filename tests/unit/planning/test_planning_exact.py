@@ -1,0 +1,60 @@
+"""Whatever is planned with what was kept, is planned as Dask does: each name, dtype, category, index, key."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.helpers.clusters import Library
+from tests.helpers.planned import Planner, Step, planned, programs, written
+
+
+@pytest.fixture(scope="module")
+def planner() -> Iterator[Planner]:
+    """One cache for all programs: what one has left is there for the next."""
+    planner = Planner()
+    planner.cache.install()
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        yield planner
+    planner.cache.remove()
+
+
+@pytest.fixture(scope="module")
+def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[Callable[[], Any]]:
+    return written(tmp_path_factory.mktemp("tables"), library.name)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=programs)
+def test_programs_are_planned_as_dask_does(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # else Dask finds the expressions of the run before
+        expected = planned(readers, program)
+        with planner.used():
+            first = planned(readers, program)
+            again = planned(readers, program)
+    assert first == expected
+    assert again == expected
+
+
+def test_that_programs_use_what_was_kept(planner: Planner, readers: list[Callable[[], Any]]) -> None:
+    chosen = {"column": "key", "other": "name", "sides": "on", "how": "left", "suffixes": ("_x", "_y")}
+    program: list[Step] = [("merge", 0, 2, chosen | {"indicator": False})]
+    read = readers[0], readers[2], readers[4]
+    with planner.used():
+        assert planned(list(read), program)["errors"] == []
+        before = {what: planner.count(what) for what in REUSED}
+        planned(list(read), program)
+    assert all(planner.count(what) > before[what] for what in REUSED)
+
+
+REUSED = ("expressions.reused", "plans.reused", "files.reused")
