@@ -2,7 +2,7 @@
 
 Four kinds of results are kept, each for one more reason for which Dask computes the same again:
 
-- *expressions*, by name. Dask has one instance of equal expressions, as long as somebody holds it; each step
+- *expressions*, by name. Dask has one instance of equal expressions, as long as it is referenced; each step
   of an optimisation drops most of them, and the next one makes them again, with all that follows from them;
 - *metadata* of operations, by the operation and the schemas of its inputs. A projection of the same columns
   from two expressions that differ in a filter is computed once;
@@ -96,7 +96,7 @@ class PlanningCache:
         """Return a number that changes with the settings, dropping all if they have; None for no client.
 
         It is a part of keys. Thread 1 optimises, thread 2 changes a setting and has all dropped, thread 1
-        puts its plan: that is of a former generation, and nobody finds it.
+        puts its plan: that is of a former generation, and is not found.
         """
         if (client := self._current_client()) is None:
             return None
