@@ -49,6 +49,7 @@ from rich.table import Table
 import dask_gpurt
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.dask_hooks.expr import find_in_one_step
 from dask_gpurt.observe.waiting import (
     Watchdog,
     arm,
@@ -374,6 +375,7 @@ def summary(ran: Sequence[TimedOperation]) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Where results go, as JSON.")
 def main(switches: Sequence[str], directory: Path, output: Path | None, **options: Any) -> None:
     """Look for gaps in which nothing happens."""
+    find_in_one_step()  # else Dask refuses one graph of a thousand or so
     plan, ran = Plan(**options), list[TimedOperation]()
     parquet = directory / "table"
     parquet.mkdir(parents=True, exist_ok=True)
