@@ -100,7 +100,8 @@ def prefix_of(key: Any, entry: Any) -> str:
 def taken(tier: Tier, mapping: Any) -> int:
     """Return what the pool, the arrays and the file system say."""
     if tier is Tier.PINNED:
-        return sum(mapping._pool._taken.values()) * mapping._pool._block
+        with mapping._pool._lock:
+            return sum(mapping._pool._arena._blocks.values())
     if tier is Tier.HOST:
         return sum(array.nbytes for _, arrays in list(mapping._entries.values()) for array in arrays)
     sizes = []
@@ -114,7 +115,7 @@ def size_below(tier: Tier, mapping: Any, name: str) -> int:
     if tier is Tier.DISK:
         return os.stat(mapping._files[name].path).st_size
     _, pieces = mapping._entries[name]
-    block = mapping._pool._block if tier is Tier.PINNED else 1
+    block = mapping._pool._arena._unit if tier is Tier.PINNED else 1
     return sum(-(-piece.nbytes // block) * block for piece in pieces)
 
 
