@@ -6,6 +6,7 @@ dask-expr has no registry of shuffle methods: ``Shuffle._lower`` knows a fixed l
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -200,8 +201,16 @@ def find_in_one_step() -> None:
     The futures of that graph end in an error, and what is computed from them is cancelled: "lost
     dependencies". A Dask whose method is not as it is known is left alone.
     """
-    if _LOOKUP.difference() is None:
-        SingletonExpr.__new__ = staticmethod(_find_or_make)  # type: ignore[method-assign]
+    original: Any = SingletonExpr.__new__
+    if _LOOKUP.difference() is not None or inspect.unwrap(original, stop=_finds_in_one_step) is _find_or_make:
+        return
+    # Others that replace the method compare what they find with Dask's, which is under ours.
+    _find_or_make.__wrapped__ = original  # type: ignore[attr-defined]
+    SingletonExpr.__new__ = staticmethod(_find_or_make)  # type: ignore[method-assign]
+
+
+def _finds_in_one_step(method: Any) -> bool:
+    return method is _find_or_make
 
 
 def _find_or_make(cls: type[SingletonExpr], *operands: Any, **options: Any) -> Any:

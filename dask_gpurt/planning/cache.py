@@ -121,7 +121,12 @@ class PlanningCache:
         if self._expressions.get(name) is not None:
             outcome = "reused"
         elif self._plain.note(expr):
-            self._expressions.put(name, expr)
+            # It is kept itself once another one is made of it, or it is optimised. One whose metadata can not
+            # be computed comes to neither, and must not stay: after a cast that has failed, Dask takes the
+            # metadata of its base class for its own, and what is made of it next does not fail.
+            for operand in operands_of(expr):
+                if isinstance(operand, Expr):
+                    self._expressions.put(name_of(operand), operand)
             outcome = "kept"
         else:
             outcome = "not-kept"
@@ -132,6 +137,7 @@ class PlanningCache:
         generation = self._generation()
         if generation is None or expr not in self._plain:
             return original(expr, stage)
+        self._expressions.put(name_of(expr), expr)
         key = (generation, name_of(expr), stage)
         plan = self._plans.get(key)
         if plan is None:

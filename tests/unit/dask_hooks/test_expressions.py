@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,6 +13,9 @@ import pytest
 from dask._expr import SingletonExpr
 
 from dask_gpurt.dask_hooks.expr import find_in_one_step
+from dask_gpurt.dask_hooks.seams import PLANNING, differences
+from dask_gpurt.observe import Metrics
+from dask_gpurt.planning import PlanningCache
 
 
 class LosesBetweenLooks(WeakValueDictionary[str, Any]):
@@ -24,11 +28,16 @@ class LosesBetweenLooks(WeakValueDictionary[str, Any]):
         return there
 
 
+def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Dask's own method until the test ends, also where chaos has run in this process before."""
+    monkeypatch.setattr(SingletonExpr, "__new__", staticmethod(inspect.unwrap(SingletonExpr.__new__)))
+
+
 def test_a_graph_is_unpickled_while_another_thread_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler in the process of its client refused the graph: KeyError, and then "lost dependencies"."""
     expression = dd.from_pandas(pd.DataFrame({"x": [1, 2]}), npartitions=2).x.sum().optimize().expr
     sent = pickle.dumps(expression)
-    monkeypatch.setattr(SingletonExpr, "__new__", vars(SingletonExpr)["__new__"])  # given back afterwards
+    as_shipped(monkeypatch)
     monkeypatch.setattr(type(expression), "_instances", LosesBetweenLooks({expression._name: expression}))
     with pytest.raises(KeyError):  # else Dask has mended it, and nothing has to be replaced any more
         pickle.loads(sent)
@@ -37,7 +46,23 @@ def test_a_graph_is_unpickled_while_another_thread_lets_go_of_it(monkeypatch: py
 
 
 def test_equal_expressions_stay_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SingletonExpr, "__new__", vars(SingletonExpr)["__new__"])
+    as_shipped(monkeypatch)
     find_in_one_step()
     frame = dd.from_pandas(pd.DataFrame({"x": [1, 2]}), npartitions=2)
     assert (frame.x + 1).expr is (frame.x + 1).expr
+
+
+def test_planning_is_kept_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once chaos has run in a process, the runtime is switched on there as in any other."""
+    as_shipped(monkeypatch)
+    find_in_one_step()
+    find_in_one_step()
+    assert differences(PLANNING.seams) == []
+    cache = PlanningCache(lambda: "client", metrics := Metrics())
+    cache.install()
+    try:
+        assert len(dd.from_dict({"x": [1, 2]}, npartitions=1).x.sum().optimize().dask) > 0
+        assert metrics.snapshot()["counters"]["planning.expressions.not-kept"] > 0
+        assert not metrics.snapshot()["fallbacks"]
+    finally:
+        cache.remove()

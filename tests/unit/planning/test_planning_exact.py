@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.helpers.clusters import Library
 from tests.helpers.planned import Planner, Step, planned, programs, written
+
+#: More than the usual number are drawn anew each time: `GPURT_TEST_EXAMPLES=1000 python -m pytest …`.
+EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=programs)
 def test_programs_are_planned_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
