@@ -39,7 +39,10 @@ def started(workers: int, expected: int, **options: Any) -> Iterator[Client]:
         Client(cluster) as client,
     ):
         client.wait_for_workers(expected, timeout=60)
-        yield client
+        try:
+            yield client
+        finally:
+            dask_gpurt.disable(client)
 
 
 def test_each_worker_has_its_part_and_all_shuffle() -> None:

@@ -128,6 +128,7 @@ def on_plain_cluster(workers: int = 2, **settings: Any) -> Callable[[Callable[..
     def run(test: Callable[..., Awaitable[None]]) -> None:
         async def body(client: Any, scheduler: Any, *crew: Any) -> None:
             teach_method()  # which is for good
+            await dask_gpurt.disable(client)  # for clients of tests before that were closed while it was on
             before = whole_state(scheduler, *crew)
             await test(client, scheduler, *crew)
             await dask_gpurt.disable(client)
