@@ -76,10 +76,10 @@ class Readers:
 
     def begins_with_read(self, spec: Any) -> bool:
         """Return whether the first function that a task calls is a reader; the task has no dependencies."""
-        self._look()
+        self.look()
         return _begins(spec, self._names) is True
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Wrap the readers whose modules have been imported meanwhile."""
         for reader in list(self._left):
             module = sys.modules.get(reader.seam.name.partition(":")[0])

@@ -100,6 +100,7 @@ class WorkerReads:
             return
         self.turns = Turns(self._worker.state.nthreads, partial(has_left_pool, self._worker), self._metrics)
         self._readers = Readers(self._patches, _aside, self._refused)
+        self._readers.look()
         self._execute = self._worker.execute
         wrap_execute(self._patches, self._worker, lambda original: self.execute)
         wrap_submit(self._patches, self._worker, lambda submit: partial(self._submit, submit))
