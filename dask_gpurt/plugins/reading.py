@@ -28,9 +28,9 @@ from dask_gpurt.dask_hooks.worker import (
 from dask_gpurt.device.base import workers_of_device
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.switching import Layer
-from dask_gpurt.reading.policy import ReadsAside
-from dask_gpurt.reading.threads import GIVEN, NTHREADS, set_threads, threads_of
-from dask_gpurt.reading.turns import Turns
+from dask_gpurt.reads.policy import ReadsAside
+from dask_gpurt.reads.threads import GIVEN, NTHREADS, set_threads, threads_of
+from dask_gpurt.reads.turns import Turns
 from dask_gpurt.topology.detect import nvml_library, visible_devices
 
 #: The setting ``gpurt.reads.beside``, where it is left to the worker.

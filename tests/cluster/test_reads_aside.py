@@ -17,7 +17,7 @@ from pandas.testing import assert_frame_equal
 
 import dask_gpurt
 from dask_gpurt.observe import Fallback
-from dask_gpurt.reading import turns
+from dask_gpurt.reads import turns
 from tests.helpers.gated_files import GATE
 from tests.helpers.in_process import gen_client_cluster, on_cluster, until
 from tests.helpers.waiting import LIMIT_S

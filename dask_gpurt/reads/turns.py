@@ -1,6 +1,6 @@
 """Keep a worker from computing on more threads than it has slots, though more of its tasks have begun.
 
-A task that leaves its slot while it reads (:mod:`dask_gpurt.reading.policy`) is still there when its read is
+A task that leaves its slot while it reads (:mod:`dask_gpurt.reads.policy`) is still there when its read is
 done, and so is the one that has begun in its place. They take turns: a thread computes only while it has one
 of as many turns as the worker has slots. Those that wait get theirs in the order in which they ask.
 
@@ -117,7 +117,7 @@ class Turns:
             elif now - since >= TURN_PATIENCE_S and self._waiting[0] is thread:
                 self._metrics.fallback(
                     Fallback.READS_OVERDUE,
-                    f"those that compute have used no processor for {TURN_PATIENCE_S} s: they wait for others",
+                    f"those that compute have used no processor for {TURN_PATIENCE_S} s, as if they waited",
                 )
                 return
 
