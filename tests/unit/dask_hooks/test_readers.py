@@ -151,6 +151,16 @@ def test_of_a_library_that_is_imported_later_the_reader_is_wrapped_then(
     assert CudfReadParquetPyarrowFS.__dict__["_fragments_to_cudf_dataframe"] is before
 
 
+@pytest.mark.parametrize("converters", [None, {"a": int}])
+def test_a_reader_that_calls_code_of_users_is_left_alone(
+    folder: Path, readers: Readers, calls: list[str], converters: Any
+) -> None:
+    collection = dd.read_csv(folder / "csv" / "*.csv", converters=converters)
+    calls.clear()
+    assert collection.a.sum().compute(scheduler="sync") == 30
+    assert ("pandas_read_text" in calls) is (converters is None)
+
+
 def test_a_static_method_stays_one(patches: PatchSet, readers: Readers) -> None:
     of_class = ReadParquetPyarrowFS._fragment_to_table
     assert isinstance(vars(ReadParquetPyarrowFS)["_fragment_to_table"], staticmethod)
