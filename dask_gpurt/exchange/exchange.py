@@ -17,9 +17,9 @@ from typing import Any
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
-from dask_gpurt.dask_hooks.worker import call_soon
+from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.device.base import CodecError
-from dask_gpurt.exchange.calls import Calls
+from dask_gpurt.exchange.calls import Calls, closes
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
@@ -121,16 +121,15 @@ class Exchange:
         #: Called on the event loop with how many runs publish and how many shards are being pulled.
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
-        worker.handlers.update(
-            {
-                "gpurt_ticket": self.ticket,
-                "gpurt_fetch": self.comms.serve,
-                "gpurt_release": self.release,
-                "gpurt_drain": self.drain,
-                "gpurt_forget": self.forget,
-                "gpurt_make_room": self.host_room.make_room,
-            }
-        )
+        self._handlers = {
+            "gpurt_ticket": self.ticket,
+            "gpurt_fetch": self.comms.serve,
+            "gpurt_release": self.release,
+            "gpurt_drain": self.drain,
+            "gpurt_forget": self.forget,
+            "gpurt_make_room": self.host_room.make_room,
+        }
+        worker.handlers.update(self._handlers)
 
     # ---- what is in flight -----------------------------------------------------------
 
@@ -504,8 +503,7 @@ class Exchange:
         """Release memory, mappings and files. Blocks."""
         self.closed = True
         self.pools.wake()
-        for name in ("ticket", "fetch", "release", "drain", "forget", "make_room"):
-            self.worker.handlers.pop(f"gpurt_{name}", None)
+        self._stop_answering()
         self.executor.shutdown(cancel_futures=True)
         for incoming in [
             incoming
@@ -515,6 +513,14 @@ class Exchange:
             incoming.abandon()  # else its mapping would stay open
         self.peers.close()
         self.pools.close()
+
+    def _stop_answering(self) -> None:
+        """Leave the worker as it was without the runtime; one that closes says so to its peers."""
+        for name in self._handlers:
+            if not is_closing(self.worker):
+                self.worker.handlers.pop(name, None)
+            elif name != "gpurt_make_room":  # which knows by itself that there is nothing to be had here
+                self.worker.handlers[name] = closes
 
 
 def _ignore(runs: int, pulls: int) -> None:

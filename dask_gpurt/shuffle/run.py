@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, cast
 
 from dask.context import thread_state
 from dask.typing import Key
-from distributed.core import ErrorMessage, OKMessage, Status, clean_exception, error_message
+from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
-from dask_gpurt.dask_hooks.worker import call_soon, is_finalizing
+from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
 from dask_gpurt.shuffle.owners import Owners
@@ -58,8 +58,6 @@ class Retire(NamedTuple):
 Message = list[Shard | Commit] | Seal | Retire
 #: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
 GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
-#: The states of a worker that takes part in nothing any more.
-CLOSING = (Status.closing, Status.closed, Status.failed)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
 #: Notes of barriers to the scheduler, on the stream of their worker.
@@ -171,7 +169,7 @@ class ShuffleRun:
 
     def _is_closing(self) -> bool:
         """Return whether the worker ends, and the runtime with it; the tasks of the run go on elsewhere."""
-        return is_finalizing(self._worker) or self._worker.status in CLOSING
+        return is_closing(self._worker)
 
     @property
     def is_open(self) -> bool:

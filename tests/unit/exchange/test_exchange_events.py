@@ -289,6 +289,26 @@ async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
 
 
 @in_process
+async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connections_are() -> None:
+    """They hear that it leaves, and nothing is an error to it."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    handlers = {name for name in b.handlers if name.startswith("gpurt_")}
+    b.status = Status.closing
+    b.close()
+    assert handlers <= b.handlers.keys()  # else Dask logs an error for each call
+    for name in handlers - {"gpurt_make_room"}:
+        with pytest.raises(PeerLost, match="closes"):
+            await a.exchange.calls.call(B, name, check=lambda: None, anything=1)
+    assert await a.exchange.calls.call(B, "gpurt_make_room", check=lambda: None) == 0
+    run: Any = a.run_of("a shuffle")
+    await a.exchange.withdraw(("a shuffle", run.run_id))  # which asks it to let go of what it was offered
+    assert B not in a.outbox.readers()
+    cluster.close()
+
+
+@in_process
 async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
     """Its connections are closed, say, so that it can not ask the scheduler what it is offered."""
     cluster = Cluster(A, B)
