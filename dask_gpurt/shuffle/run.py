@@ -187,9 +187,21 @@ class ShuffleRun:
         if isinstance(exception, PeerLost | ExchangeClosed):
             self._exception = RunInterrupted(f"{self} begins again: {exception}")
             call_soon(self._worker, self._begin_again, str(exception))
+        elif isinstance(exception, OSError):
+            # A peer that gets one as an answer takes it for a broken connection, and calls again for long.
+            self._exception = RuntimeError(f"{self} has failed: {exception}")
+            self._exception.__cause__ = exception
         else:
             self._exception = exception
         self._exchange.pools.wake()
+        # A producer that waits for room in its pool offers nothing meanwhile, so it would not hear of this:
+        # it waits for the release of what was received here, which nothing will read.
+        call_soon(self._worker, self._let_go)
+
+    async def _let_go(self) -> None:
+        """Let go of everything that has been received."""
+        with contextlib.suppress(ExchangeClosed):  # which lets go of all
+            await self._exchange.offload(self._receiver.close)
 
     async def close(self) -> None:
         """Give back what the run holds, here and in the pools of others."""
@@ -446,6 +458,7 @@ class ShuffleRun:
             await self._catch_up()
         if isinstance(message, Seal):
             await self._flush()
+            self.raise_if_closed()  # else it would miss nothing, since nothing is left
             if epoch != self._owners.epoch:
                 raise Stale(f"{self} has other owners by now")
             return sorted(self._receiver.seal(message.succeeded))

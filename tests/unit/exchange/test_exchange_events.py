@@ -360,8 +360,46 @@ async def test_a_pull_for_a_producer_that_waits_for_room_fails() -> None:
     b.exchange.drain(list(a.exchange.me))
     await quiet()
     run: Any = b.run_of("a shuffle")
-    with pytest.raises(OSError, match="no tier has room"):
+    with pytest.raises(RuntimeError, match="no tier has room"):
         run.raise_if_closed()
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> None:
+    """The producer offers nothing while it waits: only a block that comes back tells it to go on."""
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer("a shuffle", 0, a)
+    assert B in a.outbox.readers()
+    b.landed.full = True
+    b.exchange.drain(list(a.exchange.me))
+    await quiet()
+    assert B not in a.outbox.readers()
+    await cluster.transfer("a shuffle", 1, a)  # of which the offer is answered with the error
+    with pytest.raises(RuntimeError, match="no tier has room"):
+        await cluster.transfer("a shuffle", 2, a)
+    assert a.exchange.metrics.snapshot()["counters"].get("exchange.calls.repeated", 0) == 0
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_fails_while_the_barrier_asks_it() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    b = cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    flush = run._flush
+
+    async def flush_and_fail() -> None:
+        await flush()
+        run.fail(OSError("no tier has room"))
+        await quiet()
+
+    run._flush = flush_and_fail
+    with pytest.raises(RuntimeError, match="no tier has room"):
+        await cluster.barrier("a shuffle", results)
     cluster.close()
 
 
