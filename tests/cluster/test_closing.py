@@ -12,7 +12,7 @@ from dask_gpurt.exchange import PeerLost
 from dask_gpurt.shuffle.run import RENEW
 from tests.helpers.in_process import gen_client_cluster
 
-WORKERS = [("127.0.0.1", 1)] * 2
+WORKERS: list[Any] = [("127.0.0.1", 1)] * 2
 
 
 def calls(worker: Any) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -25,26 +24,9 @@ from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchanges import Cluster, Process, quiet, spec_of, without_pauses
+from tests.helpers.exchanges import Cluster, Process, in_process, intercept, quiet, spec_of
 
 A, B = "tcp://a:1", "tcp://b:1"
-
-
-def in_process(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run a test on an event loop, without pauses."""
-
-    def run() -> None:
-        with without_pauses():
-            asyncio.run(asyncio.wait_for(test(), 60))
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
-
-
-def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-    """Have ``meddle`` handle each message; it gets the usual handling first."""
-    handle = cluster.network._handle
-    cluster.network._handle = lambda *message: meddle(handle, *message)  # type: ignore[method-assign]
 
 
 def counted(process: Process, name: str) -> float:
