@@ -21,6 +21,8 @@ from dask_gpurt.observe import Metrics
 MAX_CALLS, LONGEST_PAUSE_S = 30, 1.0
 #: The pause before the second call, in seconds; each further one is twice as long.
 FIRST_PAUSE_S = 0.05
+#: The answer of a worker that closes, in the place of whatever was asked for.
+CLOSES = "gpurt: this worker closes"
 #: Seconds between looks at a call that is under way: does the peer live, is its answer needed?
 WATCH_S = 0.5
 #: Addresses of removed workers that are remembered.
@@ -121,13 +123,16 @@ class Calls:
     async def _result(self, answer: asyncio.Future[Any], address: str) -> Any:
         """Return an answer. Whatever a worker that closes fails with: it is lost, and no error of a run."""
         try:
-            return answer.result()
+            found = answer.result()
         except OSError:
             raise
         except Exception as error:
             if await self.is_closing(address):
                 raise PeerLost(f"worker {address} closes ({error})") from error
             raise
+        if isinstance(found, str) and found == CLOSES:
+            raise PeerLost(f"worker {address} closes")
+        return found
 
     async def has_left(self, address: str) -> bool:
         """Ask the scheduler whether a worker has left; False where it can not be asked."""
@@ -143,3 +148,8 @@ class Calls:
             gone = await self._worker.scheduler.gpurt_gone(peers=[address], **more)
             return gone is not None and address in gone  # None: the runtime has been switched off there
         return False
+
+
+async def closes(**_: Any) -> str:
+    """Handle any call of a peer to a worker that closes."""
+    return CLOSES

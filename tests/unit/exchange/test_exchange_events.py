@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -25,26 +24,9 @@ from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchanges import Cluster, Process, quiet, spec_of, without_pauses
+from tests.helpers.exchanges import Cluster, Process, in_process, intercept, quiet, spec_of
 
 A, B = "tcp://a:1", "tcp://b:1"
-
-
-def in_process(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run a test on an event loop, without pauses."""
-
-    def run() -> None:
-        with without_pauses():
-            asyncio.run(asyncio.wait_for(test(), 60))
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
-
-
-def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-    """Have ``meddle`` handle each message; it gets the usual handling first."""
-    handle = cluster.network._handle
-    cluster.network._handle = lambda *message: meddle(handle, *message)  # type: ignore[method-assign]
 
 
 def counted(process: Process, name: str) -> float:
@@ -285,6 +267,26 @@ async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
         await cluster.barrier("a shuffle", results)
     await quiet()
     assert (cluster.scheduler.recoveries, cluster.scheduler.restarts) == (1, 0)
+    cluster.close()
+
+
+@in_process
+async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connections_are() -> None:
+    """They hear that it leaves, and nothing is an error to it."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    handlers = {name for name in b.handlers if name.startswith("gpurt_")}
+    b.status = Status.closing
+    b.close()
+    assert handlers <= b.handlers.keys()  # else Dask logs an error for each call
+    for name in handlers - {"gpurt_make_room"}:
+        with pytest.raises(PeerLost, match="closes"):
+            await a.exchange.calls.call(B, name, check=lambda: None, anything=1)
+    assert await a.exchange.calls.call(B, "gpurt_make_room", check=lambda: None) == 0
+    run: Any = a.run_of("a shuffle")
+    await a.exchange.withdraw(("a shuffle", run.run_id))  # which asks it to let go of what it was offered
+    assert B not in a.outbox.readers()
     cluster.close()
 
 
