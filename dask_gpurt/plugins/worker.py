@@ -198,6 +198,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        if finish == "waiting" and self.is_on:
+            self.run_lookup.expect(key)
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
             for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):
