@@ -30,6 +30,7 @@ from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
+from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.residency import WorkerResidency
@@ -126,6 +127,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         # Hear from the scheduler which workers leave, as Dask's worker does.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
+        streams = PromptStreams()
+        undo.callback(streams.restore)
+        streams.add(worker.batched_stream)
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
@@ -207,6 +211,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        if finish == "waiting" and self.is_on:
+            self.run_lookup.expect(key)
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
             for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):
