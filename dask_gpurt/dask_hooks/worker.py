@@ -10,6 +10,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, cast
 
 from dask.typing import Key
+from distributed.core import Status
 from distributed.metrics import time
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 from distributed.worker_state_machine import SecedeEvent
@@ -17,6 +18,9 @@ from distributed.worker_state_machine import SecedeEvent
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER, UnsupportedError
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
+
+#: The states of a server that takes part in nothing any more.
+CLOSING = (Status.closing, Status.closed, Status.failed)
 
 
 def wrap_execute(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
@@ -129,3 +133,8 @@ def call_soon(server: Any, function: Callable[..., Any], *args: Any) -> None:
 def is_finalizing(server: Any) -> bool:
     """Return whether the interpreter is shutting down, as a server sees it."""
     return cast(bool, server._is_finalizing())
+
+
+def is_closing(server: Any) -> bool:
+    """Return whether a server ends, by itself or with its interpreter."""
+    return is_finalizing(server) or server.status in CLOSING

@@ -18,9 +18,13 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
+from dask_gpurt.memory.entries import Entry
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
+
+#: Seconds within which inputs of tasks that have ended are measured together.
+MEASURING_INTERVAL_S = 0.005
 
 
 class TaskRunner:
@@ -51,6 +55,8 @@ class TaskRunner:
         self.execute = execute
         self._is_aside = is_aside
         self._estimator = MemoryEstimator()
+        #: Inputs of tasks that have ended, until they are measured.
+        self._unmeasured: list[Entry] = []
         self.admission = AdmissionQueue(self._has_seceded, tiers.tiered_buffer.reservations, metrics)
 
     async def run(self, key: Key, stimulus_id: str) -> Any:
@@ -66,7 +72,7 @@ class TaskRunner:
                 self._prefetch()
                 event = await self._until_it_fits(key, task, stimulus_id)
             finally:
-                self._tiered_buffer.release(held)
+                self._release(held)
             if isinstance(event, ExecuteSuccessEvent):
                 # What came from elsewhere meanwhile took memory too, even if it has gone again.
                 admitted = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
@@ -77,7 +83,7 @@ class TaskRunner:
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
-        added = self._tiered_buffer.reservations.bytes_added_by(result, self._tiers.home(result))
+        added = self._tiered_buffer.reservations.bytes_added_by(key, result, self._tiers.home(result))
         self._estimator.learn(key_split(key), inputs, max(added, peak))
         try:
             await self.make_room({key: result}, reservation(key))
@@ -91,6 +97,19 @@ class TaskRunner:
         if held is None:
             held = await self.with_retries(lambda: self._tiers.offload(self._tiered_buffer.hold, keys))
         return held
+
+    def _release(self, held: list[Entry]) -> None:
+        """Let inputs be spilled again, and look at what they own once the next task has begun."""
+        self._tiered_buffer.unhold(held)
+        if self._tiered_buffer.host_tier is Tier.DEVICE:
+            return  # nothing of the host's owns other memory after it has been read
+        if held and not self._unmeasured:
+            asyncio.get_running_loop().call_later(MEASURING_INTERVAL_S, self._measure)
+        self._unmeasured += held
+
+    def _measure(self) -> None:
+        unmeasured, self._unmeasured = self._unmeasured, []
+        self._tiered_buffer.remeasure(unmeasured)
 
     async def with_retries(self, action: Callable[[], Any]) -> Any:
         """Do something that moves data; when there is no memory for it, spill and do it again."""
@@ -106,7 +125,7 @@ class TaskRunner:
         """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
         homes = {key: self._tiers.home(value) for key, value in values.items()}
         promises = {
-            key: (self._tiered_buffer.reservations.bytes_added_by(values[key], home), home)
+            key: (self._tiered_buffer.reservations.bytes_added_by(key, values[key], home), home)
             for key, home in homes.items()
         }
         if not self._tiered_buffer.reservations.replace(reserved, promises):

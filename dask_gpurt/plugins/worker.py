@@ -21,7 +21,7 @@ from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.shuffle import active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import call_soon
+from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.device import Device
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
@@ -30,6 +30,7 @@ from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
+from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
@@ -37,7 +38,7 @@ from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
 from dask_gpurt.plugins.tiers import WorkerTiers
-from dask_gpurt.plugins.topology_reports import TopologyReporter
+from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
@@ -47,6 +48,8 @@ logger = logging.getLogger("dask_gpurt")
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
+#: The handler that the scheduler calls for what is known here.
+REPORT = "gpurt_report"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -118,12 +121,16 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
         patches = dask_hooks.PatchSet()
+        undo.callback(self._ignore_calls)
         undo.callback(patches.restore)
-        patches.add_item(worker.handlers, "gpurt_report", self.report)
+        patches.add_item(worker.handlers, REPORT, self.report)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Hear from the scheduler which workers leave, as Dask's worker does.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
+        streams = PromptStreams()
+        undo.callback(streams.restore)
+        streams.add(worker.batched_stream)
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
@@ -149,6 +156,16 @@ class GpurtWorkerPlugin(WorkerPlugin):
         testing.instrument(self, settings)
         self.is_on = True
         call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
+
+    def _ignore_calls(self) -> None:
+        """Have a worker that closes answer nothing to a scheduler that does not know that yet.
+
+        Dask would log that it knows no such handler, or end the connection.
+        """
+        if is_closing(self.worker):
+            for name in (REPORT, HOST):
+                self.worker.handlers[name] = _ignore
+            self.worker.stream_handlers[RENEW] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
         def on_worker_removed(worker: str, **kwargs: Any) -> Any:
@@ -200,6 +217,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        if finish == "waiting" and self.is_on:
+            self.run_lookup.expect(key)
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
             for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):
@@ -230,6 +249,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
             **known,
             "counters": known["counters"] | self.residency.counters(),
         }
+
+
+async def _ignore(**_: Any) -> None:
+    """Handle a call by no answer, as where the runtime is off."""
 
 
 def _warm_up(devices: Mapping[str, Device]) -> None:

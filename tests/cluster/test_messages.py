@@ -1,0 +1,48 @@
+"""Messages between scheduler and workers do not wait while the runtime is on, and wait again afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from distributed import Worker
+from distributed.batched import BatchedSend
+
+import dask_gpurt
+from dask_gpurt.plugins.messages import PromptStreams
+from tests.helpers.in_process import on_plain_cluster, until
+
+
+def intervals(scheduler: Any, *workers: Any) -> list[float]:
+    streams = [scheduler.stream_comms[worker.address] for worker in workers]
+    return [stream.interval for stream in (*streams, *(worker.batched_stream for worker in workers))]
+
+
+def test_no_stream_waits_while_it_is_on() -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = intervals(scheduler, a, b)
+        assert all(before)
+        await dask_gpurt.enable(client)
+        assert not any(intervals(scheduler, a, b))
+        async with Worker(scheduler.address) as late:
+            await until(lambda: not any(intervals(scheduler, a, b, late)))
+            dasks = before[-1]
+            await dask_gpurt.disable(client)
+            assert intervals(scheduler, a, b) == before
+            assert late.batched_stream.interval == dasks
+
+
+def test_an_interval_that_another_has_set_stays() -> None:
+    async def run() -> None:
+        ours, others = BatchedSend("3ms"), BatchedSend("4ms")
+        streams = PromptStreams()
+        streams.add(ours)
+        streams.add(others)
+        streams.add(ours)  # again, as when a worker is told of twice
+        assert ours.interval == others.interval == 0
+        others.interval = 0.001
+        streams.restore()
+        assert (ours.interval, others.interval) == (0.003, 0.001)
+
+    asyncio.run(run())
