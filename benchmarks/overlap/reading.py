@@ -1,15 +1,18 @@
 """Time a program that reads Parquet files and computes, with tasks that read aside and without.
 
     python -m benchmarks.overlap.reading --rounds 9 --json reading.json
+    python -m benchmarks.overlap.reading --rate 50MiB          # a store: so much a second for each read
 
 The program reads, filters, joins, groups and writes. Each round runs it from files on the disk (``cold``:
 the page cache is asked to drop them) and from the page cache (``warm``), with ``gpurt.reads.beside`` 0 and
-others, in turns. ``compute alone`` is the same program on tables that workers hold, ``disk alone`` as many threads as
-there are workers that read the files' bytes and nothing else. Each result is compared with the first.
+others, in turns. ``compute alone`` is the same program on tables that workers hold, ``disk alone`` reads the
+files' bytes and nothing else, with a thread for each worker. Each result is compared with the first. With
+``--rate`` a worker waits as it opens a file, as if its bytes came from a store of that speed.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import statistics
@@ -25,12 +28,14 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+from dask.context import thread_state
 from distributed import Client, LocalCluster, wait
+from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from benchmarks.common.commandline import write
+from benchmarks.common.commandline import in_bytes, write
 from benchmarks.common.processes import say
 from benchmarks.tpch.figures import spread
 from dask_gpurt.cli.environment import environment
@@ -40,6 +45,32 @@ FACTS_PER_KEY = 8
 GROUPS = 1000
 #: Bytes of one call of read, of the disk alone.
 BLOCK_BYTES = 2**22
+#: The variable with the bytes a second of a slow store.
+RATE = "GPURT_BENCHMARK_RATE"
+
+
+class SlowFiles(LocalFileSystem):
+    """Local files under ``slow://``, which tasks wait for as for a slow store; planning does not.
+
+    Attributes
+    ----------
+    bytes_per_s
+        Of one file; read from the environment, which workers inherit.
+    """
+
+    protocol = "slow"
+    cachable = False
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:
+        if mode == "rb" and hasattr(thread_state, "key"):  # of the task that runs on this thread
+            wait_as_for_store(path)
+        return super()._open(path, mode, block_size, **kwargs)
+
+
+def wait_as_for_store(path: str | Path) -> None:
+    """Wait as long as a slow store takes for a file, if there is one."""
+    if rate := os.environ.get(RATE):
+        time.sleep(os.path.getsize(path) / float(rate))
 
 
 def make_tables(folder: Path, files: int, rows: int) -> None:
@@ -61,9 +92,12 @@ def make_tables(folder: Path, files: int, rows: int) -> None:
         pd.DataFrame(other).to_parquet(folder / "keys" / f"{part:04}.parquet")
 
 
-def tables(folder: Path) -> tuple[Any, Any]:
+def tables(folder: Path) -> tuple[Any, ...]:
     """Return the two tables as collections."""
-    return dd.read_parquet(folder / "facts"), dd.read_parquet(folder / "keys")
+    return tuple(
+        dd.read_parquet(str(folder / name), filesystem=SlowFiles() if RATE in os.environ else "fsspec")
+        for name in ("facts", "keys")
+    )
 
 
 def run_program(facts: Any, keys: Any, output: Path) -> float:
@@ -92,6 +126,7 @@ def read_bytes(folder: Path, threads: int) -> int:
     """Read all files with so many threads; return their bytes."""
 
     def read(path: Path) -> int:
+        wait_as_for_store(path)
         with path.open("rb", buffering=0) as file:
             return sum(len(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
@@ -199,6 +234,7 @@ def print_figures(found: dict[str, Any]) -> None:
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
 @click.option("--beside", default="0,1", show_default=True, help="Values of gpurt.reads.beside.")
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option("--rate", callback=in_bytes, help="Bytes a second of a slow store.  [default: the disk's]")
 @click.option("--directory", type=click.Path(file_okay=False), help="On the disk to read from.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
@@ -208,9 +244,12 @@ def main(
     threads: int,
     beside: str,
     rounds: int,
+    rate: int | None,
     directory: str | None,
     output: Path | None,
 ) -> None:
+    if rate is not None:
+        os.environ[RATE] = str(rate)
     limits = [int(limit) for limit in beside.split(",")]
     with TemporaryDirectory(prefix="gpurt-reading-", dir=directory) as name:
         folder = Path(name)
@@ -223,10 +262,18 @@ def main(
                 measured.append(one)
                 say(f"{one['what']}: {one['seconds']:.2f} s")
     found = figures(measured, limits)
-    parameters = {"files": files, "rows": rows, "bytes": nbytes, "workers": workers, "threads": threads}
+    parameters = {
+        "files": files,
+        "rows": rows,
+        "bytes": nbytes,
+        "workers": workers,
+        "threads": threads,
+        "rate": rate,
+    }
     write({"parameters": parameters, **environment(), **found, "runs": measured}, output)
     print_figures(found)
 
 
 if __name__ == "__main__":
-    main()
+    # By its own name, by which workers find what is sent to them.
+    importlib.import_module("benchmarks.overlap.reading").main()

@@ -92,7 +92,9 @@ def test_a_task_runs_to_its_end_while_another_one_reads(files: str) -> None:
         assert await client.submit(sum, [1, 2]) == 3
         GATE.open()
         assert await future == sum(range(ROWS))
-        counters = (await dask_gpurt.report(client))["counters"]
+        report = await dask_gpurt.report(client)
+        assert report["workers"][worker.address]["reads"]["beside"] == 1
+        counters = report["counters"]
         assert counters["reads.aside"] == 1
         assert 0 < counters["reads.seconds.beside"] <= counters["reads.seconds.reading"]
         assert not worker.state.long_running
