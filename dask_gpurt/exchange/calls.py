@@ -21,8 +21,12 @@ from dask_gpurt.observe import Metrics
 MAX_CALLS, LONGEST_PAUSE_S = 30, 1.0
 #: The pause before the second call, in seconds; each further one is twice as long.
 FIRST_PAUSE_S = 0.05
+#: The answer of a worker that closes, in the place of whatever was asked for.
+CLOSES = "gpurt: this worker closes"
 #: Seconds between looks at a call that is under way: does the peer live, is its answer needed?
 WATCH_S = 0.5
+#: Addresses of removed workers that are remembered.
+MAX_REMOVED = 1024
 
 
 class Calls:
@@ -37,6 +41,19 @@ class Calls:
     def __init__(self, worker: Any, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
+        #: Done as the worker at an address is removed, for the calls to it that are under way.
+        self._removals: dict[str, asyncio.Future[None]] = {}
+        #: Addresses from which workers were removed, the latest last. Others may be there by now.
+        self._removed: dict[str, None] = {}
+
+    def on_worker_removed(self, address: str) -> None:
+        """Have the calls to a worker that the scheduler has removed end at once."""
+        self._removed.pop(address, None)
+        self._removed[address] = None
+        if len(self._removed) > MAX_REMOVED:
+            del self._removed[next(iter(self._removed))]
+        if (removal := self._removals.pop(address, None)) is not None:
+            removal.set_result(None)
 
     async def call(self, address: str, op: str, *, check: Callable[[], None], **message: Any) -> Any:
         """Call a handler of the worker at an address; returns its answer.
@@ -81,9 +98,13 @@ class Calls:
         OSError
             When the connection breaks.
         """
+        if address in self._removed:
+            if await self.has_left(address):  # Dask would try for long to connect
+                raise PeerLost(f"worker {address} has left")
+            self._removed.pop(address, None)
         answer = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**message))
         try:
-            while not (await asyncio.wait([answer], timeout=WATCH_S))[0]:
+            while not await self._answered(answer, address):
                 check()
                 if await self.has_left(address) and not answer.done():
                     raise PeerLost(f"worker {address} has left")
@@ -91,16 +112,27 @@ class Calls:
         finally:
             answer.cancel()  # which does nothing to one that is done
 
+    async def _answered(self, answer: asyncio.Future[Any], address: str) -> bool:
+        """Wait for an answer, until the worker is removed or it is time to look; tell whether it is there."""
+        removal = self._removals.get(address)
+        if removal is None:
+            removal = self._removals[address] = asyncio.get_running_loop().create_future()
+        await asyncio.wait([answer, removal], timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+        return answer.done()
+
     async def _result(self, answer: asyncio.Future[Any], address: str) -> Any:
         """Return an answer. Whatever a worker that closes fails with: it is lost, and no error of a run."""
         try:
-            return answer.result()
+            found = answer.result()
         except OSError:
             raise
         except Exception as error:
             if await self.is_closing(address):
                 raise PeerLost(f"worker {address} closes ({error})") from error
             raise
+        if isinstance(found, str) and found == CLOSES:
+            raise PeerLost(f"worker {address} closes")
+        return found
 
     async def has_left(self, address: str) -> bool:
         """Ask the scheduler whether a worker has left; False where it can not be asked."""
@@ -116,3 +148,8 @@ class Calls:
             gone = await self._worker.scheduler.gpurt_gone(peers=[address], **more)
             return gone is not None and address in gone  # None: the runtime has been switched off there
         return False
+
+
+async def closes(**_: Any) -> str:
+    """Handle any call of a peer to a worker that closes."""
+    return CLOSES

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
-from dask_gpurt.dask_hooks.worker import call_soon
+from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.device.base import CodecError
-from dask_gpurt.exchange.calls import Calls
+from dask_gpurt.exchange.calls import Calls, closes
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
@@ -35,12 +36,15 @@ from dask_gpurt.frames import Table, backend_for
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.observe import Fallback, Metrics
 
+logger = logging.getLogger(__name__)
+
 #: Seconds between looks at whether a pool is empty and can give its memory back.
 TRIM_INTERVAL_S = 10.0
 #: Seconds for which a producer that asked for room counts as short of it.
 PRESSURE_LASTS_S = 1.0
-#: Until an owner that could not be reached, but has not left, is asked again to let a run go.
-WITHDRAW_RETRY_INTERVAL_S = 1.0
+#: Seconds until a peer that could not be reached, or has failed to answer, but has not left, is asked again
+#: to let a run go, or told again of a release.
+PEER_RETRY_INTERVAL_S = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
 COPY_THREADS = 4
 
@@ -121,16 +125,15 @@ class Exchange:
         #: Called on the event loop with how many runs publish and how many shards are being pulled.
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
-        worker.handlers.update(
-            {
-                "gpurt_ticket": self.ticket,
-                "gpurt_fetch": self.comms.serve,
-                "gpurt_release": self.release,
-                "gpurt_drain": self.drain,
-                "gpurt_forget": self.forget,
-                "gpurt_make_room": self.host_room.make_room,
-            }
-        )
+        self._handlers = {
+            "gpurt_ticket": self.ticket,
+            "gpurt_fetch": self.comms.serve,
+            "gpurt_release": self.release,
+            "gpurt_drain": self.drain,
+            "gpurt_forget": self.forget,
+            "gpurt_make_room": self.host_room.make_room,
+        }
+        worker.handlers.update(self._handlers)
 
     # ---- what is in flight -----------------------------------------------------------
 
@@ -323,40 +326,60 @@ class Exchange:
             del self._released[to]
 
     async def _send_release(self, producer: Peer, kind: str, shards: list[tuple[int, int]]) -> None:
-        if self.closed:  # so are the producers, or else they hear that this worker leaves
-            return
         if producer == self.me:
-            self.release(kind=kind, shards=shards, to=producer.incarnation)
+            if not self.closed:
+                self.release(kind=kind, shards=shards, to=producer.incarnation)
             return
-        # Until it has arrived: a producer that waits for room would wait for ever for what got lost.
-        with contextlib.suppress(PeerLost, ExchangeClosed):  # the pool is gone with the producer
-            await self.calls.call(
-                producer.address,
-                "gpurt_release",
-                check=self._check_open,
-                kind=kind,
-                shards=shards,
-                to=producer.incarnation,
-            )
+        message = {"kind": kind, "shards": shards, "to": producer.incarnation}
+        # Until it has arrived, or the pool is gone with the producer: one that waits for room would wait for
+        # ever for what got lost. Once this exchange is closed, so are the producers', or else they hear that
+        # this worker leaves.
+        while not self.closed and not await self._has_taken(producer.address, message):
+            await asyncio.sleep(PEER_RETRY_INTERVAL_S)
+
+    async def _has_taken(self, producer: str, message: dict[str, Any]) -> bool:
+        """Tell a producer of a release; False if it has to be told again."""
+        try:
+            await self.calls.call(producer, "gpurt_release", check=self._check_open, **message)
+        except ExchangeClosed:
+            pass
+        except PeerLost:
+            return await self.calls.has_left(producer)
+        except Exception as error:
+            logger.warning("worker %s has not taken a release of %s: %r", producer, self.me.address, error)
+            return False
+        return True
 
     def _check_open(self) -> None:
         if self.closed:
             raise ExchangeClosed(f"the exchange of {self.me.address} is closed")
 
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
-        """Let go of incoming shards that will not be read any more. Blocks while they are read."""
+        """Let go of incoming shards that will not be read any more. Blocks while landed ones are read.
+
+        Raises
+        ------
+        Exception
+            The first that one of them has failed with, once all have been let go of.
+        """
+        errors: list[Exception] = []
         for incoming in incoming_shards:
-            incoming.discard()
+            try:
+                incoming.discard()
+            except Exception as error:
+                errors.append(error)
             # Not before: until then its producer has to hear that it is being read.
             incoming.let_go.add_done_callback(partial(self._unlist, incoming))
+        if errors:
+            raise errors[0]
 
     def _unlist(self, incoming: IncomingShard, _: object) -> None:
         self._incoming[incoming.shard.producer].discard(incoming)
 
     def discard_soon(self, incoming_shards: Iterable[IncomingShard]) -> None:
         """Let go of incoming shards on a thread of the exchange."""
-        if not self.closed:
-            self.executor.submit(self.discard, incoming_shards)
+        with contextlib.suppress(ExchangeClosed):  # which lets go of all
+            self._submit(self.discard, incoming_shards).add_done_callback(_complain)
 
     def _ask_for_room(self, owners: set[str]) -> None:
         self.worker.loop.add_callback(self._send_drain, owners)
@@ -382,7 +405,7 @@ class Exchange:
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
         while not (await self._has_let_go(owner, run) or self.closed):
-            await asyncio.sleep(WITHDRAW_RETRY_INTERVAL_S)
+            await asyncio.sleep(PEER_RETRY_INTERVAL_S)
         outbox.drop(run, owner)
 
     async def _has_let_go(self, owner: str, run: RunKey) -> bool:
@@ -397,6 +420,11 @@ class Exchange:
             pass
         except OSError:
             return await self.calls.has_left(owner)
+        except ExchangeClosed:
+            raise
+        except Exception as error:
+            logger.warning("worker %s has not let go of %s of %s: %r", owner, run, self.me.address, error)
+            return False
         return True
 
     # ---- what peers call -------------------------------------------------------------
@@ -470,14 +498,23 @@ class Exchange:
 
     async def offload(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run something that blocks on a thread of this exchange."""
-        if self.closed:
-            raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
-        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
+        return await asyncio.wrap_future(self._submit(function, *args))
+
+    def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Hand something over to a thread; raises ExchangeClosed."""
+        try:
+            if not self.closed:
+                return self.executor.submit(function, *args)
+        except RuntimeError:  # `close`, on another thread, has shut it down meanwhile
+            if not self.closed:
+                raise
+        raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
 
     def on_worker_removed(self, address: str) -> None:
         """Forget a worker that has left the cluster: another one at its address has nothing to do with it."""
         self.links.forget([address])
         self.peers.forget([address])
+        self.calls.on_worker_removed(address)
         for peer in [peer for peer in self._asked if peer.address == address]:
             del self._asked[peer]
         for peer in list(self._incoming):
@@ -495,17 +532,16 @@ class Exchange:
         await self.offload(self.pools.trim_idle)
 
     def _close_soon(self, close: Callable[[], None]) -> None:
-        if self.closed:
+        try:
+            self._submit(close).add_done_callback(_complain)
+        except ExchangeClosed:
             close()
-        else:
-            self.executor.submit(close)
 
     def close(self) -> None:
         """Release memory, mappings and files. Blocks."""
         self.closed = True
         self.pools.wake()
-        for name in ("ticket", "fetch", "release", "drain", "forget", "make_room"):
-            self.worker.handlers.pop(f"gpurt_{name}", None)
+        self._stop_answering()
         self.executor.shutdown(cancel_futures=True)
         for incoming in [
             incoming
@@ -515,6 +551,20 @@ class Exchange:
             incoming.abandon()  # else its mapping would stay open
         self.peers.close()
         self.pools.close()
+
+    def _stop_answering(self) -> None:
+        """Leave the worker as it was without the runtime; one that closes says so to its peers."""
+        for name in self._handlers:
+            if not is_closing(self.worker):
+                self.worker.handlers.pop(name, None)
+            elif name != "gpurt_make_room":  # which knows by itself that there is nothing to be had here
+                self.worker.handlers[name] = closes
+
+
+def _complain(done: Future[Any]) -> None:
+    """Log what something that nothing waits for has failed with."""
+    if not done.cancelled() and (error := done.exception()) is not None:
+        logger.error("the exchange could not let go of something", exc_info=error)
 
 
 def _ignore(runs: int, pulls: int) -> None:

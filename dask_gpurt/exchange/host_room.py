@@ -27,8 +27,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from distributed.comm.addressing import get_address_host
-from distributed.core import Status
 
+from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.device.base import PoolFull
 from dask_gpurt.device.host import SHM, no_room
 from dask_gpurt.observe import Fallback, Metrics
@@ -129,7 +129,7 @@ class HostRoom:
 
     async def make_room(self) -> int:
         """Handle a worker of this host that waits for room; returns the bytes that this one still holds."""
-        if self._worker.status in (Status.closing, Status.closed):
+        if is_closing(self._worker):
             return 0
         self._drain()
         held: int = await self._offload(self._give_back)

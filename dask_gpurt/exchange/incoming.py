@@ -159,10 +159,14 @@ class IncomingShard:
         return [self.source(which) for which in range(len(self.shard.sections))]
 
     def discard(self) -> None:
-        """Let a shard go that will not be read any more, after its last reader. Blocks."""
+        """Let a shard go that will not be read any more. Blocks while one that has landed is read.
+
+        Where it lies in the producer's pool, its last reader lets go of it. A thread that waited for that
+        reader could be the one that the reader waits for, to pull another shard.
+        """
         with self._lock:
             before, self.state = self.state, ShardState.GONE
-            while self._readers:
+            while self._readers and before is ShardState.LANDED:
                 self._lock.wait()
             let_go = self._lets_go()
         if let_go:

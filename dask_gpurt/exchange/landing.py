@@ -71,6 +71,7 @@ class Landing:
                 return
             except MemoryError:
                 self._metrics.fallback(Fallback.EXCHANGE_SPILLED_ON_ARRIVAL, "it has no room for them")
+            finally:  # whatever it has failed with; what was stored has taken the room
                 self._tiered_buffer.reservations.cancel(key)
         try:
             tier = self._tiered_buffer.store_below(

@@ -243,6 +243,7 @@ class DiskTier(MutableMapping[str, Frames]):
         self._names = itertools.count()
         self._lock = threading.Lock()
         self._unlinking = ThreadPoolExecutor(1, thread_name_prefix="gpurt-unlink")
+        self._closed = False
         self._remove = weakref.finalize(self, _remove, self.path, os.getpid())
 
     def __setitem__(self, key: str, frames: Frames) -> None:
@@ -356,13 +357,16 @@ class DiskTier(MutableMapping[str, Frames]):
             raise
 
     def stored(self, key: str) -> int:
-        """Return the bytes in the file of an object."""
-        return self._files[key].size
+        """Return the bytes in the file of an object; 0 once the tier is closed."""
+        with self._lock:
+            return 0 if self._closed else self._files[key].size
 
     def __delitem__(self, key: str) -> None:
         with self._lock:
+            if self._closed:  # its file goes with the directory
+                return
             file = self._files.pop(key)
-        self._unlinking.submit(self._unlink, file)
+            self._unlinking.submit(self._unlink, file)
         self._give_back(file.size)
 
     def clear(self) -> None:
@@ -384,10 +388,25 @@ class DiskTier(MutableMapping[str, Frames]):
 
     def settle(self) -> None:
         """Wait until the files of keys that have gone are gone too."""
-        self._unlinking.submit(int).result()  # they go one by one, in order
+        with self._lock:
+            unlinked = None if self._closed else self._unlinking.submit(int)  # they go one by one, in order
+        if unlinked is not None:
+            unlinked.result()
 
     def close(self) -> None:
-        """Remove all files, and the directory."""
+        """Remove all files, and the directory.
+
+        A thread that still spills, or lets keys go, does so in vain from here on::
+
+            Thread 1 (closes)                         Thread 2 (deletes a key)
+                                                      the tier is open: the file is handed over
+            notes that the tier is closed
+            waits for the files handed over
+            removes what is left, and the directory
+                                                      the next key: there is nothing to be removed any more
+        """
+        with self._lock:
+            self._closed = True
         self._unlinking.shutdown()
         self.clear()
         self._remove()

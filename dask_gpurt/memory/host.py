@@ -63,6 +63,7 @@ class MemoryTier(MutableMapping[str, Frames]):
     def __init__(self) -> None:
         self._entries: dict[str, tuple[Frames, Scattered]] = {}
         self._lock = threading.Lock()
+        self._closed = False
 
     @abstractmethod
     def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
@@ -135,14 +136,17 @@ class MemoryTier(MutableMapping[str, Frames]):
         return sum(piece.size for piece in self.part(key, which))
 
     def stored(self, key: str) -> int:
-        """Return the bytes that an object takes here."""
-        return self._size(self._entries[key][1])
+        """Return the bytes that an object takes here; 0 once the tier is closed."""
+        with self._lock:
+            return 0 if self._closed else self._size(self._entries[key][1])
 
     def _size(self, pieces: Scattered) -> int:
         return sum(piece.size for piece in pieces)
 
     def __delitem__(self, key: str) -> None:
         with self._lock:
+            if self._closed:  # it is freed already
+                return
             _, pieces = self._entries.pop(key)
         self._free(pieces)
 
@@ -156,8 +160,12 @@ class MemoryTier(MutableMapping[str, Frames]):
         return len(self._entries)
 
     def close(self) -> None:
-        """Delete everything."""
-        self.clear()
+        """Delete everything. Who still lets keys go does so in vain."""
+        with self._lock:
+            self._closed = True
+            entries, self._entries = self._entries, {}
+        for _, pieces in entries.values():
+            self._free(pieces)
 
 
 class HostTier(MemoryTier):

@@ -36,6 +36,8 @@ class TaskRunner:
     ----------
     execute
         The worker's own.
+    is_aside
+        Tells whether a task has left its slot for a read. It needs its memory as before.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class TaskRunner:
         settings: MemorySettings,
         metrics: Metrics,
         execute: Callable[..., Any],
+        is_aside: Callable[[Key], bool],
     ):
         self._worker = worker
         self._tiers = tiers
@@ -52,6 +55,7 @@ class TaskRunner:
         self._settings = settings
         self._metrics = metrics
         self.execute = execute
+        self._is_aside = is_aside
         self._estimator = MemoryEstimator()
         #: Results that were promised room, since the last look at them and before it.
         self._promised: list[Key] = []
@@ -148,7 +152,11 @@ class TaskRunner:
 
     def _has_seceded(self, key: Key) -> bool:
         task = self._worker.state.tasks.get(key)
-        return task is None or task.state == "long-running"
+        return task is None or (task.state == "long-running" and not self._is_aside(key))
+
+    def _is_wanted(self, task: WorkerTask) -> bool:
+        """Return whether a task runs, and has neither been cancelled nor seceded by itself."""
+        return task.state == "executing" or (task.state == "long-running" and self._is_aside(task.key))
 
     async def _admitted(self, key: Key, need: int, inputs: dict[Key, int]) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
@@ -185,7 +193,7 @@ class TaskRunner:
             self._tiers.device.peak()  # from here on
             event = await self.execute(key, stimulus_id=stimulus_id)
             error = _out_of_memory(event)
-            if error is None or task.state != "executing":
+            if error is None or not self._is_wanted(task):
                 return event
             if attempt < self._settings.retries:
                 await self._spill_all()

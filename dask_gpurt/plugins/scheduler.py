@@ -17,6 +17,7 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC
@@ -31,7 +32,7 @@ from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
-from dask_gpurt.shuffle.run import CLOSING, OWNERS, RECOVER, SEALED
+from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
 
 logger = logging.getLogger("dask_gpurt")
 

@@ -21,7 +21,7 @@ from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.shuffle import active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import call_soon
+from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.device import Device
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
@@ -32,12 +32,13 @@ from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
 from dask_gpurt.plugins.tiers import WorkerTiers
-from dask_gpurt.plugins.topology_reports import TopologyReporter
+from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
@@ -47,6 +48,8 @@ logger = logging.getLogger("dask_gpurt")
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
+#: The handler that the scheduler calls for what is known here.
+REPORT = "gpurt_report"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -118,8 +121,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
         patches = dask_hooks.PatchSet()
+        undo.callback(self._ignore_calls)
         undo.callback(patches.restore)
-        patches.add_item(worker.handlers, "gpurt_report", self.report)
+        patches.add_item(worker.handlers, REPORT, self.report)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Hear from the scheduler which workers leave, as Dask's worker does.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
@@ -144,12 +148,24 @@ class GpurtWorkerPlugin(WorkerPlugin):
             part.install()
         if settings.memory.tiers:
             await self.exchange.offload(self.tiers.guard)
-            self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
+            self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics, self.reads.is_aside)
             self.data.install()
             undo.push_async_callback(self._give_data_back)
+        undo.callback(self.reads.uninstall)
+        self.reads.install()
         testing.instrument(self, settings)
         self.is_on = True
         call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
+
+    def _ignore_calls(self) -> None:
+        """Have a worker that closes answer nothing to a scheduler that does not know that yet.
+
+        Dask would log that it knows no such handler, or end the connection.
+        """
+        if is_closing(self.worker):
+            for name in (REPORT, HOST):
+                self.worker.handlers[name] = _ignore
+            self.worker.stream_handlers[RENEW] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
         def on_worker_removed(worker: str, **kwargs: Any) -> Any:
@@ -176,6 +192,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.exchange = Exchange(worker, pools, self.tiers.tiered_buffer, settings, self.metrics)
         self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
+        if on_gpu:
+            self._undo.callback(set_reader_threads(settings.reads.threads))
+        self.reads = WorkerReads(worker, settings.reads, self.metrics)
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.replica_selector = ReplicaSelector(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
@@ -227,10 +246,15 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "pools": self.exchange.pools.describe(),
             "overlap": self.overlap.report(),
             "residency": self.residency.describe(),
+            "reads": self.reads.report(),
             "problems": config.problems(),
             **known,
             "counters": known["counters"] | self.residency.counters(),
         }
+
+
+async def _ignore(**_: Any) -> None:
+    """Handle a call by no answer, as where the runtime is off."""
 
 
 def _warm_up(devices: Mapping[str, Device]) -> None:

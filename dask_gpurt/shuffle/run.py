@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, cast
 
 from dask.context import thread_state
 from dask.typing import Key
-from distributed.core import ErrorMessage, OKMessage, Status, clean_exception, error_message
+from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
-from dask_gpurt.dask_hooks.worker import call_soon, is_finalizing
+from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
 from dask_gpurt.shuffle.owners import Owners
@@ -58,8 +58,6 @@ class Retire(NamedTuple):
 Message = list[Shard | Commit] | Seal | Retire
 #: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
 GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
-#: The states of a worker that takes part in nothing any more.
-CLOSING = (Status.closing, Status.closed, Status.failed)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
 #: Notes of barriers to the scheduler, on the stream of their worker.
@@ -171,7 +169,7 @@ class ShuffleRun:
 
     def _is_closing(self) -> bool:
         """Return whether the worker ends, and the runtime with it; the tasks of the run go on elsewhere."""
-        return is_finalizing(self._worker) or self._worker.status in CLOSING
+        return is_closing(self._worker)
 
     @property
     def is_open(self) -> bool:
@@ -189,9 +187,21 @@ class ShuffleRun:
         if isinstance(exception, PeerLost | ExchangeClosed):
             self._exception = RunInterrupted(f"{self} begins again: {exception}")
             call_soon(self._worker, self._begin_again, str(exception))
+        elif isinstance(exception, OSError):
+            # A peer that gets one as an answer takes it for a broken connection, and calls again for long.
+            self._exception = RuntimeError(f"{self} has failed: {exception}")
+            self._exception.__cause__ = exception
         else:
             self._exception = exception
         self._exchange.pools.wake()
+        # A producer that waits for room in its pool offers nothing meanwhile, so it would not hear of this:
+        # it waits for the release of what was received here, which nothing will read.
+        call_soon(self._worker, self._let_go)
+
+    async def _let_go(self) -> None:
+        """Let go of everything that has been received."""
+        with contextlib.suppress(ExchangeClosed):  # which lets go of all
+            await self._exchange.offload(self._receiver.close)
 
     async def close(self) -> None:
         """Give back what the run holds, here and in the pools of others."""
@@ -221,11 +231,14 @@ class ShuffleRun:
         if owners.epoch <= self._owners.epoch or not self.is_open:
             return
         self._owners = owners
-        outdated = self._receiver.renew(owners)
-        self._note_what_is_left()
-        self._sender.renew(owners)
-        self._exchange.discard_soon(outdated)
-        self._retire_all()
+        try:
+            outdated = self._receiver.renew(owners)
+            self._note_what_is_left()
+            self._sender.renew(owners)
+            self._exchange.discard_soon(outdated)
+            self._retire_all()
+        except Exception as error:  # half of it may have been done, and will not be done again
+            self.fail(error)
 
     def _retire_all(self) -> None:
         """Have what was published for shares that are nothing to their owners any more not wait for them."""
@@ -243,20 +256,20 @@ class ShuffleRun:
             while self.is_open:
                 try:
                     await self._deliver(owner, Retire(shares))
-                except PeerLost:
+                except GONE:  # it is about to leave, or its run is over and ours will be before long
                     if not await self._exchange.calls.has_left(owner):
                         await asyncio.sleep(LONGEST_PAUSE_S)
                         continue
                 self._exchange.pools.drop_shares(self._key, shares)
                 return
-        except Exception as error:  # its run is over, and ours will be before long
-            logger.debug("%s does not let go of shares in %s: %s", owner, self, error)
+        except Exception as error:  # else these blocks would fill the pool
+            self.fail(error)
         finally:
             self._retiring -= shares
 
     async def _catch_up(self) -> None:
         """Ask the scheduler for the owners as they are now; raise ShuffleClosedError when the run is over."""
-        reply = await getattr(self._worker.scheduler, OWNERS)(id=self.id, run_id=self.run_id)
+        reply = await self._ask_scheduler(OWNERS)
         # None is the answer of a scheduler on which the runtime has been switched off.
         if reply is None or reply["owners"] is None:
             raise ShuffleClosedError(f"{self} is over")
@@ -266,17 +279,22 @@ class ShuffleRun:
         """Have the scheduler mend what is broken, unless it has changed owners since."""
         logger.warning("%s: %s", self, reason)
         epoch = self._owners.epoch
-        while self.is_open and self._owners.epoch == epoch:
-            try:
-                request = getattr(self._worker.scheduler, RECOVER)
-                await request(id=self.id, run_id=self.run_id, epoch=epoch, reason=reason, **what)
+        try:
+            await self._ask_scheduler(RECOVER, epoch=epoch, reason=reason, **what)
+            if self._owners.epoch == epoch:
                 await self._catch_up()
-                return
-            except ShuffleClosedError as error:
-                self.fail(error)
+        except Exception as error:  # kept for everything that waits in this run
+            self.fail(error)
+
+    async def _ask_scheduler(self, op: str, **message: Any) -> Any:
+        """Call a handler of the scheduler: again where the connection breaks, while the run goes on."""
+        while True:
+            try:
+                return await getattr(self._worker.scheduler, op)(id=self.id, run_id=self.run_id, **message)
             except OSError as error:
                 logger.warning("%s can not reach the scheduler and tries again: %s", self, error)
-                await asyncio.sleep(LONGEST_PAUSE_S)
+            await asyncio.sleep(LONGEST_PAUSE_S)
+            self.raise_if_closed()
 
     def _shard_failed(self, shard: Shard, error: Exception) -> None:
         """Note that a shard that was accepted can not be had. On the event loop; does not wait."""
@@ -286,11 +304,14 @@ class ShuffleRun:
             self.fail(error)
 
     async def _lose(self, shard: Shard, reason: str) -> None:
-        useless, outputs = self._receiver.lose(shard)
-        self._exchange.metrics.add("shuffle.lost.shards")
-        self._exchange.discard_soon(useless)
-        if outputs:  # else the barrier finds what is missing
-            await self._recover(f"a shard is lost: {reason}", outputs=outputs)
+        try:
+            useless, outputs = self._receiver.lose(shard)
+            self._exchange.metrics.add("shuffle.lost.shards")
+            self._exchange.discard_soon(useless)
+            if outputs:  # else the barrier finds what is missing
+                await self._recover(f"a shard is lost: {reason}", outputs=outputs)
+        except Exception as error:
+            self.fail(error)
 
     # ---- producing -------------------------------------------------------------------
 
@@ -448,6 +469,7 @@ class ShuffleRun:
             await self._catch_up()
         if isinstance(message, Seal):
             await self._flush()
+            self.raise_if_closed()  # else it would miss nothing, since nothing is left
             if epoch != self._owners.epoch:
                 raise Stale(f"{self} has other owners by now")
             return sorted(self._receiver.seal(message.succeeded))
@@ -511,6 +533,10 @@ class ShuffleRun:
             except OSError as error:
                 logger.warning("%s can not reach the scheduler and tries again: %s", self, error)
                 await asyncio.sleep(LONGEST_PAUSE_S)
+            except Exception as error:
+                logger.exception("%s can not begin again", self)
+                self._exception = error  # its tasks, scheduled again, would find the same run for ever
+                return
 
     def task_done(self, key: Key) -> None:
         """Let the shards of a task go that has read outputs and is in memory."""

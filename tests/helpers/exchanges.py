@@ -11,7 +11,7 @@ import inspect
 import itertools
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -469,8 +469,8 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
     from dask_gpurt.exchange import calls as module
     from dask_gpurt.shuffle import run
 
-    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.WITHDRAW_RETRY_INTERVAL_S
-    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.WITHDRAW_RETRY_INTERVAL_S = 0.0
+    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.PEER_RETRY_INTERVAL_S
+    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.PEER_RETRY_INTERVAL_S = 0.0
     module.MAX_CALLS = calls
     kept_here = run.sync, run.LONGEST_PAUSE_S
     run.sync, run.LONGEST_PAUSE_S = _without_waiting, 0.001
@@ -478,9 +478,7 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
         yield
     finally:
         run.sync, run.LONGEST_PAUSE_S = kept_here
-        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.WITHDRAW_RETRY_INTERVAL_S = (
-            kept
-        )
+        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.PEER_RETRY_INTERVAL_S = kept
 
 
 _doing: set[asyncio.Future[Any]] = set()
@@ -603,3 +601,20 @@ class Cluster:
     def close(self) -> None:
         for process in self._all:
             process.close()
+
+
+def in_process(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test on an event loop, without pauses."""
+
+    def run() -> None:
+        with without_pauses():
+            asyncio.run(asyncio.wait_for(test(), 60))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    """Have ``meddle`` handle each message; it gets the usual handling first."""
+    handle = cluster.network._handle
+    cluster.network._handle = lambda *message: meddle(handle, *message)  # type: ignore[method-assign]

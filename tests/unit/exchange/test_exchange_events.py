@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -25,26 +24,9 @@ from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchanges import Cluster, Process, quiet, spec_of, without_pauses
+from tests.helpers.exchanges import Cluster, Process, in_process, intercept, quiet, spec_of
 
 A, B = "tcp://a:1", "tcp://b:1"
-
-
-def in_process(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run a test on an event loop, without pauses."""
-
-    def run() -> None:
-        with without_pauses():
-            asyncio.run(asyncio.wait_for(test(), 60))
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return run
-
-
-def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-    """Have ``meddle`` handle each message; it gets the usual handling first."""
-    handle = cluster.network._handle
-    cluster.network._handle = lambda *message: meddle(handle, *message)  # type: ignore[method-assign]
 
 
 def counted(process: Process, name: str) -> float:
@@ -289,6 +271,26 @@ async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
 
 
 @in_process
+async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connections_are() -> None:
+    """They hear that it leaves, and nothing is an error to it."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    handlers = {name for name in b.handlers if name.startswith("gpurt_")}
+    b.status = Status.closing
+    b.close()
+    assert handlers <= b.handlers.keys()  # else Dask logs an error for each call
+    for name in handlers - {"gpurt_make_room"}:
+        with pytest.raises(PeerLost, match="closes"):
+            await a.exchange.calls.call(B, name, check=lambda: None, anything=1)
+    assert await a.exchange.calls.call(B, "gpurt_make_room", check=lambda: None) == 0
+    run: Any = a.run_of("a shuffle")
+    await a.exchange.withdraw(("a shuffle", run.run_id))  # which asks it to let go of what it was offered
+    assert B not in a.outbox.readers()
+    cluster.close()
+
+
+@in_process
 async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
     """Its connections are closed, say, so that it can not ask the scheduler what it is offered."""
     cluster = Cluster(A, B)
@@ -340,8 +342,46 @@ async def test_a_pull_for_a_producer_that_waits_for_room_fails() -> None:
     b.exchange.drain(list(a.exchange.me))
     await quiet()
     run: Any = b.run_of("a shuffle")
-    with pytest.raises(OSError, match="no tier has room"):
+    with pytest.raises(RuntimeError, match="no tier has room"):
         run.raise_if_closed()
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> None:
+    """The producer offers nothing while it waits: only a block that comes back tells it to go on."""
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer("a shuffle", 0, a)
+    assert B in a.outbox.readers()
+    b.landed.full = True
+    b.exchange.drain(list(a.exchange.me))
+    await quiet()
+    assert B not in a.outbox.readers()
+    await cluster.transfer("a shuffle", 1, a)  # of which the offer is answered with the error
+    with pytest.raises(RuntimeError, match="no tier has room"):
+        await cluster.transfer("a shuffle", 2, a)
+    assert a.exchange.metrics.snapshot()["counters"].get("exchange.calls.repeated", 0) == 0
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_fails_while_the_barrier_asks_it() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    b = cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    flush = run._flush
+
+    async def flush_and_fail() -> None:
+        await flush()
+        run.fail(OSError("no tier has room"))
+        await quiet()
+
+    run._flush = flush_and_fail
+    with pytest.raises(RuntimeError, match="no tier has room"):
+        await cluster.barrier("a shuffle", results)
     cluster.close()
 
 
@@ -393,6 +433,42 @@ async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> Non
     while B in a.outbox.readers():
         await asyncio.sleep(0.01)
     del called
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_removed_while_it_is_called() -> None:
+    """The scheduler's word ends the call, and keeps others from beginning: nothing looks by itself here."""
+    cluster = Cluster(A, B)
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_ticket", B)
+
+    async def call() -> None:
+        with pytest.raises(PeerLost, match="has left"):
+            await a.exchange.calls.call(B, "gpurt_ticket", check=lambda: None, kind="host", to=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.exchange.calls.WATCH_S", 3600.0)
+        calling = asyncio.ensure_future(call())
+        await called.wait()
+        b.die()
+        cluster.scheduler.leaves(B)
+        await cluster.hear()
+        await calling
+        called.clear()
+        await call()
+    assert not called.is_set()
+    cluster.close()
+
+
+@in_process
+async def test_another_worker_is_called_at_the_address_of_a_removed_one() -> None:
+    cluster = Cluster(A, B)
+    a = cluster.network.processes[A]
+    b = cluster.replace(cluster.network.processes[B])
+    await cluster.hear()
+    reply = await a.exchange.calls.call(B, "gpurt_ticket", check=lambda: None, kind="host", to=None)
+    assert reply["incarnation"] == b.exchange.me.incarnation
     cluster.close()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed.comm import CommClosedError
-from distributed.core import AsyncTaskGroup
+from distributed.core import AsyncTaskGroup, Status
 
 from dask_gpurt import config
 from dask_gpurt.exchange import Exchange, Shard, exchange
@@ -40,6 +40,7 @@ class Worker:
     def __init__(self, address: str, all_of_them: dict[str, Worker]):
         loop = asyncio.get_running_loop()
         self.address, self.handlers = address, dict[str, Any]()
+        self.status = Status.running
         self.loop = SimpleNamespace(time=loop.time, add_callback=self._call_soon)
         self.scheduler = SimpleNamespace(gpurt_links=self._links, gpurt_gone=self._gone)
         self._ongoing_background_tasks = AsyncTaskGroup()
@@ -59,6 +60,9 @@ class Worker:
 
     async def _gone(self, peers: list[str]) -> list[str]:
         return [peer for peer in peers if peer not in self._peers]
+
+    def _is_finalizing(self) -> bool:
+        return False
 
     def leaves(self) -> None:
         """Act as if the scheduler had removed it."""
@@ -231,7 +235,7 @@ def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> No
 
 
 def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "WITHDRAW_RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(exchange, "PEER_RETRY_INTERVAL_S", 0.0)
 
     async def test() -> None:
         pair = Pair("shared-memory", "comms")

@@ -125,6 +125,23 @@ def test_a_failed_copy_takes_no_memory() -> None:
         assert "a" not in tier
 
 
+@pytest.mark.parametrize("kind", ["pinned", "host", "disk"])
+def test_a_key_goes_after_its_tier_was_closed(kind: str, tmp_path: Path) -> None:
+    tier: Any = {
+        "pinned": pinned,
+        "host": lambda: HostTier(CAPACITY),
+        "disk": lambda: DiskTier(str(tmp_path)),
+    }[kind]()
+    tier["a"], tier["b"] = frames(500), frames(600)
+    tier.close()
+    assert not tier.used
+    del tier["a"], tier["b"]
+    if kind == "disk":
+        tier.settle()
+    assert not tier.used
+    assert not list(tmp_path.iterdir())
+
+
 def test_threads_share_a_tier(tmp_path: Path) -> None:
     tiers: list[Any] = [pinned(), HostTier(CAPACITY), DiskTier(str(tmp_path), CAPACITY)]
     wrong: list[Any] = []

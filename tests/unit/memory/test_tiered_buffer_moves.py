@@ -268,6 +268,21 @@ def test_it_is_closed_while_it_spills(tiered_buffer: TieredBuffer, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_key_goes_while_it_is_spilled_and_all_is_closed_meanwhile(
+    tiered_buffer: TieredBuffer, meanwhile: Any, tmp_path: Path
+) -> None:
+    """The thread that spills finds its copy gone already, which is no error."""
+    tiered_buffer["x"] = array(1)
+
+    def ends() -> None:
+        del tiered_buffer["x"]
+        tiered_buffer.close()
+
+    meanwhile("writing", ends)
+    tiered_buffer.spill(ALL)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("needed", [False, True])
 def test_what_comes_up_for_later_does_not_take_the_room_of_what_is_needed_now(
     needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

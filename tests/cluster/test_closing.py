@@ -1,0 +1,68 @@
+"""Workers close while others, that do not know it yet, still call them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+import dask_gpurt
+from dask_gpurt.exchange import PeerLost
+from dask_gpurt.shuffle.run import RENEW
+from tests.helpers.in_process import gen_client_cluster
+
+WORKERS: list[Any] = [("127.0.0.1", 1)] * 2
+
+
+def calls(worker: Any) -> list[str]:
+    """Return the handlers of the runtime on a worker."""
+    return sorted(name for name in worker.handlers if name.startswith("gpurt_"))
+
+
+def test_a_worker_that_closes_is_called_until_its_connections_are_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers: dict[str, Any] = {}
+
+    @gen_client_cluster(nthreads=WORKERS)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        names, teardown = calls(a), a.preloads.teardown
+        peer = b.plugins["gpurt"].exchange.calls
+
+        async def call_all() -> None:  # the plugins are closed by now
+            assert not a.plugins
+            for name in names:
+                try:
+                    answers[name] = await peer.call(a.address, name, check=lambda: None)
+                except PeerLost as error:
+                    answers[name] = error
+            scheduler.stream_comms[a.address].send({"op": RENEW, "id": "x", "run_id": 1, "owners": None})
+            await scheduler.rpc(a.address).gpurt_report(connect=False)
+            await teardown()
+
+        a.preloads.teardown = call_all
+        caplog.clear()
+        await a.close()
+        assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        await dask_gpurt.disable(client)
+
+    run()
+    nothing = {name: answers.pop(name) for name in ("gpurt_report", "gpurt_host", "gpurt_make_room")}
+    assert not any(nothing.values())
+    assert len(answers) == 5
+    assert all(isinstance(answer, PeerLost) for answer in answers.values()), answers
+
+
+def test_the_runtime_is_switched_off_on_workers_that_stay() -> None:
+    """Nothing of it is left to answer."""
+
+    @gen_client_cluster(nthreads=WORKERS)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert all(map(calls, workers))
+        await dask_gpurt.disable(client)
+        assert not any(map(calls, workers))
+
+    run()

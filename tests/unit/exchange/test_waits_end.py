@@ -1,0 +1,300 @@
+"""Whoever waits in a shuffle waits for something that is watched: failures that were told to nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed.comm import CommClosedError
+from distributed.core import Status
+
+from dask_gpurt.device.base import CodecError
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.exchange import ExchangeClosed
+from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
+from dask_gpurt.memory.ledger import RESERVATIONS
+from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.observe import Metrics
+from dask_gpurt.shuffle.run import RunInterrupted
+from tests.helpers.exchanges import Cluster, Process, in_process, intercept, quiet, spec_of
+from tests.helpers.tiered_buffers import new_tiered_buffer
+
+A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
+
+
+def failing(cluster: Cluster, op: str, address: str, *errors: Exception) -> list[str]:
+    """Have a handler of a worker fail with each of these errors, then work; returns the calls of it."""
+    left, calls = list(errors), list[str]()
+
+    async def fail(handle: Any, to: str, called: str, content: dict[str, Any]) -> Any:
+        if (called, to) == (op, address):
+            calls.append(op)
+            if left:
+                raise left.pop(0)
+        return await handle(to, called, content)
+
+    intercept(cluster, fail)
+    return calls
+
+
+async def settled(*processes: Process) -> None:
+    for _ in range(20):
+        for process in processes:
+            await process.exchange.offload(int)
+        await quiet()
+
+
+# ---- blocks of a producer, which another one may wait for --------------------------------
+
+
+@in_process
+async def test_a_producer_fails_while_it_is_told_that_its_blocks_are_free() -> None:
+    cluster = Cluster(A, B)
+    calls = failing(cluster, "gpurt_release", A, MemoryError("no memory for the message"))
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    a = cluster.network.processes[A]
+    await settled(*cluster.network.processes.values())
+    assert len(calls) > 1
+    assert not a.outbox.readers()
+    cluster.close()
+
+
+@in_process
+async def test_a_producer_is_out_of_reach_for_long_while_its_blocks_become_free() -> None:
+    """It has not left: it waits for them, and is reached again."""
+    cluster = Cluster(A, B)
+    failing(cluster, "gpurt_release", A, *[CommClosedError("the connection was reset")] * 11)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    a = cluster.network.processes[A]
+    while a.outbox.readers():
+        await asyncio.sleep(0.01)
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_fails_while_it_lets_go_of_a_run() -> None:
+    """What it may still read stays published until it has said so."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    calls = failing(cluster, "gpurt_forget", B, RuntimeError("can't start new thread"))
+    cluster.scheduler.end("a shuffle")
+    await cluster.hear()
+    a = cluster.network.processes[A]
+    while a.outbox.pool.used:
+        await asyncio.sleep(0.01)
+    assert len(calls) == 2
+    cluster.close()
+
+
+@in_process
+async def test_one_of_many_shards_can_not_be_let_go_of() -> None:
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    shards = list(b.exchange._incoming[a.exchange.me])
+    assert len(shards) > 1
+
+    def fence() -> None:
+        raise RuntimeError("an illegal address")
+
+    shards[0].read_until(fence)
+    with pytest.raises(RuntimeError, match="illegal address"):
+        b.exchange.discard(shards)
+    assert all(incoming.let_go.done() for incoming in shards)
+    await quiet()
+    assert len(a.outbox.owners(shards[0].run)) <= 2
+    assert not b.exchange._incoming[a.exchange.me]
+    cluster.close()
+
+
+@in_process
+async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies() -> None:
+    """Its reader may wait for another shard, which is pulled by the thread that lets go of this one."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    incoming = next(iter(b.exchange._incoming[a.exchange.me]))
+    with incoming.staying(lambda: None) as landed:
+        assert not landed
+        thread = threading.Thread(target=b.exchange.discard, args=([incoming],), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert not incoming.let_go.done(), "its producer must not reuse the block yet"
+    assert incoming.let_go.done()
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_closes_while_it_is_asked_to_let_go_of_shares() -> None:
+    """It had never heard of some of what was published for it, so nothing else frees that."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = a.run_of("a shuffle")
+    [share] = {share for share, owner in a.exchange.pools.shares(run._key).items() if owner == B}
+    b.status = Status.closing
+    b.close()
+    asked = asyncio.create_task(run._retire(B, frozenset({share})))
+    await quiet()
+    assert not asked.done(), "it may still read"
+    cluster.scheduler.workers.discard(B)
+    await asked
+    assert share not in a.exchange.pools.shares(run._key)
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_fails_while_it_is_asked_to_let_go_of_shares() -> None:
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a = cluster.network.processes[A]
+    run: Any = a.run_of("a shuffle")
+    failing(cluster, "shuffle_receive", B, MemoryError("no memory"))
+    await run._retire(B, frozenset({0, 1}))
+    with pytest.raises(MemoryError, match="no memory"):
+        run.raise_if_closed()
+    cluster.close()
+
+
+# ---- runs --------------------------------------------------------------------------------
+
+
+@in_process
+async def test_the_connection_to_the_scheduler_breaks_while_owners_are_asked_for() -> None:
+    cluster = Cluster(A, B, C)
+    await cluster.transfer_all("a shuffle")
+    a, b, c = (cluster.network.processes[address] for address in (A, B, C))
+    c.die()
+    cluster.scheduler.leaves(C)
+    while cluster.network.streams[b]:  # and a, which has not heard of it, is offered what c should have had
+        await cluster.network.deliver_stream(b)
+    run: Any = a.run_of("a shuffle")
+    answer, calls = cluster.scheduler.gpurt_owners, list[str]()
+
+    async def breaks(**message: Any) -> Any:
+        calls.append("owners")
+        if len(calls) == 1:
+            raise CommClosedError("the connection was reset")
+        return await answer(**message)
+
+    cluster.scheduler.gpurt_owners = breaks  # type: ignore[method-assign]
+    await quiet()
+    while run._owners.epoch == 0:
+        await asyncio.sleep(0.01)
+    assert len(calls) == 2
+    for process in (a, b):
+        kept: Any = process.run_of("a shuffle")
+        kept.raise_if_closed()
+    cluster.close()
+
+
+@in_process
+async def test_the_scheduler_fails_while_it_is_told_of_a_lost_shard() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    await cluster.barrier("a shuffle", results)
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+
+    async def fails(**_: Any) -> None:
+        raise KeyError("the barrier is gone")
+
+    cluster.scheduler.gpurt_recover = fails  # type: ignore[method-assign]
+    await b.exchange.forget(list(a.exchange.me), list(run._key))
+    await quiet()
+    with pytest.raises(KeyError, match="the barrier is gone"):
+        run.raise_if_closed()
+    cluster.close()
+
+
+@in_process
+async def test_the_scheduler_fails_while_it_is_asked_to_begin_a_run_again() -> None:
+    """Its tasks, scheduled again, would find the same run for ever."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+
+    async def fails(**_: Any) -> None:
+        raise RuntimeError("no worker is allowed")
+
+    cluster.scheduler.shuffle_barrier = fails  # type: ignore[method-assign]
+    run.fail(ExchangeClosed("the runtime is off there"))
+    with pytest.raises(RunInterrupted):
+        run.raise_if_closed()
+    await quiet()
+    with pytest.raises(RuntimeError, match="no worker is allowed"):
+        run.raise_if_closed()
+    cluster.close()
+
+
+@in_process
+async def test_memory_ends_while_a_run_gets_other_owners() -> None:
+    cluster = Cluster(A, B, C)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a, c = cluster.network.processes[A], cluster.network.processes[C]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    run._sender.renew = fails
+    c.die()
+    cluster.scheduler.leaves(C)
+    await cluster.hear()
+    with pytest.raises(MemoryError, match="no memory"):
+        run.raise_if_closed()
+    cluster.close()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_while_something_is_handed_to_its_threads() -> None:
+    """The thread that closes has shut them down, and the event loop has not seen it yet."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a = cluster.network.processes[A]
+    closed = list[bool]()
+
+    class ShutDown(ThreadPoolExecutor):
+        def submit(self, *args: Any, **options: Any) -> Any:
+            a.exchange.closed = True
+            self.shutdown()
+            return super().submit(*args, **options)
+
+    def replace() -> None:
+        a.exchange.closed, a.exchange.executor = False, ShutDown(1)
+
+    replace()
+    with pytest.raises(ExchangeClosed):
+        await a.exchange.offload(int)
+    replace()
+    a.exchange.discard_soon([])
+    replace()
+    a.exchange._close_soon(lambda: closed.append(True))
+    assert closed == [True]
+    cluster.close()
+
+
+# ---- reservations ------------------------------------------------------------------------
+
+
+def test_a_shard_that_was_promised_room_comes_out_wrong(tmp_path: Path) -> None:
+    """The room is not promised for ever."""
+    tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(2**20, 0, 0, None))
+    landing = Landing(tiered_buffer, "host", Metrics())
+    section = Section((0,), (0, 1), 0, 1000, b"")
+    shard = Shard(0, Peer(A, "x"), "host", 0, 0, Attempt(0, 0), 0, (section,))
+
+    def bring(_: Any) -> Any:
+        raise CodecError("a checksum is wrong")
+
+    with pytest.raises(CodecError):
+        landing.put("a", shard, [np.zeros(1000, np.uint8)], HostDevice(2**30), bring)
+    assert tiered_buffer.ledger.cell(Tier.DEVICE, RESERVATIONS) == 0
