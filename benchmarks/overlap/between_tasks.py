@@ -9,7 +9,9 @@ nothing:
 ``chain``
     each needs the one before it, so the scheduler has to hear of the one before it sends the next;
 ``independent``
-    none needs another, so a worker has the next one at hand;
+    none needs another, and the scheduler sends a worker one more than it computes;
+``ready``
+    none needs another, and the worker has all of them;
 ``frames``
     as ``chain``, of small frames with many columns, each with another frame beside it, as in joins;
 ``shuffle``
@@ -82,6 +84,12 @@ def independent(client: Client, tasks: int, _: bool) -> None:
     wait(client.map(pass_on, [random.random() for _number in range(tasks)], pure=False))
 
 
+def ready(client: Client, tasks: int, _: bool) -> None:
+    """Compute tasks that need nothing, and that the scheduler keeps none of in its queue."""
+    workers = list(client.scheduler_info(n_workers=-1)["workers"])  # named, no task is queued
+    wait(client.map(pass_on, [random.random() for _number in range(tasks)], pure=False, workers=workers))
+
+
 def frames(client: Client, tasks: int, _: bool) -> None:
     """Compute frames of which each needs the one before, and one that all of them need."""
     seed = random.randrange(2**31)
@@ -104,6 +112,7 @@ def shuffle(client: Client, tasks: int, on: bool) -> None:
 WORKLOADS: dict[str, Callable[[Client, int, bool], None]] = {
     "chain": chain,
     "independent": independent,
+    "ready": ready,
     "frames": frames,
     "shuffle": shuffle,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dask.typing import Key
@@ -83,6 +83,12 @@ class Reservations:
         with self._table.lock:
             if self._table.live.cancel(key):
                 self._table.account()
+
+    def cancel_all(self, keys: Iterable[Key]) -> None:
+        """Cancel the reservations that there still are among some keys."""
+        for key in keys:
+            if key in self._measured or self._table.live.is_reserved(key):
+                self.cancel(key)
 
     def has_room(self, nbytes: int, tier: Tier) -> bool:
         """Return whether so many bytes more fit into a tier as it is."""

@@ -23,6 +23,8 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
 
+#: Seconds for which room is promised to a result, at least; it is stored at once, or never.
+PROMISE_S = 1.0
 #: Seconds within which inputs of tasks that have ended are measured together.
 MEASURING_INTERVAL_S = 0.005
 
@@ -55,6 +57,9 @@ class TaskRunner:
         self.execute = execute
         self._is_aside = is_aside
         self._estimator = MemoryEstimator()
+        #: Results that were promised room, since the last look at them and before it.
+        self._promised: list[Key] = []
+        self._promised_before: list[Key] = []
         #: Inputs of tasks that have ended, until they are measured.
         self._unmeasured: list[Entry] = []
         self.admission = AdmissionQueue(self._has_seceded, tiers.tiered_buffer.reservations, metrics)
@@ -132,8 +137,16 @@ class TaskRunner:
             for home in set(homes.values()):
                 await self._tiers.offload(self._tiered_buffer.reservations.spill_for_all, home)
         # A task that was cancelled meanwhile stores nothing.
-        for key in values:
-            asyncio.get_running_loop().call_later(1, self._tiered_buffer.reservations.cancel, key)
+        if not self._promised and not self._promised_before:
+            asyncio.get_running_loop().call_later(PROMISE_S, self._end_promises)
+        self._promised += values
+
+    def _end_promises(self) -> None:
+        """End those that are older than ``PROMISE_S``: with a timer for each, each would wake the loop."""
+        self._tiered_buffer.reservations.cancel_all(self._promised_before)
+        self._promised, self._promised_before = [], self._promised
+        if self._promised_before:
+            asyncio.get_running_loop().call_later(PROMISE_S, self._end_promises)
 
     # ---- admission -------------------------------------------------------------------
 

@@ -128,9 +128,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         # Hear from the scheduler which workers leave, as Dask's worker does.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
-        streams = PromptStreams()
-        undo.callback(streams.restore)
-        streams.add(worker.batched_stream)
+        self.streams = PromptStreams()
+        undo.callback(self.streams.restore)
+        self.streams.add(worker.batched_stream)
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
@@ -217,8 +217,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
         gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        if finish == "waiting" and self.is_on:
+        if self.is_on and finish == "waiting":
             self.run_lookup.expect(key)
+        if self.is_on and finish == "executing":
+            self.streams.gather(self.worker.batched_stream, bool(self.worker.state.ready))
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
             for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):
