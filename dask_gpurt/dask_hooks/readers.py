@@ -8,7 +8,7 @@ graphs made before and after are pickled as ever.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ _EXPR = "dask.dataframe.dask_expr.io."
 
 
 class Reader(NamedTuple):
-    """A function that reads, and runs no code of users.
+    """A function that reads.
 
     Attributes
     ----------
@@ -30,10 +30,20 @@ class Reader(NamedTuple):
         What is wrapped.
     called_by
         The functions and classes in tasks that begin by calling it, as ``module:name``.
+    calls_users
+        Tells of a call, by its arguments, whether it calls code of users; that is not wrapped.
     """
 
     seam: Seam
     called_by: tuple[str, ...]
+    calls_users: Callable[..., bool] | None = None
+
+
+def _csv_calls_users(
+    reader: Any, block: Any, header: Any, kwargs: Mapping[str, Any], *_: Any, **__: Any
+) -> bool:
+    given = (kwargs.get(name) for name in ("skiprows", "usecols", "on_bad_lines", "date_parser"))
+    return bool(kwargs.get("converters")) or any(map(callable, given))
 
 
 #: Those of Dask are listed among its seams. Those of dask_cudf are compared when it has been imported.
@@ -41,7 +51,7 @@ READERS = (
     Reader(READS["__call__"], ("dask.dataframe.io.parquet.core:ParquetFunctionWrapper",)),
     Reader(READS["_fragment_to_table"], (_EXPR + "parquet:ReadParquetPyarrowFS._fragment_to_table",)),
     Reader(READS["_load_multiple_files"], (_EXPR + "io:FusedParquetIO._load_multiple_files",)),
-    Reader(READS["pandas_read_text"], ("dask.dataframe.io.csv:_read_csv",)),
+    Reader(READS["pandas_read_text"], (), _csv_calls_users),
     Reader(READS["read_block_from_file"], ("dask.bytes.core:read_block_from_file",)),
     Reader(
         Seam(
@@ -90,8 +100,23 @@ class Readers:
             if (difference := reader.seam.difference()) is not None:
                 self._failed(difference)
                 continue
-            self._patches.put(reader.seam.owner(), reader.seam.attribute, self._wrap)
+            wrap = self._wrap if reader.calls_users is None else _unless(reader.calls_users, self._wrap)
+            self._patches.put(reader.seam.owner(), reader.seam.attribute, wrap)
             self._names |= set(reader.called_by)
+
+
+def _unless(calls_users: Callable[..., bool], wrap: Wrap) -> Wrap:
+    """Return a way to wrap a reader that leaves calls alone which call code of users."""
+
+    def wrap_some(reader: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = wrap(reader)
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            return (reader if calls_users(*args, **kwargs) else wrapped)(*args, **kwargs)
+
+        return read
+
+    return wrap_some
 
 
 def _begins(node: Any, names: Collection[str]) -> bool | None:

@@ -18,6 +18,7 @@ from pandas.testing import assert_frame_equal
 import dask_gpurt
 from dask_gpurt.observe import Fallback
 from dask_gpurt.reads import turns
+from tests.helpers.clusters import cluster
 from tests.helpers.gated_files import GATE
 from tests.helpers.in_process import gen_client_cluster, on_cluster, until
 from tests.helpers.waiting import LIMIT_S
@@ -91,7 +92,9 @@ def test_a_task_runs_to_its_end_while_another_one_reads(files: str) -> None:
         assert await client.submit(sum, [1, 2]) == 3
         GATE.open()
         assert await future == sum(range(ROWS))
-        counters = (await dask_gpurt.report(client))["counters"]
+        report = await dask_gpurt.report(client)
+        assert report["workers"][worker.address]["reads"]["beside"] == 1
+        counters = report["counters"]
         assert counters["reads.aside"] == 1
         assert 0 < counters["reads.seconds.beside"] <= counters["reads.seconds.reading"]
         assert not worker.state.long_running
@@ -316,6 +319,23 @@ def test_dask_is_as_it_was_once_it_is_switched_off(files: str) -> None:
         assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
 
     run()
+
+
+def test_a_task_that_runs_out_of_memory_after_its_read_is_run_again(tmp_path: Path) -> None:
+    pd.DataFrame({"a": range(ROWS), "b": 1.0}).to_parquet(tmp_path / "0.parquet")
+    marker = tmp_path / "tried"
+
+    def fails_once(frame: Any) -> Any:
+        if not marker.exists():
+            marker.touch()
+            raise MemoryError("std::bad_alloc")
+        return frame
+
+    with cluster("pandas", workers=1, failures=0, memory__retries=2) as client:
+        total = total_of(dd.read_parquet(tmp_path / "*.parquet"), fails_once)
+        assert total.compute() == sum(range(ROWS))
+        found = dask_gpurt.report(client)["counters"]
+        assert (found["memory.retries"], found["reads.aside"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
