@@ -14,7 +14,7 @@ import dask_gpurt
 from dask_gpurt.cli.cluster import local_cluster
 
 from .budget import TaskLog
-from .gpu import Utilisation
+from .gpu import Utilisation, wait_until_idle
 
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
 #: The runtime with two workers in place of each one.
@@ -72,6 +72,8 @@ def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
 @contextmanager
 def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[list[Contender]]:
     """Start a cluster for each group of contenders; all of them are there at the same time."""
+    if options.backend == "cudf":
+        wait_until_idle()
     with ExitStack() as stack:
         found: list[Contender] = []
         for names in groups:

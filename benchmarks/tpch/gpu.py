@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import threading
+import time
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
 from distributed.diagnostics import nvml
 
 SAMPLE_INTERVAL_S = 0.02
+#: The memory of a GPU without a process is used to less than this share; a worker's pool takes more.
+IDLE_SHARE, IDLE_TIMEOUT_S, IDLE_POLL_INTERVAL_S = 0.03, 30.0, 0.1
 
 
 class Utilisation(WorkerPlugin):
@@ -40,6 +43,26 @@ class Utilisation(WorkerPlugin):
     def _sample(self) -> None:
         while not self._stopped.wait(SAMPLE_INTERVAL_S):
             self._samples.append(nvml.real_time()["utilization"] / 100)
+
+
+def wait_until_idle() -> None:
+    """Wait until no process holds memory of a GPU: workers end a while after their cluster has closed.
+
+    Raises
+    ------
+    TimeoutError
+        When one still does: the next cluster would not find room for its pools.
+    """
+    import pynvml
+
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    for index in range(nvml.device_get_count()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        while (memory := pynvml.nvmlDeviceGetMemoryInfo(handle)).used > IDLE_SHARE * memory.total:
+            if time.monotonic() > deadline:
+                held = f"{memory.used / 2**30:.1f} of {memory.total / 2**30:.1f} GiB"
+                raise TimeoutError(f"processes still hold {held} of GPU {index}: end them, or wait longer")
+            time.sleep(IDLE_POLL_INTERVAL_S)
 
 
 def take_utilisation(client: Client) -> float | None:

@@ -73,6 +73,22 @@ class ComputeSettings:
 
 
 @dataclass(frozen=True)
+class ReadSettings:
+    """Set how files are read beside computing. None leaves a number to the worker.
+
+    Parameters
+    ----------
+    threads
+        The threads with which libcudf reads on a worker with a GPU.
+    beside
+        The most tasks that are begun beyond the worker's threads.
+    """
+
+    threads: int | None = _setting(values.positive_or_auto)
+    beside: int | None = _setting(values.count_or_auto)
+
+
+@dataclass(frozen=True)
 class TopologySettings:
     """Set how the links between workers are known.
 
@@ -243,6 +259,8 @@ class Settings:
         Where a worker keeps its data.
     compute
         How many tasks run beside each other.
+    reads
+        How files are read.
     topology
         What joins the workers.
     overlap
@@ -259,6 +277,7 @@ class Settings:
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)
     compute: ComputeSettings = _section(ComputeSettings)
+    reads: ReadSettings = _section(ReadSettings)
     topology: TopologySettings = _section(TopologySettings)
     overlap: OverlapSettings = _section(OverlapSettings)
     placement: PlacementSettings = _section(PlacementSettings)

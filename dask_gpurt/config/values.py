@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dask.utils import parse_bytes
@@ -163,6 +163,22 @@ def positive(key: str, value: object) -> int:
     if isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal() and int(word):
         return int(word)
     raise wrong(key, value, "a whole number of at least 1")
+
+
+def _or_auto(parse: Callable[[str, object], int], expected: str) -> Callable[[str, object], int | None]:
+    def parsed(key: str, value: object) -> int | None:
+        if isinstance(value, str) and value.strip().lower() == "auto":
+            return None
+        try:
+            return parse(key, value)
+        except ConfigError:
+            raise wrong(key, value, f"'auto' or {expected}") from None
+
+    return parsed
+
+
+count_or_auto = _or_auto(count, "a whole number of at least 0")
+positive_or_auto = _or_auto(positive, "a whole number of at least 1")
 
 
 def file_name(key: str, value: object) -> str | None:

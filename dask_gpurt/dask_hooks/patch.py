@@ -97,6 +97,10 @@ class _Property(property):
     """A property that can be referred to weakly."""
 
 
+class _Static(staticmethod):  # type: ignore[type-arg]
+    """A static method that can be referred to weakly."""
+
+
 class _Patch:
     """A value that was replaced.
 
@@ -155,10 +159,12 @@ class _Patch:
 _patches: WeakKeyDictionary[Any, _Patch] = WeakKeyDictionary()
 
 
+#: The kinds of what is installed.
+_KINDS = (FunctionType, cached_property, _Property, _Static, type)
+
+
 def _patch_of(value: Any) -> _Patch | None:
-    return (
-        _patches.get(value) if isinstance(value, (FunctionType, cached_property, _Property, type)) else None
-    )
+    return _patches.get(value) if isinstance(value, _KINDS) else None
 
 
 class PatchSet:
@@ -214,7 +220,8 @@ class PatchSet:
         owner
             An instance, a class or a module.
         name
-            Of a method, a function, a ``property`` that is only read or a ``cached_property`` of it.
+            Of a method, static or not, a function, a ``property`` that is only read or a ``cached_property``
+            of it.
         wrap
             Makes the replacement of the original.
         """
@@ -224,6 +231,8 @@ class PatchSet:
             installed.__set_name__(owner, name)
         elif isinstance(patch.before, property) and patch.before.fget is not None:
             installed = _Property(patch.function(patch.before.fget, wrap))
+        elif isinstance(patch.before, staticmethod):
+            installed = _Static(patch.function(patch.before.__func__, wrap))
         else:
             installed = patch.function(getattr(owner, name), wrap)
         self._install(patch, installed)

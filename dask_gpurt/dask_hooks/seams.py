@@ -237,6 +237,35 @@ WORKER = SeamGroup(
         Seam("distributed.core:AsyncTaskGroup.call_soon", "self afunc args kwargs"),
     ),
 )
+#: The functions by which tasks read files, and how a task leaves its slot to another one.
+READS = SeamGroup(
+    "reads",
+    (
+        Seam("dask.dataframe.io.parquet.core:ParquetFunctionWrapper.__call__", "self part"),
+        Seam(
+            _EXPR + "io.parquet:ReadParquetPyarrowFS._fragment_to_table",
+            "fragment_wrapper filters columns schema",
+        ),
+        Seam(
+            _EXPR + "io.io:FusedParquetIO._load_multiple_files",
+            "frag_filters columns schema to_pandas_kwargs",
+        ),
+        Seam(
+            "dask.dataframe.io.csv:pandas_read_text",
+            "reader b header kwargs dtypes columns write_header enforce path",
+        ),
+        Seam("dask.bytes.core:read_block_from_file", "lazy_file off bs delimiter"),
+        Seam(_TASKS + "NestedContainer"),
+        Seam(_TASKS + "Task.has_subgraph", "self"),
+        Seam("distributed.worker_state_machine:SecedeEvent", "stimulus_id key compute_duration"),
+        Seam(
+            "distributed.worker_state_machine:WorkerState._transition_executing_long_running",
+            "self ts compute_duration stimulus_id",
+        ),
+        Seam("distributed.threadpoolexecutor:ThreadPoolExecutor._adjust_thread_count", "self"),
+    ),
+    without="a task that reads keeps its slot",
+)
 #: All that a client needs to make graphs. Other processes need not import it.
 EXPRESSIONS = SeamGroup(
     "expressions",
@@ -361,7 +390,7 @@ NANNY = SeamGroup(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
+PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------

@@ -5,11 +5,15 @@ Each wrapper is put on one worker, by a set of replacements whose layer says whi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, MutableMapping
 from typing import Any, cast
 
 from dask.typing import Key
 from distributed.core import Status
+from distributed.metrics import time
+from distributed.threadpoolexecutor import ThreadPoolExecutor
+from distributed.worker_state_machine import SecedeEvent
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER, UnsupportedError
@@ -58,6 +62,51 @@ def wrap_data_access(
 def wrap_submit(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
     """Wrap how tasks are handed over to the threads that they run on."""
     patches.put(worker.executors["default"], "submit", wrap)
+
+
+def widen_pool(worker: WorkerServer, by: int) -> Callable[[], None]:
+    """Let so many more tasks of a worker have threads; Dask hands over as many as have slots.
+
+    Returns
+    -------
+    Callable
+        Takes it back. Threads that are there stay.
+
+    Raises
+    ------
+    UnsupportedError
+        When the worker's tasks run in a pool of another kind, or in one that another package has derived.
+    """
+    pool = worker.executors["default"]
+    if type(pool) is not ThreadPoolExecutor:
+        raise UnsupportedError(f"tasks run in a {type(pool).__name__}")
+    pool._max_workers += by
+
+    def restore() -> None:
+        pool._max_workers -= by
+
+    return restore
+
+
+def has_left_pool(worker: WorkerServer, thread: threading.Thread) -> bool:
+    """Return whether a thread of a worker's tasks has seceded from its pool."""
+    return thread not in cast(Any, worker.executors["default"])._threads
+
+
+def leave_slot(worker: WorkerServer, key: Key) -> bool:
+    """Have the next ready task begin in the slot of one that goes on; return whether that had one.
+
+    On the event loop. The scheduler may send one more task then. As when a task secedes, but its thread stays
+    in the pool, and the scheduler is not told how long it took so far: it would take that for its duration.
+    """
+    task = worker.state.tasks.get(key)
+    if task is None or task.state != "executing":
+        return False
+    duration = cast(float, None)  # which the scheduler knows: of a task that it has had cancelled meanwhile
+    worker.handle_stimulus(
+        SecedeEvent(key=key, compute_duration=duration, stimulus_id=f"gpurt-read-{time()}")
+    )
+    return True
 
 
 def wrap_replica_choice(patches: PatchSet, state: WorkerStateMachine, wrap: Wrap) -> None:

@@ -123,9 +123,11 @@ def _kvikio() -> Any:
     import kvikio
     import kvikio.defaults
 
-    threads_given = {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys()
-    if not threads_given and kvikio.defaults.get("num_threads") < KVIKIO_THREADS:
-        kvikio.defaults.set("num_threads", KVIKIO_THREADS)
+    # kvikio may have been set up before the runtime has set the variable (see dask_gpurt.reads.threads).
+    given = os.environ.get("KVIKIO_NTHREADS") or os.environ.get("KVIKIO_NUM_THREADS")
+    threads = int(given) if given else KVIKIO_THREADS
+    if kvikio.defaults.get("num_threads") < threads:
+        kvikio.defaults.set("num_threads", threads)
     if "KVIKIO_AUTO_DIRECT_IO_READ" not in os.environ:
         kvikio.defaults.set("auto_direct_io_read", True)  # what is read once has no use for a page cache
     return kvikio

@@ -25,6 +25,8 @@ FIRST_PAUSE_S = 0.05
 CLOSES = "gpurt: this worker closes"
 #: Seconds between looks at a call that is under way: does the peer live, is its answer needed?
 WATCH_S = 0.5
+#: Addresses of removed workers that are remembered.
+MAX_REMOVED = 1024
 
 
 class Calls:
@@ -39,6 +41,19 @@ class Calls:
     def __init__(self, worker: Any, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
+        #: Done as the worker at an address is removed, for the calls to it that are under way.
+        self._removals: dict[str, asyncio.Future[None]] = {}
+        #: Addresses from which workers were removed, the latest last. Others may be there by now.
+        self._removed: dict[str, None] = {}
+
+    def on_worker_removed(self, address: str) -> None:
+        """Have the calls to a worker that the scheduler has removed end at once."""
+        self._removed.pop(address, None)
+        self._removed[address] = None
+        if len(self._removed) > MAX_REMOVED:
+            del self._removed[next(iter(self._removed))]
+        if (removal := self._removals.pop(address, None)) is not None:
+            removal.set_result(None)
 
     async def call(self, address: str, op: str, *, check: Callable[[], None], **message: Any) -> Any:
         """Call a handler of the worker at an address; returns its answer.
@@ -83,15 +98,27 @@ class Calls:
         OSError
             When the connection breaks.
         """
+        if address in self._removed:
+            if await self.has_left(address):  # Dask would try for long to connect
+                raise PeerLost(f"worker {address} has left")
+            self._removed.pop(address, None)
         answer = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**message))
         try:
-            while not (await asyncio.wait([answer], timeout=WATCH_S))[0]:
+            while not await self._answered(answer, address):
                 check()
                 if await self.has_left(address) and not answer.done():
                     raise PeerLost(f"worker {address} has left")
             return await self._result(answer, address)
         finally:
             answer.cancel()  # which does nothing to one that is done
+
+    async def _answered(self, answer: asyncio.Future[Any], address: str) -> bool:
+        """Wait for an answer, until the worker is removed or it is time to look; tell whether it is there."""
+        removal = self._removals.get(address)
+        if removal is None:
+            removal = self._removals[address] = asyncio.get_running_loop().create_future()
+        await asyncio.wait([answer, removal], timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+        return answer.done()
 
     async def _result(self, answer: asyncio.Future[Any], address: str) -> Any:
         """Return an answer. Whatever a worker that closes fails with: it is lost, and no error of a run."""

@@ -514,6 +514,7 @@ class Exchange:
         """Forget a worker that has left the cluster: another one at its address has nothing to do with it."""
         self.links.forget([address])
         self.peers.forget([address])
+        self.calls.on_worker_removed(address)
         for peer in [peer for peer in self._asked if peer.address == address]:
             del self._asked[peer]
         for peer in list(self._incoming):

@@ -328,6 +328,10 @@ class LiveAccount:
         where, nbytes = self._reservations.get(key, (tier, 0))
         return nbytes if where is tier else 0
 
+    def is_reserved(self, key: Hashable) -> bool:
+        """Return whether a key has been promised room; from any thread."""
+        return key in self._reservations
+
     def cancel(self, key: Hashable) -> bool:
         """End a promise; whether there was one."""
         tier, nbytes = self._reservations.pop(key, (Tier.DEVICE, 0))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.memory.accounting import owned
+from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.entries import EntryTable
 from dask_gpurt.memory.spilling import Spiller
 from dask_gpurt.memory.tiers import SLACK_SHARE, SPILL_SLACK_BYTES, Tier
@@ -25,6 +25,8 @@ class Reservations:
     def __init__(self, table: EntryTable, spiller: Spiller):
         self._table = table
         self._spiller = spiller
+        #: Objects that are about to be stored, with what they own: to look at them costs some time.
+        self._measured: dict[Key, tuple[Any, Roots]] = {}
 
     def try_reserve(self, key: Key, nbytes: int, tier: Tier) -> bool:
         """Reserve room if there is some; return whether. Does not block."""
@@ -77,9 +79,16 @@ class Reservations:
 
     def cancel(self, key: Key) -> None:
         """Cancel a reservation, if there is one."""
+        self._measured.pop(key, None)
         with self._table.lock:
             if self._table.live.cancel(key):
                 self._table.account()
+
+    def cancel_all(self, keys: Iterable[Key]) -> None:
+        """Cancel the reservations that there still are among some keys."""
+        for key in keys:
+            if key in self._measured or self._table.live.is_reserved(key):
+                self.cancel(key)
 
     def has_room(self, nbytes: int, tier: Tier) -> bool:
         """Return whether so many bytes more fit into a tier as it is."""
@@ -89,11 +98,20 @@ class Reservations:
         """Return whether so many bytes would leave half of a tier to other things."""
         return 2 * nbytes <= self._table.limits.live(tier)
 
-    def bytes_added_by(self, value: Any, tier: Tier) -> int:
-        """Return the bytes that an object would add to a tier."""
-        roots = owned(value)
+    def bytes_added_by(self, key: Key, value: Any, tier: Tier) -> int:
+        """Return the bytes that an object would add to a tier.
+
+        What it owns is kept until it is stored under its key, or the reservation of that is cancelled.
+        """
+        roots = self.measured(key, value)
+        self._measured[key] = value, roots
         with self._table.lock:
             return self._table.live.lacking(tier, roots)
+
+    def measured(self, key: Key, value: Any) -> Roots:
+        """Return what an object owns that is to be stored under a key; look at it unless that was done."""
+        before, roots = self._measured.pop(key, (None, None))
+        return owned(value) if roots is None or before is not value else roots
 
     def overshoot(self) -> int:
         """Return by how many bytes live objects exceed the device tier; 0 within the slack."""

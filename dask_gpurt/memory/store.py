@@ -23,7 +23,6 @@ from dask.typing import Key
 from distributed.protocol.serialize import Serialized
 
 from dask_gpurt.device import Device
-from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry, EntryTable, Foreign, Priority, label_of
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
@@ -125,7 +124,8 @@ class TieredBuffer(MutableMapping[Key, Any]):
         priority
             Its place among the priorities of tasks, if it is the input of none.
         """
-        table, roots, label = self._table, owned(value), label_of(key, kind)
+        table, label = self._table, label_of(key, kind)
+        roots = self.reservations.measured(key, value)
         with table.lock:
             if key in table.by_key:
                 del self[key]
@@ -253,8 +253,18 @@ class TieredBuffer(MutableMapping[Key, Any]):
             return held, [key for key in dict.fromkeys(entry.key for entry in known) if key not in held]
 
     def release(self, held: Iterable[Entry]) -> None:
-        """Let what was held be spilled again."""
+        """Let what was held be spilled again, and look again at what it owns."""
         self._table.release(held)
+
+    def unhold(self, held: Iterable[Entry]) -> None:
+        """Let what was held be spilled again; :meth:`remeasure` follows when there is time."""
+        self._table.unhold(held)
+
+    def remeasure(self, held: Iterable[Entry]) -> None:
+        """Look again at what objects own that have been read."""
+        with self._table.lock:
+            for entry in held:
+                self._table.remeasure(entry)
 
     def _known(self, keys: Iterable[Key]) -> list[Entry]:
         by_key = self._table.by_key

@@ -53,6 +53,9 @@ class Fallback(Enum):
 
     DEVICE_NOT_SHARED = "device.not-shared", "one worker runs where several were to share a GPU"
 
+    READS_KEEP_SLOT = "reads.keep-slot", "tasks that read files keep their slot"
+    READS_OVERDUE = "reads.overdue", "a task computes beside others that seem to wait"
+
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask decides in its method {method}"
 

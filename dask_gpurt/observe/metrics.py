@@ -165,6 +165,17 @@ METRICS: Mapping[str, Metric] = {
         _counter("memory.retries", "tasks that ran out of memory and were run again"),
         _counter("memory.short", "requests of the device's allocator for room"),
         _gauge("memory.{tier}.peak", "the most bytes in a tier", Unit.BYTES),
+        # ---- reads
+        _counter("reads.aside", "tasks that left their slot to another one as they read files"),
+        _counter("reads.seconds.reading", "time of task threads in known readers of files", Unit.SECONDS),
+        _counter(
+            "reads.seconds.beside", "time in which a task read while another one computed", Unit.SECONDS
+        ),
+        _counter(
+            "reads.seconds.waiting",
+            "time of task threads that waited for others to compute, after a read or before they began",
+            Unit.SECONDS,
+        ),
         # ---- placement
         _counter("placement.decisions", "workers that were chosen for a task"),
         _counter("placement.shuffles", "shuffles whose outputs were given owners by cost"),

@@ -121,6 +121,9 @@ class WorkerReport(_Record):
         it is not a better one.
     overlap, residency
         What is confined beside shuffles, and what was learnt; see ``docs/guides/overlap.md``.
+    reads
+        ``beside``, the most tasks that are begun while others read, and ``threads``, those with which libcudf
+        reads, as set in the environment.
     problems
         What is wrong with the settings of the worker, a sentence each.
     counters
@@ -138,6 +141,7 @@ class WorkerReport(_Record):
     pools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     overlap: Mapping[str, Any] = field(default_factory=dict)
     residency: Mapping[str, Any] = field(default_factory=dict)
+    reads: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
     fallbacks: Fallbacks = field(default_factory=Fallbacks)

@@ -18,9 +18,15 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
+from dask_gpurt.memory.entries import Entry
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
+
+#: Seconds for which room is promised to a result, at least; it is stored at once, or never.
+PROMISE_S = 1.0
+#: Seconds within which inputs of tasks that have ended are measured together.
+MEASURING_INTERVAL_S = 0.005
 
 
 class TaskRunner:
@@ -30,6 +36,8 @@ class TaskRunner:
     ----------
     execute
         The worker's own.
+    is_aside
+        Tells whether a task has left its slot for a read. It needs its memory as before.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class TaskRunner:
         settings: MemorySettings,
         metrics: Metrics,
         execute: Callable[..., Any],
+        is_aside: Callable[[Key], bool],
     ):
         self._worker = worker
         self._tiers = tiers
@@ -46,7 +55,13 @@ class TaskRunner:
         self._settings = settings
         self._metrics = metrics
         self.execute = execute
+        self._is_aside = is_aside
         self._estimator = MemoryEstimator()
+        #: Results that were promised room, since the last look at them and before it.
+        self._promised: list[Key] = []
+        self._promised_before: list[Key] = []
+        #: Inputs of tasks that have ended, until they are measured.
+        self._unmeasured: list[Entry] = []
         self.admission = AdmissionQueue(self._has_seceded, tiers.tiered_buffer.reservations, metrics)
 
     async def run(self, key: Key, stimulus_id: str) -> Any:
@@ -62,7 +77,7 @@ class TaskRunner:
                 self._prefetch()
                 event = await self._until_it_fits(key, task, stimulus_id)
             finally:
-                self._tiered_buffer.release(held)
+                self._release(held)
             if isinstance(event, ExecuteSuccessEvent):
                 # What came from elsewhere meanwhile took memory too, even if it has gone again.
                 admitted = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
@@ -73,7 +88,7 @@ class TaskRunner:
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
-        added = self._tiered_buffer.reservations.bytes_added_by(result, self._tiers.home(result))
+        added = self._tiered_buffer.reservations.bytes_added_by(key, result, self._tiers.home(result))
         self._estimator.learn(key_split(key), inputs, max(added, peak))
         try:
             await self.make_room({key: result}, reservation(key))
@@ -87,6 +102,19 @@ class TaskRunner:
         if held is None:
             held = await self.with_retries(lambda: self._tiers.offload(self._tiered_buffer.hold, keys))
         return held
+
+    def _release(self, held: list[Entry]) -> None:
+        """Let inputs be spilled again, and look at what they own once the next task has begun."""
+        self._tiered_buffer.unhold(held)
+        if self._tiered_buffer.host_tier is Tier.DEVICE:
+            return  # nothing of the host's owns other memory after it has been read
+        if held and not self._unmeasured:
+            asyncio.get_running_loop().call_later(MEASURING_INTERVAL_S, self._measure)
+        self._unmeasured += held
+
+    def _measure(self) -> None:
+        unmeasured, self._unmeasured = self._unmeasured, []
+        self._tiered_buffer.remeasure(unmeasured)
 
     async def with_retries(self, action: Callable[[], Any]) -> Any:
         """Do something that moves data; when there is no memory for it, spill and do it again."""
@@ -102,21 +130,33 @@ class TaskRunner:
         """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
         homes = {key: self._tiers.home(value) for key, value in values.items()}
         promises = {
-            key: (self._tiered_buffer.reservations.bytes_added_by(values[key], home), home)
+            key: (self._tiered_buffer.reservations.bytes_added_by(key, values[key], home), home)
             for key, home in homes.items()
         }
         if not self._tiered_buffer.reservations.replace(reserved, promises):
             for home in set(homes.values()):
                 await self._tiers.offload(self._tiered_buffer.reservations.spill_for_all, home)
         # A task that was cancelled meanwhile stores nothing.
-        for key in values:
-            asyncio.get_running_loop().call_later(1, self._tiered_buffer.reservations.cancel, key)
+        if not self._promised and not self._promised_before:
+            asyncio.get_running_loop().call_later(PROMISE_S, self._end_promises)
+        self._promised += values
+
+    def _end_promises(self) -> None:
+        """End those that are older than ``PROMISE_S``: with a timer for each, each would wake the loop."""
+        self._tiered_buffer.reservations.cancel_all(self._promised_before)
+        self._promised, self._promised_before = [], self._promised
+        if self._promised_before:
+            asyncio.get_running_loop().call_later(PROMISE_S, self._end_promises)
 
     # ---- admission -------------------------------------------------------------------
 
     def _has_seceded(self, key: Key) -> bool:
         task = self._worker.state.tasks.get(key)
-        return task is None or task.state == "long-running"
+        return task is None or (task.state == "long-running" and not self._is_aside(key))
+
+    def _is_wanted(self, task: WorkerTask) -> bool:
+        """Return whether a task runs, and has neither been cancelled nor seceded by itself."""
+        return task.state == "executing" or (task.state == "long-running" and self._is_aside(task.key))
 
     async def _admitted(self, key: Key, need: int, inputs: dict[Key, int]) -> None:
         """Reserve what a task will probably need; waits for others if there is no room."""
@@ -153,7 +193,7 @@ class TaskRunner:
             self._tiers.device.peak()  # from here on
             event = await self.execute(key, stimulus_id=stimulus_id)
             error = _out_of_memory(event)
-            if error is None or task.state != "executing":
+            if error is None or not self._is_wanted(task):
                 return event
             if attempt < self._settings.retries:
                 await self._spill_all()

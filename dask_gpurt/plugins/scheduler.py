@@ -23,6 +23,7 @@ from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
+from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
@@ -144,6 +145,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             patches.add_item(self.scheduler.handlers, name, handler)
         for name, handler in operations.items():
             patches.add_item(self.scheduler.stream_handlers, name, handler)
+        self.streams = PromptStreams()
+        self._undo.callback(self.streams.restore)
+        for stream in self.scheduler.stream_comms.values():
+            self.streams.add(stream)
 
     def _end(self) -> None:
         self._unregister(NAME)
@@ -195,6 +200,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 if not task.who_has:
                     recommendations[task.key] = "released" if task.run_spec else "forgotten"
         self.scheduler.transitions(recommendations, stimulus_id=f"gpurt-lost-{time()}")
+
+    def add_worker(self, scheduler: SchedulerServer, worker: str) -> None:
+        self.streams.add(scheduler.stream_comms[worker])
 
     def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         self.cluster_memory.forget(worker)

@@ -38,12 +38,14 @@ SwitchAction = Callable[[], Coroutine[Any, Any, None]]
 class Layer(IntEnum):
     """The order in which parts of a worker that wrap one method are called: the highest layer first.
 
-    ``execute`` is called through ``DATA``, which waits until a task has room and its inputs are live; then
-    through ``OVERLAP``, which confines what computes, and must not count that waiting; then it is Dask's.
+    ``execute`` is called through ``READS``, which counts a task until there is room for its result; then
+    through ``DATA``, which waits until a task has room and its inputs are live; then through ``OVERLAP``,
+    which confines what computes, and must not count that waiting; then it is Dask's.
     """
 
     OVERLAP = 1
     DATA = 2
+    READS = 3
 
 
 class Switch:

@@ -30,7 +30,9 @@ from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
+from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
@@ -126,6 +128,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         # Hear from the scheduler which workers leave, as Dask's worker does.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
+        self.streams = PromptStreams()
+        undo.callback(self.streams.restore)
+        self.streams.add(worker.batched_stream)
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
@@ -143,9 +148,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
             part.install()
         if settings.memory.tiers:
             await self.exchange.offload(self.tiers.guard)
-            self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics)
+            self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics, self.reads.is_aside)
             self.data.install()
             undo.push_async_callback(self._give_data_back)
+        undo.callback(self.reads.uninstall)
+        self.reads.install()
         testing.instrument(self, settings)
         self.is_on = True
         call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
@@ -185,6 +192,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.exchange = Exchange(worker, pools, self.tiers.tiered_buffer, settings, self.metrics)
         self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
+        if on_gpu:
+            self._undo.callback(set_reader_threads(settings.reads.threads))
+        self.reads = WorkerReads(worker, settings.reads, self.metrics)
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.replica_selector = ReplicaSelector(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
@@ -207,6 +217,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
         gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        if self.is_on and finish == "waiting":
+            self.run_lookup.expect(key)
+        if self.is_on and finish == "executing":
+            self.streams.gather(self.worker.batched_stream, bool(self.worker.state.ready))
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
             for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):
@@ -232,6 +246,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "pools": self.exchange.pools.describe(),
             "overlap": self.overlap.report(),
             "residency": self.residency.describe(),
+            "reads": self.reads.report(),
             "problems": config.problems(),
             **known,
             "counters": known["counters"] | self.residency.counters(),

@@ -51,14 +51,23 @@ class WorkerData:
         The Dask worker; new, or in the middle of something.
     tiers
         Whose tiered buffer it is.
+    is_aside
+        Tells whether a task has left its slot for a read, which it does without seceding by itself.
     """
 
-    def __init__(self, worker: WorkerServer, tiers: WorkerTiers, settings: MemorySettings, metrics: Metrics):
+    def __init__(
+        self,
+        worker: WorkerServer,
+        tiers: WorkerTiers,
+        settings: MemorySettings,
+        metrics: Metrics,
+        is_aside: Callable[[Key], bool],
+    ):
         self.worker = worker
         self.tiers = tiers
         self.metrics = metrics
         self._tiered_buffer = tiers.tiered_buffer
-        self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute)
+        self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute, is_aside)
         self._dependents_first = DependentsFirst(worker, self._tiered_buffer, metrics)
         self._patches = PatchSet(Layer.DATA)
 

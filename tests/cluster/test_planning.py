@@ -32,7 +32,8 @@ def result(path: Path, library: str) -> Any:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    dd.from_pandas(tables(rows=60)[0], npartitions=4).to_parquet(tmp_path / "table")
+    table = tables(rows=60)[0][["key", "small", "ratio"]]
+    dd.from_pandas(table, npartitions=4).to_parquet(tmp_path / "table")
     return tmp_path / "table"
 
 

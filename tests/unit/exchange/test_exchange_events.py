@@ -437,6 +437,42 @@ async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> Non
 
 
 @in_process
+async def test_a_worker_is_removed_while_it_is_called() -> None:
+    """The scheduler's word ends the call, and keeps others from beginning: nothing looks by itself here."""
+    cluster = Cluster(A, B)
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_ticket", B)
+
+    async def call() -> None:
+        with pytest.raises(PeerLost, match="has left"):
+            await a.exchange.calls.call(B, "gpurt_ticket", check=lambda: None, kind="host", to=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.exchange.calls.WATCH_S", 3600.0)
+        calling = asyncio.ensure_future(call())
+        await called.wait()
+        b.die()
+        cluster.scheduler.leaves(B)
+        await cluster.hear()
+        await calling
+        called.clear()
+        await call()
+    assert not called.is_set()
+    cluster.close()
+
+
+@in_process
+async def test_another_worker_is_called_at_the_address_of_a_removed_one() -> None:
+    cluster = Cluster(A, B)
+    a = cluster.network.processes[A]
+    b = cluster.replace(cluster.network.processes[B])
+    await cluster.hear()
+    reply = await a.exchange.calls.call(B, "gpurt_ticket", check=lambda: None, kind="host", to=None)
+    assert reply["incarnation"] == b.exchange.me.incarnation
+    cluster.close()
+
+
+@in_process
 async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing_needs() -> None:
     """The bytes in flight would be counted for ever, and keep others from being pulled."""
     cluster = Cluster(A, B, paths=["comms"])

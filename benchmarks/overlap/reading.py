@@ -1,0 +1,279 @@
+"""Time a program that reads Parquet files and computes, with tasks that read aside and without.
+
+    python -m benchmarks.overlap.reading --rounds 9 --json reading.json
+    python -m benchmarks.overlap.reading --rate 50MiB          # a store: so much a second for each read
+
+The program reads, filters, joins, groups and writes. Each round runs it from files on the disk (``cold``:
+the page cache is asked to drop them) and from the page cache (``warm``), with ``gpurt.reads.beside`` 0 and
+others, in turns. ``compute alone`` is the same program on tables that workers hold, ``disk alone`` reads the
+files' bytes and nothing else, with a thread for each worker. Each result is compared with the first. With
+``--rate`` a worker waits as it opens a file, as if its bytes came from a store of that speed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+from dask.context import thread_state
+from distributed import Client, LocalCluster, wait
+from fsspec.implementations.local import LocalFileSystem
+from rich.console import Console
+from rich.table import Table
+
+import dask_gpurt
+from benchmarks.common.commandline import in_bytes, write
+from benchmarks.common.processes import say
+from benchmarks.tpch.figures import spread
+from dask_gpurt.cli.environment import environment
+
+#: Rows of the table of facts for each row of the other one.
+FACTS_PER_KEY = 8
+GROUPS = 1000
+#: Bytes of one call of read, of the disk alone.
+BLOCK_BYTES = 2**22
+#: The variable with the bytes a second of a slow store.
+RATE = "GPURT_BENCHMARK_RATE"
+
+
+class SlowFiles(LocalFileSystem):
+    """Local files under ``slow://``, which tasks wait for as for a slow store; planning does not.
+
+    Attributes
+    ----------
+    bytes_per_s
+        Of one file; read from the environment, which workers inherit.
+    """
+
+    protocol = "slow"
+    cachable = False
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:
+        if mode == "rb" and hasattr(thread_state, "key"):  # of the task that runs on this thread
+            wait_as_for_store(path)
+        return super()._open(path, mode, block_size, **kwargs)
+
+
+def wait_as_for_store(path: str | Path) -> None:
+    """Wait as long as a slow store takes for a file, if there is one."""
+    if rate := os.environ.get(RATE):
+        time.sleep(os.path.getsize(path) / float(rate))
+
+
+def make_tables(folder: Path, files: int, rows: int) -> None:
+    """Write facts in so many files, and the table that they are joined with in a quarter as many."""
+    rng = np.random.default_rng(0)
+    keys = files * rows // FACTS_PER_KEY
+    for name in ("facts", "keys"):
+        (folder / name).mkdir()
+    for part in range(files):
+        facts = {
+            "key": rng.integers(0, keys, rows),
+            "value": rng.integers(0, 1000, rows),
+            "text": rng.integers(0, 10**9, rows).astype(str),
+            "price": rng.random(rows),
+        }
+        pd.DataFrame(facts).to_parquet(folder / "facts" / f"{part:04}.parquet")
+    for part, some in enumerate(np.array_split(np.arange(keys), max(1, files // 4))):
+        other = {"key": some, "group": some % GROUPS, "weight": rng.integers(0, 9, len(some))}
+        pd.DataFrame(other).to_parquet(folder / "keys" / f"{part:04}.parquet")
+
+
+def tables(folder: Path) -> tuple[Any, ...]:
+    """Return the two tables as collections."""
+    return tuple(
+        dd.read_parquet(str(folder / name), filesystem=SlowFiles() if RATE in os.environ else "fsspec")
+        for name in ("facts", "keys")
+    )
+
+
+def run_program(facts: Any, keys: Any, output: Path) -> float:
+    """Filter, join, group and write; return the sum of what was written."""
+    some = facts[(facts.value >= 300) & (facts.text.str.len() > 3)]
+    joined = some.merge(keys, on="key")
+    joined["score"] = joined.value * joined.weight
+    grouped = joined.groupby("group")[["score", "value"]].sum(split_out=4).reset_index()
+    shutil.rmtree(output, ignore_errors=True)
+    grouped.to_parquet(output)
+    return float(pd.read_parquet(output).score.sum())
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Ask the page cache to drop files, which have been written out."""
+    for path in folder.rglob("*.parquet"):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def read_bytes(folder: Path, threads: int) -> int:
+    """Read all files with so many threads; return their bytes."""
+
+    def read(path: Path) -> int:
+        wait_as_for_store(path)
+        with path.open("rb", buffering=0) as file:
+            return sum(len(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(read, sorted(folder.rglob("*.parquet"))))
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that a call took, and its result."""
+    began = time.perf_counter()
+    result = function()
+    return time.perf_counter() - began, result
+
+
+def measure(client: Client, folder: Path, beside: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield one measurement after the other: what, its seconds, and counters of its reads."""
+    output, workers = folder / "written", len(client.nthreads())
+    expected: float | None = None
+    for number in range(rounds + 1):  # the first warms up, and is not told
+        turns = [*beside[number % len(beside) :], *beside[: number % len(beside)]]
+        for limit in turns:
+            with dask.config.set({"gpurt.reads.beside": limit}):
+                dask_gpurt.enable(client)
+            for state in ("cold", "warm"):
+                if state == "cold":
+                    drop_from_cache(folder)
+                before = dask_gpurt.report(client)["counters"]
+                seconds, found = timed(lambda: run_program(*tables(folder), output))
+                after = dask_gpurt.report(client)["counters"]
+                expected = found if expected is None else expected
+                if found != expected:
+                    raise click.ClickException(f"the sum is {found}, and was {expected}")
+                reads = {
+                    name: after[name] - before.get(name, 0) for name in after if name.startswith("reads.")
+                }
+                if number:
+                    yield {"what": f"{state}, {limit} beside", "seconds": seconds, "counters": reads}
+            if limit == turns[-1]:
+                held = [table.persist() for table in tables(folder)]
+                wait(held)
+                seconds, found = timed(lambda: run_program(*held, output))  # noqa: B023
+                del held
+                if number:
+                    yield {"what": "compute alone", "seconds": seconds}
+            dask_gpurt.disable(client)
+        for state in ("cold", "warm"):
+            if state == "cold":
+                drop_from_cache(folder)
+            seconds, _ = timed(lambda: read_bytes(folder, workers))
+            if number:
+                yield {"what": f"disk alone, {state}", "seconds": seconds}
+
+
+def figures(measured: Sequence[dict[str, Any]], beside: Sequence[int]) -> dict[str, Any]:
+    """Return the spread of each, and of the ratio to no read aside within each round."""
+    seconds: dict[str, list[float]] = {}
+    for one in measured:
+        seconds.setdefault(one["what"], []).append(one["seconds"])
+    ratios = {
+        f"{state}, {limit} beside": [
+            with_reads / without
+            for with_reads, without in zip(
+                seconds[f"{state}, {limit} beside"], seconds[f"{state}, 0 beside"], strict=True
+            )
+        ]
+        for state in ("cold", "warm")
+        for limit in beside
+        if limit and 0 in beside
+    }
+    longer = {
+        state: max(statistics.median(seconds[name]) for name in ("compute alone", f"disk alone, {state}"))
+        for state in ("cold", "warm")
+    }
+    return {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "against none beside": {name: spread(values) for name, values in ratios.items()},
+        "against the longer of compute and disk": {
+            name: statistics.median(values) / longer[name.partition(",")[0]]
+            for name, values in seconds.items()
+            if name.endswith("beside")
+        },
+    }
+
+
+def print_figures(found: dict[str, Any]) -> None:
+    table = Table("", "median s", "interval", "against none beside", "interval", "against the longer alone")
+    for name, of in sorted(found["seconds"].items()):
+        ratio = found["against none beside"].get(name)
+        longer = found["against the longer of compute and disk"].get(name)
+        table.add_row(
+            name,
+            f"{of['median']:.2f}",
+            f"{of['low']:.2f} to {of['high']:.2f}",
+            f"{ratio['median']:.3f}" if ratio else "",
+            f"{ratio['low']:.3f} to {ratio['high']:.3f}" if ratio else "",
+            f"{longer:.2f}" if longer else "",
+        )
+    Console(highlight=False).print(table)
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--files", type=click.IntRange(min=4), default=16, show_default=True, help="Of the facts.")
+@click.option("--rows", type=click.IntRange(min=100), default=500_000, show_default=True, help="Of a file.")
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
+@click.option("--beside", default="0,1", show_default=True, help="Values of gpurt.reads.beside.")
+@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option("--rate", callback=in_bytes, help="Bytes a second of a slow store.  [default: the disk's]")
+@click.option("--directory", type=click.Path(file_okay=False), help="On the disk to read from.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(
+    files: int,
+    rows: int,
+    workers: int,
+    threads: int,
+    beside: str,
+    rounds: int,
+    rate: int | None,
+    directory: str | None,
+    output: Path | None,
+) -> None:
+    if rate is not None:
+        os.environ[RATE] = str(rate)
+    limits = [int(limit) for limit in beside.split(",")]
+    with TemporaryDirectory(prefix="gpurt-reading-", dir=directory) as name:
+        folder = Path(name)
+        make_tables(folder, files, rows)
+        nbytes = sum(path.stat().st_size for path in folder.rglob("*.parquet"))
+        cluster = LocalCluster(n_workers=workers, threads_per_worker=threads, dashboard_address=":0")
+        measured = []
+        with cluster, Client(cluster) as client:
+            for one in measure(client, folder, limits, rounds):
+                measured.append(one)
+                say(f"{one['what']}: {one['seconds']:.2f} s")
+    found = figures(measured, limits)
+    parameters = {
+        "files": files,
+        "rows": rows,
+        "bytes": nbytes,
+        "workers": workers,
+        "threads": threads,
+        "rate": rate,
+    }
+    write({"parameters": parameters, **environment(), **found, "runs": measured}, output)
+    print_figures(found)
+
+
+if __name__ == "__main__":
+    # By its own name, by which workers find what is sent to them.
+    importlib.import_module("benchmarks.overlap.reading").main()

@@ -1,0 +1,46 @@
+"""Send messages between scheduler and workers as they come; Dask gathers them for milliseconds.
+
+A worker whose next task depends on the one that has ended hears of it by two messages: of the end, to the
+scheduler, and of the task, back. Dask sends at most one message in 2 ms to the scheduler and one in 5 ms to
+each worker, so a task that takes less is followed by a gap of 5 ms. What comes while a message is being
+written still goes in one with the next: a busy scheduler gathers as before.
+
+To send a message takes Python's lock, which the next task wants at the same moment. So a worker that has
+tasks at hand gathers the ends of tasks as Dask does, until the last of them computes.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from dask_gpurt.dask_hooks.types import Stream
+
+#: Seconds from one message on a stream to the next.
+MESSAGE_INTERVAL_S = 0.0
+
+
+class PromptStreams:
+    """Have streams of messages wait no longer between two of them. On the event loop."""
+
+    def __init__(self) -> None:
+        #: The interval that each stream had; streams of workers that have left go by themselves.
+        self._before: WeakKeyDictionary[Stream, float] = WeakKeyDictionary()
+
+    def add(self, stream: Stream) -> None:
+        """Have a stream send at once from now on."""
+        if stream not in self._before:
+            self._before[stream] = stream.interval
+            stream.interval = MESSAGE_INTERVAL_S
+
+    def gather(self, stream: Stream, gathers: bool) -> None:
+        """Have a stream gather messages for as long as Dask does, or send at once again."""
+        ours = (MESSAGE_INTERVAL_S, before := self._before[stream])
+        if stream.interval in ours:
+            stream.interval = before if gathers else MESSAGE_INTERVAL_S
+
+    def restore(self) -> None:
+        """Give all streams their own intervals back, except those that another has changed since."""
+        while self._before:
+            stream, interval = self._before.popitem()
+            if stream.interval == MESSAGE_INTERVAL_S:
+                stream.interval = interval

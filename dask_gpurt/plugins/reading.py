@@ -1,0 +1,207 @@
+"""Let tasks of a worker compute while others read files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+from dask.system import CPU_COUNT
+from dask.typing import Key
+
+from dask_gpurt.config import ReadSettings
+from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks.readers import Readers
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.dask_hooks.worker import (
+    has_left_pool,
+    leave_slot,
+    widen_pool,
+    wrap_execute,
+    wrap_submit,
+)
+from dask_gpurt.device.base import workers_of_device
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.plugins.switching import Layer
+from dask_gpurt.reads.policy import ReadsAside
+from dask_gpurt.reads.threads import GIVEN, NTHREADS, set_threads, threads_of
+from dask_gpurt.reads.turns import Turns
+from dask_gpurt.topology.detect import nvml_library, visible_devices
+
+#: The setting ``gpurt.reads.beside``, where it is left to the worker.
+BESIDE = 1
+
+
+@dataclass(eq=False)
+class _Execution:
+    """One execution of a task.
+
+    Attributes
+    ----------
+    begins_with_read
+        Whether the first that it calls is a reader: it needs no turn before.
+    is_reading
+        Whether its thread is in a reader; readers call each other.
+    """
+
+    key: Key
+    reads: WorkerReads
+    begins_with_read: bool
+    is_reading: bool = False
+
+
+#: The execution of which a coroutine of Dask's is a part, when it hands the task over to a thread.
+_handed_over: ContextVar[_Execution | None] = ContextVar("gpurt-reads", default=None)
+
+
+class _Thread(threading.local):
+    """The execution that a thread is for at the moment."""
+
+    execution: _Execution | None = None
+
+
+_thread = _Thread()
+
+
+class WorkerReads:
+    """Let the next task of a worker begin while one reads, and have tasks take turns in computing.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker; ``execute`` and the pool of its tasks get wrappers on the instances. The readers get
+        theirs for all of the process, which pass on what other workers call.
+    """
+
+    def __init__(self, worker: WorkerServer, settings: ReadSettings, metrics: Metrics) -> None:
+        self._worker = worker
+        self._metrics = metrics
+        self.limit = BESIDE if settings.beside is None else settings.beside
+        self._aside = ReadsAside(self.limit)
+        self._patches = PatchSet(Layer.READS)
+        self._undo = ExitStack()
+        self._refused = partial(metrics.fallback, Fallback.READS_KEEP_SLOT)
+        self.turns: Turns | None = None
+
+    def install(self) -> None:
+        """Begin with the tasks that begin from now on. On the event loop."""
+        if not self.limit:
+            return
+        try:
+            READS.require()
+            self._undo.callback(widen_pool(self._worker, self.limit))
+        except UnsupportedError as error:
+            self._refused(str(error))
+            return
+        self.turns = Turns(self._worker.state.nthreads, partial(has_left_pool, self._worker), self._metrics)
+        self._readers = Readers(self._patches, _aside, self._refused)
+        self._readers.look()
+        self._execute = self._worker.execute
+        wrap_execute(self._patches, self._worker, lambda original: self.execute)
+        wrap_submit(self._patches, self._worker, lambda submit: partial(self._submit, submit))
+
+    def uninstall(self) -> None:
+        """Hold nobody back any more. On the event loop; tasks that have begun end as they would have."""
+        self._patches.restore()
+        self._undo.close()
+        if self.turns is not None:
+            self.turns.close()
+        self.limit = 0
+
+    def is_aside(self, key: Key) -> bool:
+        """Return whether a task has left its slot for a read, and has not ended."""
+        return key in self._aside
+
+    def report(self) -> dict[str, Any]:
+        """Return what counts on this worker, as plain values."""
+        threads = os.environ.get(NTHREADS)
+        return {"beside": self.limit, "threads": threads and int(threads)}
+
+    # ---- on the event loop -------------------------------------------------------------------------
+
+    async def execute(self, key: Key, *, stimulus_id: str) -> Any:
+        """Run a task."""
+        task = self._worker.state.tasks[key]
+        begins = not task.dependencies and self._readers.begins_with_read(task.run_spec)
+        token = _handed_over.set(_Execution(key, self, begins))
+        try:
+            return await self._execute(key, stimulus_id=stimulus_id)
+        finally:
+            _handed_over.reset(token)
+            self._leave_slot(self._aside.end(key))
+
+    def _begin_read(self, key: Key) -> None:
+        self._leave_slot(self._aside.begin_read(key))
+
+    def _leave_slot(self, key: Key | None) -> None:
+        """Have a task leave its slot, or the next that can: one that was cancelled can not."""
+        while key is not None and self.limit:
+            if leave_slot(self._worker, key):
+                self._metrics.add("reads.aside")
+                return
+            key = self._aside.end(key)
+
+    # ---- on threads of tasks -----------------------------------------------------------------------
+
+    def _submit(self, submit: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        if (execution := _handed_over.get()) is None:
+            return submit(function, *args)
+        return submit(self._run, execution, function, *args)
+
+    def _run(self, execution: _Execution, function: Callable[..., Any], *args: Any) -> Any:
+        """Call what runs a task, on a thread of its own, in its turn."""
+        assert self.turns is not None
+        if not execution.begins_with_read:
+            self.turns.take()
+        _thread.execution = execution
+        try:
+            return function(*args)
+        finally:
+            _thread.execution = None
+            self.turns.give()
+
+    @contextmanager
+    def reading(self, execution: _Execution) -> Iterator[None]:
+        """Let others compute meanwhile."""
+        assert self.turns is not None
+        self._worker.loop.add_callback(self._begin_read, execution.key)
+        execution.is_reading = True
+        try:
+            with self.turns.reading():
+                yield
+        finally:
+            execution.is_reading = False
+
+
+def _aside(reader: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a reader."""
+
+    @wraps(reader)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        execution = _thread.execution
+        if execution is None or execution.is_reading:
+            return reader(*args, **kwargs)
+        with execution.reads.reading(execution):
+            return reader(*args, **kwargs)
+
+    return read
+
+
+def set_reader_threads(setting: int | None) -> Callable[[], None]:
+    """Set the threads with which libcudf reads, unless the user has; return what takes that back."""
+    if GIVEN & os.environ.keys():
+        return lambda: None
+    if setting is None:
+        visible = visible_devices()
+        if visible is not None:
+            gpus = len(visible.split(","))
+        else:
+            library = nvml_library()
+            gpus = library.nvmlDeviceGetCount() if library is not None else 1
+        setting = threads_of(CPU_COUNT, len(os.sched_getaffinity(0)), gpus, workers_of_device())
+    return set_threads(setting)

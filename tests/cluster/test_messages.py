@@ -1,0 +1,79 @@
+"""Messages between scheduler and workers do not wait while the runtime is on, and wait again afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from distributed import Event, Worker
+from distributed.batched import BatchedSend
+
+import dask_gpurt
+from dask_gpurt.plugins.messages import PromptStreams
+from tests.helpers.in_process import on_cluster, on_plain_cluster, until
+
+
+def intervals(scheduler: Any, *workers: Any) -> list[float]:
+    streams = [scheduler.stream_comms[worker.address] for worker in workers]
+    return [stream.interval for stream in (*streams, *(worker.batched_stream for worker in workers))]
+
+
+def test_no_stream_waits_while_it_is_on() -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = intervals(scheduler, a, b)
+        assert all(before)
+        await dask_gpurt.enable(client)
+        assert not any(intervals(scheduler, a, b))
+        async with Worker(scheduler.address) as late:
+            await until(lambda: not any(intervals(scheduler, a, b, late)))
+            dasks = before[-1]
+            await dask_gpurt.disable(client)
+            assert intervals(scheduler, a, b) == before
+            assert late.batched_stream.interval == dasks
+
+
+def test_a_worker_with_tasks_at_hand_gathers_messages() -> None:
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        stream, (address,) = worker.batched_stream, scheduler.workers
+        first, second = (
+            client.submit(wait_for, name, key=name, workers=[address]) for name in ("first", "second")
+        )
+        await until(lambda: len(worker.state.tasks) == 2)
+        assert stream.interval == 0  # as the one task began, the other one was not there
+        third = client.submit(wait_for, "third", key="third", workers=[address])
+        await until(lambda: len(worker.state.tasks) == 3)
+        await Event("first", client=client).set()
+        await first
+        await until(lambda: stream.interval > 0)
+        for task in (second, third):
+            await Event(task.key, client=client).set()
+        await client.gather([second, third])
+        assert stream.interval == 0
+
+    run()
+
+
+def wait_for(name: str) -> None:
+    Event(name).wait()
+
+
+def test_an_interval_that_another_has_set_stays() -> None:
+    async def run() -> None:
+        ours, others = BatchedSend("3ms"), BatchedSend("4ms")
+        streams = PromptStreams()
+        streams.add(ours)
+        streams.add(others)
+        streams.add(ours)  # again, as when a worker is told of twice
+        assert ours.interval == others.interval == 0
+        streams.gather(ours, True)
+        assert ours.interval == 0.003
+        streams.gather(ours, False)
+        assert ours.interval == 0
+        others.interval = 0.001
+        streams.gather(others, False)
+        streams.restore()
+        assert (ours.interval, others.interval) == (0.003, 0.001)
+
+    asyncio.run(run())

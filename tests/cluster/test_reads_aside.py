@@ -1,0 +1,365 @@
+"""While a task reads files, another one computes: with events in place of time, on one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
+from distributed import secede
+from pandas.testing import assert_frame_equal
+
+import dask_gpurt
+from dask_gpurt.observe import Fallback
+from dask_gpurt.reads import turns
+from tests.helpers.clusters import cluster
+from tests.helpers.gated_files import GATE
+from tests.helpers.in_process import gen_client_cluster, on_cluster, until
+from tests.helpers.waiting import LIMIT_S
+
+PARTS, ROWS = 4, 10
+#: The sum of the column.
+TOTAL = sum(range(PARTS * ROWS))
+
+
+@pytest.fixture(autouse=True)
+def _open_gate() -> Iterator[None]:
+    _events.clear()
+    yield
+    GATE.open()
+    for event in _events.values():
+        event.set()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> str:
+    for part in range(PARTS):
+        frame = pd.DataFrame({"a": range(part * ROWS, (part + 1) * ROWS), "b": 1.0})
+        frame.to_parquet(tmp_path / f"{part}.parquet")
+    return f"gated://{tmp_path}"
+
+
+#: Events by name, which functions in tasks find in this process.
+_events: dict[str, threading.Event] = {}
+_lock = threading.Lock()
+
+
+def event(name: str) -> threading.Event:
+    with _lock:
+        return _events.setdefault(name, threading.Event())
+
+
+def meet(mine: str, other: str, value: Any = None) -> Any:
+    """Set one event, and wait for another one."""
+    event(mine).set()
+    assert event(other).wait(LIMIT_S)
+    return value
+
+
+def noting(frame: Any, name: str) -> Any:
+    event(name).set()
+    return frame
+
+
+def total_of(collection: Any, function: Any, *args: Any) -> Any:
+    """Sum a column, with a function of the user's called in the same task as the read of each partition."""
+    mapped = collection.map_partitions(function, *args, meta=collection._meta)
+    return mapped.a.sum().optimize()  # which fuses: a client does not
+
+
+def reads(worker: Any) -> Any:
+    return worker.plugins["gpurt"].reads
+
+
+async def has_begun_aside(worker: Any) -> None:
+    """Wait until a task is at the gate, and another one may begin."""
+    await until(lambda: bool(GATE.came) and bool(worker.state.long_running))
+
+
+def test_a_task_runs_to_its_end_while_another_one_reads(files: str) -> None:
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        total = dd.read_parquet(files).partitions[0].a.sum()
+        GATE.close()
+        future = client.compute(total)
+        await has_begun_aside(worker)
+        assert await client.submit(sum, [1, 2]) == 3
+        GATE.open()
+        assert await future == sum(range(ROWS))
+        report = await dask_gpurt.report(client)
+        assert report["workers"][worker.address]["reads"]["beside"] == 1
+        counters = report["counters"]
+        assert counters["reads.aside"] == 1
+        assert 0 < counters["reads.seconds.beside"] <= counters["reads.seconds.reading"]
+        assert not worker.state.long_running
+
+    run()
+
+
+def test_the_reader_of_csv_leaves_its_slot_too(tmp_path: Path) -> None:
+    pd.DataFrame({"a": range(ROWS)}).to_csv(tmp_path / "0.csv", index=False)
+
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        collection = dd.read_csv(f"gated://{tmp_path}/0.csv")
+        GATE.close()
+        future = client.compute(collection.a.sum())
+        await has_begun_aside(worker)
+        assert await client.submit(sum, [1, 2]) == 3
+        GATE.open()
+        assert await future == sum(range(ROWS))
+
+    run()
+
+
+@pytest.mark.parametrize("beside", [1, 2])
+def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, beside: int) -> None:
+    @on_cluster(workers=1, **{"gpurt.reads.beside": beside})
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        partitions = dd.read_parquet(files).to_delayed(optimize_graph=False)
+        GATE.close()
+        futures = client.compute(partitions)
+        await until(lambda: len(GATE.came) == 1 + beside)
+        # The scheduler has heard of all of them, and nothing else can begin.
+        assert await client.run_on_scheduler(lambda: None) is None
+        assert len(worker.state.executing) == 1
+        assert len(worker.state.long_running) == beside
+        GATE.open()
+        frames = await client.gather(futures)
+        assert sum(frame.a.sum() for frame in frames) == TOTAL
+
+    run()
+
+
+def test_a_read_that_is_done_waits_until_no_other_task_computes(files: str) -> None:
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
+        GATE.close()
+        future = client.compute(total)
+        await has_begun_aside(worker)
+        other = client.submit(meet, "other", "go on")
+        await until(event("other").is_set)
+        GATE.open()
+        await until(lambda: bool(reads(worker).turns._waiting))
+        assert not event("computed").is_set()
+        event("go on").set()
+        assert await future == sum(range(ROWS))
+        await other
+
+    run()
+
+
+def test_a_task_waits_for_one_that_has_gone_on_after_its_read(files: str) -> None:
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        first = dd.read_parquet(files).partitions[0]
+        total = total_of(first, lambda frame: meet("reader", "go on", frame))
+        GATE.close()
+        future = client.compute(total)
+        await has_begun_aside(worker)
+        GATE.open()
+        await until(event("reader").is_set)
+        other = client.submit(noting, 1, "other")
+        await until(lambda: bool(reads(worker).turns._waiting))
+        assert not event("other").is_set()
+        event("go on").set()
+        assert await other == 1
+        assert await future == sum(range(ROWS))
+
+    run()
+
+
+def test_a_read_that_fails_fails_its_task_alone(tmp_path: Path, files: str) -> None:
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        total = dd.read_parquet(files).partitions[0].a.sum()
+        GATE.close()
+        future = client.compute(total)
+        await has_begun_aside(worker)
+        (tmp_path / "0.parquet").unlink()
+        GATE.open()
+        with pytest.raises(FileNotFoundError):
+            await future
+        assert await client.submit(sum, [1, 2]) == 3
+        assert await client.compute(dd.read_parquet(files).partitions[0].a.sum()) == sum(
+            range(ROWS, 2 * ROWS)
+        )
+
+    run()
+
+
+def test_a_task_is_cancelled_while_it_reads(files: str) -> None:
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        collection = dd.read_parquet(files)
+        GATE.close()
+        future = client.compute(collection.partitions[0].a.sum())
+        await has_begun_aside(worker)
+        (key,) = (task.key for task in worker.state.long_running)
+        await future.cancel()
+        assert await client.submit(sum, [1, 2]) == 3
+        GATE.open()
+        await until(lambda: not reads(worker).is_aside(key) and not worker.state.tasks)
+        assert await client.compute(collection.a.sum()) == TOTAL
+
+    run()
+
+
+@pytest.mark.parametrize("how", ["switched off", "closed"])
+def test_nobody_waits_for_a_turn_when_it_is(how: str, files: str) -> None:
+    """The task that computes waits for the one that has read, which the end of the turns sets free."""
+
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)])
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        await dask_gpurt.enable(client)
+        turns_of_worker = reads(worker).turns
+        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
+        GATE.close()
+        future = client.compute(total)
+        await has_begun_aside(worker)
+        other = client.submit(meet, "other", "computed", 7)
+        await until(event("other").is_set)
+        GATE.open()
+        await until(lambda: bool(turns_of_worker._waiting))
+        if how == "closed":
+            await worker.close()
+        else:
+            await dask_gpurt.disable(client)
+            assert await other == 7
+            assert await future == sum(range(ROWS))
+        assert event("computed").is_set()
+        await dask_gpurt.disable(client)
+
+    run()
+
+
+def test_a_task_that_secedes_keeps_no_turn(files: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_PATIENCE_S", LIMIT_S * 10)
+
+    def leave_and_meet() -> int:
+        meet("other", "leave")
+        secede()
+        return int(meet("left", "computed", 7))
+
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
+        GATE.close()
+        future = client.compute(total)
+        await has_begun_aside(worker)
+        other = client.submit(leave_and_meet)
+        await until(event("other").is_set)
+        GATE.open()
+        await until(lambda: bool(reads(worker).turns._waiting))
+        event("leave").set()
+        assert await future == sum(range(ROWS))
+        assert await other == 7
+
+    run()
+
+
+def test_a_task_that_waits_for_one_that_has_read_does_not_stop_it(
+    files: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "TURN_PATIENCE_S", 0.3)
+
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
+        GATE.close()
+        future = client.compute(total)
+        await has_begun_aside(worker)
+        other = client.submit(meet, "other", "computed", 7)
+        await until(event("other").is_set)
+        GATE.open()
+        assert await client.gather([future, other]) == [sum(range(ROWS)), 7]
+        report = await dask_gpurt.report(client)
+        assert report["workers"][worker.address]["fallbacks"][Fallback.READS_OVERDUE.id]["count"] == 1
+
+    run()
+
+
+def test_with_none_beside_a_task_that_reads_keeps_its_slot(files: str) -> None:
+    @on_cluster(workers=1, **{"gpurt.reads.beside": 0})
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
+        GATE.close()
+        future = client.compute(total)
+        await until(lambda: bool(GATE.came))
+        other = client.submit(lambda: event("computed").is_set())
+        await until(lambda: bool(worker.state.ready))
+        assert not worker.state.long_running
+        GATE.open()
+        assert await other
+        assert await future == sum(range(ROWS))
+        assert "reads.aside" not in (await dask_gpurt.report(client))["counters"]
+
+    run()
+
+
+def test_dask_is_as_it_was_once_it_is_switched_off(files: str) -> None:
+    before = vars(ParquetFunctionWrapper)["__call__"]
+
+    @gen_client_cluster(nthreads=[("127.0.0.1", 2)] * 2)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
+        assert vars(ParquetFunctionWrapper)["__call__"] is not before
+        assert [worker.executors["default"]._max_workers for worker in workers] == [3, 3]
+        await dask_gpurt.disable(client)
+        assert vars(ParquetFunctionWrapper)["__call__"] is before
+        assert [worker.executors["default"]._max_workers for worker in workers] == [2, 2]
+        assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
+
+    run()
+
+
+def test_a_task_that_runs_out_of_memory_after_its_read_is_run_again(tmp_path: Path) -> None:
+    pd.DataFrame({"a": range(ROWS), "b": 1.0}).to_parquet(tmp_path / "0.parquet")
+    marker = tmp_path / "tried"
+
+    def fails_once(frame: Any) -> Any:
+        if not marker.exists():
+            marker.touch()
+            raise MemoryError("std::bad_alloc")
+        return frame
+
+    with cluster("pandas", workers=1, failures=0, memory__retries=2) as client:
+        total = total_of(dd.read_parquet(tmp_path / "*.parquet"), fails_once)
+        assert total.compute() == sum(range(ROWS))
+        found = dask_gpurt.report(client)["counters"]
+        assert (found["memory.retries"], found["reads.aside"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("beside", "filesystem"), [(0, "fsspec"), (1, "fsspec"), (3, "fsspec"), (1, "arrow")]
+)
+def test_results_are_those_of_dask(tmp_path: Path, beside: int, filesystem: str) -> None:
+    for part in range(6):
+        keys = [(7 * part + row) % 50 for row in range(200)]
+        frame = pd.DataFrame({"key": keys, "a": range(200), "text": [f"t{key}" for key in keys]})
+        frame.to_parquet(tmp_path / f"{part}.parquet")
+    left = dd.read_parquet(tmp_path, columns=["key", "a"], filesystem=filesystem)
+    right = dd.read_parquet(tmp_path, filesystem=filesystem)
+    right = right[right.a < 20].drop_duplicates(subset=["key"], split_out=3)[["key", "text"]]
+    joined = left[left.a % 3 == 0].merge(right, on="key", shuffle_method="tasks")
+    query = joined.groupby("text").a.sum().reset_index()
+    with dask.config.set(scheduler="sync"):
+        query = query.optimize()  # which looks at the files with the scheduler of the moment
+        expected = query.compute().sort_values("text", ignore_index=True)
+
+    @on_cluster(**{"gpurt.reads.beside": beside, "gpurt.takeover": "all"})
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        found = (await client.compute(query)).sort_values("text", ignore_index=True)
+        assert_frame_equal(found, expected)
+        aside = (await dask_gpurt.report(client))["counters"].get("reads.aside", 0)
+        assert bool(aside) is bool(beside)
+
+    run()

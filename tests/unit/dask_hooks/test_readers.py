@@ -1,0 +1,168 @@
+"""Which tasks begin with a reader of Dask or dask_cudf."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from dask.dataframe.dask_expr.io.parquet import ReadParquetPyarrowFS
+
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.readers import READERS, Readers
+
+
+@pytest.fixture
+def patches() -> Iterator[PatchSet]:
+    patches = PatchSet()
+    yield patches
+    patches.restore()
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def readers(patches: PatchSet, calls: list[str]) -> Readers:
+    def wrap(reader: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            calls.append(reader.__qualname__)
+            return reader(*args, **kwargs)
+
+        return read
+
+    found = Readers(patches, wrap, pytest.fail)
+    found.look()
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for kind in ("parquet", "csv"):
+        (tmp_path / kind).mkdir()
+    for part in range(3):
+        frame = pd.DataFrame({"a": range(5), "b": 1.0, "c": "some text"})
+        frame.to_parquet(tmp_path / "parquet" / f"{part}.parquet")
+        frame.to_csv(tmp_path / "csv" / f"{part}.csv")
+    return tmp_path
+
+
+def roots(collection: Any) -> list[Any]:
+    """Return the tasks of a graph that depend on no other one."""
+    graph = collection.__dask_graph__()
+    return [node for node in graph.values() if isinstance(node, Task) and not node.dependencies]
+
+
+def made(folder: Path, how: str) -> Any:
+    match how:
+        case "parquet":
+            return dd.read_parquet(folder / "parquet")
+        case "arrow":
+            return dd.read_parquet(folder / "parquet", filesystem="arrow")
+        case "csv":
+            return dd.read_csv(folder / "csv" / "*.csv")
+        case "blocks":
+            return dd.read_csv(folder / "csv" / "*.csv", blocksize=20)
+    raise AssertionError(how)
+
+
+HOW = ["parquet", "arrow", "csv", "blocks"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("of", ["alone", "with a function", "a column", "fused"])
+def test_a_task_that_reads_first_begins_with_a_read(
+    how: str, of: str, folder: Path, readers: Readers, calls: list[str]
+) -> None:
+    collection = made(folder, how)
+    if of == "with a function":
+        collection = collection.map_partitions(lambda frame: frame)
+    elif of == "a column":
+        collection = collection["a"]
+    elif of == "fused":  # several files into one partition, since only one column of them is read
+        collection = collection[["a"]]
+    found = roots(collection.optimize())
+    assert found
+    assert all(readers.begins_with_read(node) for node in found)
+    calls.clear()
+    assert len(collection.compute(scheduler="sync")) == 15
+    assert calls
+
+
+def test_a_task_that_calls_something_else_first_does_not(folder: Path, readers: Readers) -> None:
+    read = dd.read_parquet(folder / "parquet")
+    ours = dd.from_map(pd.read_parquet, [str(folder / "parquet" / "0.parquet")])
+    numbers = dd.from_pandas(pd.DataFrame({"a": range(5)}), npartitions=1)
+    for collection in (ours, ours.map_partitions(len), numbers.map_partitions(len)):
+        assert not any(readers.begins_with_read(node) for node in roots(collection.optimize()))
+    (reading,) = roots(read.partitions[0].optimize())
+    assert not readers.begins_with_read(Task("sum", sum, [1, 2]))
+    assert readers.begins_with_read(Task("outer", len, reading))
+    both = Task("both", max, reading, Task("first", sum, [1]))
+    assert not readers.begins_with_read(both)
+    assert readers.begins_with_read(Task("partial", partial(reading.func), *reading.args))
+
+
+def test_of_a_library_that_is_imported_later_the_reader_is_wrapped_then(
+    patches: PatchSet, readers: Readers, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dask_cudf is not needed for this: a class of its name, with what is wrapped of it."""
+    (later,) = (reader for reader in READERS if reader.seam.name.startswith("dask_cudf"))
+
+    class CudfReadParquetPyarrowFS:
+        @staticmethod
+        def _fragments_to_cudf_dataframe(
+            fragment_wrappers: Any, filters: Any, columns: Any, schema: Any
+        ) -> Any:
+            return fragment_wrappers
+
+    class CudfFusedParquetIO:
+        @classmethod
+        def _load_multiple_files(cls, frag_filters: Any, columns: Any, schema: Any) -> Any:
+            reader = CudfReadParquetPyarrowFS._fragments_to_cudf_dataframe
+            return reader([fragment for fragment, _ in frag_filters], None, columns, schema)
+
+    module: Any = ModuleType("dask_cudf.io.parquet")
+    for kind in (CudfReadParquetPyarrowFS, CudfFusedParquetIO):
+        kind.__module__, kind.__qualname__ = module.__name__, kind.__name__
+        for name in vars(kind):
+            if name.startswith(("_fragments", "_load")):
+                function = getattr(getattr(kind, name), "__func__", getattr(kind, name))
+                function.__module__, function.__qualname__ = module.__name__, f"{kind.__name__}.{name}"
+        setattr(module, kind.__name__, kind)
+    before = CudfReadParquetPyarrowFS.__dict__["_fragments_to_cudf_dataframe"]
+    monkeypatch.setitem(sys.modules, "dask_cudf", ModuleType("dask_cudf"))
+    monkeypatch.setitem(sys.modules, "dask_cudf.io", ModuleType("dask_cudf.io"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fused = Task("fused", CudfFusedParquetIO._load_multiple_files, [("a", None)], None, None)
+    assert readers.begins_with_read(fused)
+    assert fused() == ["a"]
+    assert calls == [later.seam.short]
+    patches.restore()
+    assert CudfReadParquetPyarrowFS.__dict__["_fragments_to_cudf_dataframe"] is before
+
+
+@pytest.mark.parametrize("converters", [None, {"a": int}])
+def test_a_reader_that_calls_code_of_users_is_left_alone(
+    folder: Path, readers: Readers, calls: list[str], converters: Any
+) -> None:
+    collection = dd.read_csv(folder / "csv" / "*.csv", converters=converters)
+    calls.clear()
+    assert collection.a.sum().compute(scheduler="sync") == 30
+    assert ("pandas_read_text" in calls) is (converters is None)
+
+
+def test_a_static_method_stays_one(patches: PatchSet, readers: Readers) -> None:
+    of_class = ReadParquetPyarrowFS._fragment_to_table
+    assert isinstance(vars(ReadParquetPyarrowFS)["_fragment_to_table"], staticmethod)
+    patches.restore()
+    assert ReadParquetPyarrowFS._fragment_to_table is not of_class

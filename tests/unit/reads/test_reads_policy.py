@@ -1,0 +1,86 @@
+"""Which tasks leave their slot, and with how many threads files are read."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from dask_gpurt.reads.policy import ReadsAside
+from dask_gpurt.reads.threads import NTHREADS, set_threads, threads_of
+
+
+def test_a_task_that_reads_leaves_its_slot_and_counts_until_it_ends() -> None:
+    aside = ReadsAside(1)
+    assert aside.begin_read("a") == "a"
+    assert "a" in aside
+    assert aside.begin_read("b") is None
+    assert aside.begin_read("a") is None  # reads again
+    assert aside.end("a") == "b"
+    assert "a" not in aside
+    assert "b" in aside
+    assert aside.end("b") is None
+
+
+def test_the_one_that_has_read_first_leaves_first() -> None:
+    aside = ReadsAside(2)
+    assert [aside.begin_read(key) for key in "abcd"] == ["a", "b", None, None]
+    assert aside.end("c") is None  # it has ended in its slot
+    assert aside.end("b") == "d"
+    assert aside.end("a") is None
+
+
+def test_a_task_that_has_no_slot_to_leave_makes_way_for_the_next() -> None:
+    aside = ReadsAside(1)
+    assert aside.begin_read("a") == "a"
+    aside.begin_read("cancelled")
+    aside.begin_read("b")
+    assert aside.end("a") == "cancelled"
+    assert aside.end("cancelled") == "b"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_never_more_are_aside_than_the_limit_and_all_that_may_are(seed: int, limit: int) -> None:
+    rng, aside = random.Random(seed), ReadsAside(limit)
+    begun: set[int] = set()
+    for key in range(200):
+        if begun and rng.random() < 0.5:
+            ends = rng.choice(sorted(begun))
+            begun.discard(ends)
+            told = aside.end(ends)
+        else:
+            begun.add(key)
+            told = aside.begin_read(key)
+        assert told is None or told in aside
+        assert sum(one in aside for one in begun) == min(limit, len(begun))
+
+
+@pytest.mark.parametrize(
+    ("cores", "allowed", "gpus", "sharing", "threads"),
+    [
+        (16, 16, 1, 1, 16),
+        (16, 16, 1, 2, 8),
+        (128, 64, 8, 1, 16),  # bound to one of two sockets, which four GPUs share
+        (128, 8, 8, 1, 8),
+        (256, 256, 2, 1, 32),
+        (8, 8, 8, 1, 4),
+        (8, 8, 0, 1, 8),
+    ],
+)
+def test_threads_are_the_share_of_the_cores(
+    cores: int, allowed: int, gpus: int, sharing: int, threads: int
+) -> None:
+    assert threads_of(cores, allowed, gpus, sharing) == threads
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_the_variable_is_as_it_was_afterwards(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NTHREADS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(NTHREADS, before)
+    restore = set_threads(7)
+    assert os.environ[NTHREADS] == "7"
+    restore()
+    assert os.environ.get(NTHREADS) == before

@@ -1,0 +1,180 @@
+"""Turns in computing: threads of this process, which wait for events and for nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import pytest
+
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.reads import turns as module
+from dask_gpurt.reads.turns import Turns
+from tests.helpers.waiting import LIMIT_S
+
+
+class Crew:
+    """Threads that take turns, each of which does what it is told."""
+
+    def __init__(self, turns: int):
+        self.metrics = Metrics()
+        self.left: set[threading.Thread] = set()
+        self.turns = Turns(turns, self.left.__contains__, self.metrics)
+        self.pool = ThreadPoolExecutor(8)
+
+    def compute(self, until: threading.Event) -> tuple[threading.Event, Future[None]]:
+        """Have a thread take a turn, and keep it until an event; the event that it has begun, and its end."""
+        begun = threading.Event()
+
+        def run() -> None:
+            self.turns.take()
+            begun.set()
+            assert until.wait(LIMIT_S)
+            self.turns.give()
+
+        return begun, self.pool.submit(run)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds, which each change of turns may bring about."""
+        with self.turns._changed:
+            assert self.turns._changed.wait_for(holds, LIMIT_S) or holds()
+
+    def queue(self, length: int) -> None:
+        """Wait until so many threads wait."""
+        for _ in count():
+            if len(self.turns._waiting) == length:
+                return
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_as_many_compute_as_there_are_turns_in_the_order_in_which_they_asked(turns: int) -> None:
+    crew, go_on = Crew(turns), [threading.Event() for _ in range(4)]
+    begun: list[tuple[threading.Event, Future[None]]] = []
+    for number, event in enumerate(go_on):
+        begun.append(crew.compute(event))
+        if number < turns:
+            assert begun[-1][0].wait(LIMIT_S)
+        else:
+            crew.queue(number + 1 - turns)
+    for number in range(4 - turns):
+        assert [one.is_set() for one, _ in begun] == [n < turns + number for n in range(4)]
+        go_on[number].set()
+        assert begun[turns + number][0].wait(LIMIT_S)
+    for event in go_on:
+        event.set()
+    for _, end in begun:
+        end.result(LIMIT_S)
+    assert crew.metrics.snapshot()["counters"]["reads.seconds.waiting"] > 0
+
+
+def test_who_reads_has_no_turn_and_waits_for_one_afterwards() -> None:
+    crew, read, done = Crew(1), threading.Event(), threading.Event()
+    reading, other_ends = threading.Event(), threading.Event()
+
+    def reader() -> None:
+        crew.turns.take()
+        with crew.turns.reading():
+            reading.set()
+            assert read.wait(LIMIT_S)
+        done.set()
+        crew.turns.give()
+
+    end = crew.pool.submit(reader)
+    assert reading.wait(LIMIT_S)
+    begun, other = crew.compute(other_ends)
+    assert begun.wait(LIMIT_S)
+    read.set()
+    crew.queue(1)
+    assert not done.is_set()
+    other_ends.set()
+    end.result(LIMIT_S)
+    other.result(LIMIT_S)
+    counters = crew.metrics.snapshot()["counters"]
+    assert 0 < counters["reads.seconds.beside"] <= counters["reads.seconds.reading"]
+
+
+def test_a_read_that_fails_leaves_no_reader_behind() -> None:
+    crew = Crew(1)
+    crew.turns.take()
+    with pytest.raises(OSError, match="gone"), crew.turns.reading():
+        raise OSError("gone")
+    assert threading.current_thread() in crew.turns._computing
+    assert crew.turns._reading == 0
+    crew.turns.give()
+    assert not crew.turns._computing
+
+
+def test_a_thread_that_has_left_the_pool_holds_nobody_up() -> None:
+    crew, ends = Crew(1), threading.Event()
+    begun, left = crew.compute(ends)
+    assert begun.wait(LIMIT_S)
+    next_ends = threading.Event()
+    next_begun, following = crew.compute(next_ends)
+    crew.queue(1)
+    crew.left |= set(crew.turns._computing)
+    assert next_begun.wait(LIMIT_S)
+    ends.set()
+    next_ends.set()
+    left.result(LIMIT_S)
+    following.result(LIMIT_S)
+
+
+def test_nobody_waits_once_they_are_closed() -> None:
+    crew, ends = Crew(1), threading.Event()
+    begun, first = crew.compute(ends)
+    assert begun.wait(LIMIT_S)
+    next_begun, second = crew.compute(ends)
+    crew.queue(1)
+    crew.turns.close()
+    assert next_begun.wait(LIMIT_S)
+    ends.set()
+    first.result(LIMIT_S)
+    second.result(LIMIT_S)
+
+
+def _spin(until: threading.Event) -> None:
+    while not until.is_set():
+        pass
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_turn_of_which_nobody_makes_use_is_not_waited_for(
+    busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder waits, or computes; who waits for it asks for the first time that it has seen that."""
+    monkeypatch.setattr(module, "TURN_PATIENCE_S", 0.1)
+    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.02)
+    crew, ends, begun = Crew(1), threading.Event(), threading.Event()
+    looks = 0
+    look: Any = crew.turns._processor_seconds
+
+    def counted() -> Any:
+        nonlocal looks
+        looks += 1
+        return look()
+
+    monkeypatch.setattr(crew.turns, "_processor_seconds", counted)
+
+    def holder() -> None:
+        crew.turns.take()
+        begun.set()
+        _spin(ends) if busy else ends.wait(LIMIT_S)
+        crew.turns.give()
+
+    first = crew.pool.submit(holder)
+    assert begun.wait(LIMIT_S)
+    next_begun, second = crew.compute(ends)
+    if busy:
+        crew.queue(1)
+        while looks < 20:  # several times its patience
+            pass
+        assert not next_begun.is_set()
+    else:
+        assert next_begun.wait(LIMIT_S)
+    ends.set()
+    first.result(LIMIT_S)
+    second.result(LIMIT_S)
+    assert (Fallback.READS_OVERDUE.id in crew.metrics.snapshot()["fallbacks"]) is not busy
