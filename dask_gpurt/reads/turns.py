@@ -28,8 +28,9 @@ from dask_gpurt.observe import Fallback, Metrics
 TURN_PATIENCE_S = 5.0
 #: Seconds between looks at those that have a turn.
 LOOK_INTERVAL_S = 0.25
-#: The share of a thread's time below which it uses no processor: waiting may wake up now and then.
-IDLE_SHARE = 0.02
+#: The share of a thread's time below which it uses no processor. One that waits may wake up now and then; one
+#: that computes where many others do gets little of it.
+IDLE_SHARE = 0.002
 
 
 class Turns:

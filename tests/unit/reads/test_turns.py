@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
-from typing import Any
 
 import pytest
 
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads import turns as module
 from dask_gpurt.reads.turns import Turns
-from tests.helpers.waiting import LIMIT_S
+from tests.helpers.waiting import LIMIT_S, until
 
 
 class Crew:
@@ -25,28 +23,21 @@ class Crew:
         self.turns = Turns(turns, self.left.__contains__, self.metrics)
         self.pool = ThreadPoolExecutor(8)
 
-    def compute(self, until: threading.Event) -> tuple[threading.Event, Future[None]]:
+    def compute(self, ends: threading.Event) -> tuple[threading.Event, Future[None]]:
         """Have a thread take a turn, and keep it until an event; the event that it has begun, and its end."""
         begun = threading.Event()
 
         def run() -> None:
             self.turns.take()
             begun.set()
-            assert until.wait(LIMIT_S)
+            assert ends.wait(LIMIT_S)
             self.turns.give()
 
         return begun, self.pool.submit(run)
 
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until something holds, which each change of turns may bring about."""
-        with self.turns._changed:
-            assert self.turns._changed.wait_for(holds, LIMIT_S) or holds()
-
     def queue(self, length: int) -> None:
         """Wait until so many threads wait."""
-        for _ in count():
-            if len(self.turns._waiting) == length:
-                return
+        until(lambda: len(self.turns._waiting) == length)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -135,25 +126,18 @@ def test_nobody_waits_once_they_are_closed() -> None:
     second.result(LIMIT_S)
 
 
-def _spin(until: threading.Event) -> None:
-    while not until.is_set():
-        pass
-
-
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_turn_of_which_nobody_makes_use_is_not_waited_for(
     busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The holder waits, or computes; who waits for it asks for the first time that it has seen that."""
-    monkeypatch.setattr(module, "TURN_PATIENCE_S", 0.1)
-    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.02)
-    crew, ends, begun = Crew(1), threading.Event(), threading.Event()
-    looks = 0
-    look: Any = crew.turns._processor_seconds
+    """The holder computes, or waits; the next one looks at it several times."""
+    monkeypatch.setattr(module, "TURN_PATIENCE_S", 1.0)
+    crew, ends, begun, looked = Crew(1), threading.Event(), threading.Event(), threading.Event()
+    look, looks = crew.turns._processor_seconds, count()
 
-    def counted() -> Any:
-        nonlocal looks
-        looks += 1
+    def counted() -> dict[threading.Thread, float]:
+        if next(looks) * module.LOOK_INTERVAL_S > 2 * module.TURN_PATIENCE_S:
+            looked.set()
         return look()
 
     monkeypatch.setattr(crew.turns, "_processor_seconds", counted)
@@ -161,16 +145,16 @@ def test_a_turn_of_which_nobody_makes_use_is_not_waited_for(
     def holder() -> None:
         crew.turns.take()
         begun.set()
-        _spin(ends) if busy else ends.wait(LIMIT_S)
+        while busy and not ends.is_set():
+            sum(range(10_000))
+        assert ends.wait(LIMIT_S)
         crew.turns.give()
 
     first = crew.pool.submit(holder)
     assert begun.wait(LIMIT_S)
     next_begun, second = crew.compute(ends)
     if busy:
-        crew.queue(1)
-        while looks < 20:  # several times its patience
-            pass
+        assert looked.wait(LIMIT_S)
         assert not next_begun.is_set()
     else:
         assert next_begun.wait(LIMIT_S)
