@@ -334,7 +334,9 @@ class LiveAccount:
 
     def cancel(self, key: Hashable) -> bool:
         """End a promise; whether there was one."""
-        tier, nbytes = self._reservations.pop(key, (Tier.DEVICE, 0))
+        if (promised := self._reservations.pop(key, None)) is None:
+            return False
+        tier, nbytes = promised
         self._add_reserved(tier, -nbytes)
         return nbytes > 0
 

@@ -23,9 +23,10 @@ from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
+from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.owners import Owners, deal
-from dask_gpurt.shuffle.retries import RunsInARow
+from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import RENEW
 from dask_gpurt.shuffle.spec import output_partition
 
@@ -47,6 +48,10 @@ class _Loss:
         Those that have to be received once more.
     gone, unreachable
         Workers that have left, and that can not be reached.
+    missing
+        What has been reported: outputs, and the tasks of inputs.
+    culprits
+        The workers that are to blame: those that are gone or unreachable, or close.
     since
         When the first of it became known, in seconds.
     """
@@ -56,6 +61,8 @@ class _Loss:
     outputs: set[int] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     unreachable: set[str] = field(default_factory=set)
+    missing: set[Any] = field(default_factory=set)
+    culprits: set[str] = field(default_factory=set)
 
 
 class Recovery:
@@ -87,7 +94,7 @@ class Recovery:
         self._retries = retries
         self._metrics = metrics
         self._begin_again = begin_again
-        self._in_a_row = RunsInARow()
+        self._in_a_row = LossesInARow()
         #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if
         #: that can be told.
         self._kept: dict[Any, dict[Key, int | None]] = {}
@@ -228,6 +235,7 @@ class Recovery:
         reason: str,
         outputs: Collection[int] = (),
         inputs: Collection[Key] = (),
+        producers: Collection[str] = (),
         unreachable: str | None = None,
     ) -> None:
         """Handle a loss: mend what is broken, unless owners have changed since.
@@ -238,6 +246,8 @@ class Recovery:
             Those that have to be received once more.
         inputs
             The transfer tasks to be run again.
+        producers
+            The workers that had what is lost. Those that have left, or are about to, are to blame.
         unreachable
             A worker that does not answer: what it has not begun goes to others.
         """
@@ -253,10 +263,17 @@ class Recovery:
             if id not in self._kept:  # its outputs had not been needed for a while
                 self._keep(id)
             loss = self._note(self._sharing(id) if lost else {id}, lost, reason)
+            loss.missing.update(outputs, inputs)
+            loss.culprits.update(producer for producer in producers if self._leaves(producer))
             if unreachable is not None:
                 loss.unreachable.add(unreachable)
+                loss.culprits.add(unreachable)
             self._release(inputs)
             self._look(loss)
+
+    def _leaves(self, worker: str) -> bool:
+        state = self._scheduler.workers.get(worker)
+        return state is None or state.status in CLOSING
 
     def _owners(self, shuffle: Any, run_id: int) -> Owners | None:
         run = self._extension.active_shuffles.get(shuffle)
@@ -286,6 +303,7 @@ class Recovery:
         if lost or not all(map(self._is_sealed, shuffles)):
             loss = self._note(shuffles, lost, reason)
             loss.gone.add(worker)
+            loss.culprits.add(worker)
             # The results of its transfers may be elsewhere too.
             self._release([key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)])
             self._look(loss)
@@ -307,15 +325,14 @@ class Recovery:
 
     def joined(self, worker: str) -> None:
         """Give a worker that has joined its share of the outputs that have not been received yet."""
+        self._in_a_row.takes_part(worker)
         for shuffle, run in list(self._extension.active_shuffles.items()):
             owners = run.run_spec.worker_for
             if not isinstance(owners, Owners) or owners.sealed or worker not in self._candidates(shuffle):
                 continue
             taken = self._share_for(worker, shuffle, owners)
             if taken and shuffle not in self._losses:
-                self._mend(
-                    self._sharing(shuffle), taken, [worker], f"worker {worker} has joined", counts=False
-                )
+                self._mend(self._sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
         """Return the outputs for one worker more: the last of each that has more than its share."""
@@ -359,7 +376,7 @@ class Recovery:
         needed = set().union(*(self._unfinished(shuffle, loss.outputs) for shuffle in shuffles))
         owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles for worker in loss.gone))
         workers = [worker for worker in self._candidates(*shuffles) if worker not in loss.unreachable]
-        self._mend(shuffles, needed, workers, loss.reason, gone=loss.gone, idle=owned - needed)
+        self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=loss)
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
         """Return whether outputs are being put together that a loss does not concern."""
@@ -378,9 +395,8 @@ class Recovery:
         workers: list[str],
         reason: str,
         *,
-        gone: Collection[str] = (),
         idle: Collection[int] = (),
-        counts: bool = True,
+        loss: _Loss | None = None,
     ) -> None:
         """Give outputs to workers, and have the barriers of shuffles run again.
 
@@ -390,24 +406,28 @@ class Recovery:
             Those that share the outputs: tasks of a join read both sides on one worker.
         lost, idle
             The outputs that are given away: those that are needed, and those that may be needed again.
-        counts
-            Whether something has been lost.
+        loss
+            The loss that is mended; None where nothing has been lost.
         """
-        exhausted = [shuffle for shuffle in shuffles if counts and self._in_a_row[shuffle] >= self._retries]
+        exhausted = [
+            shuffle for shuffle in shuffles if loss is not None and self._is_exhausted(shuffle, loss)
+        ]
         if impossible := self._impossible(shuffles, workers, exhausted):
             for shuffle in exhausted:
                 self._in_a_row.forget(shuffle)
             for shuffle in shuffles:
                 self._begin_again(shuffle, f"{reason}; {impossible}")
             return
-        if counts:
-            self._count(shuffles)
+        if loss is not None:
+            self._count(shuffles, loss)
         to = deal(lost, workers, self._load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
         for shuffle in shuffles:
             logger.warning("Shuffle %s goes on: %s", shuffle, reason)
-            self._metrics.add("shuffle.runs.recovered", int(counts))
-            self._move(shuffle, to, gone, kept)
+            self._metrics.add("shuffle.runs.recovered", int(loss is not None))
+            self._move(shuffle, to, () if loss is None else loss.gone, kept)
+        for worker in {*to.values(), *kept.values()}:
+            self._in_a_row.takes_part(worker, shuffles)
         barriers = map(barrier_key, shuffles)
         self._release(barriers, "memory", "processing", "queued", "no-worker")
 
@@ -436,11 +456,17 @@ class Recovery:
                 return f"{shuffle}, which shares its outputs, is not ours"
         return f"it was mended {self._retries} times in a row" if exhausted else None
 
-    def _count(self, shuffles: Iterable[Any]) -> None:
+    def _is_exhausted(self, shuffle: Any, loss: _Loss) -> bool:
+        """Return whether a run has been mended as often as it may be, and this loss is one more."""
+        if self._in_a_row[shuffle] < self._retries:
+            return False
+        return self._in_a_row.is_new(shuffle, loss.culprits, loss.missing)
+
+    def _count(self, shuffles: Iterable[Any], loss: _Loss) -> None:
         """Count that runs are mended, until all their outputs that are missing now have been there."""
         for shuffle in shuffles:
-            outputs = self._barrier(shuffle).dependents
-            self._in_a_row.begins(shuffle, [task.key for task in outputs if is_unfinished(task)])
+            outputs = [task.key for task in self._barrier(shuffle).dependents if is_unfinished(task)]
+            self._in_a_row.loses(shuffle, outputs, loss.culprits, loss.missing)
 
     def _move(
         self, shuffle: Any, to: Mapping[int, str], gone: Collection[str], idle: Mapping[int, str]

@@ -309,7 +309,8 @@ class ShuffleRun:
             self._exchange.metrics.add("shuffle.lost.shards")
             self._exchange.discard_soon(useless)
             if outputs:  # else the barrier finds what is missing
-                await self._recover(f"a shard is lost: {reason}", outputs=outputs)
+                producers = [shard.producer.address]
+                await self._recover(f"a shard is lost: {reason}", outputs=outputs, producers=producers)
         except Exception as error:
             self.fail(error)
 
@@ -405,8 +406,12 @@ class ShuffleRun:
             raise RunInterrupted(str(error)) from error
         if missing:
             self._exchange.metrics.add("shuffle.inputs.missing", len(missing))
-            inputs = [result.key for result in results if result.source in missing]
-            await self._recover(f"shards of inputs {sorted(missing)} are missing", inputs=inputs)
+            lost = [result for result in results if result.source in missing]
+            await self._recover(
+                f"shards of inputs {sorted(missing)} are missing",
+                inputs=[result.key for result in lost],
+                producers=sorted({result.producer for result in lost}),
+            )
             raise RunInterrupted(f"inputs {sorted(missing)} are transferred again")
         self.raise_if_closed()
         # The scheduler hears of it before it hears of the end of this task, which comes on the same stream.

@@ -170,3 +170,28 @@ def test_dask_sees_no_more_of_a_worker_than_its_own() -> None:
         lengths = client.compute(df.shuffle("key").map_partitions(len))
         assert sum(lengths.result(60)) == 36 * ROWS
         assert not client.get_events("worker-restart-memory")
+
+
+def numbered(number: int) -> pd.DataFrame:
+    rows = np.arange(ROWS) + number * ROWS
+    return pd.DataFrame({"key": part(number).key, "row": rows, "twice": rows * 2.0})
+
+
+def keys_and_rows(frame: pd.DataFrame) -> pd.Series:
+    assert (frame.twice == frame.row * 2).all()
+    return pd.Series([(frame.key.unique(), frame.row.to_numpy())])
+
+
+@pytest.mark.slow
+def test_eight_workers_of_a_host_keep_to_their_limits() -> None:
+    """The pools that each of them reads are twice as large as its limit. Dask's thresholds are its own."""
+    parts = 48
+    with cluster(workers=8, memory_limit="400 MiB", exchange__pool="110 MiB") as client:
+        df = dd.from_map(numbered, range(parts), meta=numbered(0).iloc[:0])
+        found = df.shuffle("key").map_partitions(keys_and_rows, meta=(None, object))
+        # One by one: all of it is too much for one worker.
+        outputs = [output[0] for output in client.gather(client.compute(found.to_delayed()))]
+        assert not client.get_events("worker-restart-memory")
+        keys, rows = (np.concatenate(each) for each in zip(*outputs, strict=True))
+        assert len(np.unique(keys)) == len(keys), "each key is in one partition"
+        assert np.array_equal(np.sort(rows), np.arange(parts * ROWS))

@@ -172,6 +172,31 @@ def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: 
     run(test, workers=3)
 
 
+def test_the_loss_of_a_worker_is_told_of_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts once: the scheduler sees it leave, and the barrier what is missing since."""
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
+        await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
+        for box in boxes.values():  # as where other runs need the room: they are not offered again
+            box.reclaim_all()
+        leaves = next(worker for worker in crew if worker.address != stopped.where[0])
+        closing = asyncio.create_task(leaves.close(executor_wait=False))
+        await until(lambda: leaves.address not in scheduler.workers)
+        stopped.open.set()
+        await closing
+        assert_right(await result)
+        counters = scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
+        assert counters["shuffle.runs.recovered"] > 1
+        assert not counters.get("shuffle.runs.restarted")
+        del result
+
+    run(test, workers=3, **{"gpurt.shuffle.retries": 1, "gpurt.exchange.paths": ["comms"]})
+
+
 # ---- a run begins again --------------------------------------------------------------
 
 

@@ -449,6 +449,7 @@ class Scheduler:
         reason: str,
         outputs: Sequence[int] = (),
         inputs: Sequence[str] = (),
+        producers: Sequence[str] = (),
         unreachable: str | None = None,
     ) -> None:
         active = self._of(id, run_id)

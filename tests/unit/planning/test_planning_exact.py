@@ -20,11 +20,11 @@ EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
 
 
 @pytest.fixture(scope="module")
-def planner() -> Iterator[Planner]:
-    """One cache for all programs: what one has left is there for the next."""
+def planner(library: Library) -> Iterator[Planner]:
+    """One cache for all programs: what one has left is there for the next, as long as no setting changes."""
     planner = Planner()
     planner.cache.install()
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": library.name}):
         yield planner
     planner.cache.remove()
 

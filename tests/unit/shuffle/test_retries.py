@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_gpurt.shuffle.retries import RunsInARow
+from dask_gpurt.shuffle.retries import LossesInARow, RunsInARow
 
 
 def test_runs_that_fail_in_a_row_add_up() -> None:
@@ -42,3 +42,54 @@ def test_nothing_is_kept_of_what_is_forgotten() -> None:
     runs.forget("b")
     runs.forget("never there")
     assert not any(vars(runs).values())
+
+
+A, B = "tcp://a:1", "tcp://b:1"
+
+
+def test_a_worker_that_is_lost_counts_once_however_often_it_is_told_of() -> None:
+    losses = LossesInARow()
+    losses.loses("a", ["x", "y"], [A], [])  # the scheduler removes it
+    losses.loses("a", ["x", "y"], [A], [])  # another worker can not reach it
+    losses.loses("a", ["x", "y"], [A], [3])  # a third can not read a shard of it
+    losses.loses("a", ["x", "y"], [], ["transfer-1", "transfer-2"])  # the barrier finds what is missing
+    assert losses["a"] == 1
+    losses.loses("a", ["y"], [B], [])
+    assert losses["a"] == 2
+
+
+def test_what_is_missing_again_is_another_loss() -> None:
+    losses = LossesInARow()
+    losses.loses("a", ["x"], [A], [])
+    losses.loses("a", ["x"], [], ["transfer-1"])
+    losses.loses("a", ["x"], [], ["transfer-1"])
+    assert losses["a"] == 2
+    losses.loses("a", ["x"], [], ["transfer-2"])
+    assert losses["a"] == 2
+
+
+def test_each_loss_counts_while_no_worker_is_lost() -> None:
+    losses = LossesInARow()
+    for so_far in range(3):
+        assert losses["a"] == so_far
+        losses.loses("a", ["x"], [], [f"transfer-{so_far}"])
+
+
+def test_a_worker_is_lost_again_after_it_has_taken_part_again() -> None:
+    losses = LossesInARow()
+    losses.loses("a", ["x"], [A], [])
+    losses.takes_part(A)
+    losses.loses("a", ["x"], [A], [])
+    assert losses["a"] == 2
+
+
+def test_a_run_is_completed_with_the_outputs_that_were_lost_last() -> None:
+    losses = LossesInARow()
+    losses.loses("a", ["x"], [A], [])
+    losses.loses("a", ["x", "y"], [A], [3])
+    losses.done("x")
+    assert losses["a"] == 1
+    losses.done("y")
+    assert losses["a"] == 0
+    losses.loses("a", ["x"], [], [3])
+    assert losses["a"] == 1
