@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 import random
 import socket
 import sys
@@ -73,6 +74,8 @@ def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[
     """Start a cluster on this machine; yields a client, the cluster, and the directory of its workers."""
     _without_class_lock()
     find_in_one_step()
+    # A worker that takes the place of a killed one binds its port while connections of that one linger.
+    os.environ.setdefault("UCX_TCP_CM_REUSEADDR", "y")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with tempfile.TemporaryDirectory(prefix="gpurt-chaos-", ignore_cleanup_errors=True) as directory:
         options: dict[str, Any] = {

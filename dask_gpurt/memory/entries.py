@@ -186,16 +186,11 @@ class EntryTable:
         """Let live entries that were held be spilled again, and look again at what they own."""
         held = list(held)
         with self.lock:
-            self.unhold(held)
-            for entry in held:
-                self.remeasure(entry)
-
-    def unhold(self, held: Iterable[Entry]) -> None:
-        """Let live entries that were held be spilled again; the caller has them remeasured."""
-        with self.lock:
             for entry in held:
                 entry.holders -= 1
                 entry.last_used = self.tick()
+            for entry in held:
+                self.remeasure(entry)
 
     def remeasure(self, entry: Entry) -> None:
         """Look again at what an object owns, now that it has been read. Under the lock.

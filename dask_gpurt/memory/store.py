@@ -256,16 +256,6 @@ class TieredBuffer(MutableMapping[Key, Any]):
         """Let what was held be spilled again, and look again at what it owns."""
         self._table.release(held)
 
-    def unhold(self, held: Iterable[Entry]) -> None:
-        """Let what was held be spilled again; :meth:`remeasure` follows when there is time."""
-        self._table.unhold(held)
-
-    def remeasure(self, held: Iterable[Entry]) -> None:
-        """Look again at what objects own that have been read."""
-        with self._table.lock:
-            for entry in held:
-                self._table.remeasure(entry)
-
     def _known(self, keys: Iterable[Key]) -> list[Entry]:
         by_key = self._table.by_key
         return [by_key[key] for key in keys if key in by_key]

@@ -33,8 +33,8 @@ from dask_gpurt.reads.threads import GIVEN, NTHREADS, set_threads, threads_of
 from dask_gpurt.reads.turns import Turns
 from dask_gpurt.topology.detect import nvml_library, visible_devices
 
-#: The setting ``gpurt.reads.beside``, where it is left to the worker.
-BESIDE = 1
+#: The setting ``gpurt.reads.beside``, where it is left to the worker: see docs/decisions/overlap.md.
+BESIDE = 0
 
 
 @dataclass(eq=False)

@@ -18,15 +18,12 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
-from dask_gpurt.memory.entries import Entry
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
 
 #: Seconds for which room is promised to a result, at least; it is stored at once, or never.
 PROMISE_S = 1.0
-#: Seconds within which inputs of tasks that have ended are measured together.
-MEASURING_INTERVAL_S = 0.005
 
 
 class TaskRunner:
@@ -60,8 +57,6 @@ class TaskRunner:
         #: Results that were promised room, since the last look at them and before it.
         self._promised: list[Key] = []
         self._promised_before: list[Key] = []
-        #: Inputs of tasks that have ended, until they are measured.
-        self._unmeasured: list[Entry] = []
         self.admission = AdmissionQueue(self._has_seceded, tiers.tiered_buffer.reservations, metrics)
 
     async def run(self, key: Key, stimulus_id: str) -> Any:
@@ -77,7 +72,7 @@ class TaskRunner:
                 self._prefetch()
                 event = await self._until_it_fits(key, task, stimulus_id)
             finally:
-                self._release(held)
+                self._tiered_buffer.release(held)
             if isinstance(event, ExecuteSuccessEvent):
                 # What came from elsewhere meanwhile took memory too, even if it has gone again.
                 admitted = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
@@ -102,19 +97,6 @@ class TaskRunner:
         if held is None:
             held = await self.with_retries(lambda: self._tiers.offload(self._tiered_buffer.hold, keys))
         return held
-
-    def _release(self, held: list[Entry]) -> None:
-        """Let inputs be spilled again, and look at what they own once the next task has begun."""
-        self._tiered_buffer.unhold(held)
-        if self._tiered_buffer.host_tier is Tier.DEVICE:
-            return  # nothing of the host's owns other memory after it has been read
-        if held and not self._unmeasured:
-            asyncio.get_running_loop().call_later(MEASURING_INTERVAL_S, self._measure)
-        self._unmeasured += held
-
-    def _measure(self) -> None:
-        unmeasured, self._unmeasured = self._unmeasured, []
-        self._tiered_buffer.remeasure(unmeasured)
 
     async def with_retries(self, action: Callable[[], Any]) -> Any:
         """Do something that moves data; when there is no memory for it, spill and do it again."""

@@ -24,6 +24,7 @@ from tests.helpers.in_process import gen_client_cluster, on_cluster, until
 from tests.helpers.waiting import LIMIT_S
 
 PARTS, ROWS = 4, 10
+ONE_BESIDE = {"gpurt.reads.beside": 1}
 #: The sum of the column.
 TOTAL = sum(range(PARTS * ROWS))
 
@@ -77,13 +78,18 @@ def reads(worker: Any) -> Any:
     return worker.plugins["gpurt"].reads
 
 
+def on_reading_cluster(**settings: Any) -> Any:
+    """Run a coroutine as :func:`on_cluster` does, with one read beside compute by default."""
+    return on_cluster(**ONE_BESIDE | settings)
+
+
 async def has_begun_aside(worker: Any) -> None:
     """Wait until a task is at the gate, and another one may begin."""
     await until(lambda: bool(GATE.came) and bool(worker.state.long_running))
 
 
 def test_a_task_runs_to_its_end_while_another_one_reads(files: str) -> None:
-    @on_cluster(workers=1)
+    @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         total = dd.read_parquet(files).partitions[0].a.sum()
         GATE.close()
@@ -105,7 +111,7 @@ def test_a_task_runs_to_its_end_while_another_one_reads(files: str) -> None:
 def test_the_reader_of_csv_leaves_its_slot_too(tmp_path: Path) -> None:
     pd.DataFrame({"a": range(ROWS)}).to_csv(tmp_path / "0.csv", index=False)
 
-    @on_cluster(workers=1)
+    @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         collection = dd.read_csv(f"gated://{tmp_path}/0.csv")
         GATE.close()
@@ -120,7 +126,7 @@ def test_the_reader_of_csv_leaves_its_slot_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beside", [1, 2])
 def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, beside: int) -> None:
-    @on_cluster(workers=1, **{"gpurt.reads.beside": beside})
+    @on_reading_cluster(workers=1, **{"gpurt.reads.beside": beside})
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         partitions = dd.read_parquet(files).to_delayed(optimize_graph=False)
         GATE.close()
@@ -138,7 +144,7 @@ def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, b
 
 
 def test_a_read_that_is_done_waits_until_no_other_task_computes(files: str) -> None:
-    @on_cluster(workers=1)
+    @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
         GATE.close()
@@ -157,7 +163,7 @@ def test_a_read_that_is_done_waits_until_no_other_task_computes(files: str) -> N
 
 
 def test_a_task_waits_for_one_that_has_gone_on_after_its_read(files: str) -> None:
-    @on_cluster(workers=1)
+    @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         first = dd.read_parquet(files).partitions[0]
         total = total_of(first, lambda frame: meet("reader", "go on", frame))
@@ -177,7 +183,7 @@ def test_a_task_waits_for_one_that_has_gone_on_after_its_read(files: str) -> Non
 
 
 def test_a_read_that_fails_fails_its_task_alone(tmp_path: Path, files: str) -> None:
-    @on_cluster(workers=1)
+    @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         total = dd.read_parquet(files).partitions[0].a.sum()
         GATE.close()
@@ -196,7 +202,7 @@ def test_a_read_that_fails_fails_its_task_alone(tmp_path: Path, files: str) -> N
 
 
 def test_a_task_is_cancelled_while_it_reads(files: str) -> None:
-    @on_cluster(workers=1)
+    @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         collection = dd.read_parquet(files)
         GATE.close()
@@ -216,7 +222,7 @@ def test_a_task_is_cancelled_while_it_reads(files: str) -> None:
 def test_nobody_waits_for_a_turn_when_it_is(how: str, files: str) -> None:
     """The task that computes waits for the one that has read, which the end of the turns sets free."""
 
-    @gen_client_cluster(nthreads=[("127.0.0.1", 1)])
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         await dask_gpurt.enable(client)
         turns_of_worker = reads(worker).turns
@@ -248,7 +254,7 @@ def test_a_task_that_secedes_keeps_no_turn(files: str, monkeypatch: pytest.Monke
         secede()
         return int(meet("left", "computed", 7))
 
-    @on_cluster(workers=1)
+    @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
         GATE.close()
@@ -270,7 +276,7 @@ def test_a_task_that_waits_for_one_that_has_read_does_not_stop_it(
 ) -> None:
     monkeypatch.setattr(turns, "TURN_PATIENCE_S", 0.3)
 
-    @on_cluster(workers=1)
+    @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
         GATE.close()
@@ -286,8 +292,9 @@ def test_a_task_that_waits_for_one_that_has_read_does_not_stop_it(
     run()
 
 
-def test_with_none_beside_a_task_that_reads_keeps_its_slot(files: str) -> None:
-    @on_cluster(workers=1, **{"gpurt.reads.beside": 0})
+@pytest.mark.parametrize("beside", [0, "auto"])
+def test_with_none_beside_a_task_that_reads_keeps_its_slot(files: str, beside: Any) -> None:
+    @on_reading_cluster(workers=1, **{"gpurt.reads.beside": beside})
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
         GATE.close()
@@ -307,7 +314,7 @@ def test_with_none_beside_a_task_that_reads_keeps_its_slot(files: str) -> None:
 def test_dask_is_as_it_was_once_it_is_switched_off(files: str) -> None:
     before = vars(ParquetFunctionWrapper)["__call__"]
 
-    @gen_client_cluster(nthreads=[("127.0.0.1", 2)] * 2)
+    @gen_client_cluster(nthreads=[("127.0.0.1", 2)] * 2, config=ONE_BESIDE)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
         await dask_gpurt.enable(client)
         assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
@@ -331,7 +338,7 @@ def test_a_task_that_runs_out_of_memory_after_its_read_is_run_again(tmp_path: Pa
             raise MemoryError("std::bad_alloc")
         return frame
 
-    with cluster("pandas", workers=1, failures=0, memory__retries=2) as client:
+    with cluster("pandas", workers=1, failures=0, memory__retries=2, reads__beside=1) as client:
         total = total_of(dd.read_parquet(tmp_path / "*.parquet"), fails_once)
         assert total.compute() == sum(range(ROWS))
         found = dask_gpurt.report(client)["counters"]
@@ -355,7 +362,7 @@ def test_results_are_those_of_dask(tmp_path: Path, beside: int, filesystem: str)
         query = query.optimize()  # which looks at the files with the scheduler of the moment
         expected = query.compute().sort_values("text", ignore_index=True)
 
-    @on_cluster(**{"gpurt.reads.beside": beside, "gpurt.takeover": "all"})
+    @on_reading_cluster(**{"gpurt.reads.beside": beside, "gpurt.takeover": "all"})
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
         found = (await client.compute(query)).sort_values("text", ignore_index=True)
         assert_frame_equal(found, expected)

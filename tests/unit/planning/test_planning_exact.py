@@ -20,7 +20,7 @@ EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
 
 
 @pytest.fixture(scope="module")
-def planner(library: Library) -> Iterator[Planner]:
+def planner(library: Library, readers: list[Callable[[], Any]]) -> Iterator[Planner]:
     """One cache for all programs: what one has left is there for the next, as long as no setting changes."""
     planner = Planner()
     planner.cache.install()
