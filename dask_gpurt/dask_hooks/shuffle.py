@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dask.typing import Key
 from distributed.shuffle._core import (
     P2PBarrierTask,
     SchedulerShuffleState,
@@ -38,7 +37,6 @@ __all__ = [
     "barrier_key",
     "end_run",
     "id_from_key",
-    "join_run",
     "merge_transfer",
     "replace_on_extension",
     "replace_run_lookup",
@@ -47,12 +45,9 @@ __all__ = [
     "restrict_again",
     "runs_of",
     "set_restriction",
-    "transferred_shuffle",
     "worker_for_range_sharding",
 ]
 
-#: How the names of transfer tasks begin, of shuffles and of joins; the id of the shuffle follows.
-TRANSFER_PREFIXES = ("shuffle-transfer-", "hash-join-transfer-")
 
 # ---- on the scheduler ------------------------------------------------------------------------------
 
@@ -149,20 +144,6 @@ def active_runs(plugin: Any) -> Mapping[Any, Any]:
     """Return the runs that a worker's shuffle plugin takes part in, by shuffle; the live mapping."""
     runs: Mapping[Any, Any] = plugin.shuffle_runs._active_runs
     return runs
-
-
-def transferred_shuffle(key: Key) -> Any:
-    """Return the id of the shuffle that a transfer task belongs to; None of any other task."""
-    if isinstance(key, tuple) and isinstance(name := key[0], str):
-        for prefix in TRANSFER_PREFIXES:
-            if name.startswith(prefix):
-                return name.removeprefix(prefix)
-    return None
-
-
-async def join_run(plugin: Any, shuffle_id: Any, key: Key) -> None:
-    """Have a worker take part in the run that a transfer task of it belongs to; again changes nothing."""
-    await plugin.shuffle_runs.get_or_create(shuffle_id, key)
 
 
 def replace_run_lookup(patches: PatchSet, plugin: Any, find: Wrap) -> None:

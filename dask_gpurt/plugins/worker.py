@@ -217,8 +217,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        if self.is_on and finish == "waiting":
-            self.run_lookup.expect(key)
         if self.is_on and finish == "executing":
             self.streams.gather(self.worker.batched_stream, bool(self.worker.state.ready))
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
