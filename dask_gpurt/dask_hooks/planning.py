@@ -12,14 +12,16 @@ from functools import partial
 from typing import Any
 
 import dask
-from dask._expr import Expr, SingletonExpr
-from dask._task_spec import DataNode
+from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
+from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Assign, Filter, Projection
+from dask.dataframe.dask_expr._expr import Assign, Filter, Projection, optimize_blockwise_fusion
+from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr.io import parquet
 from dask.delayed import Delayed
+from dask.typing import Key
 from dask.utils import methodcaller
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
@@ -29,8 +31,13 @@ __all__ = [
     "Expr",
     "deferred_values",
     "files_read",
+    "fuse_blockwise",
+    "graph_of",
+    "is_computation",
     "is_method_name",
+    "is_of_dataframes",
     "is_shared",
+    "keys_of",
     "known_of_files",
     "metadata",
     "name_of",
@@ -116,6 +123,35 @@ def deferred_values(operand: Any) -> list[Any] | None:
 def is_method_name(operand: Any) -> bool:
     """Tell whether an operand is ``dask.utils.M.something``: a function by the name of a method."""
     return type(operand) is methodcaller
+
+
+def is_computation(expr: Expr) -> bool:
+    """Tell whether the result of an expression goes to the client, as that of ``compute`` does."""
+    return isinstance(expr, FinalizeCompute)
+
+
+def is_of_dataframes(plan: Expr) -> bool:
+    """Tell whether a plan, or each one of a sequence, is of dataframes."""
+    plans = plan.operands if isinstance(plan, _ExprSequence) else [plan]
+    return all(isinstance(each, FrameExpr) for each in plans)
+
+
+def fuse_blockwise(plan: Expr) -> Expr:
+    """Fuse the operations of a plan on one partition each, as ``optimize(fuse=True)`` does."""
+    fused: Expr = optimize_blockwise_fusion(plan)
+    return fused
+
+
+def keys_of(plan: Expr) -> list[Any]:
+    """Return the keys of the results of a plan, in lists of lists for a sequence."""
+    keys: list[Any] = plan.__dask_keys__()
+    return keys
+
+
+def graph_of(plan: Expr) -> dict[Key, GraphNode]:
+    """Return the tasks of a plan by key."""
+    graph: dict[Key, GraphNode] = convert_legacy_graph(plan.__dask_graph__())
+    return graph
 
 
 def settings() -> tuple[str, ...]:
