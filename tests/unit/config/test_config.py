@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import dask.config
-import jsonschema
 import pytest
 import yaml
 from dask.utils import byte_sizes
@@ -75,6 +74,7 @@ def test_defaults_schema_and_settings_have_the_same_keys() -> None:
 
 
 def test_defaults_satisfy_the_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="the schema is validated with jsonschema")
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(DEFAULTS, SCHEMA)
 
