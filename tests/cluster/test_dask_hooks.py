@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from dask.dataframe.dask_expr import _merge
-from distributed import Client, LocalCluster, Scheduler
+from distributed import Client, LocalCluster, Scheduler, Worker
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
@@ -115,6 +115,25 @@ def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.Monkey
             fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
             assert "patience" in fallbacks["shuffle.run-lookup"]["reason"]
             assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
+
+
+def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `execute`, `gather_dep` and `get_data` all are replaced or none: peers would be sent other data."""
+    get_data = Worker.get_data
+
+    async def another(self: Any, comm: Any, keys: Any, who: Any = None, trust: bool = False) -> Any:
+        return await get_data(self, comm, keys, who)
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = whole_state(scheduler, a, b)
+        with monkeypatch.context() as patch:
+            patch.setattr("dask_gpurt.dask_hooks.require", lambda **_: None)  # as on a client and a scheduler
+            patch.setattr(Worker, "get_data", another)
+            with pytest.raises(UnsupportedError, match=r"it is Worker\.get_data\(.*trust\), known is"):
+                await dask_gpurt.enable(client)
+        assert whole_state(scheduler, a, b) == before
+        assert not {"execute", "gather_dep"} & vars(a).keys()
 
 
 def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
