@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from dask.dataframe.dask_expr import _merge
 from distributed import Client, LocalCluster, Scheduler, Worker
+from distributed.scheduler import SchedulerState
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
@@ -24,6 +25,7 @@ from dask_gpurt import preload
 from dask_gpurt.cli import main
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.dask_hooks import UnsupportedError
+from dask_gpurt.observe import Fallback
 from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, until, whole_state
 
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
@@ -115,6 +117,24 @@ def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.Monkey
             fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
             assert "patience" in fallbacks["shuffle.run-lookup"]["reason"]
             assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
+
+
+def test_with_another_estimate_of_durations_dask_chooses_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = SchedulerState._get_prefix_duration
+
+    def another(self: Any, prefix: Any, worker: Any = None) -> float:
+        return float(estimate(self, prefix))
+
+    monkeypatch.setattr(SchedulerState, "_get_prefix_duration", another)
+
+    @on_plain_cluster(**{"gpurt.placement.enabled": True})
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert await runs_of_a_shuffle(client) == 2
+        runtime = scheduler.extensions["gpurt"]
+        assert runtime.placement is None
+        fallback = runtime.metrics.snapshot()["fallbacks"][Fallback.PLACEMENT_UNSUPPORTED.id]
+        assert "SchedulerState._get_prefix_duration(self, prefix, worker)" in fallback["reason"]
 
 
 def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
