@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -86,6 +87,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session", params=["pandas", pytest.param("cudf", marks=pytest.mark.gpu)])
 def library(request: pytest.FixtureRequest) -> Library:
     """Return each of the two libraries in turn: the behaviour is the same."""
+    # Before a cluster starts: later, two threads of this process may import it at once. Thread 1, the
+    # test, makes a frame: `import cudf` holds the lock of cudf, and comes to need cudf.core.x. Thread 2,
+    # Dask's event loop, unpickles a frame from a reply: `import cudf.core.x` holds the lock of
+    # cudf.core.x, and needs its parent cudf first. Each waits for the other. Python sees that, and raises
+    # _DeadlockError in one of them, or lets it go on with what is there of the module: "partially
+    # initialized module 'cudf' has no attribute …".
+    importlib.import_module(request.param)
     return Library(request.param)
 
 

@@ -15,7 +15,8 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from dask.dataframe.dask_expr import _merge
-from distributed import Client, LocalCluster, Scheduler
+from distributed import Client, LocalCluster, Scheduler, Worker
+from distributed.scheduler import SchedulerState
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
@@ -24,6 +25,7 @@ from dask_gpurt import preload
 from dask_gpurt.cli import main
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.dask_hooks import UnsupportedError
+from dask_gpurt.observe import Fallback
 from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, until, whole_state
 
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
@@ -115,6 +117,43 @@ def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.Monkey
             fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
             assert "patience" in fallbacks["shuffle.run-lookup"]["reason"]
             assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
+
+
+def test_with_another_estimate_of_durations_dask_chooses_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = SchedulerState._get_prefix_duration
+
+    def another(self: Any, prefix: Any, worker: Any = None) -> float:
+        return float(estimate(self, prefix))
+
+    monkeypatch.setattr(SchedulerState, "_get_prefix_duration", another)
+
+    @on_plain_cluster(**{"gpurt.placement.enabled": True})
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert await runs_of_a_shuffle(client) == 2
+        runtime = scheduler.extensions["gpurt"]
+        assert runtime.placement is None
+        fallback = runtime.metrics.snapshot()["fallbacks"][Fallback.PLACEMENT_UNSUPPORTED.id]
+        assert "SchedulerState._get_prefix_duration(self, prefix, worker)" in fallback["reason"]
+
+
+def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `execute`, `gather_dep` and `get_data` all are replaced or none: peers would be sent other data."""
+    get_data = Worker.get_data
+
+    async def another(self: Any, comm: Any, keys: Any, who: Any = None, trust: bool = False) -> Any:
+        return await get_data(self, comm, keys, who)
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = whole_state(scheduler, a, b)
+        with monkeypatch.context() as patch:
+            patch.setattr("dask_gpurt.dask_hooks.require", lambda **_: None)  # as on a client and a scheduler
+            patch.setattr(Worker, "get_data", another)
+            with pytest.raises(UnsupportedError, match=r"it is Worker\.get_data\(.*trust\), known is"):
+                await dask_gpurt.enable(client)
+        assert whole_state(scheduler, a, b) == before
+        assert not {"execute", "gather_dep"} & vars(a).keys()
 
 
 def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from dask import config
 from distributed import KilledWorker, Worker, futures_of, wait
 from distributed.core import Status
 from distributed.shuffle._core import id_from_key
+from distributed.shuffle._shuffle import DataFrameShuffleRun
 
 import dask_gpurt
 from dask_gpurt.api import teach_method
@@ -94,6 +95,11 @@ def runs(*workers: Any) -> int:
     """Count the runs that these have taken part in."""
     each = [w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.runs", 0) for w in workers]
     return int(sum(each))
+
+
+def counted(scheduler: Any, name: str) -> float:
+    """Return a counter of the scheduler's."""
+    return float(scheduler.extensions["gpurt"].metrics.snapshot()["counters"].get(name, 0))
 
 
 _gates: list[Gate] = []
@@ -254,6 +260,73 @@ def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pyte
 
 
 # ---- a worker leaves, or comes, in other ways ----------------------------------------
+
+
+def test_a_run_loses_workers_more_often_than_it_may_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins again."""
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        first, second, *_ = [worker for worker in crew if worker.address != stopped.where[0]]
+        await first.close(executor_wait=False)
+        await until(lambda: counted(scheduler, "shuffle.runs.recovered"))
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        await second.close(executor_wait=False)
+        await until(lambda: counted(scheduler, "shuffle.runs.restarted"))
+        stopped.open.set()
+        assert_right(await result)
+        del result
+
+    run(test, workers=4, **{"gpurt.shuffle.retries": 1})
+
+
+def test_all_workers_leave_and_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing to mend with: the run begins again on the one that has come."""
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        for worker in sorted(crew, key=lambda worker: worker.address == stopped.where[0]):
+            await scheduler.remove_worker(worker.address, stimulus_id="a-worker-is-lost")
+        assert counted(scheduler, "shuffle.runs.restarted") == 1
+        stopped.open.set()
+        async with Worker(scheduler.address, nthreads=1) as other:
+            assert_right(await result)
+            assert runs(other) == 1
+        for worker in crew:
+            await worker.finished()
+        del result
+
+    run(test)
+
+
+def test_a_shuffle_of_dasks_own_loses_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins again as Dask has it, and the runtime takes no part."""
+    barrier, reached_by, goes_on = DataFrameShuffleRun.barrier, list[str](), threading.Event()
+
+    async def stops(self: Any, run_ids: Any) -> int:
+        reached_by.append(self.local_address)
+        await until(goes_on.is_set)
+        return await barrier(self, run_ids)
+
+    monkeypatch.setattr(DataFrameShuffleRun, "barrier", stops)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        with config.set({"dataframe.shuffle.method": "p2p"}):
+            result = client.compute(frames().shuffle("key"))
+        await until(lambda: reached_by)
+        leaves, *stay = sorted(crew, key=lambda worker: worker.address == reached_by[0])
+        await leaves.close(executor_wait=False)
+        goes_on.set()
+        assert_right(await result)
+        assert len(reached_by) > 1
+        assert not runs(*stay)
+        del result
+
+    run(test, workers=3, **{"gpurt.takeover": False})
 
 
 def test_a_worker_that_owns_no_output_is_closed_during_transfer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 from distributed import secede
+from distributed.threadpoolexecutor import ThreadPoolExecutor
 from pandas.testing import assert_frame_equal
 
 import dask_gpurt
@@ -309,6 +310,28 @@ def test_with_none_beside_a_task_that_reads_keeps_its_slot(files: str, beside: A
         assert "reads.aside" not in (await dask_gpurt.report(client))["counters"]
 
     run()
+
+
+class PoolOfAnother(ThreadPoolExecutor):
+    """A pool that another package has derived from Dask's."""
+
+
+def test_in_a_pool_of_another_package_a_task_that_reads_keeps_its_slot(files: str) -> None:
+    with PoolOfAnother(1) as pool:
+
+        @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE, worker_kwargs={"executor": pool})
+        async def run(client: Any, scheduler: Any, worker: Any) -> None:
+            await dask_gpurt.enable(client)
+            assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
+            report = await dask_gpurt.report(client)
+            fallback = report["workers"][worker.address]["fallbacks"][Fallback.READS_KEEP_SLOT.id]
+            assert fallback["reason"] == "tasks run in a PoolOfAnother"
+            assert "reads.aside" not in report["counters"]
+            assert pool._max_workers == 1
+            await dask_gpurt.disable(client)
+            assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
+
+        run()
 
 
 def test_dask_is_as_it_was_once_it_is_switched_off(files: str) -> None:

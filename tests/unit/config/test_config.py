@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import dask.config
-import jsonschema
 import pytest
 import yaml
 from dask.utils import byte_sizes
@@ -75,6 +74,7 @@ def test_defaults_schema_and_settings_have_the_same_keys() -> None:
 
 
 def test_defaults_satisfy_the_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="the schema is validated with jsonschema")
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(DEFAULTS, SCHEMA)
 
@@ -200,6 +200,11 @@ def test_good_values(key: str, value: object, expected: object) -> None:
         ("gpurt.shuffle.retries", 1.5),
         ("gpurt.shuffle.retries", True),
         ("gpurt.shuffle", 5),
+        ("gpurt.compute.concurrency", 0),
+        ("gpurt.compute.concurrency", True),
+        ("gpurt.compute.concurrency", "auto"),
+        ("gpurt.reads.threads", 0),
+        ("gpurt.reads.beside", -1),
         ("gpurt.overlap.mode", "always"),
         ("gpurt.overlap.mode", True),
         ("gpurt.overlap.mode", "fixed"),
@@ -225,6 +230,15 @@ def test_bad_values_are_named_with_what_would_be_right(key: str, value: object) 
     with pytest.raises(ConfigError) as error:
         load(nested(key, value))
     assert f"{key!r} is {value!r}: expected " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "least"),
+    [("gpurt.reads.threads", 0, 1), ("gpurt.reads.threads", "many", 1), ("gpurt.reads.beside", -1, 0)],
+)
+def test_a_wrong_number_is_told_that_auto_would_do_too(key: str, value: object, least: int) -> None:
+    (problem,) = problems(nested(key, value))
+    assert problem == f"{key!r} is {value!r}: expected 'auto' or a whole number of at least {least}"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import dask.dataframe as dd
 import pandas as pd
 import pytest
+from dask.dataframe.dask_expr.io.io import FusedParquetIO
 from dask.dataframe.dask_expr.io.parquet import ReadParquetPyarrowFS
 
 from dask_gpurt.dask_hooks import PatchSet
@@ -159,6 +160,30 @@ def test_a_reader_that_calls_code_of_users_is_left_alone(
     calls.clear()
     assert collection.a.sum().compute(scheduler="sync") == 30
     assert ("pandas_read_text" in calls) is (converters is None)
+
+
+def test_a_reader_that_is_not_as_it_is_known_is_left_alone_and_told_of_once(
+    patches: PatchSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another(fragment: Any, filters: Any, columns: Any, schema: Any, cached: bool = True) -> Any:
+        raise AssertionError("nothing is read in this test")
+
+    def wrap(reader: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: reader(*args, **kwargs)
+
+    monkeypatch.setattr(ReadParquetPyarrowFS, "_fragment_to_table", staticmethod(another))
+    told = list[str]()
+    readers = Readers(patches, wrap, told.append)
+    readers.look()
+    readers.look()
+    (difference,) = told
+    assert "cached), known is (" in difference
+    assert ReadParquetPyarrowFS._fragment_to_table is another
+    reads = [
+        Task("another", ReadParquetPyarrowFS._fragment_to_table, None, None, None, None),
+        Task("as known", FusedParquetIO._load_multiple_files, [], [], None),
+    ]
+    assert [readers.begins_with_read(task) for task in reads] == [False, True]
 
 
 def test_a_static_method_stays_one(patches: PatchSet, readers: Readers) -> None:

@@ -32,6 +32,8 @@ def test_this_dask_is_known() -> None:
             Seam("distributed.worker:Worker.execute", "self key stimulus_id", bodies=("0123456789ab",)),
             "the body of Worker.execute is [0-9a-f]{12}, known is 0123456789ab",
         ),
+        # As of a Dask that is installed without its source, or compiled.
+        (Seam("math:sqrt", "x", bodies=("0123456789ab",)), r"the source of sqrt can not be read \("),
     ],
 )
 def test_what_differs_is_told(seam: Seam, said: str) -> None:

@@ -154,6 +154,19 @@ def test_where_the_runtime_is_not_usable_tasks_are_left_alone() -> None:
     assert not choices
 
 
+def test_frames_of_another_library_are_left_to_dask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a Dask of tomorrow has them."""
+    monkeypatch.setattr("dask_gpurt.dataframe.method.library", lambda frame: None)
+    choices = set[tuple[str, MethodChoice]]()
+    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
+    frame = dd.from_pandas(FRAME, npartitions=3)
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        shuffle, join = shuffle_of(frame.shuffle("key")), frame.merge(frame, on="key").expr
+        assert lowering.shuffle(original, shuffle) == ("left to Dask", shuffle)
+        assert lowering.merge(original, join) == ("left to Dask", join)
+    assert choices == {(shuffle._name, MethodChoice.UNSUPPORTED_FRAMES)}
+
+
 @pytest.mark.parametrize("ignore_index", [True, False])
 def test_a_shuffle_in_the_place_of_tasks_has_its_description(ignore_index: bool) -> None:
     frame = dd.from_pandas(FRAME.set_index("row"), npartitions=3, sort=False)

@@ -138,6 +138,25 @@ async def test_the_barrier_asks_all_workers_at_once_and_each_once() -> None:
 
 
 @in_process
+async def test_the_barrier_gets_inputs_of_different_runs() -> None:
+    """Another run begins: shards of the one before are of no use, and no barrier would find them missing."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    a = cluster.network.processes[A]
+    cluster.scheduler.restart("a shuffle")
+    await cluster.hear()
+    results[0] = await cluster.transfer("a shuffle", 0, a)
+    await cluster.barrier("a shuffle", results)
+    assert cluster.scheduler.restarts == 2
+    await cluster.hear()
+    results = [await cluster.transfer("a shuffle", source, a) for source in range(cluster.INPUTS)]
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
 async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> None:
     cluster = Cluster(A, B)
     arrives = asyncio.Event()

@@ -132,6 +132,63 @@ async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies() -> None:
 
 
 @in_process
+async def test_a_shard_is_let_go_of_while_it_is_read_after_it_has_landed() -> None:
+    """Its bytes are in a tier then, which may use their memory for something else at once."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    incoming = next(iter(b.exchange._incoming[a.exchange.me]))
+    assert incoming.start_moving()
+    incoming.land(lambda key: b.landed.put(key, incoming.shard, incoming.sources(), None, list))
+    waits, wait = threading.Event(), incoming._lock.wait
+
+    def waiting(timeout: float | None = None) -> bool:
+        waits.set()
+        return wait(timeout)
+
+    incoming._lock.wait = waiting  # type: ignore[method-assign]
+    thread = threading.Thread(target=b.exchange.discard, args=([incoming],), daemon=True)
+    with incoming.staying(lambda: None) as landed:
+        assert landed
+        thread.start()
+        assert waits.wait(20)
+        assert incoming.key in b.landed.kept
+    thread.join(20)
+    assert not thread.is_alive()
+    assert incoming.key not in b.landed.kept
+    cluster.close()
+
+
+@in_process
+async def test_an_input_fails_while_it_is_packed() -> None:
+    """Its first blocks, of which no owner has heard, are free again."""
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    allocate, blocks = a.outbox.allocate, list[Any]()
+
+    def allocate_one(nbytes: int) -> Any:
+        if blocks:
+            raise MemoryError("no memory behind the pool")
+        blocks.append(allocate(nbytes))
+        return blocks[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(a.outbox, "allocate", allocate_one)
+        with pytest.raises(MemoryError, match="behind the pool"):
+            await cluster.transfer("a shuffle", 0, a)
+    assert blocks
+    assert a.outbox.pool.used == 0
+    results = [
+        await cluster.transfer("a shuffle", source, b if source else a) for source in range(cluster.INPUTS)
+    ]
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
 async def test_an_owner_closes_while_it_is_asked_to_let_go_of_shares() -> None:
     """It had never heard of some of what was published for it, so nothing else frees that."""
     cluster = Cluster(A, B)

@@ -60,19 +60,24 @@ def test_the_queue_moves_when_no_worker_has_room() -> None:
     assert len(run(cluster.state, loads(50))) == 50
 
 
-def roots_with_kept_siblings(homes: list[int]) -> list[int]:
-    """Return where root tasks of 10 s go on four workers, two slots each, by the places of their siblings."""
-    cluster = Cluster(4)
-    cluster.state.new_task("root-0", None, "released").prefix.duration_average = 10.0
+def submit_roots(cluster: Cluster, homes: dict[int, int]) -> list[int]:
+    """Submit root tasks of 10 s, by the places of their siblings; return where they go."""
     graph: dict[Any, Task] = {}
-    for i, home in enumerate(homes):
+    for i, home in homes.items():
         cluster.data(f"kept-{i}", home)
         graph["root", i] = Task(("root", i), tuple, _data_producer=True)
         graph["use", i] = Task(("use", i), tuple, TaskRef(("root", i)), TaskRef(f"kept-{i}"))
-    cluster.state.submit(graph, [("use", i) for i in range(len(homes))])
+    cluster.state.submit(graph, [("use", i) for i in homes])
     assert not cluster.fallbacks()
     sent = {key: cluster.addresses.index(address) for address, key in cluster.state.sent}
-    return [sent["root", i] for i in range(len(homes))]
+    return [sent["root", i] for i in homes]
+
+
+def roots_with_kept_siblings(homes: list[int]) -> list[int]:
+    """Return where root tasks of 10 s go on four workers, two slots each, by the places of their siblings."""
+    cluster = Cluster(4)
+    cluster.takes("root", 10.0)
+    return submit_roots(cluster, dict(enumerate(homes)))
 
 
 @pytest.mark.parametrize("homes", [[3, 3, 2, 2, 1, 1, 0, 0], [0, 1, 2, 3, 3, 2, 1, 0]])
@@ -90,3 +95,18 @@ def test_without_a_queue_no_root_task_waits_near_a_sibling() -> None:
 def test_roots_that_leave_slots_do_not_wait_near_a_sibling(number: int) -> None:
     chosen = roots_with_kept_siblings([3] * number)
     assert sorted(chosen[:4]) == [0, 1, 2, 3]
+
+
+def test_roots_whose_results_have_been_used_fill_no_slots() -> None:
+    """So the next one does not wait near its sibling, on the one worker that is still busy."""
+    cluster = Cluster(4)
+    cluster.takes("root", 10.0)
+    homes = dict(enumerate([3, 3, 2, 2, 1, 1, 0, 0]))
+    assert submit_roots(cluster, homes) == list(homes.values())
+    for i in (0, 2, 3, 4, 5, 6, 7):
+        for key in (("root", i), ("use", i)):
+            cluster.state.finish(key, cluster.state.tasks[key].processing_on.address)
+        assert cluster.state.tasks["root", i].state == "released"
+    cluster.state.task_prefixes["root"].duration_average = 10.0
+    (chosen,) = submit_roots(cluster, {8: 3})
+    assert chosen != 3
