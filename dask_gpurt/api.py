@@ -35,8 +35,8 @@ logger = logging.getLogger("dask_gpurt")
 NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
-#: Those of them whose planning is kept.
-_planning: WeakSet[Client] = WeakSet()
+#: The settings of planning of those for which anything of it is on.
+_planning: WeakKeyDictionary[Client, config.PlanningSettings] = WeakKeyDictionary()
 #: The counters of planning in this process, which has no worker to report them.
 _metrics = Metrics()
 _lock = threading.Lock()
@@ -313,7 +313,7 @@ def _fuses() -> bool:
     return settings is not None and settings.fuse
 
 
-def _current_planning() -> tuple[Client | None, PlanningSettings | None]:
+def _current_planning() -> tuple[Client | None, config.PlanningSettings | None]:
     try:
         client = default_client()
     except ValueError:

@@ -310,7 +310,7 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
     ),
-    without="each query is planned anew, and runs task by task, as Dask does",
+    without="each query is planned anew, and no tasks are fused, as with Dask",
 )
 #: The look-up of the run that a task belongs to.
 RUN_LOOKUP = SeamGroup(

@@ -33,7 +33,7 @@ def fuse(plan: Expr) -> Expr:
     """
     if not is_of_dataframes(plan):
         return plan
-    return FusedChains(fuse_blockwise(plan))
+    return FusedChains(fuse_blockwise(plan))  # type: ignore[no-untyped-call]
 
 
 class FusedChains(Expr):
@@ -93,7 +93,7 @@ def fuse_chains(graph: Graph, keys: Collection[Key]) -> dict[Key, GraphNode]:
 
 
 def _needed(graph: Graph, keys: Collection[Key]) -> dict[Key, GraphNode]:
-    """Return the tasks that the results depend on. A result of before, such as a future, is not in a graph."""
+    """Return the tasks that the results depend on. What futures refer to is not in the graph."""
     needed: dict[Key, GraphNode] = {}
     left = list(keys)
     while left:
