@@ -1,10 +1,10 @@
 """Fuse the tasks of a computation: what runs one after the other on one partition becomes one task.
 
-Dask fuses in ``persist`` and in ``optimize()``, and leaves ``compute()`` as it is (see distributed#8833): each
-projection, comparison and product of a query is a task of its own then, with a result that is kept, measured
-and told to the scheduler. Here ``compute()`` is fused by Dask's own rule for operations on one partition
-each, and after that by chains, across expressions that Dask's rule does not join: what only a transfer needs
-is made within the transfer, and what is made of an output alone within the output.
+Dask fuses in ``persist`` and in ``optimize()``, and leaves ``compute()`` as it is (see distributed#8833).
+Each projection, comparison and product of a query is a task of its own then, with a result that is kept,
+measured and told to the scheduler. Here ``compute()`` is fused by Dask's own rule for operations on one
+partition each, and after that by chains, across expressions that Dask's rule does not join: what only a
+transfer needs is made within the transfer, and what is made of an output alone within the output.
 """
 
 from __future__ import annotations
