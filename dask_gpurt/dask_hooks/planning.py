@@ -7,7 +7,7 @@ that are most frequent. They are put on Dask's classes, for all clients of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -42,9 +42,11 @@ __all__ = [
     "metadata",
     "name_of",
     "operands_of",
+    "rebuild",
     "replace_planning",
     "settings",
     "tell_of_files",
+    "with_operand",
 ]
 
 #: A replacement that gets the original as its first argument.
@@ -134,6 +136,33 @@ def is_of_dataframes(plan: Expr) -> bool:
     """Tell whether a plan, or each one of a sequence, is of dataframes."""
     plans = plan.operands if isinstance(plan, _ExprSequence) else [plan]
     return all(isinstance(each, FrameExpr) for each in plans)
+
+
+def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """Change each expression of a plan, those that it is made of first.
+
+    Parameters
+    ----------
+    change
+        Returns what is put in the place of an expression, or the same one.
+    """
+    changed: dict[str, Expr] = {}
+
+    def rebuilt(expr: Expr) -> Expr:
+        name = name_of(expr)
+        if name not in changed:
+            operands = [rebuilt(each) if isinstance(each, Expr) else each for each in expr.operands]
+            same = all(new is old for new, old in zip(operands, expr.operands, strict=True))
+            changed[name] = change(expr if same else type(expr)(*operands))
+        return changed[name]
+
+    return rebuilt(plan)
+
+
+def with_operand(expr: Expr, parameter: str, value: Hashable) -> Expr:
+    """Return an expression with another value of a parameter; the same one where it has no such parameter."""
+    other: Expr = expr.substitute_parameters({parameter: value})
+    return other
 
 
 def fuse_blockwise(plan: Expr) -> Expr:

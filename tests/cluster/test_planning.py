@@ -108,3 +108,27 @@ def test_that_every_way_to_compute_gives_the_same(client: Client, library: Libra
             assert list(found) == [pytest.approx(sum(numbers)), 4]
         persisted = (frame.ratio * 3).persist()
         assert (persisted + 1).sum().compute() == pytest.approx(sum(numbers) + len(numbers))
+
+
+def test_computations_at_the_same_time_are_of_the_same_shuffle(
+    client: Client, library: Library, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tasks that are fused in two ways have two names, and an output is not read twice of one run."""
+    with dask.config.set({"dataframe.backend": library.name}):
+        shuffled = dd.read_parquet(path).shuffle("key")
+        results = [
+            shuffled.ratio.sum(),
+            shuffled.ratio.max(),
+            (shuffled.ratio * 2).sum(),
+            shuffled.groupby("key").ratio.sum().sum(),
+            dd.read_parquet(path).ratio.min(),
+        ]
+        expected = [590.0, 59 / 3, 1180.0, 590.0, 0.0]
+        for _ in range(5):
+            futures = client.compute(results[:1]) + [client.compute(each) for each in results]
+            together = client.compute(results)
+            assert client.gather(futures) == pytest.approx(expected[:1] + expected)
+            assert client.gather(together) == pytest.approx(expected)
+            del futures, together
+    assert "different `run_spec`" not in caplog.text
+    assert dask_gpurt.report(client).counters.get("shuffle.runs.recovered", 0) == 0
