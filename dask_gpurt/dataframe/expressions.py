@@ -198,7 +198,8 @@ class _WholeHashJoin(HashJoinP2P):
     Dask's own takes the number of wanted ones, and so gives other rows.
     """
 
-    _parameters, _defaults = GpurtHashJoin._parameters, GpurtHashJoin._defaults
+    _parameters = parameters(GpurtHashJoin)
+    _defaults = defaults(GpurtHashJoin)
 
     @property
     def npartitions(self) -> int:
