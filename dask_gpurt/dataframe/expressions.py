@@ -198,8 +198,8 @@ class _WholeHashJoin(HashJoinP2P):
     Dask's own takes the number of wanted ones, and so gives other rows.
     """
 
-    _parameters = parameters(GpurtHashJoin)
-    _defaults = defaults(GpurtHashJoin)
+    _parameters = [*parameters(GpurtHashJoin)]
+    _defaults = {**defaults(GpurtHashJoin)}
 
     @property
     def npartitions(self) -> int:
