@@ -15,7 +15,7 @@ import dask
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Assign, Filter, Projection, optimize_blockwise_fusion
+from dask.dataframe.dask_expr._expr import Assign, Blockwise, Filter, Projection, optimize_blockwise_fusion
 from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
@@ -151,10 +151,20 @@ def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
     def rebuilt(expr: Expr) -> Expr:
         name = name_of(expr)
         if name not in changed:
-            operands = [rebuilt(each) if isinstance(each, Expr) else each for each in expr.operands]
+            operands = [operand(each) for each in expr.operands]
             same = all(new is old for new, old in zip(operands, expr.operands, strict=True))
             changed[name] = change(expr if same else type(expr)(*operands))
         return changed[name]
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, Expr):
+            return rebuilt(value)
+        # The operations that ``optimize()`` has fused are in a list, and name the tasks that they need.
+        if isinstance(value, list) and any(isinstance(each, Expr) for each in value):
+            operands = [operand(each) for each in value]
+            same = all(new is old for new, old in zip(operands, value, strict=True))
+            return value if same else operands
+        return value
 
     return rebuilt(plan)
 
@@ -165,10 +175,39 @@ def with_operand(expr: Expr, parameter: str, value: Hashable) -> Expr:
     return other
 
 
+class _Broadcast(FrameExpr):
+    """Keep what all partitions of another expression need out of its tasks, while these are fused."""
+
+    _parameters = ["frame"]
+
+    @property
+    def _meta(self) -> Any:
+        return self.frame._meta
+
+    def _divisions(self) -> tuple[Any, ...]:
+        divisions: tuple[Any, ...] = self.frame.divisions
+        return divisions
+
+
 def fuse_blockwise(plan: Expr) -> Expr:
-    """Fuse the operations of a plan on one partition each, as ``optimize(fuse=True)`` does."""
-    fused: Expr = optimize_blockwise_fusion(plan)
-    return fused
+    """Fuse the operations of a plan on one partition each, as ``optimize(fuse=True)`` does.
+
+    Dask also fuses a single partition that several others need, as the small side of a join, with each of
+    them, depending on the order in which it comes to them. Here it is computed once, as without fusing: it
+    may take long, and may come out differently each time.
+    """
+    fused: Expr = optimize_blockwise_fusion(rebuild(plan, _set_apart))
+    return rebuild(fused, lambda expr: expr.frame if isinstance(expr, _Broadcast) else expr)
+
+
+def _set_apart(expr: Expr) -> Expr:
+    if not isinstance(expr, Blockwise) or expr.npartitions == 1:
+        return expr
+    single = [isinstance(each, Blockwise) and each.npartitions == 1 for each in expr.operands]
+    if not any(single):
+        return expr
+    operands = zip(expr.operands, single, strict=True)
+    return type(expr)(*(_Broadcast(each) if apart else each for each, apart in operands))
 
 
 def keys_of(plan: Expr) -> list[Any]:
