@@ -7,7 +7,7 @@ that are most frequent. They are put on Dask's classes, for all clients of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -147,26 +147,45 @@ def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
         Returns what is put in the place of an expression, or the same one.
     """
     changed: dict[str, Expr] = {}
+    left = [plan]
+    while left:  # not by recursion: plans are deeper than Python's stack where Dask still computes them
+        expr = left[-1]
+        needed = [each for each in _made_of(expr) if name_of(each) not in changed]
+        if needed:
+            left.extend(needed)
+            continue
+        left.pop()
+        if name_of(expr) not in changed:
+            changed[name_of(expr)] = change(_with_changed(expr, changed))
+    return changed[name_of(plan)]
 
-    def rebuilt(expr: Expr) -> Expr:
-        name = name_of(expr)
-        if name not in changed:
-            operands = [operand(each) for each in expr.operands]
-            same = all(new is old for new, old in zip(operands, expr.operands, strict=True))
-            changed[name] = change(expr if same else type(expr)(*operands))
-        return changed[name]
 
-    def operand(value: Any) -> Any:
-        if isinstance(value, Expr):
-            return rebuilt(value)
-        # The operations that ``optimize()`` has fused are in a list, and name the tasks that they need.
-        if isinstance(value, list) and any(isinstance(each, Expr) for each in value):
-            operands = [operand(each) for each in value]
-            same = all(new is old for new, old in zip(operands, value, strict=True))
-            return value if same else operands
-        return value
+def _made_of(expr: Expr) -> Iterator[Expr]:
+    for operand in expr.operands:
+        if isinstance(operand, Expr):
+            yield operand
+        elif _is_group(operand):
+            yield from operand
 
-    return rebuilt(plan)
+
+def _is_group(operand: Any) -> bool:
+    """Tell whether an operand is the list of operations that ``optimize()`` has fused."""
+    return isinstance(operand, list) and bool(operand) and isinstance(operand[0], Expr)
+
+
+def _with_changed(expr: Expr, changed: Mapping[str, Expr]) -> Expr:
+    """Return an expression of what is put in the place of its operands; the same one if that is the same."""
+    if all(name_of(changed[name_of(each)]) == name_of(each) for each in _made_of(expr)):
+        return expr
+    operands: list[Any] = []
+    for operand in expr.operands:
+        if isinstance(operand, Expr):
+            operands.append(changed[name_of(operand)])
+        elif _is_group(operand):
+            operands.append([changed[name_of(each)] for each in operand])
+        else:
+            operands.append(operand)
+    return type(expr)(*operands)
 
 
 def with_operand(expr: Expr, parameter: str, value: Hashable) -> Expr:
@@ -206,8 +225,11 @@ def _set_apart(expr: Expr) -> Expr:
     single = [isinstance(each, Blockwise) and each.npartitions == 1 for each in expr.operands]
     if not any(single):
         return expr
-    operands = zip(expr.operands, single, strict=True)
-    return type(expr)(*(_Broadcast(each) if apart else each for each, apart in operands))
+    operands = [
+        _Broadcast(each) if apart else each  # type: ignore[no-untyped-call]
+        for each, apart in zip(expr.operands, single, strict=True)
+    ]
+    return type(expr)(*operands)
 
 
 def keys_of(plan: Expr) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -221,6 +222,12 @@ def test_a_plan_of_steps_on_partitions_has_a_task_for_each() -> None:
     assert len(tasks_of(fuse(found))) < len(tasks_of(found))
 
 
+def test_a_plan_without_shuffles_is_of_dask_alone() -> None:
+    """So any scheduler can compute it, also one of another client, without the runtime."""
+    found = fuse(plan((table().value * 2 + 1).abs()))
+    assert {type(expr).__module__.partition(".")[0] for expr in found.walk()} == {"dask"}
+
+
 @pytest.mark.parametrize("collections", [1, 2])
 def test_fused_plans_have_the_same_results(collections: int) -> None:
     frames = [table()[table().value > 1].assign(other=1), table().groupby("key").value.sum()][:collections]
@@ -239,9 +246,10 @@ def test_what_several_partitions_need_is_computed_once() -> None:
         computed.append(number)
         return pd.DataFrame({"key": [0, 1], "other": [number, number]})
 
-    sides = table()[table().value > 0], dd.from_map(small, [1], meta=small(0).iloc[:0])
+    meta = small(0).iloc[:0]
     computed.clear()
-    found = fuse(plan(sides[0].merge(sides[1], on="key")))
+    with dask.config.set({"dataframe.convert-string": False}):  # nothing between the read and the join
+        found = fuse(plan(table().merge(dd.from_map(small, [1], meta=meta), on="key")))
     (joined,) = dask.get(tasks_of(found), list(flatten(found.__dask_keys__())))
     assert len(joined) == 4
     assert computed == [1]
@@ -250,10 +258,20 @@ def test_what_several_partitions_need_is_computed_once() -> None:
 def test_what_the_user_has_fused_needs_the_tasks_of_the_changed_plan() -> None:
     """``optimize()`` of a collection leaves operations that are fused, with the names of what they need."""
     optimised = ((table().value * 2) + 1).optimize()
-    changed = rebuild(optimised.expr, partial(with_operand, parameter="columns", value=["value"]))
+    changed = rebuild(optimised.expr, partial(with_operand, parameter="npartitions", value=1))
     assert changed._name != optimised.expr._name
     needed = set().union(*(task.dependencies for task in tasks_of(changed).values()))
     assert needed <= tasks_of(changed).keys()
+
+
+def test_a_plan_of_many_steps_is_rebuilt() -> None:
+    """One that Dask computes is not too deep for Python's stack."""
+    steps = table()
+    for number in range(sys.getrecursionlimit()):
+        steps = steps[["key", "value"]] if number % 2 else steps.rename(columns=str)
+    changed = rebuild(steps.expr, partial(with_operand, parameter="columns", value=["key", "value"]))
+    assert changed._name != steps.expr._name
+    assert len(list(changed.walk())) == len(list(steps.expr.walk()))
 
 
 def test_a_result_that_another_one_is_made_of_is_computed_once() -> None:
