@@ -83,6 +83,11 @@ class Fallback(Enum):
         self.id = id
         self.text = text
 
+    @property
+    def room(self) -> str:
+        """Return the room that falls back, which is the name of a logger too."""
+        return self.id.partition(".")[0]
+
     def filled(self, *labels: str) -> tuple[str, str]:
         """Return the id and the text with the values of the labels in them.
 

@@ -21,8 +21,6 @@ from typing import Any
 
 from dask_gpurt.observe.fallbacks import Fallback
 
-logger = logging.getLogger("dask_gpurt")
-
 
 class Kind(StrEnum):
     """Tell how a metric behaves over time, and so how those of several workers are put together."""
@@ -299,6 +297,7 @@ class Metrics:
             known["reason"] = reason
             first = known["count"] == 1
         if first:
+            logger = logging.getLogger(f"dask_gpurt.{what.room}")
             logger.warning("%s: %s (%s; logged once, `dask gpurt doctor` counts)", text, reason, filled)
 
     def samples(self) -> list[tuple[Metric, tuple[str, ...], float]]:

@@ -34,7 +34,7 @@ from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
 from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: The name that the plugin has until it is on: Dask takes what has its name already for registered.
 STARTING = "gpurt-starting"

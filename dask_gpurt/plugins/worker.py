@@ -44,7 +44,7 @@ from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
