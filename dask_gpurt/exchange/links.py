@@ -10,7 +10,10 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable
+from enum import StrEnum
 from typing import Any, NamedTuple
+
+from distributed.comm.addressing import get_address_host
 
 from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology import SHIPPED, Link, Speed
@@ -20,6 +23,14 @@ from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 UNKNOWN_PEER_RETRY_S = 10.0
 #: Bytes that count as transferred at the usual speed beforehand, and bytes that the average extends over.
 PRIOR_BYTES, WINDOW_BYTES = 2**20, 2**26
+
+
+class PeerClass(StrEnum):
+    """Name how far a peer is away: the label ``peer`` of metrics."""
+
+    SAME_WORKER = "same-worker"
+    SAME_HOST = "same-host"
+    OTHER_HOST = "other-host"
 
 
 class LinkEstimate(NamedTuple):
@@ -84,6 +95,16 @@ class Links:
         """Return the known links of some peers, and ask the scheduler for the others."""
         self._ask_soon(peers)
         return {peer: self._known[peer] for peer in peers if peer in self._known}
+
+    def peer_class(self, peer: str) -> PeerClass:
+        """Tell how far a peer is away, by the class of the link; by the addresses where that is not known."""
+        if peer == self._worker.address:
+            return PeerClass.SAME_WORKER
+        if (known := self._known.get(peer)) is not None:
+            near = known.link in WITHIN_HOST
+        else:
+            near = get_address_host(peer) == get_address_host(self._worker.address)
+        return PeerClass.SAME_HOST if near else PeerClass.OTHER_HOST
 
     async def learn(self, peer: str) -> LinkEstimate | None:
         """Return the link of a peer, once the scheduler has answered; None if it does not know it."""

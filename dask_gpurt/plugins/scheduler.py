@@ -19,9 +19,9 @@ from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
-from dask_gpurt.observe import Fallback, MethodChoice, Metrics
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
-from dask_gpurt.observe.metrics import combine
+from dask_gpurt.observe.metrics import Server, combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
@@ -70,6 +70,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.switch = Switch(self._switch_on, self._switch_off)
         await self.switch.on()
 
+    async def close(self) -> None:
+        # The registry of metrics belongs to the process, and would keep a scheduler that has closed.
+        self._hide()
+
     async def stop(self) -> None:
         """Handle the switching off: give Dask back, on the scheduler and on all workers."""
         await self.switch.off()
@@ -82,6 +86,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         try:
             dask_hooks.require()
             self._prepare(config.load_over(self.given))
+            self._show()
             self._undo.callback(self._bear_with_unreachable)
             self.places.install()
             self._undo.callback(self.places.uninstall)
@@ -251,10 +256,27 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def memory(self, by: str = "tier") -> list[dict[str, Any]]:
         """Handle a question for memory: a row for each worker and tier, or also for each prefix."""
+        memory = self.reported_memory()
+        return memory.rows_by_prefix() if by == "prefix" else memory.rows()
+
+    def reported_memory(self) -> ClusterMemory:
+        """Return the memory of all workers, as they have reported it by now."""
         for address, state in self.scheduler.workers.items():
             if (whole := state.metrics.get(METRIC)) is not None:
                 self.cluster_memory.apply(address, whole)
-        return self.cluster_memory.rows_by_prefix() if by == "prefix" else self.cluster_memory.rows()
+        return self.cluster_memory
+
+    # ---- what is shown -------------------------------------------------------------------
+
+    def _show(self) -> None:
+        self._hide = prometheus.register(self.scheduler, Server.SCHEDULER, self.metrics, self._readings)
+        self._undo.callback(self._hide)
+
+    def _readings(self) -> list[prometheus.Reading]:
+        return [
+            ("workers.ready", (), len(self.workers.ready)),
+            ("shuffles.active", (), len(self.shuffles.active())),
+        ]
 
     # ---- what workers and clients ask ------------------------------------------------
 

@@ -28,6 +28,7 @@ from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Fallback, Metrics, prometheus
+from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
@@ -134,8 +135,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
-        prometheus.register(worker.address, self.metrics, self._amounts)
-        undo.callback(prometheus.unregister, worker.address)
+        undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         undo.callback(self.topology.close)
@@ -224,8 +224,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 if hasattr(run, "task_done"):
                     run.task_done(key)
 
-    def _amounts(self) -> list[tuple[str, str, int]]:
-        return amounts(self.tiers.ledger)
+    def _readings(self) -> list[prometheus.Reading]:
+        held = amounts(self.tiers.ledger)
+        return [("memory.held.{tier}.{kind}", (tier, kind), nbytes) for tier, kind, nbytes in held]
 
     def waiting(self) -> dict[str, Any]:
         """Return what waits here, for a look into a cluster that stands still."""
@@ -236,6 +237,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if connect:
             await self.exchange.peers.connect_all()
         known = self.metrics.snapshot()
+        known["counters"] |= self.residency.counters()
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
@@ -247,7 +249,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "reads": self.reads.report(),
             "problems": config.problems(),
             **known,
-            "counters": known["counters"] | self.residency.counters(),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -18,7 +18,7 @@ from dask_gpurt.device import base
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
 from dask_gpurt.observe import Fallback
-from dask_gpurt.observe.metrics import METRICS, Kind, find
+from dask_gpurt.observe.metrics import METRICS, READINGS, Metric, Server, find
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "dask_gpurt"
@@ -274,20 +274,26 @@ def test_each_fallback_is_explained(fallback: Fallback) -> None:
     assert as_printed in page or (quoted_as(fallback.id) in page and quoted_as(fallback.text) in page)
 
 
-def test_metrics_are_listed_from_their_table() -> None:
-    page = text("docs/reference/metrics.md")
-    listed = [tuple(cells(section(page, "All metrics"), column)) for column in range(5)]
-    declared = [
-        (
-            quoted_as(metric.name),
-            metric.kind,
-            metric.unit,
-            f"`{metric.prometheus}{'_total' if metric.kind is Kind.COUNTER else ''}`",
-            metric.help,
-        )
-        for metric in METRICS.values()
-    ]
-    assert list(zip(*listed, strict=True)) == declared
+def listed_as(metric: Metric) -> tuple[str, ...]:
+    """Return the cells by which the page lists a metric."""
+    pages = [server for server in metric.servers if server is not Server.CLIENT]
+    return (
+        quoted_as(metric.name),
+        metric.kind,
+        metric.unit,
+        ", ".join(f"`{metric.family(server)}`" for server in pages),
+        ", ".join(f"`{label}`" for label in metric.all_labels),
+        metric.help,
+    )
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"), [("All metrics", METRICS), ("Readings", READINGS)], ids=["counted", "read"]
+)
+def test_metrics_are_listed_from_their_tables(heading: str, table: Mapping[str, Metric]) -> None:
+    page = section(text("docs/reference/metrics.md"), heading)
+    listed = [tuple(cells(page, column)) for column in range(6)]
+    assert list(zip(*listed, strict=True)) == [listed_as(metric) for metric in table.values()]
 
 
 def test_counters_exist() -> None:
