@@ -61,6 +61,8 @@ class Fallback(Enum):
 
     PLANNING_UNSUPPORTED = "planning.unsupported", "each query is planned anew, as Dask does"
 
+    OBSERVE_JSON_API = "observe.json-api", "the JSON API is not served"
+
     TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host count as unknown"
     TOPOLOGY_GPU_UNKNOWN = "topology.gpu-unknown", "this worker's GPU has no place in the topology"
     TOPOLOGY_GPU_NOT_IN_FILE = (

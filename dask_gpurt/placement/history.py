@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from dask.typing import Key
@@ -51,6 +52,19 @@ class History:
         if len(self._decisions) > self._max_keys:
             self._decisions.popitem(last=False)
 
+    def latest(self, offset: int, limit: int) -> list[dict[str, Any]]:
+        """Return a row for each of some decisions, the latest first: key, worker and what it was to cost.
+
+        Parameters
+        ----------
+        offset, limit
+            How many later ones are left out, and how many rows there are at most.
+        """
+        return [
+            _summary(key, *record)
+            for key, record in islice(reversed(self._decisions.items()), offset, offset + limit)
+        ]
+
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return a row for each candidate of the last decision about a key, the best first.
 
@@ -67,6 +81,19 @@ class History:
             }
             for candidate in sorted(_candidates(figures), key=rank)
         ]
+
+
+def _summary(key: Key, worker: str, *figures: Any) -> dict[str, Any]:
+    """Return a decision without the candidates that were not chosen."""
+    candidates = list(_candidates(figures))
+    chosen = next(candidate for candidate in candidates if candidate.worker == worker)
+    return {
+        "key": str(key),
+        "worker": worker,
+        "seconds": chosen.terms.seconds,
+        "missing": chosen.missing,
+        "candidates": len(candidates),
+    }
 
 
 def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:

@@ -15,6 +15,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks.http import serve
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
@@ -22,6 +23,8 @@ from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server, combine
+from dask_gpurt.plugins import json_api
+from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
@@ -124,6 +127,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.shuffles = SchedulerShuffles(
             self.scheduler, settings, self.metrics, lambda: self.placement, self.workers.ready
         )
+        self.json_api = JsonApi(self)
 
     def _listen(self) -> None:
         handlers = {
@@ -269,8 +273,13 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- what is shown -------------------------------------------------------------------
 
     def _show(self) -> None:
+        """Show metrics and answer over HTTP, which no failure of either keeps from being switched on."""
         self._hide = prometheus.register(self.scheduler, Server.SCHEDULER, self.metrics, self._readings)
         self._undo.callback(self._hide)
+        try:
+            self._undo.callback(serve(self.scheduler, json_api.__name__))
+        except dask_hooks.UnsupportedError as error:
+            self.metrics.fallback(Fallback.OBSERVE_JSON_API, str(error))
 
     def _readings(self) -> list[prometheus.Reading]:
         return [
@@ -299,16 +308,18 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
         ]
 
-    async def report(self, connect: bool = False) -> dict[str, Any]:
+    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
         """Handle a question for the state of the whole cluster, for ``doctor`` and for people.
 
         Parameters
         ----------
         connect
             Whether the workers shall find out the paths to all their peers first.
+        brief
+            Whether the workers report no more than counters and fallbacks.
         """
         replies = await self.scheduler.broadcast(
-            msg={"op": "gpurt_report", "connect": connect}, on_error="return"
+            msg={"op": "gpurt_report", "connect": connect, "brief": brief}, on_error="return"
         )
         workers: dict[str, dict[str, Any]] = {
             worker: reply if isinstance(reply, dict) else {"error": str(reply)}

@@ -232,12 +232,14 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
 
-    async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handle a question for what this worker has, did and fell back from."""
+    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
+        """Handle a question for what this worker has, did and fell back from; briefly, for the last two."""
         if connect:
             await self.exchange.peers.connect_all()
         known = self.metrics.snapshot()
         known["counters"] |= self.residency.counters()
+        if brief:
+            return {"version": __version__, **known}
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
