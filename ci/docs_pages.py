@@ -183,9 +183,9 @@ While the runtime is on, the scheduler answers programs at `/gpurt/api/…`, bes
 curl http://127.0.0.1:8787/gpurt/api/shuffles
 ```
 
-Replies are JSON. Errors are, too: `{"error": …}`, with the status 400 where arguments make no sense, 404 where
-there is no such resource or worker, 503 where the runtime is off, and 504 where a worker does not answer
-within 10 s.
+Replies are JSON. Errors are, too: `{"error": …}`, with the status 400 where arguments make no sense, 404
+where there is no such resource or worker, 503 where the runtime is off, and 504 where a worker does not
+answer within 10 s.
 
 **Pages.** What grows with the cluster is cut into pages of at most 100: `offset` and `limit` choose one, and
 `total` says how many there are. A reply about 256 workers is as large as one about 100. `report` asks all
@@ -194,10 +194,10 @@ workers, once a second at most, whoever asks; the others answer from what the sc
 **Stability.** A field keeps its name, type and meaning as long as `api` is the same; fields may be added.
 `/gpurt/api/schema` has the [JSON Schema](https://json-schema.org) of all replies.
 
-**Access.** Whoever reaches the dashboard reaches this; it changes nothing. It has the prefix of the dashboard's
-pages, and comes and goes with the runtime. A scheduler whose setting `distributed.scheduler.http.routes` names
-`dask_gpurt.plugins.json_api` besides Dask's own modules has it from its start, and answers 503 while the
-runtime is off.
+**Access.** Whoever reaches the dashboard reaches this; it changes nothing. It has the prefix of the
+dashboard's pages, and comes and goes with the runtime. A scheduler whose setting
+`distributed.scheduler.http.routes` names `dask_gpurt.plugins.json_api` besides Dask's own modules has it from
+its start, and answers 503 while the runtime is off.
 
 This page is written from the types of the replies, `dask_gpurt/observe/json_replies.py`.
 """

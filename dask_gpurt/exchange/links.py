@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from distributed.comm.addressing import get_address_host
-
 from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
@@ -38,6 +36,11 @@ class LinkEstimate(NamedTuple):
 
     link: Link
     speed: Speed
+
+
+def _without_port(address: str) -> str:
+    """Return the protocol and the host of an address; of one within a process the protocol."""
+    return address.rpartition(":")[0]
 
 
 class MeasuredBandwidth:
@@ -103,7 +106,7 @@ class Links:
         if (known := self._known.get(peer)) is not None:
             near = known.link in WITHIN_HOST
         else:
-            near = get_address_host(peer) == get_address_host(self._worker.address)
+            near = _without_port(peer) == _without_port(self._worker.address)
         return PeerClass.SAME_HOST if near else PeerClass.OTHER_HOST
 
     async def learn(self, peer: str) -> LinkEstimate | None:
