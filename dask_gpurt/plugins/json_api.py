@@ -45,6 +45,8 @@ T = TypeVar("T")
 ROOT = "/gpurt/api"
 #: The most of what a resource counts that one reply has, and so many unless another number is asked for.
 MAX_LIMIT = 100
+#: The most workers that one reply has the prefixes of, which may be some hundred rows for each.
+MAX_LIMIT_BY_PREFIX = 25
 #: The most workers whose details one reply has.
 MAX_DETAILS = 8
 #: Seconds for which the workers' answers are given to whoever asks, and after which they are not waited for.
@@ -173,6 +175,8 @@ class JsonApi:
 
     async def memory(self, query: Query) -> MemoryReply:
         """Return what the tiers hold."""
+        if query.by == "prefix":
+            query = query._replace(limit=min(query.limit, MAX_LIMIT_BY_PREFIX))
         memory = self._runtime.reported_memory()
         workers = memory.workers()
         page = query.cut(workers)
@@ -285,7 +289,7 @@ RESOURCES = (
     ),
     Resource(
         "memory",
-        "what the tiers hold, `by` `tier` or `prefix` of tasks",
+        "what the tiers hold, `by` `tier` or `prefix` of tasks; by prefix 25 workers at most",
         JsonApi.memory,
         ("offset", "limit", "by"),
     ),

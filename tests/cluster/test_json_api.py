@@ -21,7 +21,7 @@ from dask_gpurt.memory.ledger import ClusterMemory, Label, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe.json_replies import REPLIES, schemas
 from dask_gpurt.plugins import json_api
-from dask_gpurt.plugins.json_api import MAX_LIMIT, RESOURCES, JsonApi, Query
+from dask_gpurt.plugins.json_api import MAX_LIMIT, MAX_LIMIT_BY_PREFIX, RESOURCES, JsonApi, Query
 from tests.helpers.in_process import all_placed, on_cluster, on_plain_cluster
 
 MODULE = "dask_gpurt.plugins.json_api"
@@ -262,8 +262,10 @@ def test_replies_of_256_workers_are_bounded() -> None:
     assert set(seen) == set(memory.workers())
     (device, *_) = found["totals"]
     assert (device["capacity"], device["partitions"]) == (256 * 2**40, 256 * 60 * 2**30)
-    by_prefix: Any = asyncio.run(api.memory(Query(by="prefix")))["rows"]
-    assert len(by_prefix) == MAX_LIMIT * len(Tier) * 51  # 50 prefixes, and the others
+    by_prefix = asyncio.run(api.memory(Query(by="prefix")))
+    assert by_prefix["limit"] == MAX_LIMIT_BY_PREFIX
+    assert len(by_prefix["rows"]) == MAX_LIMIT_BY_PREFIX * len(Tier) * 51  # 50 prefixes, and the others
+    assert len(json.dumps(by_prefix)) < 2**20
 
 
 def test_no_more_than_a_page_is_given() -> None:
