@@ -371,6 +371,16 @@ REPLICAS = SeamGroup(
     ),
     without="Dask chooses which workers keep replicas",
 )
+#: The HTTP server of a scheduler that runs, which is given more pages.
+HTTP = SeamGroup(
+    "pages of the scheduler",
+    (
+        Seam("distributed.http.utils:get_handlers", "server modules prefix"),
+        Seam("distributed.http.routing:RoutingApplication.add_application", "self application"),
+        Seam("distributed.node:ServerNode.start_http_server"),
+    ),
+    without="the JSON API is there only where 'distributed.scheduler.http.routes' names it",
+)
 #: The arguments of a nanny, so that another one is started in the same way.
 NANNY = SeamGroup(
     "nannies",
@@ -384,16 +394,6 @@ NANNY = SeamGroup(
         ),
     ),
     without="one worker runs where several were to share a GPU",
-)
-#: The HTTP server of a scheduler that runs, which is given more pages.
-HTTP = SeamGroup(
-    "pages of the scheduler",
-    (
-        Seam("distributed.http.utils:get_handlers", "server modules prefix"),
-        Seam("distributed.http.routing:RoutingApplication.add_application", "self application"),
-        Seam("distributed.node:ServerNode.start_http_server"),
-    ),
-    without="the JSON API is there only where 'distributed.scheduler.http.routes' names it",
 )
 
 #: The groups that every process of a cluster needs; clients need EXPRESSIONS too.

@@ -152,28 +152,31 @@ class ShufflesReply(Page):
     rows: list[ShuffleReply]
 
 
-class DecisionReply(TypedDict):
-    """Tell where a task was placed."""
-
-    key: Annotated[str, "of the task"]
-    worker: Annotated[str, "the address of the one that was chosen"]
-    seconds: Annotated[float | None, "that the task was expected to take until it had run there"]
-    missing: Annotated[float | None, "bytes of its inputs that were not there"]
-    candidates: Annotated[int, "how many workers were compared"]
-
-
-class CandidateReply(TypedDict):
-    """Tell what a task would have cost on a worker."""
+class CostReply(TypedDict):
+    """Tell what a task was to cost on a worker."""
 
     worker: Annotated[str, "its address"]
-    chosen: bool
-    seconds: Annotated[float | None, "the sum of the terms that follow"]
-    missing: Annotated[float | None, "bytes of inputs that were not there"]
+    seconds: Annotated[float | None, "until the task would have run there, the sum of the terms that follow"]
     waiting: Annotated[float | None, "seconds for the work before it"]
     running: Annotated[float | None, "seconds of its own work"]
     moving: Annotated[float | None, "seconds until its inputs are there"]
     room: Annotated[float | None, "seconds to spill what is in its way"]
     fits: Annotated[bool, "whether there is room for its inputs and its result"]
+    missing: Annotated[float | None, "bytes of its inputs that were not there"]
+
+
+class DecisionReply(CostReply):
+    """Tell where a task was placed, and what it was to cost there."""
+
+    key: Annotated[str, "of the task"]
+    why: Annotated[str, "the reason, in a few words"]
+    candidates: Annotated[int, "how many workers were compared"]
+
+
+class CandidateReply(CostReply):
+    """Tell what a task was to cost on one of the workers that were compared."""
+
+    chosen: bool
 
 
 class DecisionsReply(Page):

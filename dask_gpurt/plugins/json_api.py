@@ -47,6 +47,8 @@ ROOT = "/gpurt/api"
 MAX_LIMIT = 100
 #: The most workers that one reply has the prefixes of, which may be some hundred rows for each.
 MAX_LIMIT_BY_PREFIX = 25
+#: The last decisions that are told of.
+MAX_DECISIONS = 500
 #: The most workers whose details one reply has.
 MAX_DETAILS = 8
 #: Seconds for which the workers' answers are given to whoever asks, and after which they are not waited for.
@@ -232,10 +234,11 @@ class JsonApi:
         placement = self._runtime.placement
         if placement is None:
             return {**query.page(0), "placement": False, "rows": [], "candidates": []}
+        last = min(query.offset + query.limit, MAX_DECISIONS)
         return {
-            **query.page(len(placement.history)),
+            **query.page(min(len(placement.history), MAX_DECISIONS)),
             "placement": True,
-            "rows": as_json(placement.history.latest(query.offset, query.limit)),
+            "rows": as_json(placement.history.latest(last)[query.offset :]),
             "candidates": [] if query.key is None else as_json(placement.explain(_key(query.key))),
         }
 
@@ -297,7 +300,7 @@ RESOURCES = (
     Resource("shuffles", "how far the shuffles are that run", JsonApi.shuffles, ("offset", "limit")),
     Resource(
         "decisions",
-        "where tasks were placed, the latest first; with `key`, what each worker would have cost",
+        "where the last 500 tasks were placed, and why; with `key`, what each worker would have cost",
         JsonApi.decisions,
         ("offset", "limit", "key"),
     ),
