@@ -10,7 +10,7 @@ from distributed.http.utils import get_handlers
 from tornado.routing import PathMatches
 from tornado.web import Application
 
-from dask_gpurt.dask_hooks.seams import HTTP
+from dask_gpurt.dask_hooks.seams import HTTP, UnsupportedError
 
 #: A page of Dask's own, by which the prefix of all its pages is known.
 _KNOWN_PAGE = "/health"
@@ -37,10 +37,11 @@ def serve(server: Any, module: str) -> Callable[[], None]:
     Raises
     ------
     UnsupportedError
-        When the server is not as it is known.
+        When the server is not as it is known, or there is none.
     """
     HTTP.require()
-    application = server.http_application
+    if (application := getattr(server, "http_application", None)) is None:
+        raise UnsupportedError("the scheduler has no HTTP server")
     patterns = _patterns(application)
     known = (pattern for pattern in patterns if pattern.endswith(_KNOWN_PAGE))
     prefix = next(known, _KNOWN_PAGE).removesuffix(_KNOWN_PAGE)
