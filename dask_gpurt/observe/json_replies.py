@@ -187,9 +187,9 @@ class DecisionsReply(Page):
     candidates: Annotated[list[CandidateReply], "of the `key` of the query, the best first"]
 
 
-#: The type of each reply, by the name of its resource; the index has none.
+#: The type of each reply, by the name of its resource; the index is what is asked for without one.
 REPLIES: Mapping[str, Any] = {
-    "": IndexReply,
+    "index": IndexReply,
     "report": ReportReply,
     "memory": MemoryReply,
     "topology": TopologyReply,
@@ -238,7 +238,7 @@ def schema(kind: Any) -> dict[str, Any]:
 
 def schemas() -> dict[str, Any]:
     """Return the JSON Schema of each reply, by the name of its resource."""
-    return {name or "index": schema(kind) for name, kind in REPLIES.items()}
+    return {name: schema(kind) for name, kind in REPLIES.items()}
 
 
 def as_json(value: Any) -> Any:

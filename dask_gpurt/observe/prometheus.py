@@ -1,44 +1,56 @@
 """Show the metrics of a worker or scheduler on its own ``/metrics`` page, for Prometheus.
 
 The page is Dask's. What is shown there besides is named as Dask names its own: by the configured namespace,
-the kind of server, and then ours, ``dask_worker_gpurt_exchange_bytes_total``.
+the kind of server, and then ours, ``dask_worker_gpurt_exchange_bytes_total``. All servers of a process show
+one page, so that its workers are told apart by the label ``worker``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from distributed.http.prometheus import PrometheusCollector
 
 from dask_gpurt.observe.metrics import METRICS, READINGS, Kind, Metric, Metrics, Server
 
-#: The name in :data:`~dask_gpurt.observe.metrics.READINGS`, the values of its labels, and its own.
+#: The name of a metric, the values of its labels, and its own.
 Reading = tuple[str, tuple[str, ...], float]
+
+_DECLARED: Mapping[str, Metric] = {**METRICS, **READINGS}
+
+_lock = threading.Lock()
+#: By kind, what is shown of the servers of this process.
+_collectors: dict[Server, _Collector] = {}
+
+
+class _Source(NamedTuple):
+    """Hold where the values of one server come from, and the labels that it has for itself."""
+
+    labels: tuple[str, ...]
+    metrics: Metrics
+    readings: Callable[[], Iterable[Reading]]
 
 
 class _Collector(PrometheusCollector):
-    """Collect the families of one server, each time that a page of its process is read.
+    """Collect the families of all servers of a kind, each time that a page of their process is read.
 
-    All servers of a process show the same page. Its workers are told apart by the label ``worker``.
+    There is one for a kind, since a page may have each family only once.
     """
 
-    def __init__(
-        self, server: Any, kind: Server, metrics: Metrics, readings: Callable[[], Iterable[Reading]]
-    ):
-        super().__init__(server)  # type: ignore[no-untyped-call]
+    def __init__(self, kind: Server):
+        super().__init__(None)  # type: ignore[no-untyped-call]
         self.subsystem = str(kind)
-        # From the start, since a rate over time does not see the step from nothing to the first value.
-        self._initial = {
-            metric: 0.0 for metric in METRICS.values() if kind in metric.servers and not metric.all_labels
-        }
-        self._own = {"worker": server.address} if kind is Server.WORKER else {}
-        self._metrics = metrics
-        self._readings = readings
+        self.sources: dict[str, _Source] = {}
+        self._labels = ("worker",) if kind is Server.WORKER else ()
+        #: Shown from the start, since a rate over time misses the step from nothing to the first value.
+        self._initial = [
+            metric for metric in METRICS.values() if kind in metric.servers and not metric.all_labels
+        ]
 
     def describe(self) -> Iterable[Any]:
-        """Claim no names, since all workers of a process show the same ones."""
+        """Claim no names beforehand."""
         return ()
 
     def collect(self) -> Iterator[Any]:
@@ -47,21 +59,22 @@ class _Collector(PrometheusCollector):
 
         types = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
         families: dict[str, Any] = {}
-        for metric, labels, value in self._samples():
-            if metric.name not in families:
-                names = [*self._own, *metric.all_labels]
-                name = self.build_name(metric.prometheus)  # type: ignore[no-untyped-call]
-                families[metric.name] = types[metric.kind](name, metric.help, labels=names)
-            families[metric.name].add_metric([*self._own.values(), *labels], value)
+        for source in list(self.sources.values()):
+            for metric, labels, value in self._samples(source):
+                if metric.name not in families:
+                    names = [*self._labels, *metric.all_labels]
+                    name = self.build_name(metric.prometheus)  # type: ignore[no-untyped-call]
+                    families[metric.name] = types[metric.kind](name, metric.help, labels=names)
+                families[metric.name].add_metric([*source.labels, *labels], value)
         yield from families.values()
 
-    def _samples(self) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
-        samples = self._metrics.samples()
-        counted = {metric for metric, _, _ in samples}
+    def _samples(self, source: _Source) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
+        samples = source.metrics.samples()
+        counted = {metric.name for metric, _, _ in samples}
         yield from samples
-        yield from ((metric, (), value) for metric, value in self._initial.items() if metric not in counted)
-        yield from ((READINGS[name], labels, value) for name, labels, value in self._readings())
-        for id, known in self._metrics.fallbacks().items():
+        yield from ((metric, (), 0.0) for metric in self._initial if metric.name not in counted)
+        yield from ((_DECLARED[name], labels, value) for name, labels, value in source.readings())
+        for id, known in source.metrics.fallbacks().items():
             yield READINGS["fallbacks.{fallback}"], (id,), known["count"]
 
 
@@ -75,7 +88,8 @@ def register(
     server
         Dask's worker or scheduler, of this kind.
     readings
-        Returns what is known only now; called each time that the page is read, on the event loop.
+        Returns what is not among the metrics, but read each time that the page is asked for, on the event
+        loop.
 
     Returns
     -------
@@ -86,12 +100,23 @@ def register(
         from prometheus_client import REGISTRY
     except ImportError:
         return _nothing
-    collector = _Collector(server, kind, metrics, readings)
-    REGISTRY.register(collector)
+    address: str = server.address
+    source = _Source((address,) if kind is Server.WORKER else (), metrics, readings)
+    with _lock:
+        if kind not in _collectors:
+            _collectors[kind] = _Collector(kind)
+            REGISTRY.register(_collectors[kind])
+        _collectors[kind].sources[address] = source
 
     def unregister() -> None:
-        with contextlib.suppress(KeyError):  # of a second call
-            REGISTRY.unregister(collector)
+        with _lock:
+            collector = _collectors.get(kind)
+            if collector is None or collector.sources.get(address) is not source:
+                return
+            del collector.sources[address]
+            if not collector.sources:
+                del _collectors[kind]
+                REGISTRY.unregister(collector)
 
     return unregister
 

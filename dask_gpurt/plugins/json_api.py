@@ -316,7 +316,7 @@ class _JsonHandler(RequestHandler):
         return found if hasattr(found, "json_api") else None
 
     def reply(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
-        """Write a value, which nobody along the way keeps."""
+        """Write a value as JSON, not to be kept by caches."""
         self.set_status(status)
         self.set_header("Content-Type", "application/json")
         self.set_header("Cache-Control", "no-store")

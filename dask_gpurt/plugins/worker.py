@@ -225,8 +225,16 @@ class GpurtWorkerPlugin(WorkerPlugin):
                     run.task_done(key)
 
     def _readings(self) -> list[prometheus.Reading]:
-        held = amounts(self.tiers.ledger)
-        return [("memory.held.{tier}.{kind}", (tier, kind), nbytes) for tier, kind, nbytes in held]
+        return [
+            *(
+                ("memory.held.{tier}.{kind}", (tier, kind), nbytes)
+                for tier, kind, nbytes in amounts(self.tiers.ledger)
+            ),
+            *(
+                ("residency.{outcome}", (name.removeprefix("residency."),), launches)
+                for name, launches in self.residency.counters().items()
+            ),
+        ]
 
     def waiting(self) -> dict[str, Any]:
         """Return what waits here, for a look into a cluster that stands still."""

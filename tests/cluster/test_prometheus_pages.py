@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from distributed import Client, Scheduler, Worker
@@ -17,8 +18,11 @@ from tests.helpers.in_process import on_plain_cluster
 async def page(server: Any) -> dict[str, dict[str, float]]:
     """Return the samples of the runtime on a server's page, by name and worker."""
     found = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{server.http_server.port}/metrics")
+    text = found.body.decode()
+    described = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(set(described)) == len(described)  # Prometheus refuses more than one description
     shown: dict[str, dict[str, float]] = {}
-    for family in text_string_to_metric_families(found.body.decode()):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if "_gpurt_" in sample.name:
                 shown.setdefault(sample.name, {})[sample.labels.get("worker", "")] = sample.value
