@@ -59,7 +59,10 @@ class Fallback(Enum):
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask decides in its method {method}"
 
-    PLANNING_UNSUPPORTED = "planning.unsupported", "each query is planned anew, as Dask does"
+    PLANNING_UNSUPPORTED = (
+        "planning.unsupported",
+        "each query is planned anew, and no tasks are fused, as with Dask",
+    )
 
     OBSERVE_JSON_API = "observe.json-api", "the JSON API is not served"
 
