@@ -9,7 +9,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +247,43 @@ def json_api_page() -> str:
     return "\n".join(sections)
 
 
+METRICS_HEAD = """\
+| name{where} | type | unit | for Prometheus | labels | what it tells |
+|---|---|---|---|---|---|
+"""
+
+
+def metrics_tables() -> dict[str, str]:
+    """Return the tables of ``docs/reference/metrics.md``, by heading."""
+    from dask_gpurt.observe.metrics import METRICS, READINGS
+
+    def table(head: str, metrics: Iterable[Any]) -> str:
+        return head + "".join(map(_metric_row, metrics))
+
+    return {
+        "All metrics": table(METRICS_HEAD.format(where=" in a report"), METRICS.values()),
+        "Readings": table(METRICS_HEAD.format(where=""), READINGS.values()),
+    }
+
+
+def _metric_row(metric: Any) -> str:
+    pages = [server for server in metric.servers if server != "client"]  # which has none
+    name = re.sub(r"\{.*?\}", "…", metric.name)
+    families = ", ".join(f"`{metric.family(server)}`" for server in pages)
+    labels = ", ".join(f"`{label}`" for label in metric.all_labels)
+    return f"| `{name}` | {metric.kind} | {metric.unit} | {families} | {labels} | {metric.help} |\n"
+
+
+def write_metrics_tables() -> None:
+    """Write the tables into the page that they are part of."""
+    page = ROOT / "docs" / "reference" / "metrics.md"
+    text = page.read_text()
+    for heading, table in metrics_tables().items():
+        of_heading = rf"(?<=\n## {heading}\n)([^#|]*)(\|[^\n]*\n)+"
+        text = re.sub(of_heading, lambda found, table=table: found[1] + table, text)
+    page.write_text(text)
+
+
 def root_page(name: str) -> str:
     """Return a page that lies beside the documentation, its links as seen from there."""
     return (ROOT / name).read_text().replace("](docs/", "](")
@@ -276,3 +313,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path, write in PAGES.items():
         files.append(File.generated(config, path, content=write()))
     return files
+
+
+if __name__ == "__main__":  # the other pages are not part of the repository
+    write_metrics_tables()
