@@ -21,8 +21,8 @@ HOOK = "dask_gpurt.preload"
 #: The processes that may switch the runtime on when they start.
 HOOKED = ("client", "scheduler", "worker", "nanny")
 DEADLOCK = (
-    "before Python 3.12 Dask's own set_index can deadlock where client and scheduler share a process, as "
-    "with LocalCluster: functools.cached_property has one lock for a whole class there. Python 3.12 has none"
+    "before Python 3.12 and with the runtime off Dask's own sort_values and set_index can deadlock where "
+    "client and scheduler share a process, as with LocalCluster: use Python 3.12, or run the scheduler by itself"
 )
 
 
