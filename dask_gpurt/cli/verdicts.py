@@ -97,7 +97,7 @@ def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> I
                 f"'gpurt.takeover' is {as_yaml(settings['takeover'])} here, but the cluster was switched on "
                 f"with {as_yaml(cluster['takeover'])}, which counts for p2p until it is switched off"
             )
-    elif not enabled:
+    elif not enabled and not settings["configured"]:
         for key, value in changed.items():
             if key != "gpurt.enabled":
                 yield f"{key!r} is {as_yaml(value)}, but 'gpurt.enabled' is false"

@@ -109,7 +109,7 @@ METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
         # ---- shuffle
-        _counter("shuffle.runs", "runs, counted on each worker that took part"),
+        _counter("shuffle.runs", "runs; of a worker those that it took part in, of the cluster each once"),
         _counter("shuffle.runs.recovered", "times that runs went on with other owners after a loss"),
         _counter("shuffle.runs.restarted", "runs that began again as a whole"),
         _counter("shuffle.inputs.missing", "inputs that were missing at a barrier, and transferred again"),

@@ -14,17 +14,16 @@ from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
-from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC
-from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
+from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
@@ -115,6 +114,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.learned = SharedStatistics()
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
+        self.reports = ClusterReports(self.scheduler, self.metrics, token)
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
         self.shuffles = SchedulerShuffles(
             self.scheduler, settings, self.metrics, lambda: self.placement, self.workers.ready
@@ -203,9 +203,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def add_worker(self, scheduler: SchedulerServer, worker: str) -> None:
         self.streams.add(scheduler.stream_comms[worker])
+        self.reports.add(worker)
 
     def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         self.cluster_memory.forget(worker)
+        self.reports.remove(worker)
         self.workers.remove(worker)
         self.places.remove(worker)
         self.learned.remove(worker)
@@ -285,23 +287,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         connect
             Whether the workers shall find out the paths to all their peers first.
         """
-        replies = await self.scheduler.broadcast(
-            msg={"op": "gpurt_report", "connect": connect}, on_error="return"
-        )
-        workers: dict[str, dict[str, Any]] = {
-            worker: reply if isinstance(reply, dict) else {"error": str(reply)}
-            for worker, reply in replies.items()
-        }
-        own = self.metrics.snapshot()
-        counters = combine([own["counters"], *(reply.get("counters", {}) for reply in workers.values())])
-        return {
-            "enabled": True,
-            "version": __version__,
-            "takeover": self.settings.takeover,
-            "counters": counters,
-            "fallbacks": own["fallbacks"],
-            "workers": workers,
-        }
+        return {"takeover": self.settings.takeover, **await self.reports.collect(connect)}
 
 
 def _nothing(**_: Any) -> None:

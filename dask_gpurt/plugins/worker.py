@@ -34,6 +34,7 @@ from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
+from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
@@ -48,8 +49,6 @@ logger = logging.getLogger("dask_gpurt")
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
-#: The handler that the scheduler calls for what is known here.
-REPORT = "gpurt_report"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -136,6 +135,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(housekeeping.stop)
         prometheus.register(worker.address, self.metrics, self._amounts)
         undo.callback(prometheus.unregister, worker.address)
+        undo.callback(HeartbeatCounters(worker, self._counted, self.token).close)
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         undo.callback(self.topology.close)
@@ -227,6 +227,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def _amounts(self) -> list[tuple[str, str, int]]:
         return amounts(self.tiers.ledger)
 
+    def _counted(self) -> dict[str, Any]:
+        known = self.metrics.snapshot()
+        return {**known, "counters": known["counters"] | self.residency.counters()}
+
     def waiting(self) -> dict[str, Any]:
         """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
@@ -235,7 +239,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Handle a question for what this worker has, did and fell back from."""
         if connect:
             await self.exchange.peers.connect_all()
-        known = self.metrics.snapshot()
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
@@ -246,8 +249,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "residency": self.residency.describe(),
             "reads": self.reads.report(),
             "problems": config.problems(),
-            **known,
-            "counters": known["counters"] | self.residency.counters(),
+            **self._counted(),
         }
 
 
