@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import click
 import dask
 from distributed import Client, LocalCluster
-from distributed.comm import parse_address, parse_host_port
+from distributed.comm.addressing import parse_address, parse_host_port
 from distributed.core import rpc
 from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml

@@ -163,7 +163,11 @@ def _examine_cluster(client: Client) -> dict[str, Any]:
         "residency": _count_residency(workers.values()),
         "pools": {address: reply.pools for address, reply in workers.items() if reply.error is None},
         "fallbacks": _count_fallbacks(
-            [found.fallbacks, *(one.fallbacks for one in (*workers.values(), *found.departed))]
+            [
+                found.fallbacks,
+                *(reply.fallbacks for reply in workers.values()),
+                *(gone.fallbacks for gone in found.departed),
+            ]
         ),
         "counters": dict(found.counters),
         "problems": {address: list(reply.problems) for address, reply in workers.items() if reply.problems},
@@ -177,7 +181,8 @@ def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
 
     async def ask() -> Any:
         async with asyncio.timeout(VERSIONS_TIMEOUT_S):
-            return await client.get_versions(packages=["dask_gpurt"])
+            found: Any = client.get_versions(packages=["dask_gpurt"])
+            return await found
 
     try:
         found = client.sync(ask)

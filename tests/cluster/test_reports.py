@@ -84,3 +84,11 @@ def test_a_worker_that_stands_still_is_said_to(client: Client, monkeypatch: pyte
     assert found.workers[stopped].error == "no answer within 0.3 s"
     assert doctor.exit_code == 1
     assert f"worker {stopped}: no answer within 0.3 s" in " ".join(doctor.stdout.split())
+
+
+def test_the_disk_tier_has_the_free_space_where_its_files_go(client: Client) -> None:
+    (directory,) = set(client.run(lambda dask_worker: os.path.dirname(dask_worker.local_directory)).values())
+    rows = dask_gpurt.memory_usage(client)
+    whole = os.statvfs(directory)
+    for capacity in rows[rows["tier"] == "disk"]["capacity"]:
+        assert 0 < capacity <= whole.f_bfree * whole.f_frsize + 2**30  # others may have filled it meanwhile
