@@ -79,6 +79,11 @@ class Ledger:
                 self._cells[cell] = nbytes
                 self._changed.add(cell)
 
+    def set_capacity(self, tier: Tier, nbytes: int) -> None:
+        """Note that a tier holds more or less from now on; the next message has it."""
+        with self._lock:
+            self.capacity[tier] = nbytes
+
     def add(self, tier: Tier, label: Label, nbytes: int) -> None:
         """Count so many bytes more in a tier, or less."""
         if not nbytes:
