@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -342,6 +342,7 @@ def combine(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return combined
 
 
+@lru_cache(maxsize=4096)  # of all workers' names, which are much the same
 def _is_gauge(filled: str) -> bool:
     try:
         return find(filled).kind is Kind.GAUGE
