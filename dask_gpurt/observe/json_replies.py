@@ -72,7 +72,8 @@ class ReportReply(Reply):
     version: Annotated[str, "of the package on the scheduler"]
     takeover: Annotated[bool | str, "the setting `gpurt.takeover`"]
     counters: Annotated[
-        dict[str, float], "of the whole cluster, by name, with workers that have left; see [metrics](metrics.md)"
+        dict[str, float],
+        "of the whole cluster, by name, with workers that have left; see [metrics](metrics.md)",
     ]
     fallbacks: Annotated[dict[str, FallbackReply], "of the scheduler and its workers, by id"]
     workers: Annotated[int, "how many have reported"]

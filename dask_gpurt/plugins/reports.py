@@ -115,12 +115,11 @@ class ClusterReports:
         Returns
         -------
         dict
-            As of :meth:`collect`, the ``workers`` with no more than ``counters`` and ``fallbacks``; those that
-            have not reported yet are left out.
+            As of :meth:`collect`, the ``workers`` with no more than ``counters`` and ``fallbacks``, without
+            those that have not reported yet.
         """
         heard = {worker: state.metrics.get(METRIC) or {} for worker, state in self._scheduler.workers.items()}
-        workers = {worker: one for worker, one in heard.items() if one.get("token") == self._token}
-        return self._report({worker: {**one} for worker, one in workers.items()})
+        return self._report({w: one for w, one in heard.items() if one.get("token") == self._token})
 
     async def collect(self, connect: bool) -> dict[str, Any]:
         """Return the report of the cluster as plain values.
