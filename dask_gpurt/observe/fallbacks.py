@@ -64,8 +64,6 @@ class Fallback(Enum):
         "each query is planned anew, and no tasks are fused, as with Dask",
     )
 
-    OBSERVE_JSON_API = "observe.json-api", "the JSON API is not served"
-
     TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host count as unknown"
     TOPOLOGY_GPU_UNKNOWN = "topology.gpu-unknown", "this worker's GPU has no place in the topology"
     TOPOLOGY_GPU_NOT_IN_FILE = (
@@ -83,6 +81,8 @@ class Fallback(Enum):
     )
     OVERLAP_NOT_SAVED = "overlap.not-saved", "what was learnt of kernels is not kept"
     OVERLAP_HANDED_OVER_EARLY = "overlap.handed-over-early", "memory changes hands too early"
+
+    OBSERVE_JSON_API = "observe.json-api", "the JSON API is not served"
 
     def __init__(self, id: str, text: str):
         self.id = id
