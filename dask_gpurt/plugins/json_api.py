@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
@@ -124,8 +125,9 @@ class Query(NamedTuple):
 
 def _number(given: dict[str, list[str]], name: str, default: int) -> int:
     text = given.get(name, [str(default)])[-1]
-    if not text.isascii() or not text.isdecimal():
-        raise Refused(HTTPStatus.BAD_REQUEST, f"{name}={text}: expected a whole number of at least 0")
+    if not re.fullmatch("[0-9]{1,9}", text):
+        message = f"{name}={text[:20]}: expected a whole number of at least 0, and at most 9 digits"
+        raise Refused(HTTPStatus.BAD_REQUEST, message)
     return int(text)
 
 
