@@ -49,6 +49,8 @@ from dask_gpurt.cli.environment import environment
 WORKERS = 2
 #: Tasks of a chain.
 CHAIN = 20
+#: Seconds between looks whether all results are gone.
+LOOK_INTERVAL_S = 0.02
 #: The ways in which the runtime is switched on, with the settings of each; the first is compared with.
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "off": None,
@@ -114,6 +116,11 @@ def _thread_kind(thread: threading.Thread) -> str:
     return TASKS if "Dask-Default-Threads" in thread.name else OTHERS
 
 
+def keys_left(dask_worker: Any) -> int:
+    """Return how many tasks a worker knows."""
+    return len(dask_worker.state.tasks)
+
+
 def worker_messages(dask_worker: Any) -> int:
     """Return how often a worker has written to the scheduler."""
     return int(dask_worker.batched_stream.batch_count)
@@ -167,10 +174,17 @@ def end_on_scheduler(dask_scheduler: Any) -> dict[Any, Any]:
 # ---- from the client -------------------------------------------------------------------------------
 
 
+def run(client: Client, workload: str, tasks: int) -> None:
+    """Run a workload once, until its results have been released on the workers too."""
+    WORKLOADS[workload](client, tasks)
+    while any(client.run(keys_left).values()):
+        time.sleep(LOOK_INTERVAL_S)
+
+
 def measure(client: Client, workload: str, tasks: int) -> dict[str, float]:
     """Run a workload once; return microseconds of the processors by thread, and messages, for each task."""
     before = _figures(client)
-    WORKLOADS[workload](client, tasks)
+    run(client, workload, tasks)
     after = _figures(client)
     return {name: (after[name] - before[name]) / tasks for name in after}
 
@@ -193,7 +207,7 @@ def profile(client: Client, workload: str, tasks: int, thread: str) -> dict[Any,
         client.run_on_scheduler(begin_on_scheduler)
     else:
         client.run(begin_on_worker, thread=thread)
-    WORKLOADS[workload](client, tasks)
+    run(client, workload, tasks)
     if thread == SCHEDULER:
         profiles = [client.run_on_scheduler(end_on_scheduler)]
     else:
@@ -292,7 +306,7 @@ def main(tasks: int, repeat: int, functions: int, workloads: list[str], output: 
             for contender in CONTENDERS if number % 2 else reversed(CONTENDERS):
                 with switched(client, contender):
                     for workload in workloads:
-                        WORKLOADS[workload](client, 10 * CHAIN)  # the first of its kind loads and learns
+                        run(client, workload, 10 * CHAIN)  # the first of its kind loads and learns
                         if number < repeat:
                             figures = measure(client, workload, tasks)
                             runs.append({"workload": workload, "contender": contender, "figures": figures})
