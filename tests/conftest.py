@@ -14,8 +14,9 @@ from distributed import Client
 from hypothesis import settings
 
 from tests.helpers import caps
-from tests.helpers.clusters import Library, cluster, fork_with_imports
+from tests.helpers.clusters import Library, fork_with_imports
 from tests.helpers.gpus import cuda_devices, unaccepted_skip
+from tests.helpers.shared_cluster import Lease, SharedCluster
 
 
 def _without_lock(self: Any, instance: Any, owner: Any = None) -> Any:
@@ -97,8 +98,25 @@ def library(request: pytest.FixtureRequest) -> Library:
     return Library(request.param)
 
 
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[SharedCluster]:
+    """Keep a cluster of two processes for tests that leave it as it was."""
+    shared = SharedCluster()
+    yield shared
+    shared.close()
+
+
 @pytest.fixture(scope="module")
-def client(library: Library) -> Iterator[Client]:
-    """Run a cluster of two processes with the runtime on for tests of a module that leave it as it is."""
-    with cluster(library.name) as client:
-        yield client
+def _lease(shared_cluster: SharedCluster, library: Library) -> Iterator[Lease]:
+    lease = Lease(lambda: shared_cluster.client(library.name))
+    yield lease
+    lease.end()
+
+
+@pytest.fixture
+def client(_lease: Lease, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """Have the runtime on, on the shared cluster, for all tests of a module until one of them fails."""
+    failed = request.session.testsfailed
+    yield _lease.client
+    if request.session.testsfailed > failed:
+        _lease.end_after_failure()
