@@ -11,9 +11,8 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from tests.helpers.clusters import Library
+from tests.helpers.clusters import Library, cluster
 from tests.helpers.planned import tables
-from tests.helpers.shared_cluster import SharedCluster
 
 PLANS = "planning.plans.reused"
 
@@ -42,30 +41,27 @@ def reused(client: Client) -> float:
     return float(dask_gpurt.report(client).counters.get(PLANS, 0))
 
 
-def test_plans_are_reused_and_give_the_same(
-    shared_cluster: SharedCluster, library: Library, path: Path
-) -> None:
-    with shared_cluster.client(library.name) as client:
-        before = reused(client)
-        # A setting that changes, as the backend, has everything dropped.
-        with dask.config.set({"dataframe.backend": library.name}):
-            first, second = result(path, library.name), result(path, library.name)
-        assert reused(client) > before
-        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-            expected = result(path, library.name)
+def test_plans_are_reused_and_give_the_same(client: Client, library: Library, path: Path) -> None:
+    before = reused(client)
+    # A setting that changes, as the backend, has everything dropped.
+    with dask.config.set({"dataframe.backend": library.name}):
+        first, second = result(path, library.name), result(path, library.name)
+    assert reused(client) > before
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        expected = result(path, library.name)
     for found in (first, second):
         assert found.equals(expected) or (found - expected).abs().max().max() < 1e-9
 
 
-def test_that_it_can_be_switched_off(shared_cluster: SharedCluster, path: Path) -> None:
-    with shared_cluster.client(planning__cache=False) as client:
+def test_that_it_can_be_switched_off(path: Path) -> None:
+    with dask.config.set({"gpurt.planning.cache": False}), cluster("pandas") as client:
         before = reused(client)
         assert result(path, "pandas").equals(result(path, "pandas"))
         assert reused(client) == before
 
 
-def test_that_nothing_is_kept_once_the_runtime_is_off(shared_cluster: SharedCluster, path: Path) -> None:
-    with shared_cluster.client() as client:
+def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
+    with cluster("pandas") as client:
         enabled = result(path, "pandas")
         before = reused(client)
         dask_gpurt.disable(client)
