@@ -40,10 +40,9 @@ QUICK = {
 
 
 def fork_with_imports() -> None:
-    """Have the process that workers are forked from import all that they need."""
-    if cuda_devices():
-        return
-    with dask.config.set({METHOD: "forkserver"}):
+    """Have workers forked, whoever starts them, from a process that has imported all that they need."""
+    dask.config.set({METHOD: QUICK[METHOD]})
+    if QUICK[METHOD] == "forkserver":
         get_mp_context().set_forkserver_preload(IMPORTED)
 
 
