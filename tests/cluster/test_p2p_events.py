@@ -329,9 +329,11 @@ def test_a_shuffle_of_dasks_own_loses_a_worker(monkeypatch: pytest.MonkeyPatch) 
     run(test, workers=3, **{"gpurt.takeover": False})
 
 
-def test_a_worker_that_owns_no_output_is_closed_during_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("phase", ["barrier", "unpack"])
+def test_a_worker_that_owns_no_output_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """Once the barrier has passed, and its shards are where they are read, nothing has to be mended."""
     monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
-    stopped = gate(monkeypatch, "barrier")
+    stopped = gate(monkeypatch, phase)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         result = client.compute(shuffled())
@@ -339,12 +341,20 @@ def test_a_worker_that_owns_no_output_is_closed_during_transfer(monkeypatch: pyt
         owner, other = sorted(crew, key=lambda worker: worker.address)
         (shuffle,) = scheduler.extensions["shuffle"].active_shuffles.values()
         assert shuffle.participating_workers == {owner.address, other.address}
+        shards = other.plugins["gpurt"].exchange.pools.known("host")
+        await until(lambda: owner.address not in shards.readers())
+        before = shuffle.run_spec.worker_for.epoch
         await other.close(executor_wait=False)
+        await until(lambda: other.address not in scheduler.workers)
+        assert shuffle.participating_workers == {owner.address}
+        assert shuffle.run_spec.worker_for.epoch > before, "it is written off"
+        assert counted(scheduler, "shuffle.runs.recovered") == (phase == "barrier")
         stopped.open.set()
         assert_right(await result)
+        assert counted(scheduler, "shuffle.runs.recovered") == (phase == "barrier")
         del result
 
-    run(test)
+    run(test, **{"gpurt.exchange.paths": ["comms"]})
 
 
 def test_a_worker_that_takes_no_part_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,6 +644,27 @@ def test_a_run_is_failed_before_its_worker_hears_that_it_has_begun(monkeypatch: 
         stopped.open.set()
 
     run(test, workers=1)
+
+
+def test_the_scheduler_forgets_all_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is restarted; workers without a nanny end then."""
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        restarting = asyncio.create_task(client.restart(wait_for_workers=False))
+        await until(lambda: not scheduler.tasks)
+        stopped.open.set()
+        await restarting
+        assert result.cancelled()
+        assert not [name for name in scheduler.clients if name.startswith("gpurt")]
+        async with Worker(scheduler.address, nthreads=1):
+            assert_right(await client.compute(shuffled()))
+        for worker in crew:
+            await worker.finished()
+
+    run(test)
 
 
 def test_a_run_can_not_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:

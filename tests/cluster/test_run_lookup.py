@@ -11,7 +11,7 @@ import pandas as pd
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.shuffle.run import ShuffleRun
-from tests.helpers.shared_cluster import SharedCluster
+from tests.helpers.clusters import cluster
 
 
 def count_asking(dask_worker: Any) -> None:
@@ -27,19 +27,12 @@ def count_asking(dask_worker: Any) -> None:
     runs.get_or_create = ask
 
 
-def times_asked(dask_worker: Any) -> int:
-    """Return how often the event loop was asked, which is not counted any more."""
-    runs = dask_worker.plugins["shuffle"].shuffle_runs
-    del runs.get_or_create
-    return len(runs.asked)
-
-
-def test_only_the_first_task_of_a_run_asks_the_event_loop(shared_cluster: SharedCluster) -> None:
-    with shared_cluster.client() as client:
+def test_only_the_first_task_of_a_run_asks_the_event_loop() -> None:
+    with cluster() as client:
         client.run(count_asking)
         frame = dd.from_pandas(pd.DataFrame({"key": range(1000)}), npartitions=16)
         assert len(frame.shuffle("key").compute()) == 1000
-        asked = client.run(times_asked)
+        asked = client.run(lambda dask_worker: len(dask_worker.plugins["shuffle"].shuffle_runs.asked))
     assert set(asked.values()) <= {0, 1}  # once the other worker has told of the run, none asks
     assert any(asked.values())
 
