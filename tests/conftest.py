@@ -98,10 +98,11 @@ def library(request: pytest.FixtureRequest) -> Library:
     return Library(request.param)
 
 
-@pytest.fixture(scope="session")
-def shared_cluster() -> Iterator[SharedCluster]:
-    """Keep a cluster of two processes for tests that leave it as it was."""
-    shared = SharedCluster()
+# Not for the session: Dask's gen_cluster ends all processes that it finds, before and after a test.
+@pytest.fixture(scope="module")
+def shared_cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
+    """Keep a cluster of two processes for tests of a module that leave it as it was."""
+    shared = SharedCluster(lambda: request.session.testsfailed)
     yield shared
     shared.close()
 
@@ -116,7 +117,7 @@ def _lease(shared_cluster: SharedCluster, library: Library) -> Iterator[Lease]:
 @pytest.fixture
 def client(_lease: Lease, request: pytest.FixtureRequest) -> Iterator[Client]:
     """Have the runtime on, on the shared cluster, for all tests of a module until one of them fails."""
-    failed = request.session.testsfailed
+    failures = request.session.testsfailed
     yield _lease.client
-    if request.session.testsfailed > failed:
-        _lease.end_after_failure()
+    if request.session.testsfailed > failures:
+        _lease.end()

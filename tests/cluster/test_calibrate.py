@@ -12,9 +12,9 @@ import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.cli.calibrate import QUERIES, ensure_confined, learn, random_rows, split_text, written_since
 from dask_gpurt.overlap.statistics_file import load
+from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import Starting
 from tests.helpers.overlap_cluster import start as start  # a fixture
-from tests.helpers.shared_cluster import SharedCluster
 
 
 def test_without_a_gpu_there_is_nothing_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,9 +24,9 @@ def test_without_a_gpu_there_is_nothing_to_calibrate(monkeypatch: pytest.MonkeyP
     assert "there is no GPU on this host" in shown.output
 
 
-def test_where_nothing_confines_it_says_why(shared_cluster: SharedCluster) -> None:
+def test_where_nothing_confines_it_says_why() -> None:
     with (
-        shared_cluster.client(overlap__mode="adaptive", overlap__residency="auto") as client,
+        cluster(overlap__mode="adaptive", overlap__residency="auto") as client,
         pytest.raises(click.ClickException, match=r"nothing can be learnt on worker .*interposer"),
     ):
         ensure_confined(client)

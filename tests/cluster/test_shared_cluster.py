@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -14,22 +13,17 @@ from tests.helpers import shared_cluster as module
 from tests.helpers.shared_cluster import Lease, SharedCluster
 
 
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedCluster]:
-    monkeypatch.setattr(module, "FAILURES", 0)
-    monkeypatch.setattr(module, "CHECK", False)
-    shared = SharedCluster()
-    yield shared
-    shared.close()
-
-
 def processes(client: Client) -> set[int]:
     return set(client.run(os.getpid).values())
 
 
 def test_it_serves_with_other_settings_until_a_test_fails_or_leaves_something_behind(
-    shared: SharedCluster, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "FAILURES", 0)
+    monkeypatch.setattr(module, "CHECK", False)
+    failed: list[str] = []
+    shared = SharedCluster(lambda: len(failed))
     with shared.client() as client:
         first = processes(client)
     with shared.client(exchange__pool="3 MiB") as client:
@@ -39,7 +33,8 @@ def test_it_serves_with_other_settings_until_a_test_fails_or_leaves_something_be
 
     lease = Lease(shared.client)
     assert processes(lease.client) == processes(lease.client) == first
-    lease.end_after_failure()
+    failed.append("a test")
+    lease.end()
     assert not any(map(psutil.pid_exists, first))
     second = processes(lease.client)
     lease.end()

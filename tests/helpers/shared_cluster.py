@@ -1,4 +1,4 @@
-"""One cluster of processes for tests that leave it as it was: to start one takes longer than most of them."""
+"""One cluster of processes for the tests of a module that leave it as it was."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ class SharedCluster:
 
     The runtime goes on for each of them, with settings of its own, and off afterwards. Where a test fails, or
     leaves something behind, the cluster is closed, and the next test has a new one.
+
+    Parameters
+    ----------
+    failures
+        Counts the tests that have failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failures: Callable[[], int]) -> None:
+        self._failures = failures
         self._local: Any = None
         #: What the cluster had when it was new.
         self._had: dict[str, Any] = {}
@@ -39,20 +45,24 @@ class SharedCluster:
             with cluster(backend, **settings) as client:
                 yield client
             return
-        if self._local is None:
-            with dask.config.set(QUICK):
-                # Not with settings of the test: what a worker is started with goes before what it is told.
-                self._local = processes()
-            self._had = held(self._local)
-        local, self._local = self._local, None  # until it is known to be as it was
+        failures = self._failures()
+        local, self._local = self._local or self._start(), None
         try:
             with dask.config.set({**QUICK, **nested(settings)}), enabled(local, workers=2) as client:
                 yield client
-            until(lambda: not self._changes(local), lambda: self._changes(local))
-        except BaseException:
-            local.close()
-            raise
-        self._local = local
+            if self._failures() == failures:
+                until(lambda: not self._changes(local), lambda: self._changes(local))
+                self._local = local
+        finally:
+            if self._local is None:
+                local.close()
+
+    def _start(self) -> Any:
+        # Not with the settings of a test: what a worker is started with goes before what it is told.
+        with dask.config.set(QUICK):
+            local = processes()
+        self._had = held(local)
+        return local
 
     def _changes(self, local: Any) -> dict[str, Any]:
         return {name: now for name, now in held(local).items() if now != self._had[name]}
@@ -64,7 +74,7 @@ class SharedCluster:
 
 
 class Lease:
-    """Hold one client for several tests, and another one after a test that has failed."""
+    """Hold one client for several tests, until it is ended."""
 
     def __init__(self, opened: Callable[[], contextlib.AbstractContextManager[Client]]):
         self._opened = opened
@@ -78,18 +88,10 @@ class Lease:
         return self._held[1]
 
     def end(self) -> None:
-        """Let go of the client."""
+        """Let go of the client; who asks for one next has another."""
         if self._held is not None:
             (context, _), self._held = self._held, None
             context.__exit__(None, None, None)
-
-    def end_after_failure(self) -> None:
-        """Let go of the client, of which nothing is expected any more."""
-        if self._held is not None:
-            (context, _), self._held = self._held, None
-            error = RuntimeError("a test has failed")
-            with contextlib.suppress(RuntimeError):
-                context.__exit__(RuntimeError, error, None)
 
 
 def held(local: Any) -> dict[str, Any]:
