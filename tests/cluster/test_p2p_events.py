@@ -329,11 +329,9 @@ def test_a_shuffle_of_dasks_own_loses_a_worker(monkeypatch: pytest.MonkeyPatch) 
     run(test, workers=3, **{"gpurt.takeover": False})
 
 
-@pytest.mark.parametrize("phase", ["barrier", "unpack"])
-def test_a_worker_that_owns_no_output_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    """Once the barrier has passed, and its shards are where they are read, nothing has to be mended."""
+def test_a_worker_that_owns_no_output_is_closed_during_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
-    stopped = gate(monkeypatch, phase)
+    stopped = gate(monkeypatch, "barrier")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         result = client.compute(shuffled())
@@ -341,17 +339,34 @@ def test_a_worker_that_owns_no_output_is_closed(monkeypatch: pytest.MonkeyPatch,
         owner, other = sorted(crew, key=lambda worker: worker.address)
         (shuffle,) = scheduler.extensions["shuffle"].active_shuffles.values()
         assert shuffle.participating_workers == {owner.address, other.address}
+        await other.close(executor_wait=False)
+        stopped.open.set()
+        assert_right(await result)
+        del result
+
+    run(test)
+
+
+def test_a_worker_is_closed_that_has_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It owns no output, and its shards are where they are read: it is written off, and nothing is mended."""
+    monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        owner, other = sorted(crew, key=lambda worker: worker.address)
         shards = other.plugins["gpurt"].exchange.pools.known("host")
         await until(lambda: owner.address not in shards.readers())
+        (shuffle,) = scheduler.extensions["shuffle"].active_shuffles.values()
         before = shuffle.run_spec.worker_for.epoch
         await other.close(executor_wait=False)
         await until(lambda: other.address not in scheduler.workers)
-        assert shuffle.participating_workers == {owner.address}
-        assert shuffle.run_spec.worker_for.epoch > before, "it is written off"
-        assert counted(scheduler, "shuffle.runs.recovered") == (phase == "barrier")
+        assert shuffle.run_spec.worker_for.epoch > before
         stopped.open.set()
         assert_right(await result)
-        assert counted(scheduler, "shuffle.runs.recovered") == (phase == "barrier")
+        assert not counted(scheduler, "shuffle.runs.recovered")
+        assert not counted(scheduler, "shuffle.runs.restarted")
         del result
 
     run(test, **{"gpurt.exchange.paths": ["comms"]})
