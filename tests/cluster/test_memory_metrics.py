@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
 from tests.helpers.clusters import Library, cluster
+from tests.helpers.shared_cluster import SharedCluster
 from tests.helpers.waiting import until
 
 MIB = 2**20
@@ -31,9 +32,9 @@ Samples = dict[tuple[str, ...], float]
 
 
 @pytest.fixture
-def spilled(library: Library) -> Iterator[tuple[Client, Any]]:
+def spilled(shared_cluster: SharedCluster, library: Library) -> Iterator[tuple[Client, Any]]:
     """Yield two workers with 16 partitions of 2 MiB, which are more than fit into the device tier."""
-    with cluster(library.name, **SMALL) as client:
+    with shared_cluster.client(library.name, **SMALL) as client:
 
         def part(i: int) -> Any:
             return library.frame(pd.DataFrame({"value": np.arange(MIB // 4, dtype="i8") + i}))
