@@ -99,7 +99,7 @@ def demo(
     with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
             dask_gpurt.enable(client)
-        sampler = TierSampler(partial(dask_gpurt.memory_usage, client))
+        sampler = TierSampler(partial(_tiers, client))
         with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
             frames = distribute(tables, backend, partitions, Path(folder))
         outcomes = run_operations(client, frames, tables, chosen, repeat, sampler, quiet=as_json)
@@ -128,6 +128,10 @@ def demo(
     else:
         print_results(results, outcomes)
     sys.exit(0 if results["passed"] else 1)
+
+
+def _tiers(client: Client) -> pd.DataFrame:
+    return dask_gpurt.memory_usage(client).to_pandas(names="metrics")
 
 
 def choose_methods(methods: str) -> list[str]:

@@ -126,6 +126,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "gpurt_gone": self.gone,
             "gpurt_disable": self.stop,
             "gpurt_memory": self.memory,
+            "gpurt_shared_memory": self.shared_memory,
             "gpurt_explain": self.explain,
             HANDLER: self.learned.learned,
             JOIN: self.workers.join,
@@ -257,6 +258,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             if (whole := state.metrics.get(METRIC)) is not None:
                 self.cluster_memory.apply(address, whole)
         return self.cluster_memory.rows_by_prefix() if by == "prefix" else self.cluster_memory.rows()
+
+    def shared_memory(self) -> dict[str, int]:
+        """Handle a question for the workers without a GPU: the bytes that their exchange pools may take."""
+        return self.cluster_memory.shared_memory()
 
     # ---- what workers and clients ask ------------------------------------------------
 
