@@ -137,13 +137,10 @@ def known(client: Client) -> Truth:
     by_prefix = dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics")
     for row in by_prefix[by_prefix["kind"] == PARTITIONS].itertuples():
         prefixes[row.worker, row.tier][row.prefix] = row.bytes
-    rows = (
-        dask_gpurt.memory_usage(client)
-        .to_pandas(names="metrics")
-        .set_index(["worker", "tier"])[list(KINDS)]
-        .to_dict("index")
-    )
-    return {place: (kinds, prefixes[place]) for place, kinds in rows.items()}
+    return {
+        (place := (row["worker"], row["tier"])): ({kind: row[kind] for kind in KINDS}, prefixes[place])
+        for row in dask_gpurt.memory_usage(client)
+    }
 
 
 def measure_change(changes: int = 100_000) -> float:
