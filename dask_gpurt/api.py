@@ -75,8 +75,15 @@ def enable(client: Client | str | None = None) -> Any:
         has switched it off again meanwhile.
     """
     config.load()  # before a client is connected for it
-    chosen: Client = Client(client) if isinstance(client, str) else _client(client)
-    return chosen.sync(_enable, chosen)
+    if not isinstance(client, str):
+        chosen = _client(client)
+        return chosen.sync(_enable, chosen)
+    connected = Client(client)
+    try:
+        return connected.sync(_enable, connected)
+    except BaseException:
+        connected.close()
+        raise
 
 
 async def _enable(client: Client) -> Client:

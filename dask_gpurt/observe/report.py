@@ -251,13 +251,17 @@ class RuntimeReport(_Record):
         Returns
         -------
         pandas.DataFrame
-            A row for each ``metric`` of each ``worker``, and of the whole ``cluster``: its ``value`` and its
-            ``unit``, ``bytes``, ``seconds`` or nothing.
+            A row for each ``metric`` of each ``worker``, also of those that have left, and of the whole
+            ``cluster``: its ``value`` and its ``unit``, ``bytes``, ``seconds`` or nothing.
         """
-        counted = {"cluster": self.counters, **{w: one.counters for w, one in self.workers.items()}}
+        counted = [
+            ("cluster", self.counters),
+            *((address, worker.counters) for address, worker in self.workers.items()),
+            *((gone.address, gone.counters) for gone in self.departed),
+        ]
         rows = [
             (where, name, value, str(_unit(name)))
-            for where, counters in counted.items()
+            for where, counters in counted
             for name, value in sorted(counters.items())
         ]
         return pd.DataFrame(rows, columns=["worker", "metric", "value", "unit"])

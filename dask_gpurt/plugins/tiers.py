@@ -219,10 +219,10 @@ class WorkerTiers:
     def _look_at_disk(self) -> None:
         """Note what the disk takes now: others write there too."""
         try:
-            self.ledger.set_capacity(Tier.DISK, self.disk.limit())
-        except FileNotFoundError:
-            if not self.closed:
-                raise
+            limit = self.disk.limit()
+        except OSError:  # its directory is gone: it takes nothing more
+            limit = self.disk.used
+        self.ledger.set_capacity(Tier.DISK, limit)
 
     def _relieve_soon(self) -> None:
         if not self._relieving:
