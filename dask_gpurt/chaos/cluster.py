@@ -72,9 +72,8 @@ def _free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
     """Start a cluster on this machine; yields a client, the cluster, and the directory of its workers."""
-    drop_class_lock(
-        PatchSet()
-    )  # for good: several threads build sorts, which compute, with the runtime off too
+    # For good: several threads build sorts, which compute, also while the runtime is off.
+    drop_class_lock(PatchSet())
     find_in_one_step()
     # A worker that takes the place of a killed one binds its port while connections of that one linger.
     os.environ.setdefault("UCX_TCP_CM_REUSEADDR", "y")

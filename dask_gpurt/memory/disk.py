@@ -370,7 +370,7 @@ class DiskTier(MutableMapping[str, Frames]):
         self._give_back(file.size)
 
     def limit(self) -> int:
-        """Return the bytes that that it can hold: what lies there, and what the file system has free."""
+        """Return the bytes that it can hold: what lies there, and what the file system has free."""
         found = os.statvfs(self.path)
         most = self.used + found.f_bavail * found.f_frsize
         return most if self.capacity is None else min(most, self.capacity)

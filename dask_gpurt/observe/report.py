@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
+import pandas as pd
 from dask.utils import format_bytes, format_time
 
 from dask_gpurt.observe.fallbacks import FORMER_KEYS
@@ -244,6 +245,27 @@ class RuntimeReport(_Record):
         }
         return cls(**cls._known(typed))
 
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a frame of the counters.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each ``metric`` of each ``worker``, also of those that have left, and of the whole
+            ``cluster``: its ``value`` and its ``unit``, ``bytes``, ``seconds`` or nothing.
+        """
+        counted = [
+            ("cluster", self.counters),
+            *((address, worker.counters) for address, worker in self.workers.items()),
+            *((gone.address, gone.counters) for gone in self.departed),
+        ]
+        rows = [
+            (where, name, value, str(_unit(name)))
+            for where, counters in counted
+            for name, value in sorted(counters.items())
+        ]
+        return pd.DataFrame(rows, columns=["worker", "metric", "value", "unit"])
+
     def __repr__(self) -> str:
         if not self.enabled:
             return "<RuntimeReport: the runtime is off>"
@@ -264,13 +286,16 @@ def _fallback(id: str, known: FallbackCount) -> str:
     return f"fell back {known.count} times, {known.text} ({id}): {known.reason}"
 
 
+def _unit(name: str) -> Unit:
+    try:
+        return find(name).unit
+    except UnknownMetricError:  # of a worker of another version
+        return Unit.NUMBER
+
+
 def _readable(name: str, value: float) -> str:
     """Return a value with its unit."""
-    try:
-        unit = find(name).unit
-    except UnknownMetricError:  # of a worker of another version
-        unit = Unit.NUMBER
-    match unit:
+    match _unit(name):
         case Unit.BYTES:
             return format_bytes(int(value))
         case Unit.SECONDS:

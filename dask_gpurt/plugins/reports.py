@@ -22,9 +22,8 @@ from dask_gpurt.observe.metrics import combine
 METRIC = "gpurt_counters"
 #: The handler of a worker that is asked for its report.
 REPORT = "gpurt_report"
-#: Seconds for the workers to find out paths to each other and answer, and to answer without that. Of a worker
-#: that stands still both pass.
-CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S = 4.0, 2.0
+#: Seconds for a worker to answer, which may be busy, and less where a person waits for a doctor.
+REPLY_TIMEOUT_S, CONNECT_TIMEOUT_S = 20.0, 6.0
 #: The most workers that have left of which a report tells one by one; all of them are in its totals.
 MAX_DEPARTED = 100
 #: Counted on each worker that takes part, and once by the scheduler: its own number is that of the cluster.
@@ -153,12 +152,13 @@ class ClusterReports:
 
     async def _ask(self, worker: str, connect: bool) -> dict[str, Any]:
         """Return the report of one worker, or an ``error``; one that stands still keeps no other waiting."""
-        if connect:
-            # Its peers may stand still too: what is known without a call to them is better than nothing.
-            answer = await self._reply(worker, True, CONNECT_TIMEOUT_S)
-            if "error" not in answer:
-                return answer
-        return await self._reply(worker, False, REPLY_TIMEOUT_S)
+        if not connect:
+            return await self._reply(worker, False, REPLY_TIMEOUT_S)
+        # A peer may stand still, to which it finds out the path: what is known without that is ready then.
+        found, known = await asyncio.gather(
+            self._reply(worker, True, CONNECT_TIMEOUT_S), self._reply(worker, False, CONNECT_TIMEOUT_S)
+        )
+        return known if "error" in found else found
 
     async def _reply(self, worker: str, connect: bool, timeout_s: float) -> dict[str, Any]:
         message = {"op": REPORT, "connect": connect}

@@ -136,6 +136,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "gpurt_gone": self.gone,
             "gpurt_disable": self.stop,
             "gpurt_memory": self.memory,
+            "gpurt_shared_memory": self.shared_memory,
             "gpurt_explain": self.explain,
             HANDLER: self.learned.learned,
             JOIN: self.workers.join,
@@ -289,6 +290,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             ("workers.ready", (), len(self.workers.ready)),
             ("shuffles.active", (), len(self.shuffles.active())),
         ]
+
+    def shared_memory(self) -> dict[str, int]:
+        """Handle a question for the workers without a GPU: the bytes that their exchange pools may take."""
+        return self.cluster_memory.shared_memory()
 
     # ---- what workers and clients ask ------------------------------------------------
 

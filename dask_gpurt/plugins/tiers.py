@@ -88,6 +88,7 @@ class WorkerTiers:
         self.pinned = BlockPool(self.limits.pinned, register=self.device.pinning())
         self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
         self.ledger = Ledger(self._capacities())
+        self.ledger.shared_memory = self._shared_memory()
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
         self.tiered_buffer = WorkerBuffer(
@@ -136,6 +137,12 @@ class WorkerTiers:
             self._seen.spilling = False
         before, self._seen.removals = getattr(self._seen, "removals", 0), self.tiered_buffer.removals
         return bool(self._seen.removals != before)
+
+    def _shared_memory(self) -> int | None:
+        """Return the bytes that the exchange pool may take where tasks compute on the host; else None."""
+        if not self.device.on_host:
+            return None
+        return int(self.pools.describe().get(self.device.kind, {}).get("capacity", 0))
 
     async def close(self) -> None:
         """Let everything go that still lies in a tier."""
@@ -194,6 +201,7 @@ class WorkerTiers:
     def _look(self) -> None:
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
+        self.ledger.shared_memory = self._shared_memory()
         if (manager := cudf_spill_manager()) is not None:
             self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
@@ -211,10 +219,10 @@ class WorkerTiers:
     def _look_at_disk(self) -> None:
         """Note what the disk takes now: others write there too."""
         try:
-            self.ledger.set_capacity(Tier.DISK, self.disk.limit())
-        except FileNotFoundError:
-            if not self.closed:
-                raise
+            limit = self.disk.limit()
+        except OSError:  # its directory is gone: it takes nothing more
+            limit = self.disk.used
+        self.ledger.set_capacity(Tier.DISK, limit)
 
     def _relieve_soon(self) -> None:
         if not self._relieving:

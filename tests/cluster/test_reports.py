@@ -88,7 +88,21 @@ def test_a_worker_that_stands_still_is_said_to(client: Client, monkeypatch: pyte
 
 def test_the_disk_tier_has_the_free_space_where_its_files_go(client: Client) -> None:
     (directory,) = set(client.run(lambda dask_worker: os.path.dirname(dask_worker.local_directory)).values())
-    rows = dask_gpurt.memory_usage(client)
+    rows = dask_gpurt.memory_usage(client).to_pandas(names="metrics")
     whole = os.statvfs(directory)
     for capacity in rows[rows["tier"] == "disk"]["capacity"]:
         assert 0 < capacity <= whole.f_bfree * whole.f_frsize + 2**30  # others may have filled it meanwhile
+
+
+def test_an_address_is_enabled_and_other_things_are_refused_with_what_is_wanted(client: Client) -> None:
+    with client.as_current(), dask_gpurt.enable(client.scheduler.address) as connected:
+        assert isinstance(connected, Client)
+        assert dask_gpurt.is_enabled(connected)
+        assert dask_gpurt.enable(connected) is connected
+        tiers = dask_gpurt.memory_usage(connected).to_pandas()["tier"]
+        assert set(tiers) == {"memory", "shared memory", "disk"}
+        totals = dask_gpurt.report(connected).to_pandas()
+        assert set(totals["worker"]) >= {"cluster"}
+    for wrong in (client.scheduler.address, 3):
+        with pytest.raises(TypeError, match=r"expected a distributed\.Client"):
+            dask_gpurt.report(wrong)  # type: ignore[arg-type]
