@@ -31,7 +31,7 @@ from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, 
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -368,6 +368,12 @@ class DiskTier(MutableMapping[str, Frames]):
             file = self._files.pop(key)
             self._unlinking.submit(self._unlink, file)
         self._give_back(file.size)
+
+    def limit(self) -> int:
+        """Return the bytes that it can hold: what lies there, and what the file system has free."""
+        found = os.statvfs(self.path)
+        most = self.used + found.f_bavail * found.f_frsize
+        return most if self.capacity is None else min(most, self.capacity)
 
     def clear(self) -> None:
         # Without reading them, unlike the method of the base class.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -61,6 +61,9 @@ class Ledger:
 
     def __init__(self, capacity: Mapping[Tier, int]):
         self.capacity = dict(capacity)
+        #: On a host without a GPU the bytes that the exchange pool may take: shared memory, beside the tier
+        #: that tasks compute in. Else None.
+        self.shared_memory: int | None = None
         self._cells: defaultdict[tuple[Tier, str], int] = defaultdict(int)
         self._changed: set[tuple[Tier, str]] = set()
         #: By name; a prefix has its own, or goes as one of the others until it has no bytes any more.
@@ -78,6 +81,11 @@ class Ledger:
             if self._cells.get(cell, 0) != nbytes:
                 self._cells[cell] = nbytes
                 self._changed.add(cell)
+
+    def set_capacity(self, tier: Tier, nbytes: int) -> None:
+        """Note that a tier holds more or less from now on; the next message has it."""
+        with self._lock:
+            self.capacity[tier] = nbytes
 
     def add(self, tier: Tier, label: Label, nbytes: int) -> None:
         """Count so many bytes more in a tier, or less."""
@@ -149,6 +157,7 @@ class Ledger:
         return {
             "began": self._began,
             "seq": self._seq,
+            "shared_memory": self.shared_memory,
             "capacity": {str(tier): nbytes for tier, nbytes in self.capacity.items()},
             "cells": [[str(tier), kind, self._cells[tier, kind]] for tier, kind in sorted(cells)],
             "prefixes": [[str(tier), name, self._prefixes[name][tier]] for tier, name in sorted(prefixes)],
@@ -161,6 +170,7 @@ class ClusterMemory:
     def __init__(self) -> None:
         self._seq: dict[str, tuple[int, int]] = {}
         self._capacity: dict[str, dict[str, int]] = {}
+        self._shared_memory: dict[str, int | None] = {}
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
         #: Computed on demand, and kept until the worker reports again.
@@ -180,6 +190,7 @@ class ClusterMemory:
         self._fullest.pop(worker, None)
         self._spilled.pop(worker, None)
         self._capacity[worker] = message["capacity"]
+        self._shared_memory[worker] = message.get("shared_memory")
         cells = self._cells.setdefault(worker, {})
         for tier, kind, nbytes in message["cells"]:
             cells[tier, kind] = nbytes
@@ -195,8 +206,12 @@ class ClusterMemory:
     def forget(self, worker: str) -> None:
         """Forget a worker that has left."""
         everything: tuple[dict[str, Any], ...] = (self._seq, self._capacity, self._cells, self._prefixes)
-        for known in (*everything, self._rooms, self._fullest, self._spilled):
+        for known in (*everything, self._shared_memory, self._rooms, self._fullest, self._spilled):
             known.pop(worker, None)
+
+    def shared_memory(self) -> dict[str, int]:
+        """Return the bytes that the exchange pools of workers without a GPU may take, by worker."""
+        return {worker: nbytes for worker, nbytes in self._shared_memory.items() if nbytes is not None}
 
     def room(self, worker: str) -> FreeMemory | None:
         """Return the free memory of a worker; None when it has not reported."""
@@ -226,11 +241,33 @@ class ClusterMemory:
             known[prefix] = max(found, key=found.__getitem__, default=None)
         return known[prefix]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind."""
+    def workers(self) -> list[str]:
+        """Return the workers that have reported, in order."""
+        return sorted(self._capacity)
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Return a row for each tier of all workers together, as :meth:`rows` without the worker."""
+        totals = []
+        for tier in map(str, Tier):
+            sums: Counter[str] = Counter()
+            for worker, capacity in self._capacity.items():
+                row = self._row(worker, tier, capacity[tier])
+                del row["worker"], row["tier"]
+                sums.update(row)
+            totals.append({"tier": tier, "capacity": 0, "headroom": 0, **dict.fromkeys(KINDS, 0), **sums})
+        return totals
+
+    def rows(self, workers: Iterable[str] | None = None) -> list[dict[str, Any]]:
+        """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind.
+
+        Parameters
+        ----------
+        workers
+            Some that have reported; all of them if not given.
+        """
         return [
-            self._row(worker, str(tier), capacity[str(tier)])
-            for worker, capacity in sorted(self._capacity.items())
+            self._row(worker, str(tier), self._capacity[worker][str(tier)])
+            for worker in (self.workers() if workers is None else workers)
             for tier in Tier
         ]
 
@@ -239,14 +276,14 @@ class ClusterMemory:
         headroom = capacity - kinds[PARTITIONS] - kinds[SHARDS] - kinds[RESERVATIONS]
         return {"worker": worker, "tier": tier, "capacity": capacity, "headroom": headroom, **kinds}
 
-    def rows_by_prefix(self) -> list[dict[str, Any]]:
+    def rows_by_prefix(self, workers: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """Return a row for each worker, tier and task prefix with bytes.
 
-        Bytes other than partitions have their kind in the place of a prefix.
+        Bytes other than partitions have their kind in the place of a prefix. Parameters as of :meth:`rows`.
         """
         return [
             {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}
-            for worker in sorted(self._cells)
+            for worker in (self.workers() if workers is None else workers)
             for tier in Tier
             for kind, prefix, nbytes in self._named(worker, str(tier))
         ]

@@ -102,6 +102,14 @@ class SchedulerShuffles:
         spec = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec.spec
         return type(spec) is DataFrameShuffleSpec
 
+    def active(self) -> dict[Any, Any]:
+        """Return the runs that go through the runtime now, as Dask's extension has them, by shuffle."""
+        return {
+            shuffle_id: run
+            for shuffle_id, run in self._extension.active_shuffles.items()
+            if isinstance(run.run_spec.spec, ShuffleSpec)
+        }
+
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
         """Note what has become of a task."""
         self.recovery.transition(key, finish, worker)
@@ -135,6 +143,7 @@ class SchedulerShuffles:
             self._refuse_after_retries(shuffle_id)
             run = original(shuffle_id, key, worker)
             if isinstance(run.spec, ShuffleSpec):
+                self._metrics.add("shuffle.runs")
                 barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
                 # Dask ends the run of a barrier that failed. Tried again, it would find no run, and say that
                 # in place of what went wrong.

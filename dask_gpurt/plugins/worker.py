@@ -28,12 +28,14 @@ from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Fallback, Metrics, prometheus
+from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
+from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
@@ -44,12 +46,10 @@ from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
-#: The handler that the scheduler calls for what is known here.
-REPORT = "gpurt_report"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -134,8 +134,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
-        prometheus.register(worker.address, self.metrics, self._amounts)
-        undo.callback(prometheus.unregister, worker.address)
+        undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
+        undo.callback(HeartbeatCounters(worker, self._counted, self.token).close)
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         undo.callback(self.topology.close)
@@ -224,8 +224,21 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 if hasattr(run, "task_done"):
                     run.task_done(key)
 
-    def _amounts(self) -> list[tuple[str, str, int]]:
-        return amounts(self.tiers.ledger)
+    def _readings(self) -> list[prometheus.Reading]:
+        return [
+            *(
+                ("memory.held.{tier}.{kind}", (tier, kind), nbytes)
+                for tier, kind, nbytes in amounts(self.tiers.ledger)
+            ),
+            *(
+                ("residency.{outcome}", (name.removeprefix("residency."),), launches)
+                for name, launches in self.residency.counters().items()
+            ),
+        ]
+
+    def _counted(self) -> dict[str, Any]:
+        known = self.metrics.snapshot()
+        return {**known, "counters": known["counters"] | self.residency.counters()}
 
     def waiting(self) -> dict[str, Any]:
         """Return what waits here, for a look into a cluster that stands still."""
@@ -235,7 +248,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Handle a question for what this worker has, did and fell back from."""
         if connect:
             await self.exchange.peers.connect_all()
-        known = self.metrics.snapshot()
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
@@ -246,8 +258,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "residency": self.residency.describe(),
             "reads": self.reads.report(),
             "problems": config.problems(),
-            **known,
-            "counters": known["counters"] | self.residency.counters(),
+            **self._counted(),
         }
 
 
