@@ -108,22 +108,35 @@ class ClusterReports:
             }
         )
 
-    async def collect(self, connect: bool, brief: bool) -> dict[str, Any]:
+    def known(self) -> dict[str, Any]:
+        """Return what is known without a question to the workers, as of their last heartbeats.
+
+        Returns
+        -------
+        dict
+            As of :meth:`collect`, the ``workers`` with no more than ``counters`` and ``fallbacks``, without
+            those that have not reported yet.
+        """
+        heard = {worker: state.metrics.get(METRIC) or {} for worker, state in self._scheduler.workers.items()}
+        return self._report({w: one for w, one in heard.items() if one.get("token") == self._token})
+
+    async def collect(self, connect: bool) -> dict[str, Any]:
         """Return the report of the cluster as plain values.
 
         Parameters
         ----------
         connect
             Whether the workers shall find out the paths to all their peers first.
-        brief
-            Whether they report no more than counters and fallbacks.
         """
         asked = list(self._scheduler.workers)
-        answers = await asyncio.gather(*(self._ask(worker, connect, brief) for worker in asked))
+        answers = await asyncio.gather(*(self._ask(worker, connect) for worker in asked))
         # One that was lost meanwhile is among those that have left.
         workers = {
             w: answer for w, answer in zip(asked, answers, strict=True) if w in self._scheduler.workers
         }
+        return self._report(workers)
+
+    def _report(self, workers: dict[str, dict[str, Any]]) -> dict[str, Any]:
         own = self._metrics.snapshot()
         counters = combine(
             [own["counters"], self._totals, _combine(one.get("counters", {}) for one in workers.values())]
@@ -137,19 +150,19 @@ class ClusterReports:
             "departed": list(self._departed),
         }
 
-    async def _ask(self, worker: str, connect: bool, brief: bool) -> dict[str, Any]:
+    async def _ask(self, worker: str, connect: bool) -> dict[str, Any]:
         """Return the report of one worker, or an ``error``; one that stands still keeps no other waiting."""
         if not connect:
-            return await self._reply(worker, False, brief, REPLY_TIMEOUT_S)
+            return await self._reply(worker, False, REPLY_TIMEOUT_S)
         # A peer may stand still, to which it finds out the path: what is known without that is ready then.
         found, known = await asyncio.gather(
-            self._reply(worker, True, brief, CONNECT_TIMEOUT_S),
-            self._reply(worker, False, brief, CONNECT_TIMEOUT_S),
+            self._reply(worker, True, CONNECT_TIMEOUT_S),
+            self._reply(worker, False, CONNECT_TIMEOUT_S),
         )
         return known if "error" in found else found
 
-    async def _reply(self, worker: str, connect: bool, brief: bool, timeout_s: float) -> dict[str, Any]:
-        message = {"op": REPORT, "connect": connect, "brief": brief}
+    async def _reply(self, worker: str, connect: bool, timeout_s: float) -> dict[str, Any]:
+        message = {"op": REPORT, "connect": connect}
         try:
             async with asyncio.timeout(timeout_s):
                 replies = await self._scheduler.broadcast(msg=message, workers=[worker], on_error="return")

@@ -316,17 +316,15 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
         ]
 
-    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
+    async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handle a question for the state of the whole cluster, for ``doctor`` and for people.
 
         Parameters
         ----------
         connect
             Whether the workers shall find out the paths to all their peers first.
-        brief
-            Whether the workers report no more than counters and fallbacks.
         """
-        return {"takeover": self.settings.takeover, **await self.reports.collect(connect, brief)}
+        return {"takeover": self.settings.takeover, **await self.reports.collect(connect)}
 
 
 def _nothing(**_: Any) -> None:

@@ -244,12 +244,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
 
-    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
-        """Handle a question for what this worker has, did and fell back from; briefly, for the last two."""
+    async def report(self, connect: bool = False) -> dict[str, Any]:
+        """Handle a question for what this worker has, did and fell back from."""
         if connect:
             await self.exchange.peers.connect_all()
-        if brief:
-            return {"version": __version__, **self._counted()}
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
