@@ -156,7 +156,8 @@ class ClusterReports:
             return await self._reply(worker, False, REPLY_TIMEOUT_S)
         # A peer may stand still, to which it finds out the path: what is known without that is ready then.
         found, known = await asyncio.gather(
-            self._reply(worker, True, CONNECT_TIMEOUT_S), self._reply(worker, False, CONNECT_TIMEOUT_S)
+            self._reply(worker, True, CONNECT_TIMEOUT_S),
+            self._reply(worker, False, CONNECT_TIMEOUT_S),
         )
         return known if "error" in found else found
 
