@@ -233,7 +233,7 @@ def test_dev_shm_too_small(tmp_path: Path) -> None:
     assert "/dev/shm has no room for 8388608 bytes" in no_room
     assert "docker: --shm-size" in no_room
     assert "'gpurt.exchange.pool' is 64 MiB (64.00 MiB), but /dev/shm has" in refused
-    assert (right, runs) == ("True", "4")  # whose pools promise 160 % of it
+    assert (right, runs) == ("True", "1")  # whose pools promise 160 % of it
 
 
 def test_a_peer_of_another_version_is_named(off: Client) -> None:
