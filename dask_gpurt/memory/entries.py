@@ -250,6 +250,10 @@ class EntryTable:
         """Count a move that is complete."""
         self.metrics.add("memory.spill.bytes.{from}.{to}", nbytes, str(source), str(target))
         self.metrics.add("memory.spill.seconds", seconds)
+        if (recording := self.metrics.recording) is not None:
+            step = "spill" if list(Tier).index(target) > list(Tier).index(source) else "unspill"
+            began = perf_counter() - seconds
+            recording.timed(step, began, seconds, source=str(source), target=str(target), bytes=nbytes)
 
     def close(self) -> None:
         """Delete everything, files included, when the moves under way have ended. Blocks."""

@@ -1,0 +1,260 @@
+"""Record traces on workers and on the scheduler, hand them out in batches, and compare the workers' clocks.
+
+A client begins a trace on the scheduler, then takes batches from all servers through it until it ends the
+trace. A worker that joins meanwhile records from the first batch on that it is asked for. One trace of a
+cluster is recorded at a time; one that no client has asked for ``LEASE_S`` ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from time import perf_counter, time
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
+from dask_gpurt.observe import Metrics
+from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Ranges, Recording
+
+#: Handlers of workers: their clock, a batch of their events, and the end of a trace.
+CLOCK, TAKE, END = "gpurt_clock", "gpurt_trace_take", "gpurt_trace_end"
+#: Handlers of the scheduler.
+BEGIN_ALL, TAKE_ALL, END_ALL = "gpurt_trace_begin", "gpurt_traces_take", "gpurt_traces_end"
+#: Seconds after which a trace ends that no client has asked for.
+LEASE_S = 60.0
+#: Questions for the clock of a worker, of which the one with the shortest round trip counts, and seconds for
+#: which they may take altogether.
+CLOCK_ROUNDS, CLOCK_TIMEOUT_S = 5, 2.0
+#: Workers that are asked at a time: many answers at once would wait for each other.
+CLOCKS_AT_ONCE = 4
+
+
+class Recorder:
+    """Begin and end recordings of one server, for one trace at a time. On the event loop.
+
+    Parameters
+    ----------
+    metrics
+        Of the server; gets the recording while one goes on.
+    """
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        self.token: str | None = None
+        self._expires: asyncio.TimerHandle | None = None
+
+    async def begin(self, token: str) -> Recording:
+        """Return the recording of a trace, and begin it if need be; that of another trace ends."""
+        recording = self._metrics.recording
+        if recording is None or self.token != token:
+            self.token = token
+            ranges = await asyncio.to_thread(Ranges.find)
+            recording = self._metrics.recording = Recording(ranges=ranges)
+        self._renew(token)
+        return recording
+
+    def end(self, token: str | None = None) -> None:
+        """End the recording of a trace, or any."""
+        if token in (None, self.token):
+            self.token = self._metrics.recording = None
+            if self._expires is not None:
+                self._expires.cancel()
+
+    def _renew(self, token: str) -> None:
+        if self._expires is not None:
+            self._expires.cancel()
+        self._expires = asyncio.get_running_loop().call_later(LEASE_S, self.end, token)
+
+
+class WorkerTracing:
+    """Record a worker.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker. Its tasks are recorded as Dask has timed them.
+    offload
+        Runs what takes a while on a thread.
+    """
+
+    def __init__(self, worker: WorkerServer, metrics: Metrics, offload: Callable[..., Awaitable[Any]]):
+        self._worker = worker
+        self._metrics = metrics
+        self._offload = offload
+        self._recorder = Recorder(metrics)
+        self._patches = PatchSet()
+        #: What the clock of Dask's times shows when that of events shows 0.
+        self._epoch = 0.0
+
+    def install(self) -> None:
+        """Answer the scheduler from now on."""
+        for name, handler in {CLOCK: self.clock, TAKE: self.take, END: self.end}.items():
+            self._patches.add_item(self._worker.handlers, name, handler)
+
+    def uninstall(self) -> None:
+        """Record nothing any more."""
+        self._patches.restore()
+        self._recorder.end()
+
+    async def clock(self) -> float:
+        """Handle a question for the clock that times events."""
+        return perf_counter()
+
+    async def take(self, token: str, limit: int) -> dict[str, Any]:
+        """Handle a question for the next events of a trace."""
+        recording = await self._recorder.begin(token)
+        self._epoch = time() - perf_counter()
+        return await self._offload(_packed, recording, limit)
+
+    async def end(self, token: str) -> None:
+        """Handle the end of a trace."""
+        self._recorder.end(token)
+
+    def task_ended(self, key: Key) -> None:
+        """Record a task that has ended, with the transfers of its inputs, as Dask timed them.
+
+        Dask adds to its times what its last heartbeat has shown of the clocks, which is taken back here. It
+        keeps those of earlier executions.
+        """
+        recording = self._metrics.recording
+        task = self._worker.state.tasks.get(key)
+        if recording is None or task is None:
+            return
+        is_this_one = False
+        for timed in reversed(task.startstops):
+            compute = timed["action"] == "compute"
+            if compute and is_this_one:
+                return
+            is_this_one |= compute
+            began = timed["start"] - self._worker.scheduler_delay - self._epoch
+            seconds = timed["stop"] - timed["start"]
+            if compute:
+                thread = self._worker.threads.get(key, 0)
+                recording.see(thread)
+                recording.add(Event(Kind.SPAN, TASK, began, seconds, thread, str(key), {}))
+            else:
+                recording.add(Event(Kind.WAIT, timed["action"], began, seconds, 0, str(key), {}))
+
+
+class SchedulerTracing:
+    """Record the scheduler, and collect what its workers have recorded.
+
+    Parameters
+    ----------
+    scheduler
+        Dask's.
+    """
+
+    def __init__(self, scheduler: SchedulerServer, metrics: Metrics):
+        self._scheduler: Any = scheduler
+        self._recorder = Recorder(metrics)
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        """Return what clients call, by name."""
+        return {BEGIN_ALL: self.begin, TAKE_ALL: self.take, END_ALL: self.end}
+
+    def close(self) -> None:
+        """Record nothing any more."""
+        self._recorder.end()
+
+    async def begin(self, token: str) -> dict[str, Any]:
+        """Handle the begin of a trace.
+
+        Returns
+        -------
+        dict
+            ``clocks`` of the workers, the clock of the scheduler as it was ``now``, and the ``time`` of day then.
+
+        Raises
+        ------
+        RuntimeError
+            When another one is being recorded.
+        """
+        if self._recorder.token not in (None, token):
+            raise RuntimeError(
+                f"another trace of this cluster is being recorded: wait for its end, or {LEASE_S:.0f} s if its "
+                "client is gone"
+            )
+        now, of_day = perf_counter(), time()
+        await self.take(token, 0)
+        return {"clocks": await self._clocks(), "now": now, "time": of_day}
+
+    async def take(self, token: str, limit: int) -> dict[str, Any]:
+        """Handle a question for the next events of all servers.
+
+        Parameters
+        ----------
+        limit
+            Events of each server, at most.
+
+        Returns
+        -------
+        dict
+            By address, what the server has; under "scheduler" what this one has. A worker that does not answer
+            has an ``error``.
+        """
+        own = _packed(await self._recorder.begin(token), limit)
+        message = {"op": TAKE, "token": token, "limit": limit}
+        replies = await self._scheduler.broadcast(msg=message, on_error="return")
+        workers = {
+            worker: {**reply, "name": str(state.name)} if isinstance(reply, dict) else {"error": str(reply)}
+            for worker, reply in replies.items()
+            if (state := self._scheduler.workers.get(worker)) is not None
+        }
+        return {"scheduler": {**own, "name": "scheduler"}, **workers}
+
+    async def end(self, token: str) -> dict[str, Any]:
+        """Handle the end of a trace: the ``clocks`` of the workers as they are now."""
+        clocks = await self._clocks()
+        self._recorder.end(token)
+        await self._scheduler.broadcast(msg={"op": END, "token": token}, on_error="return")
+        return {"clocks": clocks}
+
+    async def _clocks(self) -> dict[str, dict[str, float]]:
+        """Return by worker the ``offset`` of its clock to this one, and the ``round_trip`` that showed it.
+
+        The answer with the shortest round trip is off by half of that at most. Workers that do not answer in
+        time are left out.
+        """
+        turns = asyncio.Semaphore(CLOCKS_AT_ONCE)
+
+        async def ask(worker: str) -> dict[str, float] | None:
+            async with turns:
+                try:
+                    return await asyncio.wait_for(self._clock(worker), CLOCK_TIMEOUT_S)
+                except (OSError, TimeoutError):
+                    return None
+
+        workers = list(self._scheduler.workers)
+        found = await asyncio.gather(*map(ask, workers))
+        return {worker: clock for worker, clock in zip(workers, found, strict=True) if clock is not None}
+
+    async def _clock(self, worker: str) -> dict[str, float] | None:
+        best: dict[str, float] | None = None
+        remote = self._scheduler.rpc(worker)
+        for _ in range(CLOCK_ROUNDS):
+            asked = perf_counter()
+            there = await getattr(remote, CLOCK)()
+            answered = perf_counter()
+            if not isinstance(there, float):  # Dask's answer to an operation that it does not know
+                return None
+            clock = {"offset": there - (asked + answered) / 2, "round_trip": answered - asked}
+            best = min(filter(None, (best, clock)), key=lambda one: one["round_trip"])
+        return best
+
+
+def _packed(recording: Recording, limit: int) -> dict[str, Any]:
+    """Take events out of a recording, and write them as JSON: for the comm they are one buffer."""
+    batch: Batch = recording.take(limit)
+    return {
+        "events": json.dumps(batch.events, default=str).encode(),
+        "threads": {str(thread): name for thread, name in batch.threads.items()},
+        "lost": batch.lost,
+        "more": batch.more,
+        "process": os.getpid(),
+    }
