@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import distributed
 import fsspec
@@ -20,6 +20,7 @@ from dask_gpurt import api
 from dask_gpurt.observe.chrome_trace import chrome_trace
 from dask_gpurt.observe.performance import Observed, page
 from dask_gpurt.observe.recording import RING_EVENTS, Event
+from dask_gpurt.observe.report import RuntimeReport
 from dask_gpurt.observe.trace import ProcessTrace, Trace
 
 #: Seconds between two questions for events.
@@ -76,7 +77,7 @@ class Collector:
             if not await self._take():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), INTERVAL_S)
-        # What is recorded from here on need not be waited for: the rings of now are empty after so many turns.
+        # What is recorded from here on is not waited for: after so many turns all that was there is taken.
         for _ in range(RING_EVENTS // LEAST_EVENTS):
             if not await self._take():
                 return
@@ -108,9 +109,9 @@ class Collector:
 class trace:
     """Record what a cluster does while the body runs, and write it for https://ui.perfetto.dev.
 
-    Tasks by thread, the steps of shuffles, what is spilled and read back, what waits, what is decided and what
-    goes wrong: on all workers and the scheduler, by one clock, with an arrow from where a shard was packed to
-    where it is read. See :doc:`/guides/traces`.
+    Tasks by thread, the steps of shuffles, what is spilled and read back, what waits, what is decided and
+    what goes wrong: on all workers and the scheduler, by one clock, with an arrow from where a shard was
+    packed to where it is read. See ``docs/guides/traces.md``.
 
     Parameters
     ----------
@@ -155,9 +156,10 @@ class trace:
 
     async def __aenter__(self) -> None:
         self._client = self._client or default_client()
-        if not (await api.report(self._client)).enabled:
+        if not (await _report(self._client)).enabled:
             raise RuntimeError(
-                "the runtime is off on this cluster, and records nothing: dask_gpurt.enable(client) switches it on"
+                "the runtime is off on this cluster, and records nothing: dask_gpurt.enable(client) switches "
+                "it on"
             )
         self._collector = Collector(self._client)
         await self._collector.begin()
@@ -178,13 +180,19 @@ def write(found: Trace, path: Path) -> None:
     path.write_bytes(gzip.compress(text, 6) if path.suffix == ".gz" else text)
 
 
-class performance_report(distributed.performance_report):  # type: ignore[misc]
+async def _report(client: Client) -> RuntimeReport:
+    # Awaitable here, on the loop of the client, also where that is not an asynchronous one.
+    found: RuntimeReport = await cast(Any, api.report(client))
+    return found
+
+
+class performance_report(distributed.performance_report):
     """Write Dask's performance report, with what the runtime did beside it.
 
-    Used as Dask's own ``performance_report``, with the same parameters. Beside the report of Dask the page has a
-    part on the runtime: the steps of the trace, what was transferred from worker to worker, memory, faults and
-    fallbacks; and the trace itself for https://ui.perfetto.dev. Where the runtime is off it says so, and
-    has Dask's part alone.
+    Used as Dask's own ``performance_report``, with the same parameters. Beside the report of Dask the page
+    has a part on the runtime: the steps of the trace, what was transferred from worker to worker, memory,
+    faults and fallbacks; and the trace itself for https://ui.perfetto.dev. Where the runtime is off it says
+    so, and has Dask's part alone.
 
     Parameters
     ----------
@@ -204,9 +212,9 @@ class performance_report(distributed.performance_report):  # type: ignore[misc]
     """
 
     async def __aenter__(self) -> None:
-        await super().__aenter__()
+        await super().__aenter__()  # type: ignore[no-untyped-call]
         client = default_client()
-        self._before = await api.report(client)
+        self._before = await _report(client)
         self._collector = Collector(client) if self._before.enabled else None
         if self._collector is not None:
             await self._collector.begin()
@@ -225,7 +233,7 @@ class performance_report(distributed.performance_report):  # type: ignore[misc]
             if code is None:  # of the caller of this method, which is one frame further away from Dask's
                 self._stacklevel += 1
             try:
-                await super().__aexit__(kind, error, traceback, code=code)
+                await super().__aexit__(kind, error, traceback, code=code)  # type: ignore[no-untyped-call]
             finally:
                 dask_report, self.filename = Path(self.filename), target
             text = await asyncio.to_thread(lambda: page(dask_report.read_text(), observed))
@@ -238,6 +246,6 @@ class performance_report(distributed.performance_report):  # type: ignore[misc]
         return Observed(
             trace=found,
             before=self._before,
-            after=await api.report(client),
+            after=await _report(client),
             memory=await client.scheduler.gpurt_memory(by="tier"),
         )

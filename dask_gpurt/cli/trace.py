@@ -50,7 +50,9 @@ def trace(scheduler: str, seconds: float, out: Path) -> None:
     console = Console(highlight=False)
     table = Table("where", "step", "times", "seconds", "longest", box=SIMPLE_HEAD)
     for row in found.summary()[:PRINTED_STEPS]:
-        table.add_row(row.process, row.step, str(row.count), format_time(row.seconds), format_time(row.longest))
+        table.add_row(
+            row.process, row.step, str(row.times), format_time(row.seconds), format_time(row.longest)
+        )
     console.print(table)
     for sentence in lacks(found):
         console.print(f"{sentence}.", style="red", markup=False)

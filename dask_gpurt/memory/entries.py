@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from dask.typing import Key

@@ -86,7 +86,9 @@ class _Process:
             by_thread[event.thread].append(event)
         for thread, events in by_thread.items():
             yield from self._thread(thread, events)
-        for which, event in enumerate(e for events in by_thread.values() for e in events if e.kind == Kind.WAIT):
+        for which, event in enumerate(
+            e for events in by_thread.values() for e in events if e.kind == Kind.WAIT
+        ):
             yield from self._wait(event, f"{self._number}.{which}")
         yield from self._names()
 

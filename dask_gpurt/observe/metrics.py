@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 from dask_gpurt.observe.fallbacks import Fallback
-from dask_gpurt.observe.recording import FAULTS, STEPS, Recording
+from dask_gpurt.observe.recording import MARKED, STEPS, Recording
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -272,8 +272,8 @@ class Metrics:
         _require(name, Kind.COUNTER, labels)
         with self._lock:
             self._values[name, labels] += amount
-        if (recording := self.recording) is not None and name in FAULTS:
-            recording.mark(name, amount=amount)
+        if (recording := self.recording) is not None and name in MARKED:
+            recording.mark(METRICS[name].filled(labels), amount=amount)
 
     def peak(self, name: str, value: float, *labels: str) -> None:
         """Keep the largest value seen of a gauge; parameters and errors as of :meth:`add`."""

@@ -99,16 +99,22 @@ def lacks(trace: Trace) -> list[str]:
 
 def _steps(trace: Trace) -> Table:
     counts: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     nbytes: Counter[str] = Counter()
     longest: defaultdict[str, float] = defaultdict(float)
     for row in trace.summary():
-        counts[row.step] += row.count
-        seconds[row.step] += row.seconds  # type: ignore[assignment]
+        counts[row.step] += row.times
+        seconds[row.step] += row.seconds
         nbytes[row.step] += row.nbytes
         longest[row.step] = max(longest[row.step], row.longest)
     rows = [
-        (step, f"{counts[step]:,}", format_time(seconds[step]), format_time(longest[step]), _bytes(nbytes[step]))
+        (
+            step,
+            f"{counts[step]:,}",
+            format_time(seconds[step]),
+            format_time(longest[step]),
+            _bytes(nbytes[step]),
+        )
         for step in sorted(counts, key=lambda step: -seconds[step])
     ]
     return Table(
@@ -121,7 +127,7 @@ def _steps(trace: Trace) -> Table:
 
 def _workers(trace: Trace) -> Table:
     rows = [
-        (row.process, row.step, f"{row.count:,}", format_time(row.seconds), format_time(row.longest))
+        (row.process, row.step, f"{row.times:,}", format_time(row.seconds), format_time(row.longest))
         for row in sorted(trace.summary(), key=lambda row: (row.process, -row.seconds))
     ]
     return Table("Steps by worker", "", ("worker", "step", "times", "seconds", "longest"), rows)
@@ -133,15 +139,17 @@ def _transfers(trace: Trace) -> Table:
         for event in process.events:
             if event.step == "pull":
                 args = event.args
-                pulls[str(args["producer"]), address, str(args["path"])].append((args["bytes"], event.seconds))
+                pulls[str(args["producer"]), address, str(args["path"])].append(
+                    (args["bytes"], event.seconds)
+                )
     rows = [
         (*pair, f"{len(found):,}", _bytes(sum(n for n, _ in found)), format_time(sum(s for _, s in found)))
         for pair, found in sorted(pulls.items())
     ]
     return Table(
         "Transfers",
-        "Shards that were copied from worker to worker. What is read where it lies, in memory that two workers "
-        "share, is not copied: the counters exchange.bytes say how much that is.",
+        "Shards that were copied from worker to worker. What is read where it lies, in memory that two "
+        "workers share, is not copied: the counters exchange.bytes say how much that is.",
         ("from", "to", "path", "shards", "bytes", "seconds of threads"),
         rows,
     )
@@ -161,8 +169,10 @@ def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
         if grown:
             rows.append((name, _readable(grown, unit), "grew" if counts else "most so far"))
     return Table(
-        "Counters", "How counters grew; of gauges the largest value since the runtime is on.",
-        ("metric", "value", ""), rows,
+        "Counters",
+        "How counters grew; of gauges the largest value since the runtime is on.",
+        ("metric", "value", ""),
+        rows,
     )
 
 
@@ -176,7 +186,10 @@ def _faults(trace: Trace) -> Table:
     listed = [tuple(row[1:]) for row in sorted(rows)[:MAX_LISTED]]
     rest = f" The first {MAX_LISTED} of {len(rows):,}." if len(rows) > MAX_LISTED else ""
     return Table(
-        "Faults and fallbacks", f"What was lost, tried again, or left to Dask.{rest}", ("where", "what", "why"), listed
+        "Faults and fallbacks",
+        f"What was lost, tried again, or left to Dask.{rest}",
+        ("where", "what", "why"),
+        listed,
     )
 
 

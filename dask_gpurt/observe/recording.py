@@ -2,8 +2,7 @@
 
 Nothing is recorded as long as :attr:`dask_gpurt.observe.Metrics.recording` is None, which is all that a step
 looks at. Most steps are timed for a metric anyway: :data:`STEPS` names them. Threads append to the ring, and
-whoever takes the trace takes events from its other end; what does not fit pushes out the oldest, and counts as
-lost.
+events are taken from its other end; what does not fit pushes out the oldest, which count as lost.
 """
 
 from __future__ import annotations
@@ -84,9 +83,12 @@ STEPS: Mapping[str, Step] = {
     "reads.seconds.reading": Step("read"),
     "reads.seconds.waiting": Step("wait for a turn"),
 }
-#: The counters of which each increase is an event.
-FAULTS = frozenset(
+#: The counters of which each increase is an event: decisions and faults.
+MARKED = frozenset(
     {
+        "placement.shuffles",
+        "shuffle.left.{why}",
+        "shuffle.taken.{why}",
         "exchange.calls.repeated",
         "exchange.messages.stale",
         "memory.retries",

@@ -41,7 +41,7 @@ class ProcessTrace:
     process
         The number of its process.
     clock
-        None where the server did not answer in time: its events are placed as if its clock was the scheduler's.
+        None where the server did not answer in time: its events are placed as if it was the scheduler's.
     threads
         The names of threads, by number.
     lost
@@ -70,7 +70,9 @@ class StepSummary(NamedTuple):
     process
         Its address, or "scheduler".
     step
-        The step; of tasks the prefix is in brackets.
+        Its name; of tasks the prefix.
+    times
+        How often it was taken.
     seconds, longest
         Of all of them, and of the one that took longest.
     nbytes
@@ -79,7 +81,7 @@ class StepSummary(NamedTuple):
 
     process: str
     step: str
-    count: int
+    times: int
     seconds: float
     longest: float
     nbytes: int
@@ -141,7 +143,7 @@ class Trace:
             )
             for (address, step), events in found.items()
         ]
-        return sorted(rows, key=lambda row: (-row.seconds, -row.count, row.process, row.step))
+        return sorted(rows, key=lambda row: (-row.seconds, -row.times, row.process, row.step))
 
 
 def title(event: Event) -> str:

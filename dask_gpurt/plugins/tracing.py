@@ -109,7 +109,8 @@ class WorkerTracing:
         """Handle a question for the next events of a trace."""
         recording = await self._recorder.begin(token)
         self._epoch = time() - perf_counter()
-        return await self._offload(_packed, recording, limit)
+        packed: dict[str, Any] = await self._offload(_packed, recording, limit)
+        return packed
 
     async def end(self, token: str) -> None:
         """Handle the end of a trace."""
@@ -168,7 +169,8 @@ class SchedulerTracing:
         Returns
         -------
         dict
-            ``clocks`` of the workers, the clock of the scheduler as it was ``now``, and the ``time`` of day then.
+            ``clocks`` of the workers; ``now``, the clock of the scheduler as the trace began, and the ``time``
+            of day then.
 
         Raises
         ------
@@ -177,8 +179,8 @@ class SchedulerTracing:
         """
         if self._recorder.token not in (None, token):
             raise RuntimeError(
-                f"another trace of this cluster is being recorded: wait for its end, or {LEASE_S:.0f} s if its "
-                "client is gone"
+                "another trace of this cluster is being recorded: wait for its end, or "
+                f"{LEASE_S:.0f} s if its client is gone"
             )
         now, of_day = perf_counter(), time()
         await self.take(token, 0)
@@ -195,8 +197,8 @@ class SchedulerTracing:
         Returns
         -------
         dict
-            By address, what the server has; under "scheduler" what this one has. A worker that does not answer
-            has an ``error``.
+            By address, what the server has; under "scheduler" what this one has. A worker that does not
+            answer has an ``error``.
         """
         own = _packed(await self._recorder.begin(token), limit)
         message = {"op": TAKE, "token": token, "limit": limit}
