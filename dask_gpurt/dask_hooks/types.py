@@ -45,6 +45,8 @@ class WorkerTask(Protocol):
     def dependents(self) -> AbstractSet[WorkerTask]: ...
     @property
     def startstops(self) -> Sequence[Any]: ...  # with "action", "start" and "stop", the latest last
+    @property
+    def start_time(self) -> float | None: ...  # when it was handed over to a thread
     def get_nbytes(self) -> int: ...
 
 

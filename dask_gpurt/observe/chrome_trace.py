@@ -177,14 +177,15 @@ def widen_tasks(slices: Iterable[_Slice]) -> None:
         task = min(executions, key=lambda one: max(one.begin - step.begin, step.end - one.end, 0))
         begin, end = inner.get(task, (step.begin, step.end))
         inner[task] = min(begin, step.begin), max(end, step.end)
+    apart = [(one, other) for one, other in itertools.pairwise(tasks) if one.end <= other.begin]
     for task, (begin, end) in inner.items():
         task.begin, task.end = min(task.begin, begin), max(task.end, end)
-    for before, after in itertools.pairwise(tasks):
+    for before, after in apart:
         if before.end > after.begin:
-            cut = (before.end + after.begin) // 2
+            # Between the last step of the one and the first of the other, if that is possible.
             _, least = inner.get(before, (before.begin, before.begin))
             most, _ = inner.get(after, (after.end, after.end))
-            cut = max(least, min(cut, most))
+            cut = max(least, min((before.end + after.begin) // 2, most))
             if before.begin <= cut <= after.end:
                 before.end, after.begin = min(before.end, cut), max(after.begin, cut)
 

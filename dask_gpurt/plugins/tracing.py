@@ -90,6 +90,8 @@ class WorkerTracing:
         self._patches = PatchSet()
         #: What the clock of Dask's times shows when that of events shows 0.
         self._epoch = 0.0
+        #: The last transfer that was recorded.
+        self._transfer: Any = None
 
     def install(self) -> None:
         """Answer the scheduler from now on."""
@@ -117,29 +119,28 @@ class WorkerTracing:
         self._recorder.end(token)
 
     def task_ended(self, key: Key) -> None:
-        """Record a task that has ended, with the transfers of its inputs, as Dask timed them.
-
-        Dask adds to its times what its last heartbeat has shown of the clocks, which is taken back here. It
-        keeps those of earlier executions.
-        """
-        recording = self._metrics.recording
-        task = self._worker.state.tasks.get(key)
-        if recording is None or task is None:
+        """Record a task that has been executed, as Dask has timed it."""
+        recording, task = self._metrics.recording, self._worker.state.tasks.get(key)
+        if recording is None or task is None or task.start_time is None or not task.startstops:
             return
-        is_this_one = False
-        for timed in reversed(task.startstops):
-            compute = timed["action"] == "compute"
-            if compute and is_this_one:
-                return
-            is_this_one |= compute
-            began = timed["start"] - self._worker.scheduler_delay - self._epoch
-            seconds = timed["stop"] - timed["start"]
-            if compute:
-                thread = self._worker.threads.get(key, 0)
-                recording.see(thread)
-                recording.add(Event(Kind.SPAN, TASK, began, seconds, thread, str(key), {}))
-            else:
-                recording.add(Event(Kind.WAIT, timed["action"], began, seconds, 0, str(key), {}))
+        timed = task.startstops[-1]
+        if timed["action"] == "compute":
+            thread = self._worker.threads.get(key, 0)
+            recording.see(thread)
+            # What Dask says of its begin has been moved by what a heartbeat has shown of the clocks, which is
+            # off by as much as heartbeats are under way. That it was handed over to its thread was not moved.
+            began, seconds = task.start_time - self._epoch, timed["stop"] - timed["start"]
+            recording.add(Event(Kind.SPAN, TASK, began, seconds, thread, str(key), {}))
+
+    def fetched(self) -> None:
+        """Record the transfer that has just brought an input, as Dask has timed it; again does nothing."""
+        recording, timed = self._metrics.recording, next(reversed(self._worker.transfer_incoming_log), None)
+        if recording is None or timed is None or timed is self._transfer:
+            return
+        self._transfer = timed
+        began = timed["start"] - self._worker.scheduler_delay - self._epoch
+        args = {"bytes": timed["total"], "from": timed["who"], "keys": len(timed["keys"])}
+        recording.add(Event(Kind.WAIT, "transfer", began, timed["stop"] - timed["start"], 0, "", args))
 
 
 class SchedulerTracing:
@@ -169,7 +170,7 @@ class SchedulerTracing:
         Returns
         -------
         dict
-            ``clocks`` of the workers; ``now``, the clock of the scheduler as the trace began, and the ``time``
+            ``clocks`` of the workers; ``now``, the clock of the scheduler as it began, and the ``time``
             of day then.
 
         Raises

@@ -225,8 +225,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":
             self.streams.gather(self.worker.batched_stream, bool(self.worker.state.ready))
-        if self.is_on and self.metrics.recording is not None and start in EXECUTED and finish in ENDED:
-            self.tracing.task_ended(key)
+        if self.is_on and self.metrics.recording is not None and finish in ENDED:
+            if start == "flight":
+                self.tracing.fetched()
+            elif start in EXECUTED:
+                self.tracing.task_ended(key)
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
             for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):
