@@ -19,6 +19,11 @@ from dask_gpurt.traces import Collector
 from tests.helpers.in_process import on_cluster, until
 
 
+def is_recording(server: Any) -> bool:
+    runtime = server.plugins.get("gpurt")
+    return runtime is not None and runtime.is_on and runtime.metrics.recording is not None
+
+
 @on_cluster()
 async def test_where_the_client_is_gone_the_recording_ends_by_itself(
     client: Any, scheduler: Any, *crew: Any
@@ -55,7 +60,7 @@ async def test_a_worker_that_joins_is_recorded_and_one_that_leaves_is_named(
     collector = Collector(client)
     await collector.begin()
     async with Worker(scheduler.address, nthreads=1) as joined:
-        await until(lambda: getattr(joined.plugins.get("gpurt"), "is_on", False))
+        await until(lambda: is_recording(joined))
         await client.submit(int, 1, workers=[joined.address])
         await until(lambda: bool(collector.trace.processes.get(joined.address, ProcessTrace()).events))
         address = joined.address

@@ -67,7 +67,9 @@ def test_a_shard_flows_from_its_pack_to_its_pull_and_on_to_its_outputs() -> None
     ]
     written = chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
     check(written)
-    found = [(s["args"]["shard"], around(written, s).name, around(written, f).name) for s, f in flows(written)]
+    found = [
+        (s["args"]["shard"], around(written, s).name, around(written, f).name) for s, f in flows(written)
+    ]
     assert sorted(found) == [
         ("s1", "pack", "pull"),
         ("s1", "pull", "assemble"),

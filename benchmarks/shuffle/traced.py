@@ -1,0 +1,136 @@
+"""Count what a trace costs a shuffle, in processor seconds of the cluster.
+
+    python -m benchmarks.shuffle.traced --size 512MiB --partitions 16 --repeat 20 --json results.json
+
+Shuffles of one frame that is on the workers take turns: one while a trace is recorded, one without, in an
+order that alternates. Counted are the processor seconds of all workers and of this process, which has the
+scheduler and the client, from building the graph to the end of the trace: what is recorded, packed, sent and
+collected meanwhile, and not the writing of the file. The interval is of the mean of the ratios, at 95 %.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import dask.dataframe as dd
+from distributed import Client, wait
+from rich.console import Console
+
+import dask_gpurt
+from benchmarks.common.commandline import in_bytes, write
+from benchmarks.common.rows import ROW_BYTES, make_random
+from dask_gpurt.cli.cluster import default_workers, local_cluster
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.traces import Collector
+
+#: Times the standard error of a mean: 95 % of Student's distribution, by degrees of freedom from 1 on.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Hold what one shuffle took, and how many events were recorded of it."""
+
+    traced: bool
+    processor_seconds: float
+    seconds: float
+    events: int
+
+
+def processor_seconds(client: Client) -> float:
+    """Return the processor seconds of the workers and of this process so far."""
+    return time.process_time() + sum(client.run(time.process_time).values())
+
+
+def shuffle(client: Client, frame: Any, traced: bool) -> Shuffled:
+    """Shuffle once, while a trace is recorded or without."""
+    client.run(gc.collect)
+    gc.collect()
+    before, began = processor_seconds(client), time.perf_counter()
+    collector = client.sync(_begin, client) if traced else None
+    result = frame.shuffle("key").persist()
+    wait(result)
+    seconds = time.perf_counter() - began
+    trace = client.sync(collector.end) if collector is not None else None
+    used = processor_seconds(client) - before
+    del result
+    events = sum(len(process.events) for process in trace.processes.values()) if trace is not None else 0
+    return Shuffled(traced, used, seconds, events)
+
+
+async def _begin(client: Client) -> Collector:
+    collector = Collector(client)
+    await collector.begin()
+    return collector
+
+
+def ratios(runs: list[Shuffled]) -> list[float]:
+    """Return processor seconds with a trace, by those without, of each pair of neighbours."""
+    pairs = zip(runs[::2], runs[1::2], strict=True)
+    ordered = ((one, other) if one.traced else (other, one) for one, other in pairs)
+    return [traced.processor_seconds / plain.processor_seconds for traced, plain in ordered]
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Return the mean of some values, and the ends of its interval at 95 %."""
+    mean, degrees = statistics.fmean(values), len(values) - 1
+    factor = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 2.09
+    half = factor * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
+    """Run the shuffles in turns, after one of each that does not count."""
+    rows = parameters["size"] // ROW_BYTES // parameters["partitions"]
+    args: list[Any] = [rows, 2**62, "pandas"]
+    meta = make_random(0, 1, 2**62, "pandas").iloc[:0]
+    frame = dd.from_map(make_random, range(parameters["partitions"]), args=args, meta=meta).persist()
+    wait(frame)
+    for traced in (True, False):
+        shuffle(client, frame, traced)
+    runs = []
+    for turn in range(parameters["repeat"]):
+        order = (True, False) if turn % 2 else (False, True)
+        runs += [shuffle(client, frame, traced) for traced in order]
+        mean = statistics.fmean(ratios(runs))
+        Console(stderr=True).print(f"{turn + 1} pairs: {mean - 1:+.2%}", style="dim")
+    return runs
+
+
+@click.command()
+@click.option("--size", default="512MiB", show_default=True, callback=in_bytes, help="Bytes of the frame.")
+@click.option("--partitions", default=16, show_default=True)
+@click.option("--workers", default=default_workers("pandas"), show_default=True)
+@click.option("--repeat", default=20, show_default=True, help="Pairs of shuffles.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
+def main(size: int, partitions: int, workers: int, repeat: int, output: Path | None) -> None:
+    """Count what a trace costs a shuffle."""
+    parameters = {"size": size, "partitions": partitions, "workers": workers, "repeat": repeat}
+    with local_cluster("pandas", workers) as cluster, Client(cluster) as client:
+        dask_gpurt.enable(client)
+        runs = measure(client, parameters)
+    mean, low, high = interval(ratios(runs))
+    figures = {"ratio": mean, "low": low, "high": high, "events": max(run.events for run in runs)}
+    click.echo(json.dumps(figures))
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment(),
+        "parameters": parameters,
+        "figures": figures,
+        "runs": [asdict(run) for run in runs],
+    }
+    write(results, output)
+
+
+if __name__ == "__main__":
+    main()
