@@ -4,10 +4,9 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU 
 a process with a track for each of its threads. What Perfetto takes for granted holds here: slices of a track
 are nested, and each flow has one begin and one end, in this order, inside of slices.
 
-Steps are timed on their thread. Tasks are timed by Dask, and moved by its estimate of clocks as of the last
-heartbeat, so that a step may seem to stick out of its task by some milliseconds: then the task is widened.
-Tasks that are coroutines, and copies that were begun together, may overlap on one thread: then it has several
-tracks.
+Steps are timed on their thread. Tasks are timed by Dask, from when they are handed over to their thread, so
+that a step may stick out of its task by what the thread took to begin: then the task is widened. Tasks that
+are coroutines, and copies that were begun together, may overlap on one thread: then it has several tracks.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def _steps(trace: Trace) -> Table:
         (
             step,
             f"{counts[step]:,}",
-            format_time(seconds[step]),
-            format_time(longest[step]),
+            _seconds(seconds[step]),
+            _seconds(longest[step]),
             _bytes(nbytes[step]),
         )
         for step in sorted(counts, key=lambda step: -seconds[step])
@@ -127,30 +127,40 @@ def _steps(trace: Trace) -> Table:
 
 def _workers(trace: Trace) -> Table:
     rows = [
-        (row.process, row.step, f"{row.times:,}", format_time(row.seconds), format_time(row.longest))
+        (row.process, row.step, f"{row.times:,}", _seconds(row.seconds), _seconds(row.longest))
         for row in sorted(trace.summary(), key=lambda row: (row.process, -row.seconds))
     ]
     return Table("Steps by worker", "", ("worker", "step", "times", "seconds", "longest"), rows)
 
 
 def _transfers(trace: Trace) -> Table:
-    pulls: defaultdict[tuple[str, str, str], list[tuple[int, float]]] = defaultdict(list)
+    offered: Counter[tuple[str, str]] = Counter()
+    shards: Counter[tuple[str, str]] = Counter()
+    copied: Counter[tuple[str, str]] = Counter()
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     for address, process in trace.processes.items():
         for event in process.events:
-            if event.step == "pull":
-                args = event.args
-                pulls[str(args["producer"]), address, str(args["path"])].append(
-                    (args["bytes"], event.seconds)
-                )
+            if event.kind == EventKind.SENT:
+                shards[address, event.args["owner"]] += 1
+                offered[address, event.args["owner"]] += event.args["bytes"]
+            elif event.step == "pull":
+                copied[event.args["producer"], address] += event.args["bytes"]
+                seconds[event.args["producer"], address] += event.seconds
     rows = [
-        (*pair, f"{len(found):,}", _bytes(sum(n for n, _ in found)), format_time(sum(s for _, s in found)))
-        for pair, found in sorted(pulls.items())
+        (
+            *pair,
+            f"{shards[pair]:,}",
+            _bytes(offered[pair]),
+            _bytes(copied[pair]),
+            _seconds(seconds[pair]),
+        )
+        for pair in sorted(shards.keys() | copied.keys())
     ]
     return Table(
         "Transfers",
-        "Shards that were copied from worker to worker. What is read where it lies, in memory that two "
-        "workers share, is not copied: the counters exchange.bytes say how much that is.",
-        ("from", "to", "path", "shards", "bytes", "seconds of threads"),
+        "Shards that were offered to the workers that own their outputs, and what these have copied. The "
+        "rest is read where it lies, in memory that two workers share.",
+        ("from", "to", "shards", "bytes", "copied", "seconds of threads"),
         rows,
     )
 
@@ -214,6 +224,10 @@ def _readable(value: float, unit: Unit) -> str:
 
 def _bytes(nbytes: float) -> str:
     return format_bytes(int(nbytes)) if nbytes else ""
+
+
+def _seconds(seconds: float) -> str:
+    return format_time(seconds) if seconds else ""
 
 
 def _download(trace: Trace) -> str | None:

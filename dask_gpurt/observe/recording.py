@@ -33,7 +33,7 @@ class Kind(StrEnum):
     WAIT = "wait"
     #: A moment.
     MARK = "mark"
-    #: The moment in which a thread offered a shard to its owner; the shard is in ``args``.
+    #: The moment in which a thread offered a shard to its owner; both are in ``args``, and its bytes.
     SENT = "sent"
     #: The moment in which a thread read a shard that was offered.
     READ = "read"
@@ -174,9 +174,9 @@ class Recording:
         """Record something that happens now."""
         self._append(Kind.MARK, step, perf_counter(), 0.0, args)
 
-    def sent(self, shard: str) -> None:
-        """Record that this thread offers a shard."""
-        self._append(Kind.SENT, "", perf_counter(), 0.0, {"shard": shard})
+    def sent(self, shard: str, owner: str, nbytes: int) -> None:
+        """Record that this thread offers a shard to the worker at an address."""
+        self._append(Kind.SENT, "", perf_counter(), 0.0, {"shard": shard, "owner": owner, "bytes": nbytes})
 
     def read(self, shard: str) -> None:
         """Record that this thread reads a shard."""

@@ -278,7 +278,7 @@ class _Packing:
             id_ = self.outbox.publish(self.sender.run, share.id, share.owner, blocks)
             self.shards.append(self._describe(id_, share, mine))
             if (recording := self.sender.exchange.metrics.recording) is not None:
-                recording.sent(self.shards[-1].name)
+                recording.sent(self.shards[-1].name, share.owner, self.shards[-1].nbytes)
             self.sender.offer(share.owner, self.shards[-1])
             self._parts[share.id] += 1
             # The owner may have left since this attempt began. Either `renew` has told the outbox after this
