@@ -59,7 +59,10 @@ class Fallback(Enum):
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask decides in its method {method}"
 
-    PLANNING_UNSUPPORTED = "planning.unsupported", "each query is planned anew, as Dask does"
+    PLANNING_UNSUPPORTED = (
+        "planning.unsupported",
+        "each query is planned anew, and no tasks are fused, as with Dask",
+    )
 
     TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host count as unknown"
     TOPOLOGY_GPU_UNKNOWN = "topology.gpu-unknown", "this worker's GPU has no place in the topology"

@@ -25,8 +25,11 @@ class Planner:
 
     def __init__(self) -> None:
         self.usable = False
+        self.fused = False
         self.metrics = Metrics()
-        self.cache = PlanningCache(lambda: "client" if self.usable else None, self.metrics)
+        self.cache = PlanningCache(
+            lambda: "client" if self.usable else None, self.metrics, lambda: self.fused
+        )
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -36,6 +39,15 @@ class Planner:
             yield
         finally:
             self.usable = False
+
+    @contextmanager
+    def fusing(self) -> Iterator[None]:
+        """Fuse computations while this is entered."""
+        self.fused = True
+        try:
+            yield
+        finally:
+            self.fused = False
 
     def count(self, what: str) -> float:
         """Return a counter: ``planning.`` and what."""
@@ -201,6 +213,16 @@ def planned(readers: list[Callable[[], Any]], program: list[Step]) -> dict[str, 
         "optimised": _described(optimised.expr),
         "keys": sorted(map(str, optimised.__dask_graph__())),
     }
+
+
+def computed(readers: list[Callable[[], Any]], program: list[Step]) -> Any:
+    """Return the result of a program as a frame or series of pandas, or the error that it ends with."""
+    result, _ = run(readers, program)
+    try:
+        found = result.compute()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return found.to_pandas() if hasattr(found, "to_pandas") else found
 
 
 def _described(root: Any) -> dict[str, Any]:
