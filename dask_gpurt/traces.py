@@ -97,9 +97,10 @@ class Collector:
         return any(reply.get("more") for reply in replies.values())
 
     def _add(self, process: ProcessTrace, reply: dict[str, Any]) -> None:
-        process.name, process.process, process.lost = reply["name"], reply["process"], reply["lost"]
+        process.name, process.process = reply["name"], reply["process"]
         process.threads |= {int(thread): name for thread, name in reply["threads"].items()}
         events = [Event(*event) for event in json.loads(reply["events"])]
+        process.receive(reply["began"], len(events), reply["taken"], reply["lost"])
         kept = events[: max(0, MAX_EVENTS - self._events)]
         process.events += kept
         self._events += len(kept)

@@ -111,6 +111,8 @@ class Batch(NamedTuple):
         The names of threads, by number.
     lost
         Events that were pushed out of the ring so far, before they were taken.
+    taken
+        Events that were taken so far, these included.
     more
         Whether events are left in the ring.
     """
@@ -118,6 +120,7 @@ class Batch(NamedTuple):
     events: list[Event]
     threads: dict[int, str]
     lost: int
+    taken: int
     more: bool
 
 
@@ -137,7 +140,9 @@ class Recording:
         self._lock = threading.Lock()
         self._ring: deque[Event] = deque(maxlen=capacity)
         self._threads: dict[int, str] = {}
-        self._lost = 0
+        self._lost = self._taken = 0
+        #: By the clock of events.
+        self.began = perf_counter()
 
     # ---- events ------------------------------------------------------------------------
 
@@ -206,7 +211,8 @@ class Recording:
         """Take the oldest events out of the ring, so many at most."""
         with self._lock:
             events = [self._ring.popleft() for _ in range(min(limit, len(self._ring)))]
-            return Batch(events, dict(self._threads), self._lost, bool(self._ring))
+            self._taken += len(events)
+            return Batch(events, dict(self._threads), self._lost, self._taken, bool(self._ring))
 
 
 def _task() -> str:

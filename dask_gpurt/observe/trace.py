@@ -45,7 +45,7 @@ class ProcessTrace:
     threads
         The names of threads, by number.
     lost
-        Events that were overwritten before they were taken.
+        Events that were overwritten before they were taken, or taken and did not arrive.
     """
 
     name: str = ""
@@ -54,6 +54,27 @@ class ProcessTrace:
     events: list[Event] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
     lost: int = 0
+    #: The recording that the last events came from, how many have come of it, and what earlier ones have lost.
+    _recording: float = 0.0
+    _received: int = 0
+    _lost_before: int = 0
+
+    def receive(self, recording: float, arrived: int, taken: int, lost: int) -> None:
+        """Note that events have arrived, to know those that have not.
+
+        Parameters
+        ----------
+        recording
+            The time when it began: a worker that was restarted at its address has another one.
+        arrived
+            Events that have arrived now.
+        taken, lost
+            Those of the recording that were taken so far, and that were overwritten.
+        """
+        if recording != self._recording:
+            self._recording, self._received, self._lost_before = recording, 0, self.lost
+        self._received += arrived
+        self.lost = self._lost_before + lost + taken - self._received
 
     def aligned(self) -> Iterator[Event]:
         """Yield the events by the scheduler's clock."""

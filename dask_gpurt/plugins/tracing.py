@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from time import perf_counter, time
 from typing import Any
 
@@ -27,6 +27,8 @@ CLOCK, TAKE, END = "gpurt_clock", "gpurt_trace_take", "gpurt_trace_end"
 BEGIN_ALL, TAKE_ALL, END_ALL = "gpurt_trace_begin", "gpurt_traces_take", "gpurt_traces_end"
 #: Seconds after which a trace ends that no client has asked for.
 LEASE_S = 60.0
+#: Seconds for which a worker is waited for that is asked for its events.
+ANSWER_TIMEOUT_S = 10.0
 #: Questions for the clock of a worker, of which the one with the shortest round trip counts, and seconds for
 #: which they may take altogether.
 CLOCK_ROUNDS, CLOCK_TIMEOUT_S = 5, 2.0
@@ -48,13 +50,12 @@ class Recorder:
         self.token: str | None = None
         self._expires: asyncio.TimerHandle | None = None
 
-    async def begin(self, token: str) -> Recording:
+    def begin(self, token: str) -> Recording:
         """Return the recording of a trace, and begin it if need be; that of another trace ends."""
         recording = self._metrics.recording
         if recording is None or self.token != token:
             self.token = token
-            ranges = await asyncio.to_thread(Ranges.find)
-            recording = self._metrics.recording = Recording(ranges=ranges)
+            recording = self._metrics.recording = Recording(ranges=Ranges.find())
         self._renew(token)
         return recording
 
@@ -109,7 +110,7 @@ class WorkerTracing:
 
     async def take(self, token: str, limit: int) -> dict[str, Any]:
         """Handle a question for the next events of a trace."""
-        recording = await self._recorder.begin(token)
+        recording = self._recorder.begin(token)
         self._epoch = time() - perf_counter()
         packed: dict[str, Any] = await self._offload(_packed, recording, limit)
         return packed
@@ -201,22 +202,37 @@ class SchedulerTracing:
             By address, what the server has; under "scheduler" what this one has. A worker that does not
             answer has an ``error``.
         """
-        own = _packed(await self._recorder.begin(token), limit)
-        message = {"op": TAKE, "token": token, "limit": limit}
-        replies = await self._scheduler.broadcast(msg=message, on_error="return")
-        workers = {
-            worker: {**reply, "name": str(state.name)} if isinstance(reply, dict) else {"error": str(reply)}
-            for worker, reply in replies.items()
-            if (state := self._scheduler.workers.get(worker)) is not None
-        }
+        own = await asyncio.to_thread(_packed, self._recorder.begin(token), limit)
+        names = {worker: str(state.name) for worker, state in self._scheduler.workers.items()}
+        replies = await self._ask_all(names, TAKE, token=token, limit=limit)
+        workers = {worker: {**reply, "name": names[worker]} for worker, reply in replies.items()}
         return {"scheduler": {**own, "name": "scheduler"}, **workers}
 
     async def end(self, token: str) -> dict[str, Any]:
         """Handle the end of a trace: the ``clocks`` of the workers as they are now."""
         clocks = await self._clocks()
         self._recorder.end(token)
-        await self._scheduler.broadcast(msg={"op": END, "token": token}, on_error="return")
+        await self._ask_all(self._scheduler.workers, END, token=token)
         return {"clocks": clocks}
+
+    async def _ask_all(self, workers: Iterable[str], op: str, **message: Any) -> dict[str, dict[str, Any]]:
+        """Call a handler of all workers; return their answers, or the ``error`` of those that do not answer.
+
+        One that stands still keeps the others waiting for a while only: their recordings would end meanwhile.
+        """
+
+        async def ask(worker: str) -> dict[str, Any]:
+            try:
+                call = getattr(self._scheduler.rpc(worker), op)(**message)
+                reply = await asyncio.wait_for(call, ANSWER_TIMEOUT_S)
+            except TimeoutError:
+                return {"error": f"no answer in {ANSWER_TIMEOUT_S:.0f} s"}
+            except Exception as error:  # whatever it has failed with there
+                return {"error": str(error)}
+            return reply if isinstance(reply, dict) else {"error": "the runtime is off there"}
+
+        workers = list(workers)
+        return dict(zip(workers, await asyncio.gather(*map(ask, workers)), strict=True))
 
     async def _clocks(self) -> dict[str, dict[str, float]]:
         """Return by worker the ``offset`` of its clock to this one, and the ``round_trip`` that showed it.
@@ -257,7 +273,9 @@ def _packed(recording: Recording, limit: int) -> dict[str, Any]:
     return {
         "events": json.dumps(batch.events, default=str).encode(),
         "threads": {str(thread): name for thread, name in batch.threads.items()},
+        "began": recording.began,
         "lost": batch.lost,
+        "taken": batch.taken,
         "more": batch.more,
         "process": os.getpid(),
     }

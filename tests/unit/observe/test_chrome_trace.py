@@ -141,6 +141,17 @@ def test_coroutines_that_overlap_on_one_thread_have_several_tracks() -> None:
     assert names == ["MainThread", "MainThread (2)", "MainThread (3)"]
 
 
+def test_what_was_taken_and_did_not_arrive_is_lost() -> None:
+    process = ProcessTrace()
+    process.receive(recording=1.0, arrived=10, taken=10, lost=0)
+    process.receive(recording=1.0, arrived=5, taken=25, lost=2)  # ten are missing, two were overwritten
+    assert process.lost == 12
+    process.receive(recording=7.0, arrived=3, taken=4, lost=0)  # the worker was restarted at its address
+    assert process.lost == 13
+    process.receive(recording=7.0, arrived=1, taken=5, lost=0)
+    assert process.lost == 13
+
+
 def test_what_is_lost_is_said() -> None:
     found = trace(a=ProcessTrace(name="zero", lost=3, events=[span("pack", 0, 1)]))
     found.left_out = 4
