@@ -5,20 +5,20 @@
 Shuffles of one frame that is on the workers take turns: one while a trace is recorded, one without, in an
 order that alternates. Counted are the processor seconds of all workers and of this process, which has the
 scheduler and the client, from building the graph to the end of the trace: what is recorded, packed, sent and
-collected meanwhile, and not the writing of the file. The interval is of the mean of the ratios, at 95 %.
+collected meanwhile, and not the writing of the file.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import click
@@ -33,8 +33,8 @@ from dask_gpurt.cli.cluster import default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.traces import Collector
 
-#: Times the standard error of a mean: 95 % of Student's distribution, by degrees of freedom from 1 on.
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+#: Times that pairs are drawn again for an interval.
+DRAWS = 2000
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,26 @@ async def _begin(client: Client) -> Collector:
     return collector
 
 
-def ratios(runs: list[Shuffled]) -> list[float]:
-    """Return processor seconds with a trace, by those without, of each pair of neighbours."""
-    pairs = zip(runs[::2], runs[1::2], strict=True)
-    ordered = ((one, other) if one.traced else (other, one) for one, other in pairs)
-    return [traced.processor_seconds / plain.processor_seconds for traced, plain in ordered]
+def ratio(runs: Sequence[Shuffled]) -> float:
+    """Return processor seconds with a trace, by those without: lower quartiles of each.
+
+    What else runs on the machine only adds to them, also by the caches that it takes.
+    """
+
+    def quartile(traced: bool) -> float:
+        return statistics.quantiles([run.processor_seconds for run in runs if run.traced is traced], n=4)[0]
+
+    return quartile(True) / quartile(False)
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Return the mean of some values, and the ends of its interval at 95 %."""
-    mean, degrees = statistics.fmean(values), len(values) - 1
-    factor = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 2.09
-    half = factor * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
+def interval(runs: Sequence[Shuffled]) -> tuple[float, float]:
+    """Return the ends of the interval of the ratio at 95 %, from pairs that are drawn again."""
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    draw = Random(0)
+    drawn = sorted(
+        ratio([run for pair in draw.choices(pairs, k=len(pairs)) for run in pair]) for _ in range(DRAWS)
+    )
+    return drawn[int(0.025 * DRAWS)], drawn[int(0.975 * DRAWS)]
 
 
 def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
@@ -102,8 +109,9 @@ def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
     for turn in range(parameters["repeat"]):
         order = (True, False) if turn % 2 else (False, True)
         runs += [shuffle(client, frame, traced) for traced in order]
-        mean = statistics.fmean(ratios(runs))
-        Console(stderr=True).print(f"{turn + 1} pairs: {mean - 1:+.2%}", style="dim")
+        if not turn:
+            continue
+        Console(stderr=True).print(f"{turn + 1} pairs: {ratio(runs) - 1:+.2%}", style="dim")
     return runs
 
 
@@ -119,8 +127,9 @@ def main(size: int, partitions: int, workers: int, repeat: int, output: Path | N
     with local_cluster("pandas", workers) as cluster, Client(cluster) as client:
         dask_gpurt.enable(client)
         runs = measure(client, parameters)
-    mean, low, high = interval(ratios(runs))
-    figures = {"ratio": mean, "low": low, "high": high, "events": max(run.events for run in runs)}
+    low, high = interval(runs)
+    events = max(run.events for run in runs)
+    figures = {"ratio": ratio(runs), "low": low, "high": high, "events": events}
     click.echo(json.dumps(figures))
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

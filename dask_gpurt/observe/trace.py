@@ -54,7 +54,7 @@ class ProcessTrace:
     events: list[Event] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
     lost: int = 0
-    #: The recording that the last events came from, how many have come of it, and what earlier ones have lost.
+    #: The recording of the last events, how many of it have arrived, and what those before it have lost.
     _recording: float = 0.0
     _received: int = 0
     _lost_before: int = 0
