@@ -6,6 +6,10 @@ Shuffles of one frame that is on the workers take turns: one while a trace is re
 order that alternates. Counted are the processor seconds of all workers and of this process, which has the
 scheduler and the client, from building the graph to the end of the trace: what is recorded, packed, sent and
 collected meanwhile, and not the writing of the file.
+
+On a machine that does other things too the difference is lost in their noise. So what a trace costs is also
+added up: a trace in which nothing happens, and for each event of a shuffle what it takes to record it and to
+pack it, each timed alone.
 """
 
 from __future__ import annotations
@@ -31,8 +35,12 @@ from benchmarks.common.commandline import in_bytes, write
 from benchmarks.common.rows import ROW_BYTES, make_random
 from dask_gpurt.cli.cluster import default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.observe import Metrics
+from dask_gpurt.observe.recording import Recording
 from dask_gpurt.traces import Collector
 
+#: Events that are timed together.
+EVENTS = 20_000
 #: Times that pairs are drawn again for an interval.
 DRAWS = 2000
 
@@ -96,6 +104,41 @@ def interval(runs: Sequence[Shuffled]) -> tuple[float, float]:
     return drawn[int(0.025 * DRAWS)], drawn[int(0.975 * DRAWS)]
 
 
+def empty_trace(client: Client) -> float:
+    """Return the processor seconds of a trace of a cluster on which nothing happens."""
+    before = processor_seconds(client)
+    between = processor_seconds(client)
+    collector = client.sync(_begin, client)
+    client.sync(collector.end)
+    return processor_seconds(client) - between - (between - before)
+
+
+def one_event() -> float:
+    """Return the processor seconds of an event: recorded as most steps are, taken and packed."""
+    metrics = Metrics()
+
+    def timed() -> float:
+        began = time.thread_time()
+        for number in range(EVENTS):
+            with metrics.seconds("shuffle.seconds.packing", number):
+                pass
+        if metrics.recording is not None:
+            json.dumps(metrics.recording.take(EVENTS).events)
+        return time.thread_time() - began
+
+    plain = min(timed() for _ in range(5))
+    metrics.recording = Recording()
+    return (min(timed() for _ in range(5)) - plain) / EVENTS
+
+
+def added_up(client: Client, runs: Sequence[Shuffled]) -> dict[str, float]:
+    """Return what a trace costs, added up from its parts, and its share of a shuffle."""
+    empty = statistics.median(empty_trace(client) for _ in range(20))
+    event, events = one_event(), max(run.events for run in runs)
+    plain = statistics.quantiles([run.processor_seconds for run in runs if not run.traced], n=4)[0]
+    return {"empty": empty, "event": event, "events": events, "share": (empty + event * events) / plain}
+
+
 def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
     """Run the shuffles in turns, after one of each that does not count."""
     rows = parameters["size"] // ROW_BYTES // parameters["partitions"]
@@ -127,9 +170,9 @@ def main(size: int, partitions: int, workers: int, repeat: int, output: Path | N
     with local_cluster("pandas", workers) as cluster, Client(cluster) as client:
         dask_gpurt.enable(client)
         runs = measure(client, parameters)
+        parts = added_up(client, runs)
     low, high = interval(runs)
-    events = max(run.events for run in runs)
-    figures = {"ratio": ratio(runs), "low": low, "high": high, "events": events}
+    figures = {"ratio": ratio(runs), "low": low, "high": high, "added up": parts}
     click.echo(json.dumps(figures))
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -88,7 +88,7 @@ class _Process:
         for which, event in enumerate(
             e for events in by_thread.values() for e in events if e.kind == Kind.WAIT
         ):
-            yield from self._wait(event, f"{self._number}.{which}")
+            yield from self._wait(event, str(which))
         yield from self._names()
 
     def _names(self) -> Iterator[dict[str, Any]]:
@@ -159,8 +159,8 @@ class _Process:
     def _wait(self, event: Event, id: str) -> Iterator[dict[str, Any]]:
         begin, end = self._nanoseconds(event.at), self._nanoseconds(event.at + event.seconds)
         args = _finite(event.args) | ({"task": event.task} if event.task else {})
-        yield {**self._common(event, "b", begin), "id": id, "tid": 0, "args": args}
-        yield {**self._common(event, "e", end), "id": id, "tid": 0}
+        yield {**self._common(event, "b", begin), "id2": {"local": id}, "tid": 0, "args": args}
+        yield {**self._common(event, "e", end), "id2": {"local": id}, "tid": 0}
 
 
 def widen_tasks(slices: Iterable[_Slice]) -> None:

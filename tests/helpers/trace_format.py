@@ -91,7 +91,7 @@ def check_waits(events: list[Mapping[str, Any]]) -> None:
     """Fail where an asynchronous slice has not one begin and one end behind it."""
     begun: dict[tuple[Any, ...], float] = {}
     for event in events:
-        which = (event["pid"], event.get("cat"), event.get("id"))
+        which = (event["pid"], event.get("cat"), event["name"], event.get("id2", {}).get("local"))
         if event["ph"] == "b":
             assert which not in begun
             begun[which] = event["ts"]
