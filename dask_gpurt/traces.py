@@ -125,6 +125,8 @@ class trace:
     ------
     RuntimeError
         When the runtime is off on the cluster, or another trace of it is being recorded.
+    FileNotFoundError
+        When there is no folder for the file.
 
     Attributes
     ----------
@@ -157,6 +159,8 @@ class trace:
 
     async def __aenter__(self) -> None:
         self._client = self._client or default_client()
+        if not self._path.parent.is_dir():  # else that would be found out at the end
+            raise FileNotFoundError(f"there is no folder {self._path.parent} for the trace")
         if not (await _report(self._client)).enabled:
             raise RuntimeError(
                 "the runtime is off on this cluster, and records nothing: dask_gpurt.enable(client) switches "

@@ -44,7 +44,7 @@ def trace(scheduler: str, seconds: float, out: Path) -> None:
                     time.sleep(seconds)
                 except KeyboardInterrupt:
                     click.echo("ended early", err=True)
-        except RuntimeError as error:
+        except (RuntimeError, FileNotFoundError) as error:
             raise click.ClickException(str(error)) from error
     found = recorded.found
     console = Console(highlight=False)

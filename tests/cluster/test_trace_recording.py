@@ -78,6 +78,13 @@ async def test_an_asynchronous_client_takes_a_trace(client: Any, scheduler: Any,
 
 
 @on_cluster()
+async def test_a_trace_without_a_folder_does_not_begin(client: Any, scheduler: Any, *crew: Any) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        async with dask_gpurt.trace("/nonexistent/trace.json", client):
+            raise AssertionError("it has begun")
+
+
+@on_cluster()
 async def test_a_trace_where_the_runtime_is_off_is_refused(client: Any, scheduler: Any, *crew: Any) -> None:
     await dask_gpurt.disable(client)
     with pytest.raises(RuntimeError, match="records nothing"):
@@ -94,4 +101,5 @@ async def test_a_report_where_the_runtime_is_off_says_so(client: Any, scheduler:
         page = Path(folder, "report.html").read_text()
     assert "The runtime was off on this cluster" in page
     assert "Dask Performance Report" in unescape(page)
+    assert "client.submit(int" in unescape(page)  # the code of the caller
     await dask_gpurt.enable(client)

@@ -148,5 +148,6 @@ def test_the_command_writes_a_trace(client: Client, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     address = client.scheduler.address  # type: ignore[union-attr]
     done = run(DASK, "gpurt", "trace", "--scheduler", address, "--seconds", "0.5", "--out", out)
+    assert "recording for" in done.stderr
     assert str(out) in done.stdout.replace("\n", "")
     check(read(out))
