@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Modules that import private parts of Dask are imported where they are used, once these are known to exist.
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: The name of the runtime's plugins, and of its extension on the scheduler.
 NAME = "gpurt"

@@ -376,6 +376,16 @@ REPLICAS = SeamGroup(
     ),
     without="Dask chooses which workers keep replicas",
 )
+#: The HTTP server of a scheduler that runs, which is given more pages.
+HTTP = SeamGroup(
+    "pages of the scheduler",
+    (
+        Seam("distributed.http.utils:get_handlers", "server modules prefix"),
+        Seam("distributed.http.routing:RoutingApplication.add_application", "self application"),
+        Seam("distributed.node:ServerNode.start_http_server"),
+    ),
+    without="the JSON API is there only where 'distributed.scheduler.http.routes' names it",
+)
 #: The arguments of a nanny, so that another one is started in the same way.
 NANNY = SeamGroup(
     "nannies",
@@ -395,7 +405,7 @@ NANNY = SeamGroup(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
+PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------

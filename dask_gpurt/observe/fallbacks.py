@@ -82,9 +82,16 @@ class Fallback(Enum):
     OVERLAP_NOT_SAVED = "overlap.not-saved", "what was learnt of kernels is not kept"
     OVERLAP_HANDED_OVER_EARLY = "overlap.handed-over-early", "memory changes hands too early"
 
+    OBSERVE_JSON_API = "observe.json-api", "the JSON API is not served"
+
     def __init__(self, id: str, text: str):
         self.id = id
         self.text = text
+
+    @property
+    def room(self) -> str:
+        """Return the room that falls back, which is the name of a logger too."""
+        return self.id.partition(".")[0]
 
     def filled(self, *labels: str) -> tuple[str, str]:
         """Return the id and the text with the values of the labels in them.

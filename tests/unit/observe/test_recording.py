@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.observe.recording import NVTX_DOMAIN, Kind, Ranges, Recording
+from dask_gpurt.observe.metrics import METRICS
+from dask_gpurt.observe.recording import MARKED, NVTX_DOMAIN, STEPS, Kind, Ranges, Recording
 
 
 @given(
@@ -69,6 +70,10 @@ def test_threads_record_at_once_and_nothing_goes_missing() -> None:
     for which in range(4):
         mine = [event.args["number"] for event in found if event.args["which"] == which]
         assert mine == sorted(set(mine))
+
+
+def test_steps_and_marks_are_of_metrics_that_there_are() -> None:
+    assert METRICS.keys() >= MARKED | STEPS.keys()
 
 
 def test_a_timed_metric_is_a_step_of_its_thread() -> None:

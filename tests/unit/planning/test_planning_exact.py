@@ -20,6 +20,14 @@ from tests.helpers.planned import Planner, Step, computed, planned, programs, wr
 EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """Keep what is there already out of the collections between programs."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def planner(library: Library, readers: list[Callable[[], Any]]) -> Iterator[Planner]:
     """One cache for all programs: what one has left is there for the next, as long as no setting changes."""
