@@ -216,11 +216,15 @@ class WorkerOverlap:
             self._control.ends(key, done=isinstance(event, ExecuteSuccessEvent))
         return event
 
+    def _mode(self) -> str:
+        """Return the mode in effect: without a GPU nothing is confined, and no stream has a priority."""
+        return "off" if self._control is None and self._device.on_host else self._settings.mode
+
     def report(self) -> dict[str, Any]:
-        """Return the mode, the statistics and the decisions, as plain values."""
+        """Return the mode in effect, the statistics and the decisions, as plain values."""
         governor = self._governor
         return {
-            "mode": self._settings.mode,
+            "mode": self._mode(),
             "elapsed": governor.elapsed if governor else 0.0,
             "lost": governor.lost if governor else 0.0,
             "kernels": rows(governor.basis) if governor else [],

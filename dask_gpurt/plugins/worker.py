@@ -35,6 +35,7 @@ from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
+from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
@@ -52,8 +53,6 @@ logger = logging.getLogger(__name__)
 COMM = "gpurt-comm"
 #: The states of a task that a thread is at, and those of one that it has ended.
 EXECUTED, ENDED = ("executing", "long-running", "cancelled", "resumed"), ("memory", "error")
-#: The handler that the scheduler calls for what is known here.
-REPORT = "gpurt_report"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -141,6 +140,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.tracing.install()
         undo.callback(self.tracing.uninstall)
         undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
+        undo.callback(HeartbeatCounters(worker, self._counted, self.token).close)
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         undo.callback(self.topology.close)
@@ -247,18 +247,18 @@ class GpurtWorkerPlugin(WorkerPlugin):
             ),
         ]
 
+    def _counted(self) -> dict[str, Any]:
+        known = self.metrics.snapshot()
+        return {**known, "counters": known["counters"] | self.residency.counters()}
+
     def waiting(self) -> dict[str, Any]:
         """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
 
-    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
-        """Handle a question for what this worker has, did and fell back from; briefly, for the last two."""
+    async def report(self, connect: bool = False) -> dict[str, Any]:
+        """Handle a question for what this worker has, did and fell back from."""
         if connect:
             await self.exchange.peers.connect_all()
-        known = self.metrics.snapshot()
-        known["counters"] |= self.residency.counters()
-        if brief:
-            return {"version": __version__, **known}
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
@@ -269,7 +269,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "residency": self.residency.describe(),
             "reads": self.reads.report(),
             "problems": config.problems(),
-            **known,
+            **self._counted(),
         }
 
 

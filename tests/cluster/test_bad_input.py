@@ -95,7 +95,18 @@ def test_a_wrong_word_in_the_environment_is_logged_and_dask_works(tmp_path: Path
     script.write_text(OWN)
     done = run(sys.executable, script, DASK_GPURT__ENABLED="maybe")
     assert done.stdout.split() == ["right", "False"]
-    assert "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false" in done.stderr
+    said = "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false (the program goes on"
+    assert done.stderr.count(said) == 1
+
+
+@pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
+def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OWN.replace("processes=False", "n_workers=2, threads_per_worker=1"))
+    done = run(sys.executable, script, DASK_GPURT__ENABLED="true", DASK_GPURT__TAKEOVR="true")
+    assert done.stdout.split() == ["right", "False"]
+    assert done.stderr.count("'gpurt.takeovr'") == 1
+    assert "the program goes on without it" in done.stderr
 
 
 #: Shuffles, and says whether the cluster has the runtime.
