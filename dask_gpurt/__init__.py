@@ -12,6 +12,7 @@ from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
     from dask_gpurt.api import disable, enable, explain, is_enabled, memory_usage, report
+    from dask_gpurt.traces import performance_report, trace
 
 __all__ = [
     "__version__",
@@ -22,13 +23,21 @@ __all__ = [
     "explain",
     "is_enabled",
     "memory_usage",
+    "performance_report",
     "report",
+    "trace",
 ]
 
+#: The names that are not in ``api``.
+_OF_TRACES = {"performance_report", "trace"}
 _PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OF_TRACES:
+        from dask_gpurt import traces
+
+        return getattr(traces, name)
     if name in __all__:
         from dask_gpurt import api
 

@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = {
     "overlap": "overlap",
     "simulate": "simulation",
     "topology": "topology",
+    "trace": "trace",
 }
 
 

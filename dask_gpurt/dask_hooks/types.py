@@ -7,7 +7,7 @@ has another type for one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Reversible
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Reversible, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -43,6 +43,10 @@ class WorkerTask(Protocol):
     def dependencies(self) -> AbstractSet[WorkerTask]: ...
     @property
     def dependents(self) -> AbstractSet[WorkerTask]: ...
+    @property
+    def startstops(self) -> Sequence[Any]: ...  # with "action", "start" and "stop", the latest last
+    @property
+    def start_time(self) -> float | None: ...  # when it was handed over to a thread
     def get_nbytes(self) -> int: ...
 
 
@@ -96,9 +100,12 @@ class WorkerServer(Protocol):
     """A worker: ``distributed.Worker``."""
 
     metrics: dict[str, Callable[[Any], Any]]
+    scheduler_delay: float
 
     @property
     def address(self) -> str: ...
+    @property
+    def threads(self) -> Mapping[Key, int]: ...  # the thread of a task that has run
     @property
     def status(self) -> Status: ...
     @property

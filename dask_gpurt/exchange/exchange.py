@@ -12,7 +12,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from dask_gpurt._version import __version__
@@ -47,6 +49,8 @@ PRESSURE_LASTS_S = 1.0
 PEER_RETRY_INTERVAL_S = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
 COPY_THREADS = 4
+#: One for all steps that are not recorded.
+_NOT_RECORDED = contextlib.nullcontext()
 
 
 class Exchange:
@@ -273,26 +277,36 @@ class Exchange:
             await self._limiter.decrease(nbytes)
 
     async def _pull_fetched(self, incoming: IncomingShard) -> None:
+        began = perf_counter()
         try:
-            await self.offload(self._land_fetched, incoming, await self.comms.fetch(incoming))
+            reply = await self.comms.fetch(incoming)
+            self._record_fetch(incoming, began)
+            await self.offload(self._land_fetched, incoming, reply)
         except CodecError as error:
             self.metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
             reply = await self.comms.fetch(incoming, by_host=True)
             await self.offload(self._land_fetched, incoming, reply)
+
+    def _record_fetch(self, incoming: IncomingShard, began: float) -> None:
+        if (recording := self.metrics.recording) is not None:
+            shard = incoming.shard
+            recording.waited("fetch", began, bytes=shard.nbytes, producer=shard.producer.address)
 
     def _pull_mapped(self, incoming: IncomingShard) -> None:
         shard = incoming.shard
         address = shard.producer.address
         copy = self.traffic.timed(address, incoming.path.name, incoming.device.land, shard.nbytes)
         try:
-            self._land(incoming, incoming.sources(), copy)
+            with self._recorded(incoming):
+                self._land(incoming, incoming.sources(), copy)
         finally:
             drop_pages([incoming])
         self.metrics.add("exchange.pulled.bytes", incoming.shard.nbytes)
 
     def _land_fetched(self, incoming: IncomingShard, reply: dict[str, Any]) -> None:
-        sources = self.comms.unpacked(incoming, reply)
-        self._land(incoming, sources, self.comms.bring(incoming.device, reply))
+        with self._recorded(incoming):
+            sources = self.comms.unpacked(incoming, reply)
+            self._land(incoming, sources, self.comms.bring(incoming.device, reply))
         if staged := reply["staged"]:
             assert incoming.path.staging is not None
             for offset, section in zip(staged["offsets"], incoming.shard.sections, strict=True):
@@ -300,6 +314,19 @@ class Exchange:
             self.worker.loop.add_callback(
                 self._note_release, incoming.shard.producer, "host", staged["shard"], COPIED
             )
+
+    def _recorded(self, incoming: IncomingShard) -> AbstractContextManager[None]:
+        """Record the body as a pull, while a trace is taken."""
+        if (recording := self.metrics.recording) is None:
+            return _NOT_RECORDED
+        shard = incoming.shard
+        return recording.span(
+            "pull",
+            shard=shard.name,
+            bytes=shard.nbytes,
+            path=incoming.path.name,
+            producer=shard.producer.address,
+        )
 
     def _land(
         self, incoming: IncomingShard, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]

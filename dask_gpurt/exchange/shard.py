@@ -121,6 +121,11 @@ class Shard:
         """Return the bytes of all sections."""
         return sum(section.nbytes for section in self.sections)
 
+    @property
+    def name(self) -> str:
+        """Return a name that no other shard of a cluster has, for traces."""
+        return f"{self.producer.incarnation}.{self.device}.{self.id}"
+
     def places(self) -> dict[int, list[tuple[int, int]]]:
         """Return where output partitions have rows: in which sections, and where they stand in each."""
         places: dict[int, list[tuple[int, int]]] = {}

@@ -222,12 +222,17 @@ class AdmissionQueue:
         reserve
             Reserves room under it if there is some, and returns whether there is.
         """
+        began = None
         while True:
             fits = await reserve(request)
             self._remove_seceded()
             if self._is_admitted(request, fits):
                 self._notify(self._admission.first)  # there may be room for more
+                if began is not None and (recording := self._metrics.recording) is not None:
+                    recording.waited("admission", began, kind=request.kind, key=str(request.key))
                 return
+            if began is None:
+                began = time.perf_counter()
             self._reservations.cancel(request)
             self._metrics.add("memory.waits")
             wake = self._wake.setdefault(request, asyncio.Event())

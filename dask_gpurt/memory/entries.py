@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from dask.typing import Key
@@ -253,6 +254,10 @@ class EntryTable:
         """Count a move that is complete."""
         self.metrics.add("memory.spill.bytes.{from}.{to}", nbytes, str(source), str(target))
         self.metrics.add("memory.spill.seconds", seconds)
+        if (recording := self.metrics.recording) is not None:
+            step = "spill" if list(Tier).index(target) > list(Tier).index(source) else "unspill"
+            began = perf_counter() - seconds
+            recording.timed(step, began, seconds, source=str(source), target=str(target), bytes=nbytes)
 
     def close(self) -> None:
         """Delete everything, files included, when the moves under way have ended. Blocks."""

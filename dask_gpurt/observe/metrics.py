@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from dask_gpurt.observe.fallbacks import Fallback
+from dask_gpurt.observe.recording import MARKED, STEPS, Recording
 
 
 class Server(StrEnum):
@@ -351,12 +352,19 @@ def _is_gauge(filled: str) -> bool:
 
 
 class Metrics:
-    """Count metrics and fallbacks of one process. Thread-safe."""
+    """Count metrics and fallbacks of one process. Thread-safe.
+
+    Attributes
+    ----------
+    recording
+        Where steps, faults and fallbacks are recorded too, while a trace is taken; None else.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(int)
         self._fallbacks: dict[str, dict[str, Any]] = {}
+        self.recording: Recording | None = None
 
     def add(self, name: str, amount: float = 1, *labels: str) -> None:
         """Add to a counter.
@@ -378,6 +386,8 @@ class Metrics:
         _require(name, Kind.COUNTER, labels)
         with self._lock:
             self._values[name, labels] += amount
+        if (recording := self.recording) is not None and name in MARKED:
+            recording.mark(METRICS[name].filled(labels), amount=amount)
 
     def peak(self, name: str, value: float, *labels: str) -> None:
         """Keep the largest value seen of a gauge; parameters and errors as of :meth:`add`."""
@@ -386,13 +396,25 @@ class Metrics:
             self._values[name, labels] = max(self._values[name, labels], value)
 
     @contextmanager
-    def seconds(self, name: str) -> Iterator[None]:
-        """Add the time that the body takes to a counter of seconds."""
+    def seconds(self, name: str, subject: int | None = None) -> Iterator[None]:
+        """Add the time that the body takes to a counter of seconds, and record it as a step of this thread.
+
+        Parameters
+        ----------
+        subject
+            What the step is about, for the trace: see :data:`~dask_gpurt.observe.recording.STEPS`.
+        """
+        recording = self.recording  # one that begins meanwhile has not seen the begin
+        step = None if recording is None else STEPS.get(name)
+        if recording is not None and step is not None:
+            recording.enter(step.name)
         start = perf_counter()
         try:
             yield
         finally:
             self.add(name, perf_counter() - start)
+            if recording is not None and step is not None:
+                recording.leave(step.name, start, {} if subject is None else {step.subject: subject})
 
     def fallback(self, what: Fallback, reason: str, *labels: str) -> None:
         """Count that something was left to Dask, or done in a lesser way; log it the first time.
@@ -412,6 +434,8 @@ class Metrics:
             known["count"] += 1
             known["reason"] = reason
             first = known["count"] == 1
+        if (recording := self.recording) is not None:
+            recording.mark("fallback", id=filled, reason=reason)
         if first:
             logger = logging.getLogger(f"dask_gpurt.{what.room}")
             logger.warning("%s: %s (%s; logged once, `dask gpurt doctor` counts)", text, reason, filled)

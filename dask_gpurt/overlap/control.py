@@ -168,6 +168,8 @@ class Control:
     def _note(self, kernel: str, decision: Decision) -> None:
         if self._decisions.note(kernel, str(decision.setting), decision.why):
             self._metrics.add("overlap.decisions")
+            if (recording := self._metrics.recording) is not None:
+                recording.mark("overlap", kernel=kernel, decided=str(decision.setting), why=decision.why)
 
     def _settle(self) -> None:
         """Apply the setting that all running tasks agree on, or priority only."""

@@ -204,6 +204,17 @@ class Placement:
         self._estimates.on_decided(ts, chosen, ws)
         self._history.add(ts.key, chosen.worker, candidates)
         self._metrics.add("placement.decisions")
+        if (recording := self._metrics.recording) is not None:
+            terms = chosen.terms
+            recording.mark(
+                "placement",
+                key=str(ts.key),
+                worker=chosen.worker,
+                candidates=len(candidates),
+                seconds=terms.seconds,
+                moving=terms.moving,
+                fits=bool(terms.fits),
+            )
         return ws
 
     def _get_comm_cost(self, ts: SchedulerTask, ws: WorkerState) -> float:

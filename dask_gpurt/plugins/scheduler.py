@@ -33,6 +33,7 @@ from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
+from dask_gpurt.plugins.tracing import SchedulerTracing
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
 from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
@@ -121,6 +122,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.cluster_memory = ClusterMemory()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
         self.learned = SharedStatistics()
+        self.tracing = SchedulerTracing(self.scheduler, self.metrics)
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
@@ -142,6 +144,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             JOIN: self.workers.join,
             OWNERS: self.shuffles.recovery.owners,
             RECOVER: self.shuffles.recovery.recover,
+            **self.tracing.handlers(),
         }
         operations = {
             OP: self.memory_changed,
@@ -151,6 +154,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             SEALED: self.shuffles.recovery.sealed,
         }
         patches = dask_hooks.PatchSet()
+        self._undo.callback(self.tracing.close)
         self._undo.callback(patches.restore)
         for name, handler in handlers.items():
             patches.add_item(self.scheduler.handlers, name, handler)

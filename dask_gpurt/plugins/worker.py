@@ -41,6 +41,7 @@ from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
+from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
+#: The states of a task that a thread is at, and those of one that it has ended.
+EXECUTED, ENDED = ("executing", "long-running", "cancelled", "resumed"), ("memory", "error")
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -134,6 +137,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
+        self.tracing.install()
+        undo.callback(self.tracing.uninstall)
         undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
         undo.callback(HeartbeatCounters(worker, self._counted, self.token).close)
         import_backends(self.exchange.pools.devices)
@@ -201,6 +206,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._undo.callback(self.residency.close)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)
+        self.tracing = WorkerTracing(worker, self.metrics, self.exchange.offload)
 
     async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:
@@ -219,6 +225,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":
             self.streams.gather(self.worker.batched_stream, bool(self.worker.state.ready))
+        if self.is_on and self.metrics.recording is not None and finish in ENDED:
+            if start == "flight":
+                self.tracing.fetched()
+            elif start in EXECUTED:
+                self.tracing.task_ended(key)
         if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
             for run in active_runs(shuffles).values():
                 if hasattr(run, "task_done"):

@@ -249,7 +249,10 @@ class Receiver:
         landing = self.exchange.landing
         sections = [(incoming, which) for incoming, which, _ in wanted]
         read = reading(sections, landing, self._check, key)
-        with read as found, metrics.seconds("shuffle.seconds.assembling"):
+        with read as found, metrics.seconds("shuffle.seconds.assembling", partition):
+            if (recording := metrics.recording) is not None:
+                for incoming, _ in places:
+                    recording.read(incoming.shard.name)
             parts = [
                 _part(incoming.shard.sections[which], at, *bytes_)
                 for (incoming, which, at), bytes_ in zip(wanted, found, strict=True)

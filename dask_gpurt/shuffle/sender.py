@@ -101,7 +101,7 @@ class Sender:
         groups = [(share, share.outputs) for share in shares]
         if self._will_spill(plain, table.device.kind, len(groups)):
             groups = [(share, (output,)) for share, outputs in groups for output in outputs]
-        with metrics.seconds("shuffle.seconds.splitting"):
+        with metrics.seconds("shuffle.seconds.splitting", source):
             pieces = table.split(
                 frame,
                 self.spec.column,
@@ -220,7 +220,7 @@ class _Packing:
         self._packed: list[tuple[Share, Piece, Packed]] = []
 
     def publish_all(self, owned: list[tuple[Share, Piece]]) -> None:
-        with self.sender.exchange.metrics.seconds("shuffle.seconds.packing"):
+        with self.sender.exchange.metrics.seconds("shuffle.seconds.packing", self.source):
             try:
                 for share, piece in owned:
                     self._pack(share, piece)
@@ -277,6 +277,8 @@ class _Packing:
             blocks = (one.block for _, one in mine)
             id_ = self.outbox.publish(self.sender.run, share.id, share.owner, blocks)
             self.shards.append(self._describe(id_, share, mine))
+            if (recording := self.sender.exchange.metrics.recording) is not None:
+                recording.sent(self.shards[-1].name, share.owner, self.shards[-1].nbytes)
             self.sender.offer(share.owner, self.shards[-1])
             self._parts[share.id] += 1
             # The owner may have left since this attempt began. Either `renew` has told the outbox after this

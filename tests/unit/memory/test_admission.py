@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,15 @@ from dask_gpurt.memory.admission import (
     SEND,
     TASK,
     Admission,
+    AdmissionQueue,
     MemoryEstimator,
     MemoryRequest,
+    reservation,
 )
+from dask_gpurt.memory.tiers import Limits
+from dask_gpurt.observe import Metrics
+from dask_gpurt.observe.recording import Kind, Recording
+from tests.helpers.tiered_buffers import KIB, new_tiered_buffer
 
 # ---- needs -----------------------------------------------------------------------------
 
@@ -248,3 +256,33 @@ def test_whatever_comes_goes_or_stays_for_ever_each_request_is_admitted_in_its_t
 
 
 # ---- on a worker -----------------------------------------------------------------------
+
+
+# ---- traces ----------------------------------------------------------------------------
+
+
+def test_only_a_request_that_has_waited_is_recorded(tmp_path: Path) -> None:
+    metrics = Metrics()
+    recording = metrics.recording = Recording()
+    tiers = new_tiered_buffer(str(tmp_path), Limits(KIB, 0, 0, None))
+    queue = AdmissionQueue(lambda key: False, tiers.reservations, metrics)
+    first, second = reservation("first"), reservation("second")
+
+    async def run() -> None:
+        room = asyncio.Event()
+
+        async def there_is_room_later(request: MemoryRequest) -> bool:
+            return request == first or room.is_set()
+
+        await queue.wait(first, there_is_room_later)
+        waiting = asyncio.create_task(queue.wait(second, there_is_room_later))
+        while not queue.waiting()["waiting"]:
+            await asyncio.sleep(0)
+        room.set()
+        queue.leave(first)
+        await waiting
+
+    asyncio.run(run())
+    (event,) = recording.take(10).events
+    assert (event.kind, event.step, event.args) == (Kind.WAIT, "admission", {"kind": TASK, "key": "second"})
+    tiers.close()

@@ -1,0 +1,188 @@
+"""Count what a trace costs a shuffle, in processor seconds of the cluster.
+
+    python -m benchmarks.shuffle.traced --size 512MiB --partitions 16 --repeat 20 --json results.json
+
+Shuffles of one frame that is on the workers take turns: one while a trace is recorded, one without, in an
+order that alternates. Counted are the processor seconds of all workers and of this process, which has the
+scheduler and the client, from building the graph to the end of the trace: what is recorded, packed, sent and
+collected meanwhile, and not the writing of the file.
+
+On a machine that does other things too the difference is lost in their noise. So what a trace costs is also
+added up: a trace in which nothing happens, and for each event of a shuffle what it takes to record it and to
+pack it, each timed alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import click
+import dask.dataframe as dd
+from distributed import Client, wait
+from rich.console import Console
+
+import dask_gpurt
+from benchmarks.common.commandline import in_bytes, write
+from benchmarks.common.rows import ROW_BYTES, make_random
+from dask_gpurt.cli.cluster import default_workers, local_cluster
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.observe import Metrics
+from dask_gpurt.observe.recording import Recording
+from dask_gpurt.traces import Collector
+
+#: Events that are timed together.
+EVENTS = 20_000
+#: Times that pairs are drawn again for an interval.
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Hold what one shuffle took, and how many events were recorded of it."""
+
+    traced: bool
+    processor_seconds: float
+    seconds: float
+    events: int
+
+
+def processor_seconds(client: Client) -> float:
+    """Return the processor seconds of the workers and of this process so far."""
+    return time.process_time() + sum(client.run(time.process_time).values())
+
+
+def shuffle(client: Client, frame: Any, traced: bool) -> Shuffled:
+    """Shuffle once, while a trace is recorded or without."""
+    client.run(gc.collect)
+    gc.collect()
+    before, began = processor_seconds(client), time.perf_counter()
+    collector = client.sync(_begin, client) if traced else None
+    result = frame.shuffle("key").persist()
+    wait(result)
+    seconds = time.perf_counter() - began
+    trace = client.sync(collector.end) if collector is not None else None
+    used = processor_seconds(client) - before
+    del result
+    events = sum(len(process.events) for process in trace.processes.values()) if trace is not None else 0
+    return Shuffled(traced, used, seconds, events)
+
+
+async def _begin(client: Client) -> Collector:
+    collector = Collector(client)
+    await collector.begin()
+    return collector
+
+
+def ratio(runs: Sequence[Shuffled]) -> float:
+    """Return processor seconds with a trace, by those without: lower quartiles of each.
+
+    What else runs on the machine only adds to them, also by the caches that it takes.
+    """
+
+    def quartile(traced: bool) -> float:
+        return statistics.quantiles([run.processor_seconds for run in runs if run.traced is traced], n=4)[0]
+
+    return quartile(True) / quartile(False)
+
+
+def interval(runs: Sequence[Shuffled]) -> tuple[float, float]:
+    """Return the ends of the interval of the ratio at 95 %, from pairs that are drawn again."""
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    draw = Random(0)
+    drawn = sorted(
+        ratio([run for pair in draw.choices(pairs, k=len(pairs)) for run in pair]) for _ in range(DRAWS)
+    )
+    return drawn[int(0.025 * DRAWS)], drawn[int(0.975 * DRAWS)]
+
+
+def empty_trace(client: Client) -> float:
+    """Return the processor seconds of a trace of a cluster on which nothing happens."""
+    before = processor_seconds(client)
+    between = processor_seconds(client)
+    collector = client.sync(_begin, client)
+    client.sync(collector.end)
+    return processor_seconds(client) - between - (between - before)
+
+
+def one_event() -> float:
+    """Return the processor seconds of an event: recorded as most steps are, taken and packed."""
+    metrics = Metrics()
+
+    def timed() -> float:
+        began = time.thread_time()
+        for number in range(EVENTS):
+            with metrics.seconds("shuffle.seconds.packing", number):
+                pass
+        if metrics.recording is not None:
+            json.dumps(metrics.recording.take(EVENTS).events)
+        return time.thread_time() - began
+
+    plain = min(timed() for _ in range(5))
+    metrics.recording = Recording()
+    return (min(timed() for _ in range(5)) - plain) / EVENTS
+
+
+def added_up(client: Client, runs: Sequence[Shuffled]) -> dict[str, float]:
+    """Return what a trace costs, added up from its parts, and its share of a shuffle."""
+    empty = statistics.median(empty_trace(client) for _ in range(20))
+    event, events = one_event(), max(run.events for run in runs)
+    plain = statistics.quantiles([run.processor_seconds for run in runs if not run.traced], n=4)[0]
+    return {"empty": empty, "event": event, "events": events, "share": (empty + event * events) / plain}
+
+
+def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
+    """Run the shuffles in turns, after one of each that does not count."""
+    rows = parameters["size"] // ROW_BYTES // parameters["partitions"]
+    args: list[Any] = [rows, 2**62, "pandas"]
+    meta = make_random(0, 1, 2**62, "pandas").iloc[:0]
+    frame = dd.from_map(make_random, range(parameters["partitions"]), args=args, meta=meta).persist()
+    wait(frame)
+    for traced in (True, False):
+        shuffle(client, frame, traced)
+    runs = []
+    for turn in range(parameters["repeat"]):
+        order = (True, False) if turn % 2 else (False, True)
+        runs += [shuffle(client, frame, traced) for traced in order]
+        if not turn:
+            continue
+        Console(stderr=True).print(f"{turn + 1} pairs: {ratio(runs) - 1:+.2%}", style="dim")
+    return runs
+
+
+@click.command()
+@click.option("--size", default="512MiB", show_default=True, callback=in_bytes, help="Bytes of the frame.")
+@click.option("--partitions", default=16, show_default=True)
+@click.option("--workers", default=default_workers("pandas"), show_default=True)
+@click.option("--repeat", default=20, show_default=True, help="Pairs of shuffles.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
+def main(size: int, partitions: int, workers: int, repeat: int, output: Path | None) -> None:
+    """Count what a trace costs a shuffle."""
+    parameters = {"size": size, "partitions": partitions, "workers": workers, "repeat": repeat}
+    with local_cluster("pandas", workers) as cluster, Client(cluster) as client:
+        dask_gpurt.enable(client)
+        runs = measure(client, parameters)
+        parts = added_up(client, runs)
+    low, high = interval(runs)
+    figures = {"ratio": ratio(runs), "low": low, "high": high, "added up": parts}
+    click.echo(json.dumps(figures))
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment(),
+        "parameters": parameters,
+        "figures": figures,
+        "runs": [asdict(run) for run in runs],
+    }
+    write(results, output)
+
+
+if __name__ == "__main__":
+    main()

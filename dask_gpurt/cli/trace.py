@@ -1,0 +1,59 @@
+"""Run ``dask gpurt trace``: record what a cluster does for some seconds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from dask.utils import format_time
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dask_gpurt import traces
+from dask_gpurt.cli.cluster import connected
+from dask_gpurt.observe.performance import lacks
+
+#: Steps that are printed, those that took longest.
+PRINTED_STEPS = 20
+
+
+@click.command()
+@click.option("--scheduler", metavar="ADDRESS", required=True, help="The scheduler of the cluster.")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    default=Path("trace.json"),
+    show_default=True,
+    help="The file; gzipped if it ends in .gz.",
+)
+def trace(scheduler: str, seconds: float, out: Path) -> None:
+    """Record what a cluster does for some seconds, and write it for https://ui.perfetto.dev.
+
+    Tasks by thread, the steps of shuffles, spilling, what waits, decisions and faults, of all workers and the
+    scheduler by one clock. ctrl-C ends it early, and writes what there is.
+    """
+    with connected(scheduler) as client:
+        recorded = traces.trace(out, client)
+        try:
+            with recorded:
+                click.echo(f"recording for {format_time(seconds)}", err=True)
+                try:
+                    time.sleep(seconds)
+                except KeyboardInterrupt:
+                    click.echo("ended early", err=True)
+        except (RuntimeError, FileNotFoundError) as error:
+            raise click.ClickException(str(error)) from error
+    found = recorded.found
+    console = Console(highlight=False)
+    table = Table("where", "step", "times", "seconds", "longest", box=SIMPLE_HEAD)
+    for row in found.summary()[:PRINTED_STEPS]:
+        table.add_row(
+            row.process, row.step, str(row.times), format_time(row.seconds), format_time(row.longest)
+        )
+    console.print(table)
+    for sentence in lacks(found):
+        console.print(f"{sentence}.", style="red", markup=False)
+    console.print(f"{out} is for https://ui.perfetto.dev", markup=False, soft_wrap=True)

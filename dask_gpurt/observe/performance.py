@@ -1,0 +1,239 @@
+"""Write the page of a performance report: Dask's own, and beside it what the runtime did."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from dask.utils import format_bytes, format_time
+
+from dask_gpurt.observe.chrome_trace import chrome_trace
+from dask_gpurt.observe.metrics import METRICS, Kind, Unit, UnknownMetricError, find
+from dask_gpurt.observe.recording import Kind as EventKind
+from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.trace import Trace
+
+#: Traces larger than this, compressed, are not put into the page.
+MAX_TRACE_BYTES = 50_000_000
+#: Faults and fallbacks that are listed; the rest is counted.
+MAX_LISTED = 200
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Hold what was observed of the runtime while a program ran.
+
+    Parameters
+    ----------
+    before, after
+        The reports of the cluster.
+    memory
+        A row for each worker and tier at the end, as :func:`dask_gpurt.memory_usage` has them.
+    """
+
+    trace: Trace
+    before: RuntimeReport
+    after: RuntimeReport
+    memory: Sequence[Mapping[str, Any]]
+
+
+class Table(NamedTuple):
+    """A table of the page: its heading, what is said of it, its columns and its rows."""
+
+    heading: str
+    text: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def page(dask_report: str, observed: Observed | None) -> str:
+    """Return the page.
+
+    Parameters
+    ----------
+    dask_report
+        Dask's own page, which is embedded as it is.
+    observed
+        None where the runtime is off.
+    """
+    text = Path(__file__).with_name("performance.html").read_text()
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text)
+    return template.render(
+        dask_report=dask_report,
+        tables=[] if observed is None else tables(observed),
+        lacks=[] if observed is None else lacks(observed.trace),
+        trace=None if observed is None else _download(observed.trace),
+        on=observed is not None,
+    )
+
+
+def tables(observed: Observed) -> list[Table]:
+    """Return what is told of the runtime, as tables of text."""
+    return [
+        _steps(observed.trace),
+        _workers(observed.trace),
+        _transfers(observed.trace),
+        _memory(observed.memory),
+        _counters(observed.before, observed.after),
+        _faults(observed.trace),
+    ]
+
+
+def lacks(trace: Trace) -> list[str]:
+    """Say what is missing from a trace, a sentence each."""
+    found = [f"{address} did not answer: {reason}" for address, reason in trace.unanswered.items()]
+    if trace.lost:
+        found.append(f"{trace.lost:,} events were lost, so that figures of steps are too small")
+    unknown = [a for a, process in trace.processes.items() if process.clock is None and a != "scheduler"]
+    if unknown:
+        found.append(f"the clocks of {', '.join(sorted(unknown))} are not known, and were not aligned")
+    return found
+
+
+def _steps(trace: Trace) -> Table:
+    counts: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    nbytes: Counter[str] = Counter()
+    longest: defaultdict[str, float] = defaultdict(float)
+    for row in trace.summary():
+        counts[row.step] += row.times
+        seconds[row.step] += row.seconds
+        nbytes[row.step] += row.nbytes
+        longest[row.step] = max(longest[row.step], row.longest)
+    rows = [
+        (
+            step,
+            f"{counts[step]:,}",
+            _seconds(seconds[step]),
+            _seconds(longest[step]),
+            _bytes(nbytes[step]),
+        )
+        for step in sorted(counts, key=lambda step: -seconds[step])
+    ]
+    return Table(
+        "Steps",
+        "Tasks by prefix, and what the runtime did within and beside them, on all workers together.",
+        ("step", "times", "seconds", "longest", "bytes"),
+        rows,
+    )
+
+
+def _workers(trace: Trace) -> Table:
+    rows = [
+        (row.process, row.step, f"{row.times:,}", _seconds(row.seconds), _seconds(row.longest))
+        for row in sorted(trace.summary(), key=lambda row: (row.process, -row.seconds))
+    ]
+    return Table("Steps by worker", "", ("worker", "step", "times", "seconds", "longest"), rows)
+
+
+def _transfers(trace: Trace) -> Table:
+    offered: Counter[tuple[str, str]] = Counter()
+    shards: Counter[tuple[str, str]] = Counter()
+    copied: Counter[tuple[str, str]] = Counter()
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for address, process in trace.processes.items():
+        for event in process.events:
+            if event.kind == EventKind.SENT:
+                shards[address, event.args["owner"]] += 1
+                offered[address, event.args["owner"]] += event.args["bytes"]
+            elif event.step == "pull":
+                copied[event.args["producer"], address] += event.args["bytes"]
+                seconds[event.args["producer"], address] += event.seconds
+    rows = [
+        (
+            *pair,
+            f"{shards[pair]:,}",
+            _bytes(offered[pair]),
+            _bytes(copied[pair]),
+            _seconds(seconds[pair]),
+        )
+        for pair in sorted(shards.keys() | copied.keys())
+    ]
+    return Table(
+        "Transfers",
+        "Shards that were offered to the workers that own their outputs, and what these have copied. The "
+        "rest is read where it lies, in memory that two workers share.",
+        ("from", "to", "shards", "bytes", "copied", "seconds of threads"),
+        rows,
+    )
+
+
+def _memory(memory: Sequence[Mapping[str, Any]]) -> Table:
+    kinds = [name for name in (memory[0] if memory else {}) if name not in ("worker", "tier")]
+    rows = [(str(row["worker"]), str(row["tier"]), *(_bytes(row[kind]) for kind in kinds)) for row in memory]
+    return Table("Memory", "What the tiers held at the end.", ("worker", "tier", *kinds), rows)
+
+
+def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
+    rows = []
+    for name, value in sorted(after.counters.items()):
+        unit, counts = _declared(name)
+        grown = value - before.counters.get(name, 0) if counts else value
+        if grown:
+            rows.append((name, _readable(grown, unit), "grew" if counts else "most so far"))
+    return Table(
+        "Counters",
+        "How counters grew; of gauges the largest value since the runtime is on.",
+        ("metric", "value", ""),
+        rows,
+    )
+
+
+def _faults(trace: Trace) -> Table:
+    rows = []
+    for address, process in trace.processes.items():
+        for event in process.events:
+            if event.kind == EventKind.MARK and (event.step == "fallback" or event.step in METRICS):
+                said = ", ".join(f"{name}: {value}" for name, value in event.args.items())
+                rows.append((event.at, address, event.step, said))
+    listed = [tuple(row[1:]) for row in sorted(rows)[:MAX_LISTED]]
+    rest = f" The first {MAX_LISTED} of {len(rows):,}." if len(rows) > MAX_LISTED else ""
+    return Table(
+        "Faults and fallbacks",
+        f"What was lost, tried again, or left to Dask.{rest}",
+        ("where", "what", "why"),
+        listed,
+    )
+
+
+def _declared(name: str) -> tuple[Unit, bool]:
+    """Return the unit of a metric, and whether it is a counter."""
+    try:
+        metric = find(name)
+    except UnknownMetricError:  # of a worker of another version
+        return Unit.NUMBER, True
+    return metric.unit, metric.kind is Kind.COUNTER
+
+
+def _readable(value: float, unit: Unit) -> str:
+    match unit:
+        case Unit.BYTES:
+            return _bytes(value)
+        case Unit.SECONDS:
+            return format_time(value)
+        case _:
+            return f"{value:,.0f}"
+
+
+def _bytes(nbytes: float) -> str:
+    return format_bytes(int(nbytes)) if nbytes else ""
+
+
+def _seconds(seconds: float) -> str:
+    return format_time(seconds) if seconds else ""
+
+
+def _download(trace: Trace) -> str | None:
+    """Return the trace as a link, if it is not too large."""
+    text = json.dumps(chrome_trace(trace), allow_nan=False).encode()
+    packed = gzip.compress(text, 6)
+    if len(packed) > MAX_TRACE_BYTES:
+        return None
+    return f"data:application/gzip;base64,{base64.b64encode(packed).decode()}"

@@ -1,0 +1,256 @@
+"""Take a trace of a cluster from a client, and put it into a file or beside Dask's performance report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import tempfile
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import distributed
+import fsspec
+from distributed import Client, default_client
+
+from dask_gpurt import api
+from dask_gpurt.observe.chrome_trace import chrome_trace
+from dask_gpurt.observe.performance import Observed, page
+from dask_gpurt.observe.recording import RING_EVENTS, Event
+from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.trace import ProcessTrace, Trace
+
+#: Seconds between two questions for events.
+INTERVAL_S = 0.5
+#: Events of all servers in one answer, and the fewest of each that are asked for.
+BATCH_EVENTS, LEAST_EVENTS = 20_000, 200
+#: Events of a trace; what comes later is counted and left out.
+MAX_EVENTS = 5_000_000
+
+
+class Collector:
+    """Collect a trace while it is recorded, in batches, from the loop of a client.
+
+    Parameters
+    ----------
+    client
+        Of the cluster.
+    """
+
+    def __init__(self, client: Client):
+        self._scheduler: Any = client.scheduler
+        self._token = uuid.uuid4().hex
+        self._ending = asyncio.Event()
+        self._collecting: asyncio.Task[None] | None = None
+        self._events = 0
+        self.trace = Trace()
+
+    async def begin(self) -> None:
+        """Begin to record on all servers.
+
+        Raises
+        ------
+        RuntimeError
+            When another trace of the cluster is being recorded.
+        """
+        began = await self._scheduler.gpurt_trace_begin(token=self._token)
+        self.trace.began, self.trace.time = began["now"], began["time"]
+        self.trace.learn_clocks(began["clocks"])
+        self._collecting = asyncio.create_task(self._collect())
+
+    async def end(self) -> Trace:
+        """End the recording; return the trace."""
+        assert self._collecting is not None
+        self._ending.set()
+        try:
+            await self._collecting
+        finally:
+            ended = await self._scheduler.gpurt_traces_end(token=self._token)
+        self.trace.learn_clocks(ended["clocks"])
+        return self.trace
+
+    async def _collect(self) -> None:
+        while not self._ending.is_set():
+            if not await self._take():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), INTERVAL_S)
+        # What is recorded from here on is not waited for: after so many turns all that was there is taken.
+        for _ in range(RING_EVENTS // LEAST_EVENTS):
+            if not await self._take():
+                return
+
+    async def _take(self) -> bool:
+        """Take the next events of all servers; return whether there are more."""
+        limit = max(LEAST_EVENTS, BATCH_EVENTS // max(1, len(self.trace.processes)))
+        replies = await self._scheduler.gpurt_traces_take(token=self._token, limit=limit)
+        for gone in self.trace.processes.keys() - replies.keys():
+            self.trace.unanswered.setdefault(gone, "the worker has left")
+        for address, reply in replies.items():
+            if "error" in reply:
+                self.trace.unanswered[address] = reply["error"]
+            else:
+                self.trace.unanswered.pop(address, None)
+                self._add(self.trace.processes.setdefault(address, ProcessTrace()), reply)
+        return any(reply.get("more") for reply in replies.values())
+
+    def _add(self, process: ProcessTrace, reply: dict[str, Any]) -> None:
+        process.name, process.process = reply["name"], reply["process"]
+        process.threads |= {int(thread): name for thread, name in reply["threads"].items()}
+        events = [Event(*event) for event in json.loads(reply["events"])]
+        process.receive(reply["began"], len(events), reply["taken"], reply["lost"])
+        kept = events[: max(0, MAX_EVENTS - self._events)]
+        process.events += kept
+        self._events += len(kept)
+        self.trace.left_out += len(events) - len(kept)
+
+
+class trace:
+    """Record what a cluster does while the body runs, and write it for https://ui.perfetto.dev.
+
+    Tasks by thread, the steps of shuffles, what is spilled and read back, what waits, what is decided and
+    what goes wrong: on all workers and the scheduler, by one clock, with an arrow from where a shard was
+    packed to where it is read. See ``docs/guides/traces.md``.
+
+    Parameters
+    ----------
+    path
+        The file; gzipped if it ends in ``.gz``, which Perfetto reads too.
+    client
+        The current one if not given. With an asynchronous client, use ``async with``.
+
+    Raises
+    ------
+    RuntimeError
+        When the runtime is off on the cluster, or another trace of it is being recorded.
+    FileNotFoundError
+        When there is no folder for the file.
+
+    Attributes
+    ----------
+    found
+        The trace, once it has ended.
+
+    Examples
+    --------
+    >>> with dask_gpurt.trace("trace.json"):  # doctest: +SKIP
+    ...     frame.merge(other, on="key").compute()
+    """
+
+    def __init__(self, path: str | Path, client: Client | None = None):
+        self._path = Path(path)
+        self._client = client
+        self.found = Trace()
+
+    def __enter__(self) -> None:
+        self._client = self._client or default_client()
+        self._client.sync(self.__aenter__)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._client is not None
+        self._client.sync(self.__aexit__, kind, error, traceback)
+
+    async def __aenter__(self) -> None:
+        self._client = self._client or default_client()
+        if not self._path.parent.is_dir():  # else that would be found out at the end
+            raise FileNotFoundError(f"there is no folder {self._path.parent} for the trace")
+        if not (await _report(self._client)).enabled:
+            raise RuntimeError(
+                "the runtime is off on this cluster, and records nothing: dask_gpurt.enable(client) switches "
+                "it on"
+            )
+        self._collector = Collector(self._client)
+        await self._collector.begin()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.found = await self._collector.end()
+        await asyncio.to_thread(write, self.found, self._path)
+
+
+def write(found: Trace, path: Path) -> None:
+    """Write a trace in the Trace Event Format."""
+    text = json.dumps(chrome_trace(found), allow_nan=False).encode()
+    path.write_bytes(gzip.compress(text, 6) if path.suffix == ".gz" else text)
+
+
+async def _report(client: Client) -> RuntimeReport:
+    # Awaitable here, on the loop of the client, also where that is not an asynchronous one.
+    found: RuntimeReport = await cast(Any, api.report(client))
+    return found
+
+
+class performance_report(distributed.performance_report):
+    """Write Dask's performance report, with what the runtime did beside it.
+
+    Used as Dask's own ``performance_report``, with the same parameters. Beside the report of Dask the page
+    has a part on the runtime: the steps of the trace, what was transferred from worker to worker, memory,
+    faults and fallbacks; and the trace itself for https://ui.perfetto.dev. Where the runtime is off it says
+    so, and has Dask's part alone.
+
+    Parameters
+    ----------
+    filename
+        The HTML file; whatever :func:`fsspec.open` can write.
+    stacklevel
+        Which frame of the caller is shown as its code; 1 is the one that enters.
+    mode
+        Where Bokeh's scripts come from, such as ``"inline"``: see :func:`bokeh.io.output_file`.
+    storage_options
+        More arguments for :func:`fsspec.open`.
+
+    Examples
+    --------
+    >>> with dask_gpurt.performance_report("report.html"):  # doctest: +SKIP
+    ...     frame.merge(other, on="key").compute()
+    """
+
+    async def __aenter__(self) -> None:
+        await super().__aenter__()  # type: ignore[no-untyped-call]
+        client = default_client()
+        self._before = await _report(client)
+        self._collector = Collector(client) if self._before.enabled else None
+        if self._collector is not None:
+            await self._collector.begin()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        code: str | None = None,
+    ) -> None:
+        observed = None if self._collector is None else await self._observed(self._collector)
+        target = self.filename
+        with tempfile.TemporaryDirectory() as folder:
+            self.filename = str(Path(folder) / "dask.html")
+            if code is None:  # of the caller of this method, which is one frame further away from Dask's
+                self._stacklevel += 1
+            try:
+                await super().__aexit__(kind, error, traceback, code=code)  # type: ignore[no-untyped-call]
+            finally:
+                dask_report, self.filename = Path(self.filename), target
+            text = await asyncio.to_thread(lambda: page(dask_report.read_text(), observed))
+        with fsspec.open(target, mode="w", compression="infer", **self.storage_options) as file:
+            file.write(text)
+
+    async def _observed(self, collector: Collector) -> Observed:
+        client: Any = default_client()
+        found = await collector.end()
+        return Observed(
+            trace=found,
+            before=self._before,
+            after=await _report(client),
+            memory=await client.scheduler.gpurt_memory(by="tier"),
+        )

@@ -1,0 +1,153 @@
+"""A trace of a cluster has what its workers do, by one clock; a report has it beside Dask's own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, wait
+
+import dask_gpurt
+from tests.helpers.clusters import cluster
+from tests.helpers.commands import DASK, run
+from tests.helpers.trace_format import around, check, flows, slices
+
+KIB = 2**10
+#: Shards are copied and not read where they lie, and the tiers are soon full: each step is taken.
+SETTINGS: dict[str, Any] = {
+    "exchange__paths": ["comms"],
+    "memory__tiers": True,
+    "memory__device": 1024 * KIB,
+    "memory__pinned": 512 * KIB,
+    "memory__host": 512 * KIB,
+    "placement__enabled": True,
+}
+PARTITIONS = 6
+STEPS = {"split", "pack", "pull", "assemble", "spill", "unspill"}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with cluster("pandas", **SETTINGS) as client:
+        yield client
+
+
+def make(part: int) -> pd.DataFrame:
+    draw = np.random.default_rng(part)
+    return pd.DataFrame({"key": draw.integers(0, 2**62, 20_000), "payload": np.arange(20_000)})
+
+
+def shuffle() -> int:
+    """Shuffle more than the tiers hold, and return the rows that there are."""
+    frame = dd.from_map(make, range(PARTITIONS), meta=make(0).iloc[:0]).persist()
+    wait(frame)
+    shuffled = frame.shuffle("key").persist()
+    wait(shuffled)
+    return len(shuffled) + len(frame)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_each_phase_of_a_shuffle_is_seen(client: Client, tmp_path: Path) -> None:
+    with dask_gpurt.trace(tmp_path / "trace.json"):
+        assert shuffle() == 2 * PARTITIONS * 20_000
+    trace = read(tmp_path / "trace.json")
+    check(trace)
+    counts = Counter(one.name for one in slices(trace))
+    assert counts.keys() >= STEPS
+    assert counts["split"] == counts["pack"] == counts["shuffle-transfer"] == PARTITIONS
+    assert counts["assemble"] == PARTITIONS
+    waits = Counter(event["name"] for event in trace["traceEvents"] if event["ph"] == "b")
+    assert waits["fetch"] > 0
+    marks = Counter(event["name"] for event in trace["traceEvents"] if event["ph"] == "i")
+    assert marks["placement"] > 0
+    said = trace["otherData"]
+    assert said["lost events"] == 0
+    assert len(said["processes"]) == 3
+    for address, process in said["processes"].items():
+        assert process["events"] > 0
+        if address != "scheduler":
+            assert abs(process["clock offset in seconds"]) <= process["shortest round trip in seconds"]
+
+    # Each shard flows from where it was packed to where it was pulled, and from there to each output.
+    assert said["flows"] == {"written": said["flows"]["written"], "missing": 0, "backwards": 0, "left out": 0}
+    between = Counter((around(trace, s).name, around(trace, f).name) for s, f in flows(trace))
+    assert between.keys() == {("pack", "pull"), ("pull", "assemble")} | (
+        between.keys() & {("pack", "assemble")}  # of shards that were read before they were to be pulled
+    )
+    packed = {(s["pid"], f["pid"]) for s, f in flows(trace) if around(trace, s).name == "pack"}
+    assert len(packed) > 1  # also from worker to worker
+
+    # Steps lie within the task that they belong to, and on its thread.
+    tasks = {one.args["task"]: one for one in slices(trace) if one.name not in STEPS and "task" in one.args}
+    for step in slices(trace):
+        if step.name in ("split", "pack", "assemble"):
+            task = tasks[step.args["task"]]
+            assert (task.pid, task.tid) == (step.pid, step.tid)
+            assert task.begin <= step.begin <= step.end <= task.end
+
+
+def test_afterwards_nothing_is_recorded(client: Client, tmp_path: Path) -> None:
+    with dask_gpurt.trace(tmp_path / "trace.json.gz"):
+        client.submit(int, 1).result()
+        assert all(client.run(lambda dask_worker: is_recording(dask_worker)).values())
+    assert not any(client.run(lambda dask_worker: is_recording(dask_worker)).values())
+    check(json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())))
+
+
+def is_recording(server: Any) -> bool:
+    return server.plugins["gpurt"].metrics.recording is not None
+
+
+def test_one_trace_at_a_time(client: Client, tmp_path: Path) -> None:
+    with (
+        dask_gpurt.trace(tmp_path / "one.json"),
+        pytest.raises(RuntimeError, match="another trace of this cluster is being recorded"),
+        dask_gpurt.trace(tmp_path / "two.json"),
+    ):
+        raise AssertionError("it has begun")
+    check(read(tmp_path / "one.json"))
+    assert not (tmp_path / "two.json").exists()
+
+
+def test_a_program_that_fails_leaves_a_trace(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), dask_gpurt.trace(tmp_path / "trace.json"):
+        client.submit(lambda: 1 // 0, pure=False).result()
+    assert [one.name for one in slices(read(tmp_path / "trace.json"))] == ["lambda"]
+
+
+def test_a_performance_report_has_both_parts(client: Client, tmp_path: Path) -> None:
+    with dask_gpurt.performance_report(str(tmp_path / "report.html")):
+        shuffle()
+    page = (tmp_path / "report.html").read_text()
+    (embedded,) = re.findall(r'srcdoc="([^"]*)"', page)
+    assert "Dask Performance Report" in unescape(embedded)
+    assert "shuffle()" in unescape(embedded)  # the code that calls, as Dask shows it
+    for heading in ("Steps", "Steps by worker", "Transfers", "Memory", "Counters", "Faults and fallbacks"):
+        assert f"<h2>{heading}</h2>" in page
+    for cell in ("pack", "assemble", "shuffle-transfer", "transfer", "disk", "shuffle.rows"):
+        assert f"<td>{cell}</td>" in page, cell
+    (packed,) = re.findall(r'href="data:application/gzip;base64,([^"]*)"', page)
+    check(json.loads(gzip.decompress(b64decode(packed))))
+
+
+def test_the_command_writes_a_trace(client: Client, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    address = client.scheduler.address  # type: ignore[union-attr]
+    done = run(DASK, "gpurt", "trace", "--scheduler", address, "--seconds", "0.5", "--out", out)
+    assert "recording for" in done.stderr
+    assert str(out) in done.stdout.replace("\n", "")
+    check(read(out))

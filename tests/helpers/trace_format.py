@@ -1,0 +1,129 @@
+"""Check traces against the Trace Event Format, as strictly as Perfetto reads it, and more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+#: The phases that are written here.
+PHASES = frozenset("MXibesf")
+
+
+class Slice(NamedTuple):
+    """A slice of a track; times in nanoseconds."""
+
+    name: str
+    pid: int
+    tid: int
+    begin: int
+    end: int
+    args: Mapping[str, Any]
+
+
+def nanoseconds(microseconds: float) -> int:
+    return round(microseconds * 1000)
+
+
+def slices(trace: Mapping[str, Any]) -> list[Slice]:
+    """Return the slices of all threads."""
+    return [
+        Slice(
+            e["name"],
+            e["pid"],
+            e["tid"],
+            nanoseconds(e["ts"]),
+            nanoseconds(e["ts"] + e["dur"]),
+            e.get("args", {}),
+        )
+        for e in trace["traceEvents"]
+        if e["ph"] == "X"
+    ]
+
+
+def check(trace: Mapping[str, Any]) -> None:
+    """Fail where a trace is not what readers of the format take for granted."""
+    events = trace["traceEvents"]
+    for event in events:
+        assert event["ph"] in PHASES, event
+        assert isinstance(event["pid"], int), event
+        assert isinstance(event["tid"], int), event
+        if event["ph"] != "M":
+            assert event["ts"] >= 0, event
+            assert event["name"], event
+            assert event["cat"], event
+        if event["ph"] == "X":
+            assert event["dur"] >= 0, event
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
+    check_names(events)
+    check_nesting(trace)
+    check_waits(events)
+    for begin, end in flows(trace):
+        assert begin["ts"] <= end["ts"]
+
+
+def check_names(events: list[Mapping[str, Any]]) -> None:
+    """Fail where a track or a process has no name, or several."""
+    named = [(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M"]
+    assert len(named) == len(set(named))
+    for event in events:
+        assert ("process_name", event["pid"], 0) in named
+        if event["ph"] in "Xisf":
+            assert ("thread_name", event["pid"], event["tid"]) in named, event
+
+
+def check_nesting(trace: Mapping[str, Any]) -> None:
+    """Fail where two slices of a track overlap without one being in the other."""
+    tracks: defaultdict[tuple[int, int], list[Slice]] = defaultdict(list)
+    for one in slices(trace):
+        tracks[one.pid, one.tid].append(one)
+    for track in tracks.values():
+        around: list[Slice] = []
+        for one in sorted(track, key=lambda one: (one.begin, -one.end)):
+            while around and around[-1].end <= one.begin:
+                around.pop()
+            assert not around or one.end <= around[-1].end, (around[-1], one)
+            around.append(one)
+
+
+def check_waits(events: list[Mapping[str, Any]]) -> None:
+    """Fail where an asynchronous slice has not one begin and one end behind it."""
+    begun: dict[tuple[Any, ...], float] = {}
+    for event in events:
+        which = (event["pid"], event.get("cat"), event["name"], event.get("id2", {}).get("local"))
+        if event["ph"] == "b":
+            assert which not in begun
+            begun[which] = event["ts"]
+        elif event["ph"] == "e":
+            assert begun.pop(which) <= event["ts"]
+    assert not begun
+
+
+def flows(trace: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield both ends of each flow; fail where one is missing, twice there, or not inside of a slice."""
+    ends: defaultdict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for event in trace["traceEvents"]:
+        if event["ph"] in "sf":
+            assert event["ph"] not in ends[event["id"]], event
+            ends[event["id"]][event["ph"]] = event
+    by_track: defaultdict[tuple[int, int], list[Slice]] = defaultdict(list)
+    for one in slices(trace):
+        by_track[one.pid, one.tid].append(one)
+    for pair in ends.values():
+        assert pair.keys() == {"s", "f"}, pair
+        for event in pair.values():
+            at = nanoseconds(event["ts"])
+            assert any(one.begin <= at <= one.end for one in by_track[event["pid"], event["tid"]]), event
+        yield pair["s"], pair["f"]
+
+
+def around(trace: Mapping[str, Any], event: Mapping[str, Any]) -> Slice:
+    """Return the innermost slice around an end of a flow: Perfetto has the flow begin or end there."""
+    at = nanoseconds(event["ts"])
+    found = [
+        one
+        for one in slices(trace)
+        if (one.pid, one.tid) == (event["pid"], event["tid"]) and one.begin <= at <= one.end
+    ]
+    return max(found, key=lambda one: (one.begin, -one.end))
