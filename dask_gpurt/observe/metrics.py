@@ -301,6 +301,11 @@ class Metrics:
         if first:
             logger.warning("%s: %s (%s; logged once, `dask gpurt doctor` counts)", text, reason, filled)
 
+    def total(self, name: str) -> dict[tuple[str, ...], float]:
+        """Return the values of a metric by the values of its labels."""
+        with self._lock:
+            return {labels: value for (known, labels), value in self._values.items() if known == name}
+
     def samples(self) -> list[tuple[Metric, tuple[str, ...], float]]:
         """Return every metric that has a value, with the values of its labels and its own."""
         with self._lock:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from dask.typing import Key
@@ -12,6 +13,13 @@ from dask_gpurt.placement.cost import Candidate, Terms, rank
 
 #: Keys whose last decision is kept: some tens of MB at most.
 MAX_KEYS = 20_000
+#: What is said where a term tells the chosen worker from the next best.
+_REASONS = {
+    "waiting": "shorter wait",
+    "moving": "less to move",
+    "running": "runs faster",
+    "room": "less to spill",
+}
 #: Figures of a candidate in a record.
 _FIGURES = len(Candidate._fields) - 1 + len(Terms._fields)
 
@@ -51,6 +59,24 @@ class History:
         if len(self._decisions) > self._max_keys:
             self._decisions.popitem(last=False)
 
+    def latest(self, most: int) -> list[dict[str, Any]]:
+        """Return the last decisions, the latest first, each with the reason for the worker that was chosen.
+
+        Returns
+        -------
+        list of dict
+            The key as a string, the ``worker``, the ``seconds`` until the task was expected to have run there
+            and their terms, how many ``candidates`` were compared, and ``why``.
+        """
+        return [self._summary(key) for key in islice(reversed(self._decisions), most)]
+
+    def _summary(self, key: Key) -> dict[str, Any]:
+        rows = self.explain(key)
+        chosen = next(row for row in rows if row["chosen"])
+        others = [row for row in rows if not row["chosen"]]
+        terms = {name: chosen[name] for name in ("worker", "seconds", *Terms._fields, "missing")}
+        return {"key": str(key), **terms, "candidates": len(rows), "why": reason(chosen, others)}
+
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return a row for each candidate of the last decision about a key, the best first.
 
@@ -67,6 +93,26 @@ class History:
             }
             for candidate in sorted(_candidates(figures), key=rank)
         ]
+
+
+def reason(chosen: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """Say in a few words why a worker was chosen, by the term that tells it from the next best.
+
+    Parameters
+    ----------
+    chosen, others
+        Rows of :meth:`History.explain`, the best first.
+    """
+    if not others:
+        return "the only one looked at"
+    other = others[0]
+    if chosen["fits"] and not other["fits"]:
+        return "fits there, and on no other"
+    saved = {name: other[name] - chosen[name] for name in _REASONS}
+    term = max(saved, key=saved.__getitem__)
+    if saved[term] <= 0:
+        return "as good as the next, and less on it"
+    return f"{_REASONS[term]} than on the next, {saved[term]:.3g} s"
 
 
 def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:

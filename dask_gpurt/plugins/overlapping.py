@@ -216,6 +216,24 @@ class WorkerOverlap:
             self._control.ends(key, done=isinstance(event, ExecuteSuccessEvent))
         return event
 
+    def summary(self) -> dict[str, Any]:
+        """Return what fits into a heartbeat: whether tasks are confined, and what trials have cost."""
+        governor = self._governor
+        if self._control is not None or self._settings.mode not in ("adaptive", "fixed"):
+            mode = self._settings.mode
+        elif self._is_nothing_asked():
+            mode = "none: there is no GPU"
+        else:
+            mode = "none: see the fallbacks"
+        last = self.decisions.last()
+        return {
+            "mode": mode,
+            "steps": governor.steps if governor else 0,
+            "elapsed": governor.elapsed if governor else 0.0,
+            "lost": governor.lost if governor else 0.0,
+            "last": [last["subject"], last["decided"], last["why"]] if last else [],
+        }
+
     def report(self) -> dict[str, Any]:
         """Return the mode, the statistics and the decisions, as plain values."""
         governor = self._governor

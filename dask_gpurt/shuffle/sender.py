@@ -16,6 +16,7 @@ from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Packed, Piece, Routed, Table
+from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
@@ -51,6 +52,8 @@ class Sender:
         caller.
     check
         Raises when the run is over.
+    progress
+        Counts what is sent.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class Sender:
         exchange: Exchange,
         offer: Callable[[str, Shard | Commit], None],
         check: Callable[[], None],
+        progress: RunProgress,
     ):
         self.spec = spec
         self.run = run
         self.exchange = exchange
         self.offer = offer
         self.check = check
+        self.progress = progress
         self._lock = threading.Lock()
         self.owners = owners
         self._published: dict[int, _Published] = {}
@@ -101,7 +106,7 @@ class Sender:
         groups = [(share, share.outputs) for share in shares]
         if self._will_spill(plain, table.device.kind, len(groups)):
             groups = [(share, (output,)) for share, outputs in groups for output in outputs]
-        with metrics.seconds("shuffle.seconds.splitting"):
+        with metrics.seconds("shuffle.seconds.splitting"), self.progress.seconds("splitting"):
             pieces = table.split(
                 frame,
                 self.spec.column,
@@ -220,7 +225,8 @@ class _Packing:
         self._packed: list[tuple[Share, Piece, Packed]] = []
 
     def publish_all(self, owned: list[tuple[Share, Piece]]) -> None:
-        with self.sender.exchange.metrics.seconds("shuffle.seconds.packing"):
+        metrics, progress = self.sender.exchange.metrics, self.sender.progress
+        with metrics.seconds("shuffle.seconds.packing"), progress.seconds("packing"):
             try:
                 for share, piece in owned:
                     self._pack(share, piece)
@@ -277,6 +283,7 @@ class _Packing:
             blocks = (one.block for _, one in mine)
             id_ = self.outbox.publish(self.sender.run, share.id, share.owner, blocks)
             self.shards.append(self._describe(id_, share, mine))
+            self.sender.progress.offered(self.shards[-1].nbytes)
             self.sender.offer(share.owner, self.shards[-1])
             self._parts[share.id] += 1
             # The owner may have left since this attempt began. Either `renew` has told the outbox after this
