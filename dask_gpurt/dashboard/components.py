@@ -31,7 +31,6 @@ OFF = "the runtime is off"
 HEAT = ("#ffffff", *reversed(YlOrRd9))
 #: On shares above this one of :data:`HEAT`, text is white.
 DARK_SHARE = 0.6
-BYTES = NumeralTickFormatter(format="0.0 b")
 
 
 class Component(DashboardComponent):
@@ -149,6 +148,11 @@ def put(source: ColumnDataSource, data: Data) -> None:
     """Replace the data of a source, if they are others than before."""
     if source.data != data:
         source.data = data
+
+
+def in_bytes() -> NumeralTickFormatter:
+    """Return a formatter of bytes; each document needs its own."""
+    return NumeralTickFormatter(format="0.0 b")
 
 
 def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:

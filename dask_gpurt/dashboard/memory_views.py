@@ -19,7 +19,16 @@ from bokeh.plotting import figure
 from dask.utils import format_bytes
 
 from dask_gpurt.dashboard.collector import Collector
-from dask_gpurt.dashboard.components import BYTES, DARK_SHARE, HEAT, Data, FigureComponent, Find, labels, put
+from dask_gpurt.dashboard.components import (
+    DARK_SHARE,
+    HEAT,
+    Data,
+    FigureComponent,
+    Find,
+    in_bytes,
+    labels,
+    put,
+)
 from dask_gpurt.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, WorkerSample
 
 #: Workers in a figure with a row for each; the fullest come first.
@@ -42,7 +51,7 @@ class OverTime(FigureComponent):
             x_range=DataRange1d(range_padding=0),
             sizing_mode="stretch_both",
         )
-        self.figure.yaxis[0].formatter = BYTES
+        self.figure.yaxis[0].formatter = in_bytes()
         self.lines = {
             name: self.figure.line(
                 "time", name, source=self.source, color=colour, line_width=2, legend_label=name

@@ -13,7 +13,6 @@ from dask.utils import format_bytes
 
 from dask_gpurt.dashboard.collector import Collector
 from dask_gpurt.dashboard.components import (
-    BYTES,
     DARK_SHARE,
     HEAT,
     MAX_ROWS,
@@ -21,6 +20,7 @@ from dask_gpurt.dashboard.components import (
     FigureComponent,
     Find,
     TableComponent,
+    in_bytes,
     labels,
     put,
 )
@@ -64,7 +64,7 @@ class TrafficHeat(FigureComponent):
             text_color="colour",
         )
         self.root.add_layout(
-            ColorBar(color_mapper=self._mapper, ticker=BasicTicker(), formatter=BYTES, width=12), "right"
+            ColorBar(color_mapper=self._mapper, ticker=BasicTicker(), formatter=in_bytes(), width=12), "right"
         )
         self.root.add_tools(
             HoverTool(
