@@ -13,7 +13,6 @@ from dask_gpurt.dashboard.sampler import Sampler
 from dask_gpurt.dashboard.traffic import MAX_ENDS
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.shuffle import barrier_key
-from dask_gpurt.plugins.memory_reports import METRIC as MEMORY
 from dask_gpurt.plugins.progress_reports import METRIC as PROGRESS
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
@@ -22,7 +21,7 @@ from dask_gpurt.plugins.topology_reports import TRAFFIC
 #: Seconds between two samples ...
 SAMPLE_INTERVAL_S = 1.0
 #: ... and the largest share of a core that they take: where one takes longer, the next one comes later.
-MAX_SHARE = 0.01
+MAX_SHARE = 0.005
 NAME = "gpurt-dashboard"
 
 
@@ -85,11 +84,7 @@ class Collector(SchedulerPlugin):
 
     def tiers(self) -> Iterable[Mapping[str, Any]]:
         """Return a row for each worker and tier."""
-        memory = self.runtime.cluster_memory
-        for address, ws in self._scheduler.workers.items():
-            if (whole := ws.metrics.get(MEMORY)) is not None:
-                memory.apply(address, whole)
-        return memory.rows()
+        return self.runtime.cluster_memory.rows()
 
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """Return the last report of each worker."""
