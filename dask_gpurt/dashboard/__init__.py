@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dask_gpurt.dashboard.collector import Collector
-from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.observe import Fallback
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 
@@ -33,8 +32,8 @@ def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
     collector.install()
     try:
         _show(scheduler)
-    except UnsupportedError as error:
-        runtime.metrics.fallback(Fallback.DASHBOARD_PAGES, str(error))
+    except Exception as error:  # of bokeh's, too: the runtime works without pages
+        runtime.metrics.fallback(Fallback.DASHBOARD_PAGES, repr(error))
 
     def end() -> None:
         _collectors.pop(scheduler, None)

@@ -29,6 +29,17 @@ from tests.helpers.in_process import on_cluster, until
 #: The pages of Dask that show shuffles, and all of ours.
 ALL_PAGES = (f"/{PAGE}", *PARTS, "/shuffle")
 
+#: In a page, the texts of the cells in the second column of a table, the state of shuffles.
+CELLS = """(() => {
+    const found = []
+    const walk = (node) => {
+        if (node.matches?.(".slick-cell.l1")) found.push(node.textContent)
+        for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) walk(child)
+    }
+    walk(document.body)
+    return found
+})()"""
+
 
 def frame(part: int, rows: int = 2000) -> pd.DataFrame:
     rng = np.random.default_rng(part)
@@ -209,6 +220,11 @@ def test_each_page_opens_in_a_browser_beside_a_running_shuffle(tmp_path: Path) -
                 page.close()
             missing = await visit(base + "/individual-gpurt-nothing")
             await until(lambda: bool(missing.errors))  # an error would have been seen
-        await wait(kept)
+            # A table shows what it is told, also where it has as many rows as before.
+            kept.append(client.persist(collection(40).shuffle("key")))
+            page = await visit(base + "/individual-gpurt-shuffle-table")
+            await page.holds(f"({CELLS}).length > 0")
+            await wait(kept)
+            await page.holds(f"({CELLS}).every(text => text === 'done')")
 
     served(test)
