@@ -120,10 +120,14 @@ class Collector(SchedulerPlugin):
     def _after_traffic(self, original: Callable[..., None]) -> Callable[..., None]:
         def on_traffic(worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
             original(worker, totals)
-            for peer, path, nbytes, seconds, _ in totals:
-                self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
+            self.take_traffic(worker, totals)
 
         return on_traffic
+
+    def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
+        """Take the transfers that a worker reports, see :class:`~dask_gpurt.exchange.traffic.Traffic`."""
+        for peer, path, nbytes, seconds, _ in totals:
+            self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
 
     def _end(self, worker: str) -> str:
         """Return a worker, or its host where there are too many workers to tell apart."""

@@ -26,11 +26,11 @@ PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-workers": (TiersOfWorkers, 1000),
     "/individual-gpurt-shuffles": (ShuffleProgress, 500),
     "/individual-gpurt-shuffle-table": (ShuffleTable, 1000),
-    "/individual-gpurt-traffic": (TrafficHeat, 1000),
-    "/individual-gpurt-links": (LinkTable, 1000),
+    "/individual-gpurt-traffic": (TrafficHeat, 2000),
+    "/individual-gpurt-links": (LinkTable, 2000),
     "/individual-gpurt-overlap": (OverlapTable, 2000),
     "/individual-gpurt-kernels": (KernelTable, 5000),
-    "/individual-gpurt-decisions": (DecisionTable, 1000),
+    "/individual-gpurt-decisions": (DecisionTable, 2000),
 }
 #: The rows of the page with all of them: height in pixels, and the paths of what is side by side.
 LAYOUT = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 #: Workers or hosts that are told apart, and the name of all others together.
-MAX_ENDS, OTHERS = 64, "(others)"
+MAX_ENDS, OTHERS = 32, "(others)"
 
 
 @dataclass
