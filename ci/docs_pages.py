@@ -1,4 +1,4 @@
-"""Write the pages of the documentation that come from the code: settings, command line and API.
+"""Write the pages of the documentation that come from the code: settings, command line, API and JSON API.
 
 MkDocs loads this file as a hook (``hooks`` in ``mkdocs.yml``). The functions that write a page need neither
 MkDocs nor a GPU, so that ``tests/unit/docs/test_docs.py`` compares them with the code."""
@@ -9,7 +9,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,116 @@ def api_page() -> str:
     return "\n".join(lines)
 
 
+JSON_API_INTRODUCTION = """\
+# JSON API
+
+While the runtime is on, the scheduler answers programs at `/gpurt/api/…`, beside its dashboard:
+
+```console
+curl http://127.0.0.1:8787/gpurt/api/shuffles
+```
+
+Replies are JSON. Errors are, too: `{"error": …}`, with the status 400 where arguments make no sense, 404
+where there is no such resource or worker, 503 where the runtime is off, and 504 where a worker does not
+answer within 10 s.
+
+**Pages.** What grows with the cluster is cut into pages of at most 100: `offset` and `limit` choose one, and
+`total` says how many there are. A reply about 256 workers is as large as one about 100. `report` asks all
+workers, once a second at most, whoever asks; the others answer from what the scheduler knows.
+
+**Stability.** A field keeps its name, type and meaning as long as `api` is the same; fields may be added.
+`/gpurt/api/schema` has the [JSON Schema](https://json-schema.org) of all replies.
+
+**Access.** Whoever reaches the dashboard reaches this; it changes nothing. It has the prefix of the
+dashboard's pages, and comes and goes with the runtime. A scheduler whose setting
+`distributed.scheduler.http.routes` names `dask_gpurt.plugins.json_api` besides Dask's own modules has it from
+its start, and answers 503 while the runtime is off.
+
+This page is written from the types of the replies, `dask_gpurt/observe/json_replies.py`.
+"""
+
+
+def _json_type(schema: Mapping[str, Any]) -> str:
+    """Return what a JSON Schema allows, as a cell of a table."""
+    if "anyOf" in schema:
+        return " or ".join(_json_type(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_json_type(schema['items'])}"
+    if schema.get("type") == "object" and "properties" not in schema:
+        return f"object of {_json_type(schema['additionalProperties'])}"
+    return str(schema.get("type", "anything"))
+
+
+def _json_fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the row of each field, and of the fields inside of it."""
+    for name, field in schema.get("properties", {}).items():
+        yield f"| `{path}{name}` | {_json_type(field)} | {field.get('description', '')} |"
+        for one in field.get("anyOf", [field]):
+            if "items" in one:
+                yield from _json_fields(one["items"], f"{path}{name}[].")
+            elif isinstance(one.get("additionalProperties"), dict):
+                yield from _json_fields(one["additionalProperties"], f"{path}{name}.*.")
+            else:
+                yield from _json_fields(one, f"{path}{name}.")
+
+
+def json_api_page() -> str:
+    """Return the reference of the JSON API, from the types of its replies."""
+    from dask_gpurt.observe.json_replies import schemas
+    from dask_gpurt.plugins.json_api import RESOURCES
+
+    resources = {one.name: one for one in RESOURCES}
+    sections = [JSON_API_INTRODUCTION]
+    for name, schema in schemas().items():
+        path = "/gpurt/api" if name == "index" else f"/gpurt/api/{name}"
+        tells, arguments = "what there is; also where the runtime is off", ()
+        if name in resources:
+            tells, arguments = resources[name].tells, resources[name].arguments
+        given = ", ".join(f"`{argument}`" for argument in arguments) or "none"
+        rows = "\n".join(["| field | type | what it tells |", "|---|---|---|", *_json_fields(schema)])
+        sections.append(f"## `{path}`\n\nTells {tells}. Arguments: {given}.\n\n{rows}\n")
+    return "\n".join(sections)
+
+
+METRICS_HEAD = """\
+| name{where} | type | unit | for Prometheus | labels | what it tells |
+|---|---|---|---|---|---|
+"""
+
+
+def metrics_tables() -> dict[str, str]:
+    """Return the tables of ``docs/reference/metrics.md``, by heading."""
+    from dask_gpurt.observe.metrics import METRICS, READINGS
+
+    def table(head: str, metrics: Iterable[Any]) -> str:
+        return head + "".join(map(_metric_row, metrics))
+
+    return {
+        "All metrics": table(METRICS_HEAD.format(where=" in a report"), METRICS.values()),
+        "Readings": table(METRICS_HEAD.format(where=""), READINGS.values()),
+    }
+
+
+def _metric_row(metric: Any) -> str:
+    pages = [server for server in metric.servers if server != "client"]  # which has none
+    name = re.sub(r"\{.*?\}", "…", metric.name)
+    families = ", ".join(f"`{metric.family(server)}`" for server in pages)
+    labels = ", ".join(f"`{label}`" for label in metric.all_labels)
+    return f"| `{name}` | {metric.kind} | {metric.unit} | {families} | {labels} | {metric.help} |\n"
+
+
+def write_metrics_tables() -> None:
+    """Write the tables into the page that they are part of."""
+    page = ROOT / "docs" / "reference" / "metrics.md"
+    text = page.read_text()
+    for heading, table in metrics_tables().items():
+        of_heading = rf"(?<=\n## {heading}\n)([^#|]*)(\|[^\n]*\n)+"
+        text = re.sub(of_heading, lambda found, table=table: found[1] + table, text)
+    page.write_text(text)
+
+
 def root_page(name: str) -> str:
     """Return a page that lies beside the documentation, its links as seen from there."""
     return (ROOT / name).read_text().replace("](docs/", "](")
@@ -184,6 +294,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/settings.md": settings_page,
     "reference/cli.md": cli_page,
     "reference/api.md": api_page,
+    "reference/json-api.md": json_api_page,
     "contributing.md": lambda: root_page("CONTRIBUTING.md"),
     "changelog.md": lambda: root_page("CHANGELOG.md"),
 }
@@ -202,3 +313,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path, write in PAGES.items():
         files.append(File.generated(config, path, content=write()))
     return files
+
+
+if __name__ == "__main__":  # the other pages are not part of the repository
+    write_metrics_tables()

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 # Modules that import private parts of Dask are imported where they are used, once these are known to exist.
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: The name of the runtime's plugins, and of its extension on the scheduler.
 NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
-#: Those of them whose planning is kept.
-_planning: WeakSet[Client] = WeakSet()
+#: The settings of planning of those for which anything of it is on.
+_planning: WeakKeyDictionary[Client, config.PlanningSettings] = WeakKeyDictionary()
 #: The counters of planning in this process, which has no worker to report them.
 _metrics = Metrics()
 _lock = threading.Lock()
@@ -241,8 +241,9 @@ async def activate(client: Client) -> None:
         _told.pop(client, None)  # the cluster counts anew
         _enabled.add(client)
         choose(is_enabled)
-        if config.load().planning.cache:
-            _planning.add(client)
+        planning = config.load().planning
+        if planning.cache or planning.fuse:
+            _planning[client] = planning
             _planning_cache().install()
             _planning_cache().clear()  # choices of methods count anew too
     if not await _stays_on(client):
@@ -287,7 +288,7 @@ def _leave(client: Client) -> None:
             of_the_cluster = other is client or _address(other) == _address(client) is not None
             if of_the_cluster or other.status == "closed":
                 _enabled.discard(other)
-                _planning.discard(other)
+                _planning.pop(other, None)
         if not _planning and "dask_gpurt.planning" in sys.modules:
             _planning_cache().remove()
         if not _enabled and (method := sys.modules.get("dask_gpurt.dataframe.method")):
@@ -298,16 +299,27 @@ def _leave(client: Client) -> None:
 def _planning_cache() -> PlanningCache:
     from dask_gpurt.planning import PlanningCache
 
-    return PlanningCache(_planning_client, _metrics)
+    return PlanningCache(_planning_client, _metrics, _fuses)
 
 
 def _planning_client() -> str | None:
     """Return the id of the current client if its planning is kept."""
+    client, settings = _current_planning()
+    return str(client.id) if client and settings and settings.cache else None
+
+
+def _fuses() -> bool:
+    """Return whether the computations of the current client are fused."""
+    _, settings = _current_planning()
+    return settings is not None and settings.fuse
+
+
+def _current_planning() -> tuple[Client | None, config.PlanningSettings | None]:
     try:
         client = default_client()
     except ValueError:
-        return None
-    return str(client.id) if client in _planning else None
+        return None, None
+    return client, _planning.get(client)
 
 
 async def _deactivate(client: Client) -> None:

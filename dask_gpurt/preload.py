@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 
 async def dask_setup(server: Any) -> None:

@@ -14,8 +14,9 @@ from distributed import Client
 from hypothesis import settings
 
 from tests.helpers import caps
-from tests.helpers.clusters import Library, cluster, fork_with_imports
+from tests.helpers.clusters import Library, fork_with_imports
 from tests.helpers.gpus import cuda_devices, unaccepted_skip
+from tests.helpers.shared_cluster import Lease, SharedCluster
 
 
 def _without_lock(self: Any, instance: Any, owner: Any = None) -> Any:
@@ -97,8 +98,26 @@ def library(request: pytest.FixtureRequest) -> Library:
     return Library(request.param)
 
 
+# Not for the session: Dask's gen_cluster ends all processes that it finds, before and after a test.
 @pytest.fixture(scope="module")
-def client(library: Library) -> Iterator[Client]:
-    """Run a cluster of two processes with the runtime on for tests of a module that leave it as it is."""
-    with cluster(library.name) as client:
-        yield client
+def shared_cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
+    """Keep a cluster of two processes for tests of a module that leave it as it was."""
+    shared = SharedCluster(lambda: request.session.testsfailed)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def _lease(shared_cluster: SharedCluster, library: Library) -> Iterator[Lease]:
+    lease = Lease(lambda: shared_cluster.client(library.name))
+    yield lease
+    lease.end()
+
+
+@pytest.fixture
+def client(_lease: Lease, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """Have the runtime on, on the shared cluster, for all tests of a module until one of them fails."""
+    failures = request.session.testsfailed
+    yield _lease.client
+    if request.session.testsfailed > failures:
+        _lease.end()

@@ -189,13 +189,13 @@ def compare(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
         of = [run for run in runs if run.workload == workload]
         on, off = ([asdict(run) for run in of if run.on is which] for which in (True, False))
         compared[workload] = {
-            name: _ratio([one[name] for one in on], [one[name] for one in off])
+            name: ratio([one[name] for one in on], [one[name] for one in off])
             for name in ("gap_ms", "gap_p90_ms", "wall_us", "workers_us", "rest_us")
         }
     return compared
 
 
-def _ratio(on: list[float], off: list[float]) -> dict[str, Any]:
+def ratio(on: list[float], off: list[float]) -> dict[str, Any]:
     """Compare runs in pairs; the interval is that of medians of drawn pairs."""
     draw, pairs = random.Random(0), list(zip(on, off, strict=True))
     ratios = sorted(

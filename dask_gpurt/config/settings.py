@@ -235,9 +235,12 @@ class PlanningSettings:
     ----------
     cache
         Whether it keeps expressions, their metadata and plans from one query to the next.
+    fuse
+        Whether it fuses the tasks of a computation that run one after the other on one partition.
     """
 
     cache: bool = _setting(values.boolean)
+    fuse: bool = _setting(values.boolean)
 
 
 @dataclass(frozen=True)

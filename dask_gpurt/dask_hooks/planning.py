@@ -7,19 +7,21 @@ that are most frequent. They are put on Dask's classes, for all clients of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
 import dask
-from dask._expr import Expr, SingletonExpr
-from dask._task_spec import DataNode
+from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
+from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Assign, Filter, Projection
+from dask.dataframe.dask_expr._expr import Assign, Filter, Projection, optimize_blockwise_fusion
+from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr.io import parquet
 from dask.delayed import Delayed
+from dask.typing import Key
 from dask.utils import methodcaller
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
@@ -29,15 +31,22 @@ __all__ = [
     "Expr",
     "deferred_values",
     "files_read",
+    "fuse_blockwise",
+    "graph_of",
+    "is_computation",
     "is_method_name",
+    "is_of_dataframes",
     "is_shared",
+    "keys_of",
     "known_of_files",
     "metadata",
     "name_of",
     "operands_of",
+    "rebuild",
     "replace_planning",
     "settings",
     "tell_of_files",
+    "with_operand",
 ]
 
 #: A replacement that gets the original as its first argument.
@@ -116,6 +125,62 @@ def deferred_values(operand: Any) -> list[Any] | None:
 def is_method_name(operand: Any) -> bool:
     """Tell whether an operand is ``dask.utils.M.something``: a function by the name of a method."""
     return type(operand) is methodcaller
+
+
+def is_computation(expr: Expr) -> bool:
+    """Tell whether the result of an expression goes to the client, as that of ``compute`` does."""
+    return isinstance(expr, FinalizeCompute)
+
+
+def is_of_dataframes(plan: Expr) -> bool:
+    """Tell whether a plan, or each one of a sequence, is of dataframes."""
+    plans = plan.operands if isinstance(plan, _ExprSequence) else [plan]
+    return all(isinstance(each, FrameExpr) for each in plans)
+
+
+def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """Change each expression of a plan, those that it is made of first.
+
+    Parameters
+    ----------
+    change
+        Returns what is put in the place of an expression, or the same one.
+    """
+    changed: dict[str, Expr] = {}
+
+    def rebuilt(expr: Expr) -> Expr:
+        name = name_of(expr)
+        if name not in changed:
+            operands = [rebuilt(each) if isinstance(each, Expr) else each for each in expr.operands]
+            same = all(new is old for new, old in zip(operands, expr.operands, strict=True))
+            changed[name] = change(expr if same else type(expr)(*operands))
+        return changed[name]
+
+    return rebuilt(plan)
+
+
+def with_operand(expr: Expr, parameter: str, value: Hashable) -> Expr:
+    """Return an expression with another value of a parameter; the same one where it has no such parameter."""
+    other: Expr = expr.substitute_parameters({parameter: value})
+    return other
+
+
+def fuse_blockwise(plan: Expr) -> Expr:
+    """Fuse the operations of a plan on one partition each, as ``optimize(fuse=True)`` does."""
+    fused: Expr = optimize_blockwise_fusion(plan)
+    return fused
+
+
+def keys_of(plan: Expr) -> list[Any]:
+    """Return the keys of the results of a plan, in lists of lists for a sequence."""
+    keys: list[Any] = plan.__dask_keys__()
+    return keys
+
+
+def graph_of(plan: Expr) -> dict[Key, GraphNode]:
+    """Return the tasks of a plan by key."""
+    graph: dict[Key, GraphNode] = convert_legacy_graph(plan.__dask_graph__())
+    return graph
 
 
 def settings() -> tuple[str, ...]:

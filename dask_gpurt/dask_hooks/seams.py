@@ -166,6 +166,7 @@ GRAPHS = SeamGroup(
     (
         Seam(_TASKS + "Alias"),
         Seam(_TASKS + "GraphNode"),
+        Seam(_TASKS + "GraphNode.block_fusion"),
         Seam(_TASKS + "Task", "key func args _data_producer kwargs"),
         Seam(_TASKS + "Task.fuse", "tasks key"),
         Seam(_TASKS + "TaskRef"),
@@ -296,6 +297,10 @@ PLANNING = SeamGroup(
     (
         Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",)),
         Seam("dask._expr:optimize_until", "expr stage", bodies=("4a3ba39e6083",)),
+        Seam("dask._expr:FinalizeCompute"),
+        Seam("dask._expr:_ExprSequence"),
+        Seam("dask._task_spec:convert_legacy_graph"),
+        Seam(_EXPR + "_expr:optimize_blockwise_fusion", "expr"),
         Seam(_EXPR + "_merge:Merge._meta", "self", bodies=("7c0a8d4b8c24",)),
         Seam(_EXPR + "_expr:Projection._meta", "self", bodies=("13de50e69369",)),
         Seam(_EXPR + "_expr:Blockwise._meta", "self", bodies=("69e022db907c",)),
@@ -305,7 +310,7 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
     ),
-    without="each query is planned anew, as Dask does",
+    without="each query is planned anew, and no tasks are fused, as with Dask",
 )
 #: The look-up of the run that a task belongs to.
 RUN_LOOKUP = SeamGroup(
@@ -371,6 +376,16 @@ REPLICAS = SeamGroup(
     ),
     without="Dask chooses which workers keep replicas",
 )
+#: The HTTP server of a scheduler that runs, which is given more pages.
+HTTP = SeamGroup(
+    "pages of the scheduler",
+    (
+        Seam("distributed.http.utils:get_handlers", "server modules prefix"),
+        Seam("distributed.http.routing:RoutingApplication.add_application", "self application"),
+        Seam("distributed.node:ServerNode.start_http_server"),
+    ),
+    without="the JSON API is there only where 'distributed.scheduler.http.routes' names it",
+)
 #: The arguments of a nanny, so that another one is started in the same way.
 NANNY = SeamGroup(
     "nannies",
@@ -403,7 +418,7 @@ DASHBOARD = SeamGroup(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, *CHOICES)
+PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------

@@ -26,11 +26,19 @@ from dask_gpurt.dask_hooks.expr import (
 from dask_gpurt.dask_hooks.graph import Task
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, merge_transfer
 from dask_gpurt.frames import Hashed, Ranged
+from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
 
 
 class GpurtShuffle(P2PShuffle):
-    """A shuffle through the runtime."""
+    """A shuffle through the runtime.
+
+    The last operand names the computation that it is a part of, if it is not shared with others: the identity
+    of a shuffle, and the keys of its tasks, follow from its operands.
+    """
+
+    _parameters = [*parameters(P2PShuffle), OWN_COMPUTATION]
+    _defaults = {**defaults(P2PShuffle), OWN_COMPUTATION: None}
 
     @functools.cached_property
     def _meta(self) -> Any:
@@ -52,7 +60,9 @@ class GpurtShuffle(P2PShuffle):
         targets = _targets(self.frame, self.partitioning_index)
         order_by = targets.by if isinstance(targets, RangeTargets) else None
         layer: dict[Any, Any] = super()._layer()  # type: ignore[no-untyped-call]
-        layer = _with_our_spec(layer, ignore_index=self._drops_index, order_by=order_by)
+        layer = _with_our_spec(
+            layer, ignore_index=self._drops_index, order_by=order_by, computation=self.computation
+        )
         if targets is not None:
             for task in [task for task in layer.values() if task.func.__name__ == "_shuffle_transfer"]:
                 (producer,) = task.dependencies
@@ -160,9 +170,12 @@ def _hash_join_transfer(
 class GpurtHashJoin(HashJoinP2P):
     """A join that shuffles both sides through the runtime and joins as it unpacks."""
 
+    _parameters = [*parameters(HashJoinP2P), OWN_COMPUTATION]
+    _defaults = {**defaults(HashJoinP2P), OWN_COMPUTATION: None}
+
     def _layer(self) -> dict[Any, Any]:
         whole = _WholeHashJoin(*self.operands)
-        layer = _with_our_spec(layer_of(whole), ignore_index=self._numbers_rows)
+        layer = _with_our_spec(layer_of(whole), ignore_index=self._numbers_rows, computation=self.computation)
         for task in [task for task in layer.values() if task.key[0].startswith("hash-join-transfer")]:
             layer[task.key] = Task(task.key, _hash_join_transfer, *task.args)
         for index, partition in enumerate(self._partitions):
@@ -185,16 +198,19 @@ class _WholeHashJoin(HashJoinP2P):
     Dask's own takes the number of wanted ones, and so gives other rows.
     """
 
+    _parameters = [*parameters(GpurtHashJoin)]
+    _defaults = {**defaults(GpurtHashJoin)}
+
     @property
     def npartitions(self) -> int:
         return int(self._npartitions)
 
 
-def _with_our_spec(layer: dict[Any, Any], *, ignore_index: bool, order_by: Any = None) -> dict[Any, Any]:
+def _with_our_spec(layer: dict[Any, Any], **options: Any) -> dict[Any, Any]:
     barriers = [task for task in layer.values() if isinstance(task, P2PBarrierTask)]
     for task in barriers:
         assert isinstance(task.spec, DataFrameShuffleSpec)
-        spec = ShuffleSpec.of(task.spec, ignore_index=ignore_index, order_by=order_by)
+        spec = ShuffleSpec.of(task.spec, **options)
         layer[task.key] = P2PBarrierTask(task.key, task.func, *task.args, spec=spec)
     return layer
 

@@ -231,8 +231,9 @@ class Exchange:
         self._incoming[shard.producer].add(incoming)
         self.moved += shard.nbytes
         headers = sum(len(section.header) for section in shard.sections)
-        self.metrics.add("exchange.bytes.{path}", shard.nbytes + headers, path.name)
-        self.metrics.add("exchange.shards.{path}", 1, path.name)
+        peer = self.links.peer_class(shard.producer.address)
+        self.metrics.add("exchange.bytes.{path}", shard.nbytes + headers, path.name, peer)
+        self.metrics.add("exchange.shards.{path}", 1, path.name, peer)
         pressed = (
             self.worker.loop.time() - self._asked.get(shard.producer, -PRESSURE_LASTS_S) < PRESSURE_LASTS_S
         )

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from dask_gpurt.observe.estimators import WindowedRatio
@@ -22,11 +23,24 @@ UNKNOWN_PEER_RETRY_S = 10.0
 PRIOR_BYTES, WINDOW_BYTES = 2**20, 2**26
 
 
+class PeerClass(StrEnum):
+    """Name how far a peer is away: the label ``peer`` of metrics."""
+
+    SAME_WORKER = "same-worker"
+    SAME_HOST = "same-host"
+    OTHER_HOST = "other-host"
+
+
 class LinkEstimate(NamedTuple):
     """Hold the class of a link, and the speed that the topology estimates for it."""
 
     link: Link
     speed: Speed
+
+
+def _without_port(address: str) -> str:
+    """Return the protocol and the host of an address; of one within a process the protocol."""
+    return address.rpartition(":")[0]
 
 
 class MeasuredBandwidth:
@@ -84,6 +98,16 @@ class Links:
         """Return the known links of some peers, and ask the scheduler for the others."""
         self._ask_soon(peers)
         return {peer: self._known[peer] for peer in peers if peer in self._known}
+
+    def peer_class(self, peer: str) -> PeerClass:
+        """Tell how far a peer is away, by the class of the link; by the addresses where that is not known."""
+        if peer == self._worker.address:
+            return PeerClass.SAME_WORKER
+        if (known := self._known.get(peer)) is not None:
+            near = known.link in WITHIN_HOST
+        else:
+            near = _without_port(peer) == _without_port(self._worker.address)
+        return PeerClass.SAME_HOST if near else PeerClass.OTHER_HOST
 
     async def learn(self, peer: str) -> LinkEstimate | None:
         """Return the link of a peer, once the scheduler has answered; None if it does not know it."""

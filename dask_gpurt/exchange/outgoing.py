@@ -70,14 +70,8 @@ class Outbox:
         self.yields: Callable[[RunKey], bool] = _never
         self._ids = itertools.count()
         self._changed = threading.Condition()
-        self._waiting = 0
         #: Counts blocks that came back, so that a producer can not miss one.
         self.freed = 0
-
-    @property
-    def under_pressure(self) -> bool:
-        """Return whether a producer waits for room."""
-        return self._waiting > 0
 
     def allocate(self, nbytes: int) -> Block:
         """Cut a block, if need be where retained blocks are; or raise PoolFull."""
@@ -141,15 +135,11 @@ class Outbox:
         if nbytes > self.pool.capacity:
             raise PoolFull(nbytes)
         with self._metrics.seconds("exchange.seconds.waiting-for-room"), self._changed:
-            self._waiting += 1
-            try:
-                check()
-                if self.freed == seen:
-                    self._ask_for_room(self._readers())
-                    self._changed.wait(ROOM_RETRY_INTERVAL_S)
-                check()
-            finally:
-                self._waiting -= 1
+            check()
+            if self.freed == seen:
+                self._ask_for_room(self._readers())
+                self._changed.wait(ROOM_RETRY_INTERVAL_S)
+            check()
 
     def view(self, shard: int) -> tuple[Block, ...] | None:
         """Return the blocks of a shard that is still published."""

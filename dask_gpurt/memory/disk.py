@@ -31,7 +31,7 @@ from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, 
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 

@@ -115,7 +115,9 @@ class EntryTable:
     Attributes
     ----------
     lock
-        Guards the entries and the account; notified when an entry has stopped moving. Re-entrant.
+        Guards the entries and the account. Re-entrant.
+    stopped_moving
+        The condition, on that lock, which is notified when an entry has stopped moving.
     host_tiers
         The live tiers that are host memory, so that what lies in lower tiers is read as it is.
     """
@@ -141,7 +143,8 @@ class EntryTable:
         self.lower = LowerTiers(lower, device, ledger, self._host_has_room)
         self.live = LiveAccount(limits, ledger)
         self.by_key: dict[Key, Entry] = {}
-        self.lock = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
+        self.stopped_moving = threading.Condition(self.lock)
         self._names = itertools.count()
         self._clock = itertools.count()
 
@@ -180,7 +183,7 @@ class EntryTable:
         """Let other moves of an entry begin."""
         with self.lock:
             entry.moving = False
-            self.lock.notify_all()
+            self.stopped_moving.notify_all()
 
     def release(self, held: Iterable[Entry]) -> None:
         """Let live entries that were held be spilled again, and look again at what they own."""
@@ -254,7 +257,9 @@ class EntryTable:
     def close(self) -> None:
         """Delete everything, files included, when the moves under way have ended. Blocks."""
         with self.lock:
-            self.lock.wait_for(lambda: not any(e.moving for e in self.by_key.values()), CLOSE_TIMEOUT_S)
+            self.stopped_moving.wait_for(
+                lambda: not any(e.moving for e in self.by_key.values()), CLOSE_TIMEOUT_S
+            )
             self.by_key.clear()
             self.live.clear()
         self.lower.close()

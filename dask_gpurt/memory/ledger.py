@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -226,11 +226,33 @@ class ClusterMemory:
             known[prefix] = max(found, key=found.__getitem__, default=None)
         return known[prefix]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind."""
+    def workers(self) -> list[str]:
+        """Return the workers that have reported, in order."""
+        return sorted(self._capacity)
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Return a row for each tier of all workers together, as :meth:`rows` without the worker."""
+        totals = []
+        for tier in map(str, Tier):
+            sums: Counter[str] = Counter()
+            for worker, capacity in self._capacity.items():
+                row = self._row(worker, tier, capacity[tier])
+                del row["worker"], row["tier"]
+                sums.update(row)
+            totals.append({"tier": tier, "capacity": 0, "headroom": 0, **dict.fromkeys(KINDS, 0), **sums})
+        return totals
+
+    def rows(self, workers: Iterable[str] | None = None) -> list[dict[str, Any]]:
+        """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind.
+
+        Parameters
+        ----------
+        workers
+            Some that have reported; all of them if not given.
+        """
         return [
-            self._row(worker, str(tier), capacity[str(tier)])
-            for worker, capacity in sorted(self._capacity.items())
+            self._row(worker, str(tier), self._capacity[worker][str(tier)])
+            for worker in (self.workers() if workers is None else workers)
             for tier in Tier
         ]
 
@@ -239,14 +261,14 @@ class ClusterMemory:
         headroom = capacity - kinds[PARTITIONS] - kinds[SHARDS] - kinds[RESERVATIONS]
         return {"worker": worker, "tier": tier, "capacity": capacity, "headroom": headroom, **kinds}
 
-    def rows_by_prefix(self) -> list[dict[str, Any]]:
+    def rows_by_prefix(self, workers: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """Return a row for each worker, tier and task prefix with bytes.
 
-        Bytes other than partitions have their kind in the place of a prefix.
+        Bytes other than partitions have their kind in the place of a prefix. Parameters as of :meth:`rows`.
         """
         return [
             {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}
-            for worker in sorted(self._cells)
+            for worker in (self.workers() if workers is None else workers)
             for tier in Tier
             for kind, prefix, nbytes in self._named(worker, str(tier))
         ]

@@ -56,7 +56,7 @@ class Unspiller:
             #   ends the move of x, waits for y       ends the move of y, and finds x live
             with table.lock:
                 while (rest := self._not_live(wanted)) and all(entry.moving for entry in rest):
-                    table.lock.wait()
+                    table.stopped_moving.wait()
 
     def prefetch(self, keys: Iterable[Key]) -> None:
         """Make keys live, in order, as far as there is room without spilling, also when they arrive."""

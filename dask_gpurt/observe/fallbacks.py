@@ -61,7 +61,10 @@ class Fallback(Enum):
 
     DASHBOARD_PAGES = "dashboard.pages", "the dashboard has no pages of the runtime"
 
-    PLANNING_UNSUPPORTED = "planning.unsupported", "each query is planned anew, as Dask does"
+    PLANNING_UNSUPPORTED = (
+        "planning.unsupported",
+        "each query is planned anew, and no tasks are fused, as with Dask",
+    )
 
     TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host count as unknown"
     TOPOLOGY_GPU_UNKNOWN = "topology.gpu-unknown", "this worker's GPU has no place in the topology"
@@ -81,9 +84,16 @@ class Fallback(Enum):
     OVERLAP_NOT_SAVED = "overlap.not-saved", "what was learnt of kernels is not kept"
     OVERLAP_HANDED_OVER_EARLY = "overlap.handed-over-early", "memory changes hands too early"
 
+    OBSERVE_JSON_API = "observe.json-api", "the JSON API is not served"
+
     def __init__(self, id: str, text: str):
         self.id = id
         self.text = text
+
+    @property
+    def room(self) -> str:
+        """Return the room that falls back, which is the name of a logger too."""
+        return self.id.partition(".")[0]
 
     def filled(self, *labels: str) -> tuple[str, str]:
         """Return the id and the text with the values of the labels in them.

@@ -1,8 +1,9 @@
 """Declare every metric of the runtime, and count them in one process.
 
-:data:`METRICS` is the one table: name, type, unit and meaning of each. A name that is not in it is refused
-when it is first counted. Reports, the Prometheus page and ``docs/reference/metrics.md`` are made from the
-same table.
+:data:`METRICS` is the one table of what is counted, with name, type, unit and meaning of each. A name that is
+not in it is refused when it is first counted. :data:`READINGS` has what is not counted but read when a page
+for Prometheus is asked for. Reports, these pages, the dashboard in ``etc/grafana`` and
+``docs/reference/metrics.md`` are made from these tables, or checked against them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from time import perf_counter
 from typing import Any
 
 from dask_gpurt.observe.fallbacks import Fallback
 
-logger = logging.getLogger("dask_gpurt")
+
+class Server(StrEnum):
+    """Name the processes of a cluster in which a metric is counted, as Dask names them for Prometheus."""
+
+    WORKER = "worker"
+    SCHEDULER = "scheduler"
+    #: Has no page for Prometheus.
+    CLIENT = "client"
 
 
 class Kind(StrEnum):
@@ -59,8 +67,12 @@ class Metric:
     help
         What it tells, as half a sentence.
     exported
-        The name for Prometheus, without the suffix ``_total`` of counters; made of ``name`` and ``unit`` if
-        not given.
+        The name for Prometheus, without what comes before it (:meth:`family`) and the suffix ``_total`` of
+        counters; made of ``name`` and ``unit`` if not given.
+    finer
+        Labels besides those of ``name``, that Prometheus has and reports sum over.
+    servers
+        Where it is counted.
     """
 
     name: str
@@ -68,11 +80,18 @@ class Metric:
     unit: Unit
     help: str
     exported: str = ""
+    finer: tuple[str, ...] = ()
+    servers: tuple[Server, ...] = (Server.WORKER,)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """Return the names of the labels, in the order in which their values are given."""
+        """Return the labels that are part of the name."""
         return tuple(re.findall(r"\{(\w+)\}", self.name))
+
+    @cached_property
+    def all_labels(self) -> tuple[str, ...]:
+        """Return the names of all labels, in the order in which their values are given."""
+        return (*self.labels, *self.finer)
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -89,29 +108,55 @@ class Metric:
         name = "_".join(["gpurt", *words, *filter(None, [self.unit])])
         return self.exported or name.replace("-", "_")
 
+    def family(self, server: Server, namespace: str = "dask") -> str:
+        """Return the name as a server's page has it.
+
+        Parameters
+        ----------
+        namespace
+            Dask's setting ``distributed.dashboard.prometheus.namespace``.
+        """
+        suffix = "total" if self.kind is Kind.COUNTER else ""
+        return "_".join(filter(None, (namespace, server, self.prometheus, suffix)))
+
     def filled(self, values: tuple[str, ...]) -> str:
-        """Return the name with the values of the labels in it."""
-        if not values:
+        """Return the name with the values of the labels in it; values of finer labels are left out."""
+        if not self.labels:
             return self.name
-        return re.sub(r"\{\w+\}", "{}", self.name).format(*values)
+        return re.sub(r"\{\w+\}", "{}", self.name).format(*values[: len(self.labels)])
 
 
-def _counter(name: str, help: str, unit: Unit = Unit.NUMBER, exported: str = "") -> Metric:
-    return Metric(name, Kind.COUNTER, unit, help, exported)
+def _counter(
+    name: str,
+    help: str,
+    unit: Unit = Unit.NUMBER,
+    exported: str = "",
+    *,
+    finer: tuple[str, ...] = (),
+    on: Server = Server.WORKER,
+) -> Metric:
+    return Metric(name, Kind.COUNTER, unit, help, exported, finer, (on,))
 
 
 def _gauge(name: str, help: str, unit: Unit) -> Metric:
     return Metric(name, Kind.GAUGE, unit, help)
 
 
-#: Every metric, by name.
+#: The label of a shard's producer, as its owner sees it: `same-worker`, `same-host` or `other-host`.
+_PEER = ("peer",)
+
+#: Every metric that is counted, by name.
 METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
         # ---- shuffle
         _counter("shuffle.runs", "runs, counted on each worker that took part"),
-        _counter("shuffle.runs.recovered", "times that runs went on with other owners after a loss"),
-        _counter("shuffle.runs.restarted", "runs that began again as a whole"),
+        _counter(
+            "shuffle.runs.recovered",
+            "times that runs went on with other owners after a loss",
+            on=Server.SCHEDULER,
+        ),
+        _counter("shuffle.runs.restarted", "runs that began again as a whole", on=Server.SCHEDULER),
         _counter("shuffle.inputs.missing", "inputs that were missing at a barrier, and transferred again"),
         _counter("shuffle.lost.shards", "shards that an owner had taken and could not read"),
         _counter("shuffle.recovered.shards", "shards offered to the owners of new shares"),
@@ -121,15 +166,32 @@ METRICS: Mapping[str, Metric] = {
             "shards that an owner does not take, by why: `repeated`, `stale`, `outdated`",
         ),
         _counter("shuffle.tasks.redirected", "unpack tasks that had started elsewhere than on their owner"),
-        _counter("shuffle.taken-over", "runs of `p2p` shuffles in whose place the runtime served"),
-        _counter("shuffle.taken.{why}", "distinct shuffles and joins that clients sent through it, by why"),
-        _counter("shuffle.left.{why}", "shuffles that were left to Dask's own method, by why"),
+        _counter(
+            "shuffle.taken-over",
+            "runs of `p2p` shuffles in whose place the runtime served",
+            on=Server.SCHEDULER,
+        ),
+        _counter(
+            "shuffle.taken.{why}",
+            "distinct shuffles and joins that clients sent through it, by why",
+            on=Server.SCHEDULER,
+        ),
+        _counter(
+            "shuffle.left.{why}", "shuffles that were left to Dask's own method, by why", on=Server.SCHEDULER
+        ),
         _counter("shuffle.seconds.splitting", "time of task threads that split partitions", Unit.SECONDS),
         _counter("shuffle.seconds.packing", "the same that packed shards, and waited for room", Unit.SECONDS),
         _counter("shuffle.seconds.assembling", "the same that put outputs together", Unit.SECONDS),
         # ---- exchange
-        _counter("exchange.bytes.{path}", "bytes offered to owners, by the path that they take", Unit.BYTES),
-        _counter("exchange.shards.{path}", "shards offered to owners, by the path that they take"),
+        _counter(
+            "exchange.bytes.{path}",
+            "bytes offered to owners, by the path that they take",
+            Unit.BYTES,
+            finer=_PEER,
+        ),
+        _counter(
+            "exchange.shards.{path}", "shards offered to owners, by the path that they take", finer=_PEER
+        ),
         _counter("exchange.pulled.bytes", "bytes copied out of mapped pools, not read in place", Unit.BYTES),
         _counter("exchange.seconds.pulling", "time of threads that copied shards", Unit.SECONDS),
         _counter("exchange.seconds.compressing", "time of threads that compressed shards", Unit.SECONDS),
@@ -177,16 +239,26 @@ METRICS: Mapping[str, Metric] = {
             Unit.SECONDS,
         ),
         # ---- placement
-        _counter("placement.decisions", "workers that were chosen for a task"),
-        _counter("placement.shuffles", "shuffles whose outputs were given owners by cost"),
-        _counter("placement.replicas.made", "replicas that were asked for"),
-        _counter("placement.replicas.refused", "replicas that no worker had room for"),
-        _counter("placement.replicas.dropped", "replicas that were given up"),
+        _counter("placement.decisions", "workers that were chosen for a task", on=Server.SCHEDULER),
+        _counter(
+            "placement.shuffles", "shuffles whose outputs were given owners by cost", on=Server.SCHEDULER
+        ),
+        _counter("placement.replicas.made", "replicas that were asked for", on=Server.SCHEDULER),
+        _counter("placement.replicas.refused", "replicas that no worker had room for", on=Server.SCHEDULER),
+        _counter("placement.replicas.dropped", "replicas that were given up", on=Server.SCHEDULER),
         # ---- planning
-        _counter("planning.expressions.{outcome}", "expressions of a client: `reused`, `kept`, `not-kept`"),
-        _counter("planning.metadata.{outcome}", "metadata of operations: `reused`, `computed`"),
-        _counter("planning.files.{outcome}", "looks at the files of a table: `reused`, `read`"),
-        _counter("planning.plans.{outcome}", "optimised queries: `reused`, `computed`"),
+        _counter(
+            "planning.expressions.{outcome}",
+            "expressions of a client: `reused`, `kept`, `not-kept`",
+            on=Server.CLIENT,
+        ),
+        _counter(
+            "planning.metadata.{outcome}", "metadata of operations: `reused`, `computed`", on=Server.CLIENT
+        ),
+        _counter(
+            "planning.files.{outcome}", "looks at the files of a table: `reused`, `read`", on=Server.CLIENT
+        ),
+        _counter("planning.plans.{outcome}", "optimised queries: `reused`, `computed`", on=Server.CLIENT),
         # ---- overlap
         _counter("overlap.decisions", "changes of the setting under which a kernel runs"),
         _counter("overlap.confined", "times that compute was confined"),
@@ -196,6 +268,41 @@ METRICS: Mapping[str, Metric] = {
             "overlap.handovers", "checks of memory that changes hands, with `dask_gpurt.testing.Instruments`"
         ),
         _counter("residency.{outcome}", "launches of kernels while residency caps counted, by outcome"),
+    )
+}
+
+#: What is read when a page for Prometheus is asked for, by name. Reports have the same in another form.
+READINGS: Mapping[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric(
+            "memory.held.{tier}.{kind}",
+            Kind.GAUGE,
+            Unit.BYTES,
+            "bytes in a tier, by kind, and its `capacity`",
+            "gpurt_memory_bytes",
+        ),
+        Metric(
+            "fallbacks.{fallback}",
+            Kind.COUNTER,
+            Unit.NUMBER,
+            "times that something was left to Dask, or done in a lesser way, by id",
+            servers=(Server.WORKER, Server.SCHEDULER),
+        ),
+        Metric(
+            "workers.ready",
+            Kind.GAUGE,
+            Unit.NUMBER,
+            "workers on which the runtime is on",
+            servers=(Server.SCHEDULER,),
+        ),
+        Metric(
+            "shuffles.active",
+            Kind.GAUGE,
+            Unit.NUMBER,
+            "shuffles that run, or whose outputs may still be needed",
+            servers=(Server.SCHEDULER,),
+        ),
     )
 }
 
@@ -229,6 +336,7 @@ def combine(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return combined
 
 
+@lru_cache(maxsize=4096)  # of all workers' names, which are much the same
 def _is_gauge(filled: str) -> bool:
     try:
         return find(filled).kind is Kind.GAUGE
@@ -254,7 +362,7 @@ class Metrics:
         amount
             In the unit of the metric.
         labels
-            The value of each label, in the order of the name.
+            The value of each label, in the order of :attr:`Metric.all_labels`.
 
         Raises
         ------
@@ -299,6 +407,7 @@ class Metrics:
             known["reason"] = reason
             first = known["count"] == 1
         if first:
+            logger = logging.getLogger(f"dask_gpurt.{what.room}")
             logger.warning("%s: %s (%s; logged once, `dask gpurt doctor` counts)", text, reason, filled)
 
     def total(self, name: str) -> dict[tuple[str, ...], float]:
@@ -307,17 +416,23 @@ class Metrics:
             return {labels: value for (known, labels), value in self._values.items() if known == name}
 
     def samples(self) -> list[tuple[Metric, tuple[str, ...], float]]:
-        """Return every metric that has a value, with the values of its labels and its own."""
+        """Return every metric that has a value, with the values of all its labels and its own."""
         with self._lock:
             values = list(self._values.items())
         return [(METRICS[name], labels, value) for (name, labels), value in values]
 
     def snapshot(self) -> dict[str, Any]:
         """Return ``counters`` by filled name, and ``fallbacks`` by id, as plain values."""
+        counters: dict[str, float] = {}
+        for metric, labels, value in self.samples():
+            filled = metric.filled(labels)
+            counters[filled] = counters.get(filled, 0) + value
+        return {"counters": counters, "fallbacks": self.fallbacks()}
+
+    def fallbacks(self) -> dict[str, dict[str, Any]]:
+        """Return ``text``, ``reason`` and ``count`` of what fell back, by id."""
         with self._lock:
-            fallbacks = {id: dict(known) for id, known in self._fallbacks.items()}
-        counters = {metric.filled(labels): value for metric, labels, value in self.samples()}
-        return {"counters": counters, "fallbacks": fallbacks}
+            return {id: dict(known) for id, known in self._fallbacks.items()}
 
 
 def _require(name: str, kind: Kind, labels: tuple[str, ...]) -> None:
@@ -326,7 +441,8 @@ def _require(name: str, kind: Kind, labels: tuple[str, ...]) -> None:
         raise UnknownMetricError(
             f"{name!r} is not in the table of metrics, dask_gpurt.observe.metrics.METRICS"
         )
-    if metric.kind is not kind or len(metric.labels) != len(labels):
+    if metric.kind is not kind or len(metric.all_labels) != len(labels):
         raise UnknownMetricError(
-            f"{name!r} is a {metric.kind} with the labels {metric.labels}, and was given {labels} as a {kind}"
+            f"{name!r} is a {metric.kind} with the labels {metric.all_labels}, "
+            f"and was given {labels} as a {kind}"
         )

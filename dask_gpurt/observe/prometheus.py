@@ -1,91 +1,125 @@
-"""Show the metrics of a worker on its own ``/metrics`` page, for Prometheus."""
+"""Show the metrics of a worker or scheduler on its own ``/metrics`` page, for Prometheus.
+
+The page is Dask's. What is shown there besides is named as Dask names its own: by the configured namespace,
+the kind of server, and then ours, ``dask_worker_gpurt_exchange_bytes_total``. All servers of a process show
+one page, so that its workers are told apart by the label ``worker``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from dask_gpurt.observe.metrics import Kind, Metric, Metrics
+from distributed.http.prometheus import PrometheusCollector
 
-#: Tier, kind and bytes of each thing that a worker's tiers hold.
-Amounts = Iterable[tuple[str, str, int]]
+from dask_gpurt.observe.metrics import METRICS, READINGS, Kind, Metric, Metrics, Server
 
-_collectors: dict[str, Any] = {}
+#: The name of a metric, the values of its labels, and its own.
+Reading = tuple[str, tuple[str, ...], float]
+
+_DECLARED: Mapping[str, Metric] = {**METRICS, **READINGS}
+
+_lock = threading.Lock()
+#: By kind, what is shown of the servers of this process.
+_collectors: dict[Server, _Collector] = {}
 
 
-class _Collector:
-    """Collect the families of one worker, each time that its page is read."""
+class _Source(NamedTuple):
+    """Hold where the values of one server come from, and the labels that it has for itself."""
 
-    def __init__(self, worker: str, metrics: Metrics, memory: Callable[[], Amounts]):
-        self._worker = worker
-        self._metrics = metrics
-        self._memory = memory
+    labels: tuple[str, ...]
+    metrics: Metrics
+    readings: Callable[[], Iterable[Reading]]
+
+
+class _Collector(PrometheusCollector):
+    """Collect the families of all servers of a kind, each time that a page of their process is read.
+
+    There is one for a kind, since a page may have each family only once.
+    """
+
+    def __init__(self, kind: Server):
+        super().__init__(None)  # type: ignore[no-untyped-call]
+        self.subsystem = str(kind)
+        self.sources: dict[str, _Source] = {}
+        self._labels = ("worker",) if kind is Server.WORKER else ()
+        #: Shown from the start, since a rate over time misses the step from nothing to the first value.
+        self._initial = [
+            metric for metric in METRICS.values() if kind in metric.servers and not metric.all_labels
+        ]
 
     def describe(self) -> Iterable[Any]:
-        """Claim no names, since all workers of a process show the same ones."""
+        """Claim no names beforehand."""
         return ()
 
     def collect(self) -> Iterator[Any]:
-        samples = self._metrics.samples()
-        families = (self._tiers(), *self._declared(samples), *self._former(samples))
-        return (family for family in families if family.samples)
-
-    def _tiers(self) -> Any:
-        from prometheus_client.core import GaugeMetricFamily
-
-        labels = ["worker", "tier", "kind"]
-        held = GaugeMetricFamily("gpurt_memory_bytes", "Bytes in a tier, and its capacity", labels=labels)
-        for tier, kind, nbytes in self._memory():
-            held.add_metric([self._worker, tier, kind], nbytes)
-        return held
-
-    def _declared(self, samples: Iterable[tuple[Metric, tuple[str, ...], float]]) -> Iterable[Any]:
-        """Return a family for each metric, typed and labelled as the table declares it."""
+        """Yield a family for each metric that has a value or no labels, typed as its table declares it."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         types = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
         families: dict[str, Any] = {}
-        for metric, labels, value in samples:
-            if metric.name not in families:
-                names = ["worker", *metric.labels]
-                families[metric.name] = types[metric.kind](metric.prometheus, metric.help, labels=names)
-            families[metric.name].add_metric([self._worker, *labels], value)
-        return families.values()
+        for source in list(self.sources.values()):
+            for metric, labels, value in self._samples(source):
+                if metric.name not in families:
+                    names = [*self._labels, *metric.all_labels]
+                    name = self.build_name(metric.prometheus)  # type: ignore[no-untyped-call]
+                    families[metric.name] = types[metric.kind](name, metric.help, labels=names)
+                families[metric.name].add_metric([*source.labels, *labels], value)
+        yield from families.values()
 
-    def _former(self, samples: Iterable[tuple[Metric, tuple[str, ...], float]]) -> Iterator[Any]:
-        """Return the untyped names that metrics had before version 0.1; they go with 0.2."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        for metric, labels, value in samples:
-            if metric.exported:  # had its name before
-                continue
-            filled = metric.filled(labels)
-            former = "gpurt_" + filled.replace(".", "_").replace("-", "_")
-            help = f"Deprecated, use {metric.prometheus}: {metric.help}"
-            family = GaugeMetricFamily(former, help, labels=["worker"])
-            family.add_metric([self._worker], value)
-            yield family
+    def _samples(self, source: _Source) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
+        samples = source.metrics.samples()
+        counted = {metric.name for metric, _, _ in samples}
+        yield from samples
+        yield from ((metric, (), 0.0) for metric in self._initial if metric.name not in counted)
+        yield from ((_DECLARED[name], labels, value) for name, labels, value in source.readings())
+        for id, known in source.metrics.fallbacks().items():
+            yield READINGS["fallbacks.{fallback}"], (id,), known["count"]
 
 
-def register(worker: str, metrics: Metrics, memory: Callable[[], Amounts]) -> None:
-    """Show metrics and tiers where Dask shows a worker's own; do nothing without prometheus-client.
+def register(
+    server: Any, kind: Server, metrics: Metrics, readings: Callable[[], Iterable[Reading]]
+) -> Callable[[], None]:
+    """Show metrics where Dask shows a server's own; do nothing without prometheus-client.
 
     Parameters
     ----------
-    memory
-        Returns what the worker's tiers hold; called each time that the page is read.
+    server
+        Dask's worker or scheduler, of this kind.
+    readings
+        Returns what is not among the metrics, but read each time that the page is asked for, on the event
+        loop.
+
+    Returns
+    -------
+    function
+        Stops showing them; a second call does nothing.
     """
     try:
         from prometheus_client import REGISTRY
     except ImportError:
-        return
-    _collectors[worker] = _Collector(worker, metrics, memory)
-    REGISTRY.register(_collectors[worker])
+        return _nothing
+    address: str = server.address
+    source = _Source((address,) if kind is Server.WORKER else (), metrics, readings)
+    with _lock:
+        if kind not in _collectors:
+            _collectors[kind] = _Collector(kind)
+            REGISTRY.register(_collectors[kind])
+        _collectors[kind].sources[address] = source
+
+    def unregister() -> None:
+        with _lock:
+            collector = _collectors.get(kind)
+            if collector is None or collector.sources.get(address) is not source:
+                return
+            del collector.sources[address]
+            if not collector.sources:
+                del _collectors[kind]
+                REGISTRY.unregister(collector)
+
+    return unregister
 
 
-def unregister(worker: str) -> None:
-    """Stop showing the metrics of a worker."""
-    if collector := _collectors.pop(worker, None):
-        from prometheus_client import REGISTRY
-
-        REGISTRY.unregister(collector)
+def _nothing() -> None:
+    """Do nothing, since nothing is shown."""

@@ -167,6 +167,11 @@ class Placement:
         """Return a row for each candidate of the last decision about a key, see :class:`History`."""
         return self._history.explain(key)
 
+    @property
+    def history(self) -> History:
+        """Return the last decisions."""
+        return self._history
+
     # ---- tasks with inputs, and all that Dask does not queue -------------------------------
 
     def _decide_worker_non_rootish(self, ts: SchedulerTask) -> WorkerState | None:

@@ -1,4 +1,4 @@
-"""Plan the queries of a client in less time, and exactly as Dask does."""
+"""Plan the queries of a client in less time than Dask does, and into fewer tasks."""
 
 from dask_gpurt.planning.cache import PlanningCache
 

@@ -23,6 +23,7 @@ from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     files_read,
+    is_computation,
     known_of_files,
     metadata,
     name_of,
@@ -33,6 +34,7 @@ from dask_gpurt.dask_hooks.planning import (
 )
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.planning.files import FileStates, Source
+from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
 from dask_gpurt.planning.schemas import schema_of
@@ -51,10 +53,18 @@ class PlanningCache:
         are not used for another.
     metrics
         Where uses are counted.
+    is_fused
+        Called for whether the computations of the current client are fused.
     """
 
-    def __init__(self, current_client: Callable[[], Hashable | None], metrics: Metrics):
+    def __init__(
+        self,
+        current_client: Callable[[], Hashable | None],
+        metrics: Metrics,
+        is_fused: Callable[[], bool] = lambda: False,
+    ):
         self._current_client = current_client
+        self._is_fused = is_fused
         self._metrics = metrics
         self._patches = PatchSet()
         self._lock = threading.Lock()
@@ -134,14 +144,20 @@ class PlanningCache:
         return expr
 
     def _optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
+        fused = is_computation(expr) and self._is_fused()
+
+        def plan_anew() -> Expr:
+            found = original(expr, stage)
+            return fuse(found) if fused else found
+
         generation = self._generation()
         if generation is None or expr not in self._plain:
-            return original(expr, stage)
+            return plan_anew()
         self._expressions.put(name_of(expr), expr)
-        key = (generation, name_of(expr), stage)
+        key = (generation, name_of(expr), stage, fused)
         plan = self._plans.get(key)
         if plan is None:
-            plan = original(expr, stage)
+            plan = plan_anew()
             self._plans.put(key, plan)
             self._metrics.add("planning.plans.{outcome}", 1, "computed")
         else:

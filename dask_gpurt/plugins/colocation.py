@@ -22,7 +22,7 @@ from dask_gpurt.dask_hooks.nanny import another_nanny, require_free_address
 from dask_gpurt.device.base import COLOCATED
 from dask_gpurt.device.mps import MpsError, MultiProcessService
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: Tells a worker why it is alone although the settings want more.
 ALONE = "GPURT_ALONE"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -32,7 +31,7 @@ class Reporter:
     def __init__(self, worker: WorkerServer, ledger: Ledger):
         self._worker = worker
         self._ledger = ledger
-        self._scheduled = threading.Event()
+        self._scheduled = False
         self._closed = False
         self._reported_at = 0.0
         # In a new dictionary: a heartbeat that is being put together goes over the old one.
@@ -50,8 +49,9 @@ class Reporter:
 
     def changed(self) -> None:
         """Note that there may be something to report."""
-        if not self._scheduled.is_set() and not self._closed:
-            self._scheduled.set()
+        # Two threads may both find that nothing is scheduled: the second message has nothing to tell.
+        if not self._scheduled and not self._closed:
+            self._scheduled = True
             self._worker.loop.add_callback(self._later)
 
     def _later(self) -> None:
@@ -59,7 +59,7 @@ class Reporter:
         self._worker.loop.call_later(max(REPORT_INTERVAL_S, self.pause - since), self._send)
 
     def _send(self) -> None:
-        self._scheduled.clear()
+        self._scheduled = False
         message = None if self._closed else self._ledger.changes()
         if message is None:
             return

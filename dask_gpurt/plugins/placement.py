@@ -12,6 +12,7 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import LedgerHeadroom, Placement
+from dask_gpurt.placement.history import History
 from dask_gpurt.plugins.topology_reports import PLACE
 from dask_gpurt.topology import Topology
 
@@ -84,3 +85,8 @@ class SchedulerPlacement:
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return the last decision about a key."""
         return self._placement.explain(key)
+
+    @property
+    def history(self) -> History:
+        """Return the last decisions."""
+        return self._placement.history

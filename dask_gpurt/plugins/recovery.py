@@ -7,7 +7,7 @@ While Dask's p2p restarts a shuffle as a whole, a run of ours goes on:
   transfers again by itself the inputs whose results were lost, and no other.
 - The barrier is run again. It tells what is missing; that is transferred again too.
 
-docs/exactly-once.md has the protocol.
+docs/design/exactly-once.md has the protocol.
 """
 
 from __future__ import annotations
@@ -372,7 +372,8 @@ class Recovery:
             return
         for shuffle in shuffles:
             del self._losses[shuffle]
-        shuffles = [shuffle for shuffle in shuffles if shuffle in self._extension.active_shuffles]
+        active = self._extension.active_shuffles
+        shuffles = [shuffle for shuffle in shuffles if shuffle in active and self._is_ours(shuffle)]
         if not shuffles:
             return
         needed = set().union(*(self._unfinished(shuffle, loss.outputs) for shuffle in shuffles))
@@ -414,7 +415,7 @@ class Recovery:
         exhausted = [
             shuffle for shuffle in shuffles if loss is not None and self._is_exhausted(shuffle, loss)
         ]
-        if impossible := self._impossible(shuffles, workers, exhausted):
+        if impossible := self._impossible(workers, exhausted):
             for shuffle in exhausted:
                 self._in_a_row.forget(shuffle)
             for shuffle in shuffles:
@@ -446,9 +447,7 @@ class Recovery:
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
-    def _impossible(
-        self, shuffles: Iterable[Any], workers: list[str], exhausted: Collection[Any]
-    ) -> str | None:
+    def _impossible(self, workers: list[str], exhausted: Collection[Any]) -> str | None:
         """Return why runs can not be mended, None if they can.
 
         Parameters
@@ -458,10 +457,6 @@ class Recovery:
         """
         if not workers:
             return "no worker is left for its outputs"
-        for shuffle in shuffles:
-            run = self._extension.active_shuffles.get(shuffle)
-            if run is None or not isinstance(run.run_spec.worker_for, Owners):
-                return f"{shuffle}, which shares its outputs, is not ours"
         return f"it was mended {self._retries} times in a row" if exhausted else None
 
     def _is_exhausted(self, shuffle: Any, loss: _Loss) -> bool:

@@ -83,10 +83,11 @@ class TaskRunner:
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
         """Make room for a result, in the place of what was reserved, and learn from what it took."""
-        added = self._tiered_buffer.reservations.bytes_added_by(key, result, self._tiers.home(result))
+        promises = self._promises({key: result})
+        added, _ = promises[key]
         self._estimator.learn(key_split(key), inputs, max(added, peak))
         try:
-            await self.make_room({key: result}, reservation(key))
+            await self._promise(promises, reservation(key))
         except Exception:
             if not self._tiers.closed:  # else it is Dask's to keep: the runtime was switched off meanwhile
                 raise
@@ -110,18 +111,24 @@ class TaskRunner:
 
     async def make_room(self, values: dict[Key, Any], reserved: MemoryRequest) -> None:
         """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
-        homes = {key: self._tiers.home(value) for key, value in values.items()}
-        promises = {
-            key: (self._tiered_buffer.reservations.bytes_added_by(key, values[key], home), home)
-            for key, home in homes.items()
-        }
+        await self._promise(self._promises(values), reserved)
+
+    def _promises(self, values: dict[Key, Any]) -> dict[Key, tuple[int, Tier]]:
+        """Return the bytes that objects will add to a tier each, and which."""
+        promises = {}
+        for key, value in values.items():
+            home = self._tiers.home(value)
+            promises[key] = self._tiered_buffer.reservations.bytes_added_by(key, value, home), home
+        return promises
+
+    async def _promise(self, promises: dict[Key, tuple[int, Tier]], reserved: MemoryRequest) -> None:
         if not self._tiered_buffer.reservations.replace(reserved, promises):
-            for home in set(homes.values()):
+            for home in {home for _, home in promises.values()}:
                 await self._tiers.offload(self._tiered_buffer.reservations.spill_for_all, home)
         # A task that was cancelled meanwhile stores nothing.
         if not self._promised and not self._promised_before:
             asyncio.get_running_loop().call_later(PROMISE_S, self._end_promises)
-        self._promised += values
+        self._promised += promises
 
     def _end_promises(self) -> None:
         """End those that are older than ``PROMISE_S``: with a timer for each, each would wake the loop."""
@@ -202,8 +209,8 @@ class TaskRunner:
     def _prefetch(self) -> None:
         """Make the inputs of the next task live while this one computes, if there is room."""
         for task in self._worker.state.ready.peekn(1):
-            keys = self._tiered_buffer.not_live(dependency.key for dependency in task.dependencies)
-            if keys:
+            inputs = [dependency.key for dependency in task.dependencies]
+            if inputs and (keys := self._tiered_buffer.not_live(inputs)):
                 self._tiers.in_background(self._tiered_buffer.prefetch, keys)
 
 

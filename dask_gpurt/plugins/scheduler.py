@@ -15,13 +15,16 @@ from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks.http import serve
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
-from dask_gpurt.observe import Fallback, MethodChoice, Metrics
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
-from dask_gpurt.observe.metrics import combine
+from dask_gpurt.observe.metrics import Server, combine
+from dask_gpurt.plugins import json_api
+from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
@@ -34,7 +37,7 @@ from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from dask_gpurt.plugins.worker_data import LOST
 from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: Begins to watch a plugin that is on, and returns what ends that.
 Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
@@ -75,6 +78,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.switch = Switch(self._switch_on, self._switch_off)
         await self.switch.on()
 
+    async def close(self) -> None:
+        # The registry of metrics belongs to the process, and would keep a scheduler that has closed.
+        self._hide()
+
     async def stop(self) -> None:
         """Handle the switching off: give Dask back, on the scheduler and on all workers."""
         await self.switch.off()
@@ -87,6 +94,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         try:
             dask_hooks.require()
             self._prepare(config.load_over(self.given))
+            self._show()
             self._undo.callback(self._bear_with_unreachable)
             self.places.install()
             self._undo.callback(self.places.uninstall)
@@ -126,6 +134,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.shuffles = SchedulerShuffles(
             self.scheduler, settings, self.metrics, lambda: self.placement, self.workers.ready
         )
+        self.json_api = JsonApi(self)
 
     def _listen(self) -> None:
         handlers = {
@@ -258,10 +267,32 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def memory(self, by: str = "tier") -> list[dict[str, Any]]:
         """Handle a question for memory: a row for each worker and tier, or also for each prefix."""
+        memory = self.reported_memory()
+        return memory.rows_by_prefix() if by == "prefix" else memory.rows()
+
+    def reported_memory(self) -> ClusterMemory:
+        """Return the memory of all workers, as they have reported it by now."""
         for address, state in self.scheduler.workers.items():
             if (whole := state.metrics.get(METRIC)) is not None:
                 self.cluster_memory.apply(address, whole)
-        return self.cluster_memory.rows_by_prefix() if by == "prefix" else self.cluster_memory.rows()
+        return self.cluster_memory
+
+    # ---- what is shown -------------------------------------------------------------------
+
+    def _show(self) -> None:
+        """Show metrics and answer over HTTP, which no failure of either keeps from being switched on."""
+        self._hide = prometheus.register(self.scheduler, Server.SCHEDULER, self.metrics, self._readings)
+        self._undo.callback(self._hide)
+        try:
+            self._undo.callback(serve(self.scheduler, json_api.__name__))
+        except dask_hooks.UnsupportedError as error:
+            self.metrics.fallback(Fallback.OBSERVE_JSON_API, str(error))
+
+    def _readings(self) -> list[prometheus.Reading]:
+        return [
+            ("workers.ready", (), len(self.workers.ready)),
+            ("shuffles.active", (), len(self.shuffles.active())),
+        ]
 
     # ---- what workers and clients ask ------------------------------------------------
 
@@ -284,16 +315,18 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
         ]
 
-    async def report(self, connect: bool = False) -> dict[str, Any]:
+    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
         """Handle a question for the state of the whole cluster, for ``doctor`` and for people.
 
         Parameters
         ----------
         connect
             Whether the workers shall find out the paths to all their peers first.
+        brief
+            Whether the workers report no more than counters and fallbacks.
         """
         replies = await self.scheduler.broadcast(
-            msg={"op": "gpurt_report", "connect": connect}, on_error="return"
+            msg={"op": "gpurt_report", "connect": connect, "brief": brief}, on_error="return"
         )
         workers: dict[str, dict[str, Any]] = {
             worker: reply if isinstance(reply, dict) else {"error": str(reply)}

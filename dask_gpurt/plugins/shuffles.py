@@ -111,6 +111,14 @@ class SchedulerShuffles:
         spec = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec.spec
         return type(spec) is DataFrameShuffleSpec
 
+    def active(self) -> dict[Any, Any]:
+        """Return the runs that go through the runtime now, as Dask's extension has them, by shuffle."""
+        return {
+            shuffle_id: run
+            for shuffle_id, run in self._extension.active_shuffles.items()
+            if isinstance(run.run_spec.spec, ShuffleSpec)
+        }
+
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
         """Note what has become of a task."""
         self.recovery.transition(key, finish, worker)

@@ -30,7 +30,7 @@ from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: Seconds between looks at the process as a whole and at the exchange pools.
 PRESSURE_POLL_INTERVAL_S = 0.2

@@ -28,6 +28,7 @@ from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up
 from dask_gpurt.observe import Fallback, Metrics, prometheus
+from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
@@ -45,7 +46,7 @@ from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger(__name__)
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
@@ -135,8 +136,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
-        prometheus.register(worker.address, self.metrics, self._amounts)
-        undo.callback(prometheus.unregister, worker.address)
+        undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         undo.callback(self.topology.close)
@@ -229,18 +229,30 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 if hasattr(run, "task_done"):
                     run.task_done(key)
 
-    def _amounts(self) -> list[tuple[str, str, int]]:
-        return amounts(self.tiers.ledger)
+    def _readings(self) -> list[prometheus.Reading]:
+        return [
+            *(
+                ("memory.held.{tier}.{kind}", (tier, kind), nbytes)
+                for tier, kind, nbytes in amounts(self.tiers.ledger)
+            ),
+            *(
+                ("residency.{outcome}", (name.removeprefix("residency."),), launches)
+                for name, launches in self.residency.counters().items()
+            ),
+        ]
 
     def waiting(self) -> dict[str, Any]:
         """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
 
-    async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handle a question for what this worker has, did and fell back from."""
+    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
+        """Handle a question for what this worker has, did and fell back from; briefly, for the last two."""
         if connect:
             await self.exchange.peers.connect_all()
         known = self.metrics.snapshot()
+        known["counters"] |= self.residency.counters()
+        if brief:
+            return {"version": __version__, **known}
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
@@ -252,7 +264,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "reads": self.reads.report(),
             "problems": config.problems(),
             **known,
-            "counters": known["counters"] | self.residency.counters(),
         }
 
 

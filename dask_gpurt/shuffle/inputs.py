@@ -16,7 +16,7 @@ has the whole protocol.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
@@ -127,15 +127,3 @@ class Inputs(Generic[T]):
     def _has(self, source: int, attempt: Attempt) -> bool:
         known = self._inputs.get(source)
         return known is not None and known.attempt == attempt and known.complete
-
-    def __iter__(self) -> Iterator[T]:
-        """Yield the parts that count, in the order of the inputs and of their parts."""
-        for source in sorted(self._inputs):
-            parts = self._inputs[source].parts
-            yield from (parts[part] for part in sorted(parts))
-
-    def clear(self) -> list[T]:
-        """Forget everything; returns the parts that were there."""
-        parts = list(self)
-        self._inputs.clear()
-        return parts

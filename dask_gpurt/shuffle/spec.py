@@ -45,6 +45,8 @@ class ShuffleSpec(DaskShuffleSpec[int]):
         Whether ``column`` and the index are left out of the outputs.
     order_by
         The column that outputs are about to be sorted by, None where that is not known.
+    computation
+        The name of the only computation that this shuffle is a part of; None where others may share it.
     """
 
     npartitions: int
@@ -55,10 +57,16 @@ class ShuffleSpec(DaskShuffleSpec[int]):
     drop_column: bool
     ignore_index: bool
     order_by: Any = None
+    computation: str | None = None
 
     @classmethod
     def of(
-        cls, spec: DataFrameShuffleSpec, *, ignore_index: bool = False, order_by: Any = None
+        cls,
+        spec: DataFrameShuffleSpec,
+        *,
+        ignore_index: bool = False,
+        order_by: Any = None,
+        computation: str | None = None,
     ) -> ShuffleSpec:
         """Return our spec for the shuffle that a spec of Dask's p2p describes."""
         wanted = range(spec.parts_out) if isinstance(spec.parts_out, int) else spec.parts_out
@@ -73,6 +81,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
             drop_column=spec.drop_column,
             ignore_index=ignore_index,
             order_by=order_by,
+            computation=computation,
         )
 
     @property

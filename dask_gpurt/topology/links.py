@@ -24,10 +24,9 @@ class Link(StrEnum):
     DISK = "disk"
 
 
-#: Links between workers of one host, between those of two, and between the tiers of one worker.
+#: Links between workers of one host, and between those of two.
 WITHIN_HOST = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.SHARED_MEMORY, Link.LOOPBACK)
 BETWEEN_HOSTS = (Link.RDMA, Link.TCP)
-TIERS = (Link.PINNED, Link.PAGEABLE, Link.DISK)
 
 
 @dataclass(frozen=True)

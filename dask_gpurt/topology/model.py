@@ -79,8 +79,7 @@ class Topology:
         self._hosts: dict[str, Mapping[frozenset[str], Link]] = {}
         self._host_averages: dict[tuple[str, Link], SpeedEstimate] = {}
         # Dictionaries without values: sets that are read in the order of arrival.
-        self._everywhere: dict[str, None] = {}
-        self._rings: dict[tuple[str, ...], dict[str, None]] = {}
+        self._on_host: dict[str, dict[str, None]] = {}
         self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
         self._overrides: PairOverrides[Pair] = PairOverrides(MAX_PAIRS)
         self._setup = ConnectionSetup(first or {})
@@ -93,22 +92,17 @@ class Topology:
             return
         self.remove(worker)
         self._places[worker] = place
-        self._everywhere[worker] = None
-        for ring in _rings_of(place):
-            self._rings.setdefault(ring, {})[worker] = None
+        self._on_host.setdefault(place.host, {})[worker] = None
 
     def remove(self, worker: str) -> None:
         """Forget a worker, and its host with the last worker there; learned speeds stay."""
         place = self._places.pop(worker, None)
         if place is None:
             return
-        del self._everywhere[worker]
         self._setup.forget(worker)
-        for ring in _rings_of(place):
-            del self._rings[ring][worker]
-            if not self._rings[ring]:
-                del self._rings[ring]
-        if ("host", place.host) not in self._rings:
+        del self._on_host[place.host][worker]
+        if not self._on_host[place.host]:
+            del self._on_host[place.host]
             self._hosts.pop(place.host, None)
             self._forget_averages(place.host)
 
@@ -134,28 +128,17 @@ class Topology:
 
     def on_host(self, host: str) -> Collection[str]:
         """Return the workers of a host."""
-        return self._rings.get(("host", host), {}).keys()
+        return self._on_host.get(host, {}).keys()
 
     @property
     def hosts(self) -> Iterable[str]:
         """Return the hosts that have workers."""
-        return [ring[1] for ring in self._rings if ring[0] == "host"]
+        return self._on_host.keys()
 
     def neighbourhoods(self, worker: str) -> tuple[tuple[str, ...], ...]:
         """Return the names of a worker's device, NVLink domain and host; none if its place is unknown."""
         place = self._places.get(worker)
-        return tuple(_rings_of(place)) if place else ()
-
-    def rings(self, worker: str) -> Iterator[Collection[str]]:
-        """Yield workers from near to far: of the same device, NVLink domain and host, then all.
-
-        Each ring contains the ones before it, and the worker itself. A worker without a device or domain
-        has no such ring. The rings are live views: workers must not be added or removed while iterating.
-        """
-        if place := self._places.get(worker):
-            for ring in _rings_of(place):
-                yield self._rings[ring].keys()
-        yield self._everywhere.keys()
+        return tuple(_neighbourhoods_of(place)) if place else ()
 
     # ---- links -----------------------------------------------------------------------
 
@@ -267,7 +250,7 @@ class Topology:
         return len(self._overrides)
 
 
-def _rings_of(place: Place) -> Iterator[tuple[str, ...]]:
+def _neighbourhoods_of(place: Place) -> Iterator[tuple[str, ...]]:
     if place.device is not None:
         yield "device", place.host, place.device
     if place.nvlink is not None:

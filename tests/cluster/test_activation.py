@@ -34,6 +34,12 @@ def shuffled():
     result = dd.from_pandas(frame, npartitions=4).shuffle("key").compute()
     return result.sort_values("key").reset_index(drop=True).equals(frame)
 
+def enabled(address):
+    import dask_gpurt
+    with Client(address) as client:
+        dask_gpurt.enable(client)
+        return {"right": shuffled(), "runs": list(client.run(count).values())}
+
 def main():
     BEFORE
     address = sys.argv[1] if len(sys.argv) > 1 else None
@@ -134,13 +140,9 @@ def test_the_flag_of_a_worker_is_enough_for_all(tmp_path: Path) -> None:
 def test_takeover_can_be_forbidden(tmp_path: Path) -> None:
     flags = ("--preload", "dask_gpurt")
     with cluster_of_commands(worker=flags, workers=1, DASK_GPURT__TAKEOVER="false") as (address, _):
-        said = answer(write(tmp_path), address, **IGNORANT)
-        # A client that has it switched on is served all the same.
-        enabled = write(tmp_path, before="import dask_gpurt", after="None")
-        enabled.write_text(enabled.read_text().replace("right = ", "dask_gpurt.enable(client); right = "))
-        knowing = answer(enabled, address)
-    assert said == {"right": True, "runs": [0], "knows": False, "after": None}
-    assert knowing == {"right": True, "runs": [1], "knows": True, "after": None}
+        # A client that has it switched on, later, is served all the same.
+        said = answer(write(tmp_path, after="enabled(address)"), address, **IGNORANT)
+    assert said == {"right": True, "runs": [0], "knows": False, "after": {"right": True, "runs": [1]}}
 
 
 def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:

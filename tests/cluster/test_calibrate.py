@@ -32,7 +32,10 @@ def test_where_nothing_confines_it_says_why() -> None:
         ensure_confined(client)
 
 
-def test_every_query_is_learnt_beside_shuffles(start: Starting, tmp_path: Path) -> None:
+def test_every_query_is_learnt_beside_shuffles(
+    start: Starting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dask_gpurt.cli.calibrate.PARTITIONS_PER_WORKER", 4)
     client = start(mode="adaptive", learned=str(tmp_path / "learned.json"))
     ensure_confined(client)
     assert learn(client, "pandas", 2**22, 0.0) == len(QUERIES)

@@ -12,6 +12,7 @@ from distributed import Client
 
 import dask_gpurt
 from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, cluster, counters, partitions
+from tests.helpers.shared_cluster import SharedCluster
 
 PARTS, ROWS = 8, 40_000  # 640 kB each, in two columns
 
@@ -38,9 +39,11 @@ def pools(client: Client) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("pool", ["1 MiB", "64 kiB"])
-def test_a_pool_far_smaller_than_the_data_blocks_but_does_not_fail(library: Library, pool: str) -> None:
+def test_a_pool_far_smaller_than_the_data_blocks_but_does_not_fail(
+    shared_cluster: SharedCluster, library: Library, pool: str
+) -> None:
     """From a pool that holds some shards down to one that holds a piece of one."""
-    with cluster(library.name, exchange__pool=pool) as client:
+    with shared_cluster.client(library.name, exchange__pool=pool) as client:
         assert_like_tasks(library, inputs())
         size = dask.utils.parse_bytes(pool)
         assert max(worker["counters"].get("exchange.pool.peak", 0) for worker in workers(client)) <= size
@@ -52,9 +55,9 @@ def workers(client: Client) -> list[dict[str, Any]]:
     return list(dask_gpurt.report(client)["workers"].values())
 
 
-def test_shuffles_at_once_in_a_tiny_pool(library: Library) -> None:
+def test_shuffles_at_once_in_a_tiny_pool(shared_cluster: SharedCluster, library: Library) -> None:
     """Each waits for room that the others hold: all end, because owners can always make room."""
-    with cluster(library.name, exchange__pool="256 kiB") as client:
+    with shared_cluster.client(library.name, exchange__pool="256 kiB") as client:
         frames = [library.collection(inputs(10_000, seed)) for seed in range(4)]
         shuffled = [df.shuffle("key", ignore_index=True).persist() for df in frames]
         for df, out in zip(frames, shuffled, strict=True):
@@ -62,16 +65,20 @@ def test_shuffles_at_once_in_a_tiny_pool(library: Library) -> None:
         assert counters(client)["shuffle.runs"] == 2 * len(frames)
 
 
-def test_pulled_shards_go_to_disk_when_memory_is_short(library: Library) -> None:
-    with cluster(library.name, exchange__pool="256 kiB", memory__device="512 kiB") as client:
+def test_pulled_shards_go_to_disk_when_memory_is_short(
+    shared_cluster: SharedCluster, library: Library
+) -> None:
+    with shared_cluster.client(library.name, exchange__pool="256 kiB", memory__device="512 kiB") as client:
         assert_like_tasks(library, inputs())
         spilled = {name for name in counters(client) if name.startswith("memory.spill.bytes.exchange")}
         assert spilled == {f"memory.spill.bytes.exchange.{'disk' if library.name == 'pandas' else 'pinned'}"}
 
 
 @pytest.mark.parametrize("pool", ["auto", "256 kiB"])
-def test_without_a_mapping_bytes_take_the_comms(library: Library, pool: str) -> None:
-    with cluster(library.name, exchange__paths=["comms"], exchange__pool=pool) as client:
+def test_without_a_mapping_bytes_take_the_comms(
+    shared_cluster: SharedCluster, library: Library, pool: str
+) -> None:
+    with shared_cluster.client(library.name, exchange__paths=["comms"], exchange__pool=pool) as client:
         assert_like_tasks(library, inputs())
         found = counters(client)
         assert found["exchange.bytes.comms"] > 0
@@ -105,8 +112,10 @@ def test_a_mapping_that_fails_falls_back_to_the_comms(library: Library) -> None:
         assert path == "containers do not share memory here"
 
 
-def test_transfers_in_flight_are_bounded(library: Library) -> None:
-    with cluster(library.name, exchange__paths=["comms"], exchange__inflight="100 kiB") as client:
+def test_transfers_in_flight_are_bounded(shared_cluster: SharedCluster, library: Library) -> None:
+    with shared_cluster.client(
+        library.name, exchange__paths=["comms"], exchange__inflight="100 kiB"
+    ) as client:
         assert_like_tasks(library, inputs())
         shard = ROWS * 16 // 2
         assert (
@@ -115,14 +124,19 @@ def test_transfers_in_flight_are_bounded(library: Library) -> None:
         )
 
 
-def test_the_best_path_is_taken_and_shown(client: Client, library: Library) -> None:
-    assert_like_tasks(library, inputs())
-    best = {"pandas": "shared-memory", "cudf": "cuda-ipc"}[library.name]
-    assert counters(client)[f"exchange.bytes.{best}"] > 0
-    report = dask_gpurt.report(client, connect=True)
-    for address, worker in report["workers"].items():
-        assert worker["paths"][address]["path"] == "local"
-        assert {path["path"] for path in worker["paths"].values()} <= {"local", "shared-memory", "cuda-ipc"}
+def test_the_best_path_is_taken_and_shown(shared_cluster: SharedCluster, library: Library) -> None:
+    with shared_cluster.client(library.name) as client:
+        assert_like_tasks(library, inputs())
+        best = {"pandas": "shared-memory", "cudf": "cuda-ipc"}[library.name]
+        assert counters(client)[f"exchange.bytes.{best}"] > 0
+        report = dask_gpurt.report(client, connect=True)
+        for address, worker in report["workers"].items():
+            assert worker["paths"][address]["path"] == "local"
+            assert {path["path"] for path in worker["paths"].values()} <= {
+                "local",
+                "shared-memory",
+                "cuda-ipc",
+            }
 
 
 def test_shards_are_pulled_while_other_producers_still_work(library: Library) -> None:
@@ -163,19 +177,21 @@ def test_four_workers(library: Library) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 1000])
-def test_one_huge_value_travels_alone(rows: int, library: Library) -> None:
+def test_one_huge_value_travels_alone(rows: int, shared_cluster: SharedCluster, library: Library) -> None:
     """Skew within a partition: rows of which one takes most of the pool."""
     if library.name == "cudf":
         pytest.skip("strings of cudf are cut the same way; a pool this small is tested above")
-    with cluster(library.name, exchange__pool="512 kiB"):
+    with shared_cluster.client(library.name, exchange__pool="512 kiB"):
         texts = ["x" * 300_000] + ["y" * 100] * (rows - 1)
         df = library.collection([pd.DataFrame({"key": np.arange(rows) % 3, "text": texts}) for _ in range(4)])
         out = partitions(df.shuffle("key"))
         assert sum(frame.text.str.len().sum() for frame in out) == 4 * sum(map(len, texts))
 
 
-def test_a_row_larger_than_the_pool_is_an_error_that_names_the_setting(library: Library) -> None:
-    with cluster(library.name, exchange__pool="64 kiB") as client:
+def test_a_row_larger_than_the_pool_is_an_error_that_names_the_setting(
+    shared_cluster: SharedCluster, library: Library
+) -> None:
+    with shared_cluster.client(library.name, exchange__pool="64 kiB") as client:
         df = library.collection([pd.DataFrame({"key": [1], "text": ["x" * 300_000]}) for _ in range(2)])
         with pytest.raises(RuntimeError) as caught:
             df.shuffle("key").compute()
@@ -184,13 +200,15 @@ def test_a_row_larger_than_the_pool_is_an_error_that_names_the_setting(library: 
         assert counters(client)["shuffle.runs"]
 
 
-def test_the_threads_of_the_exchange_are_an_executor_of_the_worker(library: Library) -> None:
+def test_the_threads_of_the_exchange_are_an_executor_of_the_worker(
+    shared_cluster: SharedCluster, library: Library
+) -> None:
     def thread() -> str:
         import threading
 
         return threading.current_thread().name
 
-    with cluster(library.name) as client:
+    with shared_cluster.client(library.name) as client:
         with dask.annotate(executor="gpurt-comm"):
             assert client.submit(thread, pure=False).result().startswith("gpurt-comm")
         dask_gpurt.disable(client)

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+import dask
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
 from tests.helpers.clusters import Library, cluster
+from tests.helpers.shared_cluster import SharedCluster
 from tests.helpers.waiting import until
 
 MIB = 2**20
@@ -30,9 +32,9 @@ Samples = dict[tuple[str, ...], float]
 
 
 @pytest.fixture
-def spilled(library: Library) -> Iterator[tuple[Client, Any]]:
+def spilled(shared_cluster: SharedCluster, library: Library) -> Iterator[tuple[Client, Any]]:
     """Yield two workers with 16 partitions of 2 MiB, which are more than fit into the device tier."""
-    with cluster(library.name, **SMALL) as client:
+    with shared_cluster.client(library.name, **SMALL) as client:
 
         def part(i: int) -> Any:
             return library.frame(pd.DataFrame({"value": np.arange(MIB // 4, dtype="i8") + i}))
@@ -79,12 +81,12 @@ def test_pages_say_what_the_tiers_hold(spilled: tuple[Client, Any]) -> None:
     client, _ = spilled
 
     def agree() -> bool:
-        shown, known = pages(client)["gpurt_memory_bytes"], held(client)
+        shown, known = pages(client)["dask_worker_gpurt_memory_bytes"], held(client)
         measured = all(shown[worker, "host", RESTLESS] for worker, *_ in shown)
         return measured and restful(shown) == restful(known)
 
     until(agree)
-    shown, known = pages(client)["gpurt_memory_bytes"], held(client)
+    shown, known = pages(client)["dask_worker_gpurt_memory_bytes"], held(client)
     assert shown.keys() == known.keys()
     assert {kind for *_, kind in shown} == {"capacity", *KINDS}
     for worker in client.nthreads():
@@ -94,29 +96,35 @@ def test_pages_say_what_the_tiers_hold(spilled: tuple[Client, Any]) -> None:
 
 def test_pages_count_what_was_spilled_under_one_name(spilled: tuple[Client, Any]) -> None:
     client, _ = spilled
-    until(lambda: pages(client)["gpurt_spill_bytes_total"] == moved(client))
+    until(lambda: pages(client)["dask_worker_gpurt_spill_bytes_total"] == moved(client))
     shown = pages(client)
-    assert {source for _, source, _ in shown["gpurt_spill_bytes_total"]} == {"device"}
+    assert {source for _, source, _ in shown["dask_worker_gpurt_spill_bytes_total"]} == {"device"}
     seconds = dask_gpurt.report(client)["counters"]["memory.spill.seconds"]
-    assert sum(shown["gpurt_spill_seconds_total"].values()) == pytest.approx(seconds)
-    assert not [name for name in shown if name.startswith("gpurt_memory_spill")]
-    assert all(value > 0 for value in shown["gpurt_memory_peak_bytes"].values())
-    assert {tier for _, tier in shown["gpurt_memory_peak_bytes"]} >= {"device", "disk"}
+    assert sum(shown["dask_worker_gpurt_spill_seconds_total"].values()) == pytest.approx(seconds)
+    assert not [name for name in shown if name.startswith("dask_worker_gpurt_memory_spill")]
+    assert all(value > 0 for value in shown["dask_worker_gpurt_memory_peak_bytes"].values())
+    assert {tier for _, tier in shown["dask_worker_gpurt_memory_peak_bytes"]} >= {"device", "disk"}
 
 
 def test_pages_show_nothing_of_a_runtime_that_is_off(spilled: tuple[Client, Any]) -> None:
     client, _ = spilled
     dask_gpurt.disable(client)
-    assert not [name for name in pages(client) if name.startswith("gpurt")]
+    assert not [name for name in pages(client) if "gpurt" in name]
 
 
-def test_counters_keep_their_former_names_and_nothing_spilled_is_nothing_shown(library: Library) -> None:
-    with cluster(library.name, workers=1) as client:
+def test_counters_begin_with_nothing_and_have_one_name_under_the_configured_namespace(
+    library: Library,
+) -> None:
+    with (
+        dask.config.set({"distributed.dashboard.prometheus.namespace": "here"}),
+        cluster(library.name, workers=1) as client,
+    ):
         client.run(lambda dask_worker: dask_worker.plugins["gpurt"].metrics.add("shuffle.runs", 3))
-        shown = {name: samples for name, samples in pages(client).items() if name.startswith("gpurt")}
-    assert list(shown["gpurt_shuffle_runs_total"].values()) == [3]
-    assert list(shown["gpurt_shuffle_runs"].values()) == [3]  # until version 0.2
-    assert not [name for name in shown if name.startswith("gpurt_spill")]
+        shown = {name: samples for name, samples in pages(client).items() if "gpurt" in name}
+    assert {name.partition("_gpurt_")[0] for name in shown} == {"here_worker"}
+    assert list(shown["here_worker_gpurt_shuffle_runs_total"].values()) == [3]
+    assert list(shown["here_worker_gpurt_spill_seconds_total"].values()) == [0]
+    assert "here_worker_gpurt_spill_bytes_total" not in shown  # between which tiers is not known before
 
 
 def test_the_former_name_of_the_function_still_answers() -> None:

@@ -17,17 +17,17 @@ from dask_gpurt.overlap.samples import OverlapSample, SoloSample, StepSample
 from dask_gpurt.overlap.statistics import OverlapStatistics
 from dask_gpurt.overlap.statistics_file import CacheKey, load, write
 from dask_gpurt.plugins.overlapping import COMMUNICATION_PREFIXES
-from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import FRAME, Starting, assert_right, doubled, shuffled
 from tests.helpers.overlap_cluster import start as start  # a fixture
+from tests.helpers.shared_cluster import SharedCluster
 
 
 def replies(client: Client) -> list[dict[str, Any]]:
     return [reply["overlap"] for reply in dask_gpurt.report(client)["workers"].values()]
 
 
-def test_where_nothing_confines_there_is_priority_only_and_the_reason() -> None:
-    with cluster(overlap__residency="auto") as client:
+def test_where_nothing_confines_there_is_priority_only_and_the_reason(shared_cluster: SharedCluster) -> None:
+    with shared_cluster.client(overlap__residency="auto") as client:
         assert_right(shuffled())
         report = dask_gpurt.report(client)
     for reply in report["workers"].values():
@@ -145,8 +145,8 @@ def test_the_command_asks_the_workers(start: Starting) -> None:
     assert {part["mode"] for part in found.values()} == {"adaptive"}
 
 
-def test_the_default_does_nothing_to_tasks_without_a_gpu() -> None:
-    with cluster() as client:
+def test_the_default_does_nothing_to_tasks_without_a_gpu(shared_cluster: SharedCluster) -> None:
+    with shared_cluster.client() as client:
         assert_right(shuffled())
         assert {reply["mode"] for reply in replies(client)} == {"adaptive"}
         assert not any(reply["fallbacks"] for reply in dask_gpurt.report(client)["workers"].values())

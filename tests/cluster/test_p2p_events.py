@@ -347,6 +347,31 @@ def test_a_worker_that_owns_no_output_is_closed_during_transfer(monkeypatch: pyt
     run(test)
 
 
+def test_a_worker_is_closed_that_has_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It owns no output, and its shards are where they are read: it is written off, and nothing is mended."""
+    monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        owner, other = sorted(crew, key=lambda worker: worker.address)
+        shards = other.plugins["gpurt"].exchange.pools.known("host")
+        await until(lambda: owner.address not in shards.readers())
+        (shuffle,) = scheduler.extensions["shuffle"].active_shuffles.values()
+        before = shuffle.run_spec.worker_for.epoch
+        await other.close(executor_wait=False)
+        await until(lambda: other.address not in scheduler.workers)
+        assert shuffle.run_spec.worker_for.epoch > before
+        stopped.open.set()
+        assert_right(await result)
+        assert not counted(scheduler, "shuffle.runs.recovered")
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        del result
+
+    run(test, **{"gpurt.exchange.paths": ["comms"]})
+
+
 def test_a_worker_that_takes_no_part_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = gate(monkeypatch, "barrier")
 
@@ -634,6 +659,27 @@ def test_a_run_is_failed_before_its_worker_hears_that_it_has_begun(monkeypatch: 
         stopped.open.set()
 
     run(test, workers=1)
+
+
+def test_the_scheduler_forgets_all_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is restarted; workers without a nanny end then."""
+    stopped = gate(monkeypatch, "barrier")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        restarting = asyncio.create_task(client.restart(wait_for_workers=False))
+        await until(lambda: not scheduler.tasks)
+        stopped.open.set()
+        await restarting
+        assert result.cancelled()
+        assert not [name for name in scheduler.clients if name.startswith("gpurt")]
+        async with Worker(scheduler.address, nthreads=1):
+            assert_right(await client.compute(shuffled()))
+        for worker in crew:
+            await worker.finished()
+
+    run(test)
 
 
 def test_a_run_can_not_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from distributed import Client, SchedulerPlugin, as_completed, wait
+from distributed import Client, Event, SchedulerPlugin, as_completed, wait
 
 import dask_gpurt
 from tests.helpers.clusters import cluster, counters
+from tests.helpers.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +84,9 @@ def test_a_restart_in_the_middle_of_work(client: Client) -> None:
 
 
 def test_a_cluster_adapts_to_its_load_and_back() -> None:
-    import time
-
-    def slow(i: int) -> int:
-        time.sleep(0.05)
+    def waits(i: int) -> int:
+        assert Event("all at work").wait(timeout=60)
         return i
-
-    def halves(i: int, j: int) -> int:
-        time.sleep(0.05)
-        return i + j
 
     with cluster(workers=1, placement__enabled=True) as client:
         local: Any = client.cluster
@@ -99,13 +94,15 @@ def test_a_cluster_adapts_to_its_load_and_back() -> None:
         plugin = Arrivals(seen)
         local.scheduler.add_plugin(plugin)
         local.adapt(minimum=1, maximum=3, interval="100ms", target_duration="500ms", wait_count=3)
-        numbers = client.map(slow, range(300))
-        pairs = client.map(halves, numbers[::2], numbers[1::2])
+        numbers = client.map(waits, range(60))
+        pairs = client.map(add, numbers[::2], numbers[1::2])
         client.wait_for_workers(3, timeout=60)
-        assert client.submit(sum, pairs).result(timeout=120) == sum(range(300))
+        until(lambda: all(client.processing().values()))  # then each has a result when it is to leave
+        Event("all at work", client=client).set()
+        assert client.submit(sum, pairs).result(timeout=120) == sum(range(60))
         assert plugin.alone.wait(60)  # the results stay, on the worker that is left
         assert max(seen) == 3
-        assert client.submit(sum, numbers).result(timeout=60) == sum(range(300))
+        assert client.submit(sum, numbers).result(timeout=60) == sum(range(60))
         assert not _fallbacks(client)
 
 

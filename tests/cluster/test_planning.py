@@ -1,4 +1,4 @@
-"""With the runtime on, a client keeps what it plans with; results are those of Dask."""
+"""With the runtime on, a client keeps what it plans with and fuses tasks; results are those of Dask."""
 
 from __future__ import annotations
 
@@ -71,3 +71,64 @@ def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
         assert reused(client) == before
         assert result(path, "pandas").equals(enabled)
         assert reused(client) == before  # it was dropped
+
+
+def tasks(client: Client) -> int:
+    """Return the number of tasks of the last computation."""
+    return int(
+        client.run_on_scheduler(lambda dask_scheduler: sum(map(len, dask_scheduler.computations[-1].groups)))
+    )
+
+
+def test_computations_have_fewer_tasks_and_the_same_results(path: Path) -> None:
+    with cluster("pandas", planning__fuse=False) as client:
+        expected = result(path, "pandas")
+        unfused = tasks(client)
+        dask_gpurt.disable(client)
+        with dask.config.set({"gpurt.planning.fuse": True}):
+            dask_gpurt.enable(client)
+        assert result(path, "pandas").equals(expected)
+        assert tasks(client) <= unfused / 2
+        dask_gpurt.disable(client)
+        assert result(path, "pandas").equals(expected)
+        assert tasks(client) >= unfused
+
+
+def test_that_every_way_to_compute_gives_the_same(client: Client, library: Library, path: Path) -> None:
+    with dask.config.set({"dataframe.backend": library.name}):
+        table = dd.read_parquet(path)
+        frame = table[table.small > 0]
+        total, largest = (frame.ratio * 3).sum(), frame.key.max()
+        numbers = [number for number in range(60) if number % 3]
+        for found in (
+            dask.compute(total, largest),
+            client.gather(client.compute([total, largest])),
+            dask.compute(total, largest, scheduler="sync"),
+        ):
+            assert list(found) == [pytest.approx(sum(numbers)), 4]
+        persisted = (frame.ratio * 3).persist()
+        assert (persisted + 1).sum().compute() == pytest.approx(sum(numbers) + len(numbers))
+
+
+def test_computations_at_the_same_time_are_of_the_same_shuffle(
+    client: Client, library: Library, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tasks that are fused in two ways have two names, and an output is not read twice of one run."""
+    with dask.config.set({"dataframe.backend": library.name}):
+        shuffled = dd.read_parquet(path).shuffle("key")
+        results = [
+            shuffled.ratio.sum(),
+            shuffled.ratio.max(),
+            (shuffled.ratio * 2).sum(),
+            shuffled.groupby("key").ratio.sum().sum(),
+            dd.read_parquet(path).ratio.min(),
+        ]
+        expected = [590.0, 59 / 3, 1180.0, 590.0, 0.0]
+        for _ in range(5):
+            futures = client.compute(results[:1]) + [client.compute(each) for each in results]
+            together = client.compute(results)
+            assert client.gather(futures) == pytest.approx(expected[:1] + expected)
+            assert client.gather(together) == pytest.approx(expected)
+            del futures, together
+    assert "different `run_spec`" not in caplog.text
+    assert dask_gpurt.report(client).counters.get("shuffle.runs.recovered", 0) == 0

@@ -69,7 +69,9 @@ def test_workers_come_and_go() -> None:
         await all_placed(scheduler)
         async with Worker(scheduler.address, nthreads=1) as late:
             await all_placed(scheduler)
-            assert late.address in next(topology(scheduler).rings(a.address))
+            place = topology(scheduler).place(a.address)
+            assert place is not None
+            assert late.address in topology(scheduler).on_host(place.host)
         await until(lambda: late.address not in scheduler.workers)
         assert topology(scheduler).place(late.address) is None
         for worker in (a, b):

@@ -40,10 +40,9 @@ QUICK = {
 
 
 def fork_with_imports() -> None:
-    """Have the process that workers are forked from import all that they need."""
-    if cuda_devices():
-        return
-    with dask.config.set({METHOD: "forkserver"}):
+    """Have workers forked, whoever starts them, from a process that has imported all that they need."""
+    dask.config.set({METHOD: QUICK[METHOD]})
+    if QUICK[METHOD] == "forkserver":
         get_mp_context().set_forkserver_preload(IMPORTED)
 
 
@@ -59,14 +58,25 @@ def cluster(
     **settings: Any,
 ) -> Iterator[Client]:
     """Run a cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
-    nested = {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
     # A process that has used CUDA can not be forked.
     method = {METHOD: "spawn"} if backend == "cudf" else {}
     with (
-        dask.config.set({**QUICK, **method, **nested}),
-        _local(backend, workers, threads, memory_limit) as local,
-        Client(local) as client,
+        dask.config.set({**QUICK, **method, **nested(settings)}),
+        processes(backend, workers, threads, memory_limit) as local,
+        enabled(local, workers, failures=failures, handovers=handovers) as client,
     ):
+        yield client
+
+
+def nested(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments as keys of Dask's configuration under ``gpurt``."""
+    return {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
+
+
+@contextlib.contextmanager
+def enabled(local: Any, workers: int, *, failures: int = 0, handovers: bool = False) -> Iterator[Client]:
+    """Have the runtime on for a client of a cluster of so many workers."""
+    with Client(local) as client:
         instrument(client, failures=failures, handovers=handovers)
         dask_gpurt.enable(client)
         try:
@@ -95,7 +105,8 @@ def told_too_early(client: Client) -> list[Any]:
     return [worker["fallbacks"][early] for worker in workers if early in worker.get("fallbacks", ())]
 
 
-def _local(backend: str, workers: int, threads: int, memory_limit: str) -> Any:
+def processes(backend: str = "pandas", workers: int = 2, threads: int = 1, memory_limit: str = "auto") -> Any:
+    """Start a cluster of processes without the runtime."""
     options: dict[str, Any] = {
         "n_workers": workers,
         "threads_per_worker": threads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +26,11 @@ class Planner:
 
     def __init__(self) -> None:
         self.usable = False
+        self.fused = False
         self.metrics = Metrics()
-        self.cache = PlanningCache(lambda: "client" if self.usable else None, self.metrics)
+        self.cache = PlanningCache(
+            lambda: "client" if self.usable else None, self.metrics, lambda: self.fused
+        )
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -36,6 +40,15 @@ class Planner:
             yield
         finally:
             self.usable = False
+
+    @contextmanager
+    def fusing(self) -> Iterator[None]:
+        """Fuse computations while this is entered."""
+        self.fused = True
+        try:
+            yield
+        finally:
+            self.fused = False
 
     def count(self, what: str) -> float:
         """Return a counter: ``planning.`` and what."""
@@ -136,17 +149,26 @@ programs = st.lists(_steps, min_size=1, max_size=7)
 
 
 def run(readers: list[Callable[[], Any]], program: list[Step]) -> tuple[Any, list[str]]:
-    """Build a program's last result, and say which steps made no sense, by their errors."""
-    pool = [read() for read in readers]
+    """Build a program's last result, and say which steps made no sense, by their errors.
+
+    A frame is read when it is first used: that takes longer than most steps.
+    """
+    pool: list[Callable[[], Any]] = [functools.cache(read) for read in readers]
     errors = []
     for kind, first, second, chosen in program:
         # What was made last is the likeliest operand.
-        left, right = pool[-1 - first % len(pool)], pool[-1 - second % len(pool)]
+        left, right = pool[-1 - first % len(pool)](), pool[-1 - second % len(pool)]()
         try:
-            pool.append(_OPERATIONS[kind](left, right, chosen))
+            result = _OPERATIONS[kind](left, right, chosen)
         except Exception as error:
             errors.append(f"{kind}: {type(error).__name__}")
-    return pool[-1], errors
+        else:
+            pool.append(functools.partial(_given, result))
+    return pool[-1](), errors
+
+
+def _given(result: Any) -> Any:
+    return result
 
 
 def _merge(left: Any, right: Any, chosen: Mapping[str, Any]) -> Any:
@@ -201,6 +223,16 @@ def planned(readers: list[Callable[[], Any]], program: list[Step]) -> dict[str, 
         "optimised": _described(optimised.expr),
         "keys": sorted(map(str, optimised.__dask_graph__())),
     }
+
+
+def computed(readers: list[Callable[[], Any]], program: list[Step]) -> Any:
+    """Return the result of a program as a frame or series of pandas, or the error that it ends with."""
+    result, _ = run(readers, program)
+    try:
+        found = result.compute()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return found.to_pandas() if hasattr(found, "to_pandas") else found
 
 
 def _described(root: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dask_gpurt.device import base
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
 from dask_gpurt.observe import Fallback
-from dask_gpurt.observe.metrics import METRICS, Kind, find
+from dask_gpurt.observe.metrics import METRICS, READINGS, Server, find
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "dask_gpurt"
@@ -274,20 +274,19 @@ def test_each_fallback_is_explained(fallback: Fallback) -> None:
     assert as_printed in page or (quoted_as(fallback.id) in page and quoted_as(fallback.text) in page)
 
 
-def test_metrics_are_listed_from_their_table() -> None:
-    page = text("docs/reference/metrics.md")
-    listed = [tuple(cells(section(page, "All metrics"), column)) for column in range(5)]
-    declared = [
-        (
-            quoted_as(metric.name),
-            metric.kind,
-            metric.unit,
-            f"`{metric.prometheus}{'_total' if metric.kind is Kind.COUNTER else ''}`",
-            metric.help,
-        )
-        for metric in METRICS.values()
-    ]
-    assert list(zip(*listed, strict=True)) == declared
+@pytest.mark.parametrize("heading", docs_pages.metrics_tables())
+def test_metrics_are_listed_from_their_tables(heading: str) -> None:
+    page = section(text("docs/reference/metrics.md"), heading)
+    listed = page[page.index("| name") :].rstrip("\n") + "\n"
+    assert listed == docs_pages.metrics_tables()[heading], "run `python ci/docs_pages.py`"
+
+
+def test_all_metrics_are_in_the_tables() -> None:
+    rows = "".join(docs_pages.metrics_tables().values())
+    for metric in (*METRICS.values(), *READINGS.values()):
+        assert f"| {quoted_as(metric.name)} | {metric.kind} | {metric.unit} |" in rows
+        shown = [metric.family(server) for server in metric.servers if server is not Server.CLIENT]
+        assert [family for family in shown if f"`{family}`" not in rows] == []
 
 
 def test_counters_exist() -> None:

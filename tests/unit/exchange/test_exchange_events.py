@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 from distributed.comm import CommClosedError
-from distributed.core import Status
+from distributed.core import Status, error_message
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import ShuffleClosedError
 
@@ -312,21 +313,54 @@ async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connectio
 @in_process
 async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
     """Its connections are closed, say, so that it can not ask the scheduler what it is offered."""
+
+    def fail() -> Any:
+        raise RuntimeError("ConnectionPool is closed")
+
+    await offer_to_one_that_closes(fail)
+
+
+@in_process
+async def test_whatever_a_worker_that_closes_answers_fails_no_run() -> None:
+    """Its tiers are closed, say, as it handles what it is offered."""
+    await offer_to_one_that_closes(lambda: error_message(RuntimeError("the tiers are closed")))
+
+
+async def offer_to_one_that_closes(answer: Callable[[], Any]) -> None:
     cluster = Cluster(A, B)
     closing = cluster.network.processes[B]
 
-    async def fail(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+    async def answers(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
         if address == B and op == "shuffle_receive":
-            raise RuntimeError("ConnectionPool is closed")
+            return answer()
         return await handle(address, op, content)
 
-    intercept(cluster, fail)
+    intercept(cluster, answers)
     closing.status = Status.closing
     cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
     await cluster.transfer("a shuffle", 0, cluster.network.processes[A])
     run: Any = cluster.network.processes[A].run_of("a shuffle")
     run.raise_if_closed()
     assert set(cluster.scheduler.active["a shuffle"].owners.values()) == {A}
+    cluster.close()
+
+
+@in_process
+async def test_a_loss_that_can_not_be_noted_fails_the_run() -> None:
+    """Nothing else would end what waits for the shard."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    run: Any = cluster.network.processes[B].run_of("a shuffle")
+    shard = next(iter(run._receiver._unread)).shard
+
+    def fails(shard: Any) -> Any:
+        raise MemoryError("no memory to note it")
+
+    run._receiver.lose = fails
+    run._shard_failed(shard, PeerLost("it is gone"))
+    await quiet()
+    with pytest.raises(MemoryError, match="to note it"):
+        run.raise_if_closed()
     cluster.close()
 
 

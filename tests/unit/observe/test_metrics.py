@@ -10,13 +10,26 @@ from dataclasses import FrozenInstanceError
 from itertools import pairwise
 from pathlib import Path
 
+import dask
 import pytest
+from distributed.http.prometheus import PrometheusCollector
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 import dask_gpurt
-from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.observe.metrics import METRICS, Kind, Metric, Unit, UnknownMetricError, combine, find
+from dask_gpurt.observe import Fallback, Metrics, prometheus
+from dask_gpurt.observe.metrics import (
+    METRICS,
+    READINGS,
+    Kind,
+    Metric,
+    Server,
+    Unit,
+    UnknownMetricError,
+    combine,
+    find,
+)
 from dask_gpurt.observe.report import Fallbacks, RuntimeReport
 
 PACKAGE = Path(dask_gpurt.__file__).parent
@@ -69,14 +82,15 @@ def test_what_is_not_in_the_table_is_refused() -> None:
 
 @each_metric
 def test_a_filled_name_leads_back_to_its_metric(metric: Metric) -> None:
-    values = tuple(f"value-{number}" for number in range(len(metric.labels)))
+    values = tuple(f"value-{number}" for number in range(len(metric.all_labels)))
     assert find(metric.filled(values)) is metric
 
 
 def test_names_for_prometheus_are_different_and_end_in_their_unit() -> None:
-    names = [metric.prometheus for metric in METRICS.values()]
+    declared = [*METRICS.values(), *READINGS.values()]
+    names = [metric.prometheus for metric in declared]
     assert len(set(names)) == len(names)
-    for metric in METRICS.values():
+    for metric in declared:
         assert re.fullmatch(r"gpurt(_[a-z]+)+", metric.prometheus)
         assert metric.prometheus.endswith(metric.unit)
 
@@ -133,7 +147,8 @@ def test_ids_and_texts_of_fallbacks_are_their_own() -> None:
 def reported() -> RuntimeReport:
     """Return a report of two workers, of which one did not answer."""
     metrics = Metrics()
-    metrics.add("exchange.bytes.{path}", 3 * 2**20, "comms")
+    metrics.add("exchange.bytes.{path}", 2 * 2**20, "comms", "same-host")
+    metrics.add("exchange.bytes.{path}", 1 * 2**20, "comms", "other-host")
     metrics.add("exchange.seconds.pulling", 0.25)
     metrics.fallback(Fallback.EXCHANGE_COMMS, "on another host")
     worker = {"version": "0.1.0", "problems": ["a setting is wrong"], **metrics.snapshot(), "new": "unknown"}
@@ -196,3 +211,65 @@ def test_the_texts_that_were_the_keys_of_fallbacks_still_lead_to_them() -> None:
         assert fallbacks["bytes take Dask's comms"] is fallbacks["exchange.comms"]
     assert "an object stays live" not in fallbacks
     assert list(Fallbacks()) == []
+
+
+# ---- for Prometheus ------------------------------------------------------------------
+
+
+def test_finer_labels_are_for_prometheus_and_reports_sum_over_them() -> None:
+    metrics = Metrics()
+    for nbytes, peer in ((5, "same-host"), (7, "other-host"), (11, "same-host")):
+        metrics.add("exchange.bytes.{path}", nbytes, "comms", peer)
+    assert metrics.snapshot()["counters"] == {"exchange.bytes.comms": 23}
+    (bytes_by_path,) = {metric for metric, _, _ in metrics.samples()}
+    assert bytes_by_path.all_labels == ("path", "peer")
+    assert {labels: value for _, labels, value in metrics.samples()} == {
+        ("comms", "same-host"): 16,
+        ("comms", "other-host"): 7,
+    }
+    with pytest.raises(UnknownMetricError, match="peer"):
+        metrics.add("exchange.bytes.{path}", 1, "comms")
+
+
+@pytest.mark.parametrize(
+    ("name", "server", "namespace", "family"),
+    [
+        ("shuffle.rows", Server.WORKER, "dask", "dask_worker_gpurt_shuffle_rows_total"),
+        ("placement.decisions", Server.SCHEDULER, "", "scheduler_gpurt_placement_decisions_total"),
+        ("memory.{tier}.peak", Server.WORKER, "here", "here_worker_gpurt_memory_peak_bytes"),
+    ],
+)
+def test_families_are_named_as_dask_names_its_own(
+    name: str, server: Server, namespace: str, family: str
+) -> None:
+    assert METRICS[name].family(server, namespace) == family
+    with dask.config.set({"distributed.dashboard.prometheus.namespace": namespace}):
+        collector = PrometheusCollector(None)
+    collector.subsystem = str(server)
+    assert collector.build_name(METRICS[name].prometheus) == family.removesuffix("_total")
+
+
+class ServerOfNoPage:
+    """Have no more than what is shown of a server."""
+
+    address = "tcp://a:1"
+
+
+def test_a_server_shows_its_counters_from_the_start_until_it_is_taken_away() -> None:
+    metrics = Metrics()
+    metrics.add("placement.decisions", 2)
+    metrics.fallback(Fallback.PLACEMENT_UNSUPPORTED, "a reason")
+    take_away = prometheus.register(
+        ServerOfNoPage(), Server.SCHEDULER, metrics, lambda: [("workers.ready", (), 3)]
+    )
+    value = REGISTRY.get_sample_value
+    try:
+        assert value("dask_scheduler_gpurt_placement_decisions_total") == 2
+        assert value("dask_scheduler_gpurt_placement_shuffles_total") == 0
+        assert value("dask_scheduler_gpurt_workers_ready") == 3
+        assert value("dask_scheduler_gpurt_fallbacks_total", {"fallback": "placement.unsupported"}) == 1
+        assert value("dask_scheduler_gpurt_shuffle_rows_total") is None  # workers count these
+    finally:
+        take_away()
+        take_away()
+    assert value("dask_scheduler_gpurt_workers_ready") is None

@@ -163,7 +163,9 @@ def test_where_it_is_not_usable_dask_plans(planner: Planner, tmp_path: Path) -> 
 
 
 def test_dask_is_as_it_was_afterwards(tmp_path: Path) -> None:
-    replaced = [part for part in dask_hooks.PLANNING.seams]
+    # Parts whose body is known are replaced, and one constant; the others are called.
+    seams = dask_hooks.PLANNING.seams
+    replaced = [part for part in seams if part.bodies or part.attribute == "_CACHED_PLAN_SIZE"]
     before = [vars(each.owner())[each.attribute] for each in replaced]
     planner = Planner()
     planner.cache.install()

@@ -9,14 +9,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import dask
+import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.helpers.clusters import Library
-from tests.helpers.planned import Planner, Step, planned, programs, written
+from tests.helpers.planned import Planner, Step, computed, planned, programs, written
 
 #: More than the usual number are drawn anew each time: `GPURT_TEST_EXAMPLES=1000 python -m pytest …`.
 EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """Keep what is there already out of the collections between programs."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +57,25 @@ def test_programs_are_planned_as_dask_does(
             again = planned(readers, program)
     assert first == expected
     assert again == expected
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=programs)
+def test_fused_programs_have_the_same_results(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    with warnings.catch_warnings(), dask.config.set(scheduler="sync"), planner.used():
+        warnings.simplefilter("ignore")
+        expected = computed(readers, program)
+        with planner.fusing():
+            found = computed(readers, program)
+    assert type(found) is type(expected)
+    if isinstance(expected, pd.DataFrame):
+        pd.testing.assert_frame_equal(found, expected, check_exact=True)
+    elif isinstance(expected, pd.Series):
+        pd.testing.assert_series_equal(found, expected, check_exact=True)
+    else:
+        assert found == expected
 
 
 def test_that_programs_use_what_was_kept(planner: Planner, readers: list[Callable[[], Any]]) -> None:

@@ -79,7 +79,7 @@ def test_dependencies_go_by_tcp_where_dasks_comms_do(by_tcp: bool) -> None:
 def test_unknown_workers_are_reached_by_tcp() -> None:
     topology = picture(x=Place("a", rdma=True))
     assert topology.link("x", "unknown") == topology.link("unknown", "other") == Link.TCP
-    assert [list(ring) for ring in topology.rings("unknown")] == [["x"]]
+    assert topology.neighbourhoods("unknown") == ()
 
 
 def test_what_a_host_has_said_of_two_devices_counts_before_their_places() -> None:
@@ -93,7 +93,16 @@ def test_what_a_host_has_said_of_two_devices_counts_before_their_places() -> Non
 # ---- near and far --------------------------------------------------------------------
 
 
-def test_rings_widen_from_the_device_to_everywhere() -> None:
+def neighbours(topology: Topology, worker: str) -> list[set[str]]:
+    """Return the workers of the same device, of the same NVLink domain, and of the same host."""
+    workers = [other for host in topology.hosts for other in topology.on_host(host)]
+    return [
+        {other for other in workers if shared in topology.neighbourhoods(other)}
+        for shared in topology.neighbourhoods(worker)
+    ]
+
+
+def test_neighbourhoods_widen_from_the_device_to_the_host() -> None:
     topology = picture(
         far=gpu("b", 0),
         host=gpu("a", 2),
@@ -101,17 +110,14 @@ def test_rings_widen_from_the_device_to_everywhere() -> None:
         twin=gpu("a", 0, nvlink="a/0"),
         me=gpu("a", 0, nvlink="a/0"),
     )
-    assert [set(ring) for ring in topology.rings("me")] == [
+    assert neighbours(topology, "me") == [
         {"me", "twin"},
         {"me", "twin", "nvlink"},
         {"me", "twin", "nvlink", "host"},
-        {"me", "twin", "nvlink", "host", "far"},
     ]
-    assert [list(ring) for ring in topology.rings("host")] == [
-        ["host"],
-        ["host", "nvlink", "twin", "me"],
-        list(["far", "host", "nvlink", "twin", "me"]),
-    ]
+    assert neighbours(topology, "host") == [{"host"}, {"host", "nvlink", "twin", "me"}]
+    assert list(topology.on_host("a")) == ["host", "nvlink", "twin", "me"], "in the order of arrival"
+    assert list(topology.on_host("b")) == ["far"]
 
 
 places = st.builds(
@@ -137,7 +143,7 @@ def test_workers_that_come_move_and_go_leave_nothing_behind(moves: list[tuple[st
             topology.describe(place.host, HostLinks())
     fresh = picture(**there)
     for one in there:
-        assert [set(ring) for ring in topology.rings(one)] == [set(ring) for ring in fresh.rings(one)]
+        assert neighbours(topology, one) == neighbours(fresh, one)
         for other in there:
             assert topology.link(one, other) == topology.link(other, one) == fresh.link(one, other)
     assert set(topology.hosts) == {place.host for place in there.values()}

@@ -1,6 +1,6 @@
 """Measure what the dashboard costs the scheduler, with workers that are only said to be there.
 
-    python -m benchmarks.dashboard --workers 2,64,256 --json dashboard.json
+    python -m benchmarks.observe.dashboard --workers 2,64,256 --json dashboard.json
 
 Each worker reports full tiers, 20 task prefixes and 8 runs, anew before each sample; the histories are full,
 100 shuffles are known, and each worker has sent bytes to each other. It prints milliseconds of processor time

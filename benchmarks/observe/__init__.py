@@ -1,0 +1,1 @@
+"""Measure what it costs to watch a cluster."""

@@ -1,0 +1,138 @@
+"""Measure the processor time that replies of the JSON API, and pages for Prometheus, take from event loops.
+
+    python -m benchmarks.observe.pages --workers 2,64,256 --repeat 50 --json results.json
+
+A real scheduler runs a shuffle, with placement on. Besides its two workers it is told what the tiers of so
+many others hold, each with partitions of 20 prefixes in two tiers. Replies are made on its event loop as for
+a request, and written as JSON. Only ``report`` waits, for two workers, once a second; it counts what it takes
+of the scheduler's thread, as ``topology`` does, which knows the same two.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+import dask.dataframe as dd
+import pandas as pd
+from distributed import Client, wait
+from prometheus_client import generate_latest
+from rich.console import Console
+from rich.table import Table
+
+import dask_gpurt
+from benchmarks.common.commandline import write
+from dask_gpurt.cli.cluster import local_cluster
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.memory.ledger import Label, Ledger
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.plugins.json_api import RESOURCES, JsonApi, Query
+
+#: Prefixes of tasks with partitions on each worker, and how many tasks the shuffle has of each kind.
+PREFIXES, PARTITIONS = 20, 200
+
+Figure = dict[str, Any]
+
+
+def populate(runtime: Any, workers: int) -> None:
+    """Tell a scheduler what the tiers of so many workers hold, as their heartbeats would."""
+    for number in range(workers):
+        ledger = Ledger(dict.fromkeys(Tier, 2**40))
+        for prefix in range(PREFIXES):
+            for tier in (Tier.DEVICE, Tier.DISK):
+                ledger.add(tier, Label("partitions", f"prefix-{prefix}"), 2**30)
+        runtime.cluster_memory.apply(f"tcp://10.0.{number // 250}.{number % 250}:40000", ledger.snapshot())
+
+
+async def figure(reply: Callable[[], Awaitable[Any]], repeat: int) -> Figure:
+    """Return the milliseconds that a reply takes of the processor, with its encoding, and its bytes."""
+    taken, text = [], ""
+    for _number in range(repeat):
+        began = time.thread_time()
+        text = json.dumps(await reply(), allow_nan=False)
+        taken.append(1e3 * (time.thread_time() - began))
+    return {"median_ms": statistics.median(taken), "max_ms": max(taken), "bytes": len(text)}
+
+
+async def replies(runtime: Any, repeat: int) -> dict[str, Figure]:
+    """Return the figures of all resources, and of a page for Prometheus."""
+    api: JsonApi = runtime.json_api
+
+    def asking(answer: Any, query: Query) -> Callable[[], Awaitable[Any]]:
+        return lambda: answer(api, query)
+
+    figures = {one.name: await figure(asking(one.answer, Query()), repeat) for one in RESOURCES}
+    figures["memory, by prefix"] = await figure(asking(JsonApi.memory, Query(by="prefix")), repeat)
+    figures["metrics of the scheduler"] = await figure(page, repeat)
+    return figures
+
+
+async def page() -> str:
+    """Return the page for Prometheus of the process that this runs in."""
+    return generate_latest().decode()
+
+
+async def on_worker(repeat: int) -> Figure:
+    """Return the figures of a worker's page."""
+    return await figure(page, repeat)
+
+
+def measure(client: Client, workers: int, repeat: int) -> dict[str, Figure]:
+    """Return all figures of a cluster with so many workers."""
+
+    async def measured(dask_scheduler: Any) -> dict[str, Figure]:
+        runtime = dask_scheduler.extensions["gpurt"]
+        populate(runtime, workers)
+        return await replies(runtime, repeat)
+
+    figures: dict[str, Figure] = client.run_on_scheduler(measured)
+    on_workers = client.run(on_worker, repeat)
+    return {**figures, "metrics of a worker": next(iter(on_workers.values()))}
+
+
+def show(figures: dict[int, dict[str, Figure]]) -> None:
+    """Print the figures."""
+    table = Table("workers", "reply", "median ms", "max ms", "kB")
+    for workers, by_reply in figures.items():
+        for name, of in by_reply.items():
+            row = (f"{of['median_ms']:.2f}", f"{of['max_ms']:.2f}", f"{of['bytes'] / 1e3:.0f}")
+            table.add_row(str(workers), name, *row)
+    Console().print(table)
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--workers", default="2,64,256", show_default=True, help="Numbers of workers, ascending.")
+@click.option("--repeat", type=click.IntRange(min=2), default=50, show_default=True, help="Of each reply.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(workers: str, repeat: int, output: Path | None) -> None:
+    numbers = [int(number) for number in workers.split(",")]
+    with (
+        dask.config.set({"gpurt.placement.enabled": True}),
+        local_cluster("pandas", 2) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_gpurt.enable(client)
+        frame = dd.from_pandas(pd.DataFrame({"key": range(100_000)}), npartitions=PARTITIONS)
+        shuffled = client.persist(frame.shuffle("key"))
+        wait(shuffled)
+        figures = {number: measure(client, number - 2, repeat) for number in numbers}
+        dask_gpurt.disable(client)
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": {"workers": numbers, "repeat": repeat, "prefixes": PREFIXES, "partitions": PARTITIONS},
+        **environment(),
+        "figures": figures,
+    }
+    write(results, output)
+    show(figures)
+
+
+if __name__ == "__main__":
+    main()

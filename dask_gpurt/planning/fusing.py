@@ -1,0 +1,180 @@
+"""Fuse the tasks of a computation: what runs one after the other on one partition becomes one task.
+
+Dask fuses in ``persist`` and in ``optimize()``, and leaves ``compute()`` as it is (see distributed#8833).
+Each projection, comparison and product of a query is a task of its own then, with a result that is kept,
+measured and told to the scheduler. Here ``compute()`` is fused by Dask's own rule for operations on one
+partition each, and after that by chains around shuffles, which Dask's rule does not join: what only a
+transfer needs is made within the transfer, and what is made of an output alone within the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from dask.core import flatten
+from dask.typing import Key
+
+from dask_gpurt.dask_hooks.graph import GraphNode, Task
+from dask_gpurt.dask_hooks.planning import (
+    Expr,
+    fuse_blockwise,
+    graph_of,
+    is_of_dataframes,
+    keys_of,
+    name_of,
+    rebuild,
+    with_operand,
+)
+from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
+from dask_gpurt.shuffle import ShuffleSpec
+
+#: The parameter of an expression by which it is one computation's own.
+OWN_COMPUTATION = "computation"
+
+Graph = Mapping[Key, GraphNode]
+
+
+def fuse(plan: Expr) -> Expr:
+    """Fuse the tasks of a plan whose result goes to the client; return what is not of dataframes as it is.
+
+    Parameters
+    ----------
+    plan
+        An expression that is optimised, or a sequence of them.
+    """
+    if not is_of_dataframes(plan):
+        return plan
+    name = name_of(plan)
+    own = rebuild(plan, partial(with_operand, parameter=OWN_COMPUTATION, value=name))
+    return FusedChains(fuse_blockwise(own), name)  # type: ignore[no-untyped-call]
+
+
+class FusedChains(Expr):
+    """Fuse the chains in the graph of a plan, where it becomes a graph: on the scheduler."""
+
+    _parameters = ["plan", OWN_COMPUTATION]
+
+    def __dask_keys__(self) -> list[Any]:
+        """Return the keys of the plan, which stay as they are."""
+        return keys_of(self.plan)
+
+    def __dask_graph__(self) -> dict[Key, GraphNode]:
+        """Return the graph of the plan, with chains fused."""
+        return fuse_chains(graph_of(self.plan), set(flatten(keys_of(self.plan))), self.computation)
+
+    def __dask_annotations__(self) -> dict[str, dict[Key, object]]:
+        """Return the annotations of the plan: dataframes have none."""
+        found: dict[str, dict[Key, object]] = self.plan.__dask_annotations__()
+        return found
+
+
+def fuse_chains(graph: Graph, keys: Collection[Key], computation: str) -> dict[Key, GraphNode]:
+    """Fuse tasks of which each needs nothing but the one before, and nothing else needs that.
+
+    A chain has the key of its last task, so that all others find it. Another computation may have a task with
+    this key, and not the same chain: it may need what is hidden here. So chains end in tasks that no other
+    computation has: transfers of shuffles that are this one's own, and what follows from these.
+
+    Barriers stay alone, and so does whatever is not a task that computes. An output of a shuffle and a
+    transfer of the next one are not fused: outputs have an owner, and each run knows its own by the barrier
+    that they depend on.
+
+    Parameters
+    ----------
+    graph
+        Tasks by key.
+    keys
+        Those whose results are asked for: they end a chain.
+    computation
+        The one whose shuffles are its own.
+
+    Returns
+    -------
+    The tasks that are left, by key. Those that nothing asks for are left out.
+    """
+    needed = _needed(graph, keys)
+    dependents: dict[Key, list[Key]] = {key: [] for key in needed}
+    for key, node in needed.items():
+        for producer in node.dependencies & needed.keys():
+            dependents[producer].append(key)
+    barriers = {key: node for key, node in needed.items() if isinstance(node, P2PBarrierTask)}
+    own = [key for key, node in barriers.items() if _is_own(node, computation)]
+    transfers = {key for barrier in own for key in needed[barrier].dependencies}
+    before: dict[Key, Key] = {}
+    for key in needed:
+        producer = _only_producer(needed, key)
+        if producer is not None and len(dependents[producer]) == 1 and producer not in keys:
+            before[key] = producer
+    for transfer in transfers & before.keys():
+        if _is_output(needed, _first(before, transfer), barriers):
+            del before[transfer]
+    ends = needed.keys() - set(before.values())
+    fused: dict[Key, GraphNode] = {}
+    for end in ends & (transfers | _following(own, dependents)):
+        fused[end] = _fused(needed, list(_chain(before, end)))
+        ends.remove(end)
+    for end in ends:  # of what others may have too
+        fused.update((key, needed[key]) for key in _chain(before, end))
+    return fused
+
+
+def _needed(graph: Graph, keys: Collection[Key]) -> dict[Key, GraphNode]:
+    """Return the tasks that the results depend on. What futures refer to is not in the graph."""
+    needed: dict[Key, GraphNode] = {}
+    left = list(keys)
+    while left:
+        if (key := left.pop()) not in needed and key in graph:
+            needed[key] = graph[key]
+            left.extend(graph[key].dependencies)
+    return {key: node for key, node in graph.items() if key in needed}
+
+
+def _following(barriers: Collection[Key], dependents: Mapping[Key, Collection[Key]]) -> set[Key]:
+    """Return the tasks that depend on barriers, through others or not."""
+    found: set[Key] = set()
+    left = list(barriers)
+    while left:
+        new = set(dependents[left.pop()]) - found
+        found |= new
+        left.extend(new)
+    return found
+
+
+def _is_own(barrier: P2PBarrierTask, computation: str) -> bool:
+    return isinstance(barrier.spec, ShuffleSpec) and barrier.spec.computation == computation
+
+
+def _only_producer(graph: Graph, key: Key) -> Key | None:
+    """Return the only task that a task needs, if both can be parts of a chain."""
+    if not _computes(graph[key]) or len(graph[key].dependencies) != 1:
+        return None
+    (producer,) = graph[key].dependencies
+    return producer if producer in graph and _computes(graph[producer]) else None
+
+
+def _computes(node: GraphNode) -> bool:
+    return isinstance(node, Task) and not node.block_fusion
+
+
+def _first(before: Mapping[Key, Key], key: Key) -> Key:
+    while key in before:
+        key = before[key]
+    return key
+
+
+def _is_output(graph: Graph, key: Key, barriers: Collection[Key]) -> bool:
+    return not graph[key].dependencies.isdisjoint(barriers)
+
+
+def _fused(graph: Graph, chain: list[Key]) -> GraphNode:
+    end = chain[0]
+    return graph[end] if len(chain) == 1 else Task.fuse(*(graph[key] for key in chain), key=end)
+
+
+def _chain(before: Mapping[Key, Key], key: Key) -> Iterator[Key]:
+    yield key
+    while key in before:
+        key = before[key]
+        yield key

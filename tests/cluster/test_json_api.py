@@ -1,0 +1,276 @@
+"""The JSON API of a scheduler: its replies are as their schema says, and as bounded as is promised."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlencode
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from distributed import Client, Scheduler
+from distributed.http.routing import RoutingApplication
+from tornado.httpclient import AsyncHTTPClient
+
+import dask_gpurt
+from dask_gpurt.memory.ledger import ClusterMemory, Label, Ledger
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe.json_replies import REPLIES, schemas
+from dask_gpurt.plugins import json_api
+from dask_gpurt.plugins.json_api import MAX_LIMIT, MAX_LIMIT_BY_PREFIX, RESOURCES, JsonApi, Query
+from tests.helpers.in_process import all_placed, on_cluster, on_plain_cluster
+
+MODULE = "dask_gpurt.plugins.json_api"
+
+
+async def ask(scheduler: Any, resource: str = "", prefix: str = "", **arguments: Any) -> tuple[int, Any]:
+    """Return the status and the reply of a resource."""
+    path = f"{prefix}/gpurt/api{resource and '/' + resource}"
+    url = f"http://127.0.0.1:{scheduler.http_server.port}{path}?{urlencode(arguments, doseq=True)}"
+    found = await AsyncHTTPClient().fetch(url, raise_error=False)
+    is_json = found.headers["Content-Type"] == "application/json"
+    return found.code, json.loads(found.body) if is_json else None
+
+
+async def reply(scheduler: Any, resource: str, **arguments: Any) -> Any:
+    """Return the reply of a resource, which is as its schema says."""
+    jsonschema = pytest.importorskip("jsonschema")
+    status, found = await ask(scheduler, resource, **arguments)
+    assert status == 200
+    jsonschema.validate(found, schemas()[resource or "index"])
+    return found
+
+
+async def shuffled(client: Any) -> Any:
+    frame = dd.from_pandas(pd.DataFrame({"key": range(1000)}), npartitions=4)
+    result = client.persist(frame.shuffle("key"))
+    assert await client.compute(result.key.sum()) == sum(range(1000))
+    return result
+
+
+def test_replies_are_as_their_schema_says() -> None:
+    @on_cluster(**{"gpurt.placement.enabled": True})
+    async def run(client: Any, scheduler: Any, *crew: Any) -> None:
+        kept = await shuffled(client)
+        await all_placed(scheduler)
+        workers = sorted(worker.address for worker in crew)
+
+        index = await reply(scheduler, "")
+        assert index["enabled"]
+        assert set(index["resources"]) == set(REPLIES) - {"index"} | {"schema"}
+        assert (await ask(scheduler, "schema"))[1] == schemas()
+
+        report = await reply(scheduler, "report", worker=workers[0])
+        assert (report["counters"]["shuffle.rows"], report["workers"]) == (1000, 2)
+        assert set(report["details"]) == {workers[0]}
+        assert report["details"][workers[0]]["counters"]["shuffle.rows"] <= 1000
+
+        memory = await reply(scheduler, "memory")
+        assert [row["worker"] for row in memory["rows"]] == [w for w in workers for _ in Tier]
+        totals = {row["tier"]: row for row in memory["totals"]}
+        assert totals["device"]["capacity"] == sum(
+            row["capacity"] for row in memory["rows"] if row["tier"] == "device"
+        )
+        by_prefix = await reply(scheduler, "memory", by="prefix")
+        assert {"worker", "tier", "kind", "prefix", "bytes"} == set(by_prefix["rows"][0])
+
+        topology = await reply(scheduler, "topology")
+        assert sorted(topology["workers"]) == workers
+        assert {place["host"] for place in topology["workers"].values()} == set(topology["hosts"])
+
+        (shuffle,) = (await reply(scheduler, "shuffles"))["rows"]
+        assert (shuffle["phase"], shuffle["runs"]) == ("done", 1)
+        assert shuffle["inputs"] == shuffle["outputs"] == {"total": 4, "done": 4}
+
+        decisions = await reply(scheduler, "decisions", limit=2)
+        assert decisions["placement"]
+        assert len(decisions["rows"]) == 2 < decisions["total"]
+        latest = decisions["rows"][0]
+        explained = await reply(scheduler, "decisions", key=latest["key"])
+        (chosen,) = (row for row in explained["candidates"] if row["chosen"])
+        assert (chosen["worker"], chosen["seconds"]) == (latest["worker"], latest["seconds"])
+        del kept
+
+    run()
+
+
+def test_a_shuffle_is_followed_from_transfer_to_unpack() -> None:
+    barrier = SimpleNamespace(state="waiting", dependencies=[], dependents=[])
+    extension = SimpleNamespace(_shuffles={})
+    run = SimpleNamespace(run_id=7, participating_workers={"a", "b"})
+    scheduler = SimpleNamespace(extensions={"shuffle": extension}, tasks={"shuffle-barrier-s": barrier})
+    runtime: Any = SimpleNamespace(
+        scheduler=scheduler, shuffles=SimpleNamespace(active=lambda: {"s": run}), placement=None
+    )
+
+    def row(inputs: str, barrier_state: str, outputs: str) -> Any:
+        states = {"m": "memory", "p": "processing", "w": "waiting", "r": "released"}
+        barrier.state = barrier_state
+        barrier.dependencies = [SimpleNamespace(state=states[one]) for one in inputs]
+        barrier.dependents = [SimpleNamespace(state=states[one]) for one in outputs]
+        (found,) = asyncio.run(JsonApi(runtime).shuffles(Query()))["rows"]
+        return found["phase"], found["inputs"]["done"], found["outputs"]["done"]
+
+    assert row("mpw", "waiting", "ww") == ("transfer", 1, 0)
+    assert row("rrr", "memory", "mp") == ("unpack", 3, 1)
+    assert row("rrr", "memory", "mr") == ("done", 3, 2)
+    assert row("mmm", "processing", "rr") == ("transfer", 3, 0)
+
+
+def test_what_makes_no_sense_is_refused_with_what_would() -> None:
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, *_: Any) -> None:
+        assert await ask(scheduler, "memory", by="size") == (
+            400,
+            {"error": "by=size: expected tier or prefix"},
+        )
+        assert await ask(scheduler, "topology", by="tier") == (
+            400,
+            {"error": "by: expected one of offset, limit"},
+        )
+        for number in ("-1", "", "ten", "9" * 5000):
+            status, said = await ask(scheduler, "shuffles", limit=number)
+            assert status == 400
+            assert said["error"].startswith(f"limit={number[:20]}: expected a whole number of at least 0")
+        status, said = await ask(scheduler, "report", worker="tcp://nobody:1")
+        assert (status, said) == (404, {"error": "no such worker: tcp://nobody:1"})
+        status, said = await ask(scheduler, "report", worker=[f"tcp://nobody:{port}" for port in range(9)])
+        assert (status, said) == (400, {"error": "expected at most 8 workers"})
+        assert (await ask(scheduler, "nothing"))[0] == 404
+
+    run()
+
+
+def test_it_comes_and_goes_with_the_runtime() -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, *_: Any) -> None:
+        applications = list(scheduler.http_application.applications)
+        assert (await ask(scheduler))[0] == 404
+        await dask_gpurt.enable(client)
+        assert (await ask(scheduler))[0] == 200
+        decisions = await reply(scheduler, "decisions")  # placement is off
+        assert (decisions["placement"], decisions["rows"]) == (False, [])
+        await dask_gpurt.disable(client)
+        assert (await ask(scheduler))[0] == 404
+        assert scheduler.http_application.applications == applications
+
+
+def test_a_scheduler_that_is_told_to_has_it_from_its_start_at_its_prefix() -> None:
+    async def run() -> None:
+        routes = [*dask.config.get("distributed.scheduler.http.routes"), MODULE]
+        with dask.config.set({"distributed.scheduler.http.routes": routes}):
+            async with Scheduler(dashboard_address=":0", http_prefix="/here") as scheduler:
+                status, index = await ask(scheduler, prefix="/here")
+                assert (status, index["enabled"]) == (200, False)
+                status, said = await ask(scheduler, "report", prefix="/here")
+                assert (status, said) == (503, {"error": "the runtime is off: dask_gpurt.enable(client)"})
+                applications = list(scheduler.http_application.applications)
+                async with Client(scheduler.address, asynchronous=True) as client:
+                    await dask_gpurt.enable(client)
+                    assert scheduler.http_application.applications == applications
+                    assert (await ask(scheduler, prefix="/here"))[1]["enabled"]
+                    await dask_gpurt.disable(client)
+
+    asyncio.run(run())
+
+
+def test_on_a_scheduler_that_runs_it_has_the_prefix_of_its_other_pages() -> None:
+    async def run() -> None:
+        async with (
+            Scheduler(dashboard_address=":0", http_prefix="/here") as scheduler,
+            Client(scheduler.address, asynchronous=True) as client,
+        ):
+            await dask_gpurt.enable(client)
+            assert (await ask(scheduler))[0] == 404
+            assert (await ask(scheduler, "memory", prefix="/here"))[0] == 200
+            await dask_gpurt.disable(client)
+
+    asyncio.run(run())
+
+
+def test_a_server_of_another_kind_keeps_the_runtime_and_has_no_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_application(self: Any, application: Any, priority: int) -> None:
+        raise AssertionError("it is not called")
+
+    monkeypatch.setattr(RoutingApplication, "add_application", add_application)
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, *_: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert (await ask(scheduler))[0] == 404
+        fallback = (await dask_gpurt.report(client)).fallbacks["observe.json-api"]
+        assert "known is (self, application)" in fallback.reason
+
+
+def test_workers_are_asked_once_for_all_who_ask_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_cluster()
+    async def run(client: Any, scheduler: Any, *_: Any) -> None:
+        asked = []
+        broadcast = scheduler.broadcast
+
+        async def counted(**options: Any) -> Any:
+            asked.append(options["msg"])
+            return await broadcast(**options)
+
+        monkeypatch.setattr(scheduler, "broadcast", counted)
+        replies = await asyncio.gather(*(reply(scheduler, "report") for _ in range(5)))
+        assert {found["workers"] for found in replies} == {2}
+        assert [message["op"] for message in asked] == ["gpurt_report"]
+
+    run()
+
+
+def test_a_worker_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_api, "REPORT_TIMEOUT_S", 0.2)
+
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        answers = asyncio.Event()
+
+        async def silent(**_: Any) -> dict[str, Any]:
+            await answers.wait()
+            return {}
+
+        monkeypatch.setitem(worker.handlers, "gpurt_report", silent)
+        status, said = await ask(scheduler, "report")
+        assert (status, said) == (504, {"error": "a worker did not answer within 0.2 s"})
+        answers.set()
+
+    run()
+
+
+def test_replies_of_256_workers_are_bounded() -> None:
+    memory = ClusterMemory()
+    for number in range(256):
+        ledger = Ledger(dict.fromkeys(Tier, 2**40))
+        for tier in Tier:
+            for prefix in range(60):
+                ledger.add(tier, Label("partitions", f"prefix-{prefix}"), 2**30)
+        memory.apply(f"tcp://10.0.{number // 16}.{number % 16}:40000", ledger.snapshot())
+    runtime: Any = SimpleNamespace(scheduler=None, reported_memory=lambda: memory)
+    api = JsonApi(runtime)
+
+    whole, seen = 256 * len(Tier), list[str]()
+    for offset in range(0, 256, MAX_LIMIT):
+        found = asyncio.run(api.memory(Query(offset=offset)))
+        assert found["total"] == 256
+        assert len(json.dumps(found)) < 2**17
+        seen += [row["worker"] for row in found["rows"]]
+    assert len(seen) == whole
+    assert set(seen) == set(memory.workers())
+    (device, *_) = found["totals"]
+    assert (device["capacity"], device["partitions"]) == (256 * 2**40, 256 * 60 * 2**30)
+    by_prefix = asyncio.run(api.memory(Query(by="prefix")))
+    assert by_prefix["limit"] == MAX_LIMIT_BY_PREFIX
+    assert len(by_prefix["rows"]) == MAX_LIMIT_BY_PREFIX * len(Tier) * 51  # 50 prefixes, and the others
+    assert len(json.dumps(by_prefix)) < 2**20
+
+
+def test_no_more_than_a_page_is_given() -> None:
+    assert Query.of({"limit": ["100000"]}, ("limit",)).limit == MAX_LIMIT
+    assert Query.of({}, ()).cut(range(1000)) == range(MAX_LIMIT)
+    assert {"offset", "limit"} <= set.intersection(*(set(one.arguments) for one in RESOURCES))

@@ -1,0 +1,70 @@
+"""Servers of one process show one page for Prometheus, and leave nothing there when they close."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from distributed import Client, Scheduler, Worker
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+from tornado.httpclient import AsyncHTTPClient
+
+import dask_gpurt
+from tests.helpers.in_process import on_plain_cluster
+
+
+async def page(server: Any) -> dict[str, dict[str, float]]:
+    """Return the samples of the runtime on a server's page, by name and worker."""
+    found = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{server.http_server.port}/metrics")
+    text = found.body.decode()
+    described = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(set(described)) == len(described)  # Prometheus refuses more than one description
+    shown: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "_gpurt_" in sample.name:
+                shown.setdefault(sample.name, {})[sample.labels.get("worker", "")] = sample.value
+    return shown
+
+
+def registered() -> list[str]:
+    return [family.name for family in REGISTRY.collect() if "_gpurt_" in family.name]
+
+
+def test_the_page_of_a_process_has_its_scheduler_and_tells_its_workers_apart() -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        assert await page(scheduler) == {}
+        await dask_gpurt.enable(client)
+        a.plugins["gpurt"].metrics.add("shuffle.rows", 5)
+        for server in (scheduler, a, b):
+            shown = await page(server)
+            assert shown["dask_scheduler_gpurt_workers_ready"] == {"": 2}
+            assert shown["dask_scheduler_gpurt_placement_decisions_total"] == {"": 0}
+            assert shown["dask_worker_gpurt_shuffle_rows_total"] == {a.address: 5, b.address: 0}
+        await dask_gpurt.disable(client)
+        assert await page(scheduler) == {}
+
+
+def test_servers_that_close_while_it_is_on_are_shown_no_more() -> None:
+    async def run() -> None:
+        async with (
+            Scheduler(dashboard_address=":0") as scheduler,
+            Worker(scheduler.address) as worker,
+            Client(scheduler.address, asynchronous=True) as client,
+        ):
+            await dask_gpurt.enable(client)
+            assert {"dask_scheduler_gpurt_workers_ready", "dask_worker_gpurt_shuffle_rows"} <= set(
+                registered()
+            )
+            await worker.close()
+            assert "dask_worker_gpurt_shuffle_rows" not in registered()
+            assert "dask_scheduler_gpurt_workers_ready" in registered()
+            await client.close()
+            await dask_gpurt.disable(client)  # which is closed: in this process alone
+
+    before = registered()
+    asyncio.run(run())
+    assert registered() == before

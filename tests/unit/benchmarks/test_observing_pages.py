@@ -1,0 +1,17 @@
+"""The benchmark of pages asks for all resources, of as many workers as it is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from benchmarks.observe.pages import PREFIXES, populate
+from dask_gpurt.memory.ledger import ClusterMemory
+
+
+def test_workers_are_told_of_with_tiers_of_their_own() -> None:
+    runtime = SimpleNamespace(cluster_memory=ClusterMemory())
+    populate(runtime, 256)
+    assert len(runtime.cluster_memory.workers()) == 256
+    assert len(runtime.cluster_memory.rows_by_prefix()) == 256 * 2 * PREFIXES
+    populate(runtime, 300)
+    assert len(runtime.cluster_memory.workers()) == 300

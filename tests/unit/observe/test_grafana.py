@@ -1,0 +1,49 @@
+"""The dashboard for Grafana is the one that is written, and its expressions name what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from dask_gpurt.observe.metrics import METRICS, READINGS, Metric, Server
+from tests.helpers.grafana import FILE, expressions, generator
+
+#: What the pages show, by name.
+SHOWN: dict[str, Metric] = {
+    metric.family(server): metric
+    for metric in (*METRICS.values(), *READINGS.values())
+    for server in metric.servers
+    if server is not Server.CLIENT
+}
+
+
+def test_the_file_is_as_it_is_written() -> None:
+    assert FILE.read_text() == generator().text()
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_expressions_name_metrics_and_labels_that_exist(expression: str) -> None:
+    names = re.findall(r"\bdask_\w+", expression)
+    assert names
+    assert [name for name in names if name not in SHOWN] == []
+    labels = {"worker", *(label for name in names for label in SHOWN[name].all_labels)}
+    grouped = re.findall(r"by \((.*?)\)", expression)
+    used = re.findall(r"(\w+)=~", expression) + [label for group in grouped for label in group.split(", ")]
+    assert set(used) <= labels
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_counters_are_shown_as_rates_and_gauges_as_they_are(expression: str) -> None:
+    for before, name in re.findall(r"(\w*)\(?\b(dask_\w+)", expression):
+        assert (before in ("rate", "increase")) == name.endswith("_total")
+
+
+def test_panels_are_beside_each_other_and_have_legends_of_their_own() -> None:
+    panels = json.loads(FILE.read_text())["panels"]
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(panels) > 10
+    for panel in panels:
+        legends = [target["legendFormat"] for target in panel["targets"]]
+        assert len(set(legends)) == len(legends)

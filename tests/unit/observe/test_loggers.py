@@ -1,0 +1,58 @@
+"""Loggers have the names of modules, so that Dask's section ``logging`` selects rooms."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dask_gpurt
+from dask_gpurt.observe import Fallback, Metrics
+
+PACKAGE = Path(dask_gpurt.__file__).parent
+
+SAYS = """
+import logging
+import distributed
+for name in ("dask_gpurt.memory.disk", "dask_gpurt.plugins.worker", "dask_gpurt.shuffle.run"):
+    logging.getLogger(name).info("said by %s", name)
+"""
+
+
+def test_the_logger_of_a_module_has_its_name() -> None:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Assign(targets=[ast.Name(id="logger")], value=ast.Call(args=[named])):
+                    found[str(path.relative_to(PACKAGE))] = ast.unparse(named)
+    # Another package's logger is silenced, and what falls back is told by its room.
+    others = {"simulate/simulation.py", "observe/metrics.py"}
+    assert {path for path, named in found.items() if named != "__name__"} == others
+    assert len(found) > 10
+
+
+@pytest.mark.parametrize("fallback", Fallback)
+def test_what_falls_back_is_told_by_its_room(fallback: Fallback, caplog: pytest.LogCaptureFixture) -> None:
+    labels = ["is_rootish"] if "{" in fallback.id else []
+    Metrics().fallback(fallback, "a reason", *labels)
+    (record,) = caplog.records
+    assert record.name == f"dask_gpurt.{fallback.room}"
+    assert (PACKAGE / fallback.room).is_dir()
+
+
+def test_the_section_logging_of_dask_selects_rooms(tmp_path: Path) -> None:
+    chosen = "logging:\n  dask_gpurt: warning\n  dask_gpurt.memory: info\n"
+    (tmp_path / "dask.yaml").write_text(chosen)
+    done = subprocess.run(
+        [sys.executable, "-c", SAYS],
+        env={"DASK_CONFIG": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = [line.partition("said by ")[2] for line in done.stderr.splitlines() if "said by " in line]
+    assert said == ["dask_gpurt.memory.disk"]
