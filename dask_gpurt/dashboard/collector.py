@@ -98,6 +98,11 @@ class Collector(SchedulerPlugin):
         """Take note of a task."""
         self.sampler.shuffles.transition(key, finish, self._clock())
 
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        """Take note that a worker has left."""
+        self.sampler.shuffles.removed(worker)
+        self.sampler.traffic.left(worker)
+
     def restart(self, scheduler: Any) -> None:
         """Take note that all tasks are forgotten."""
         self.sampler.shuffles.restart(self._clock())

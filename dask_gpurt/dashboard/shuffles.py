@@ -18,6 +18,7 @@ from dask.typing import Key
 MAX_SHUFFLES, MAX_REASONS = 100, 5
 #: States of tasks whose results are to be made once more.
 _AGAIN = ("waiting", "queued", "no-worker", "processing")
+_NOTHING_ASSEMBLED = {"outputs": 0, "rows": 0, "largest": -1, "largest_rows": -1}
 
 
 class ShuffleState(StrEnum):
@@ -202,6 +203,12 @@ class ShuffleLog:
             record = self._latest.get(shuffle)
             if record is not None and record.run == run:
                 record.workers[worker] = figures
+
+    def removed(self, worker: str) -> None:
+        """Take note that a worker has left: what it has put together of a running shuffle others do again."""
+        for record in self._records.values():
+            if record.state is ShuffleState.RUNNING and worker in record.workers:
+                record.workers[worker] = {**record.workers[worker], **_NOTHING_ASSEMBLED}
 
     def restart(self, at: float) -> None:
         """Take note that the scheduler has forgotten all tasks."""

@@ -25,6 +25,13 @@ class Flow:
     copied: int = 0
     seconds: float = 0.0
 
+    def add(self, other: Flow) -> None:
+        """Add another flow."""
+        for path, nbytes in other.by_path.items():
+            self.by_path[path] = self.by_path.get(path, 0) + nbytes
+        self.copied += other.copied
+        self.seconds += other.seconds
+
     @property
     def nbytes(self) -> int:
         """Return the bytes over all paths."""
@@ -41,23 +48,37 @@ class TrafficMatrix:
 
     def __init__(self, max_ends: int = MAX_ENDS) -> None:
         self._max_ends = max_ends
-        self._ends: dict[str, None] = {}
+        #: Whether each has left; in the order of their first transfers.
+        self._ends: dict[str, bool] = {}
         self._flows: dict[tuple[str, str], Flow] = {}
 
     def add(self, source: str, target: str, path: str, nbytes: int, seconds: float) -> None:
         """Add transfers that are over."""
         flow = self._flows.setdefault((self._end(source), self._end(target)), Flow())
-        flow.by_path[path] = flow.by_path.get(path, 0) + nbytes
-        if seconds > 0:
-            flow.copied += nbytes
-            flow.seconds += seconds
+        flow.add(Flow({path: nbytes}, nbytes if seconds > 0 else 0, seconds))
 
     def _end(self, name: str) -> str:
-        if name not in self._ends:
-            if len(self._ends) >= self._max_ends:
-                return OTHERS
-            self._ends[name] = None
+        if name not in self._ends and len(self._ends) >= self._max_ends and not self._make_room():
+            return OTHERS
+        self._ends[name] = False
         return name
+
+    def left(self, name: str) -> None:
+        """Take note that a worker has left; once its place is needed, it goes as one of the others."""
+        if name in self._ends:
+            self._ends[name] = True
+
+    def _make_room(self) -> bool:
+        """Put an end that has left with the others; False if there is none."""
+        gone = next((end for end, has_left in self._ends.items() if has_left), None)
+        if gone is None:
+            return False
+        del self._ends[gone]
+        for pair in [pair for pair in self._flows if gone in pair]:
+            flow = self._flows.pop(pair)
+            source, target = (OTHERS if end == gone else end for end in pair)
+            self._flows.setdefault((source, target), Flow()).add(flow)
+        return True
 
     @property
     def ends(self) -> list[str]:

@@ -109,6 +109,20 @@ def test_bytes_of_further_workers_are_not_lost() -> None:
     assert sum(flow.nbytes for _, _, flow in matrix.flows()) == 100
 
 
+def test_a_worker_that_has_left_makes_room_in_the_matrix() -> None:
+    matrix = TrafficMatrix(max_ends=2)
+    matrix.add("a", "b", "comms", 1, 0.1)
+    matrix.add("a", "a", "local", 10, 0.0)
+    matrix.left("a")
+    matrix.add("b", "c", "comms", 100, 0.1)
+    assert matrix.ends == ["b", "c", OTHERS]
+    assert {(source, target): flow.nbytes for source, target, flow in matrix.flows()} == {
+        (OTHERS, "b"): 1,
+        (OTHERS, OTHERS): 10,
+        ("b", "c"): 100,
+    }
+
+
 # ---- shuffles ------------------------------------------------------------------------------
 
 
@@ -167,6 +181,19 @@ def test_skew_is_that_of_the_largest_output_of_all_workers() -> None:
     (row,) = log.rows(1.0)
     assert (row["rows"], row["largest"]) == (80, 50)
     assert row["skew"] == pytest.approx(50 / 20)
+
+
+@pytest.mark.parametrize(("done", "rows"), [(False, 0), (True, 10)])
+def test_what_a_lost_worker_has_put_together_of_a_running_shuffle_does_not_count(
+    done: bool, rows: int
+) -> None:
+    log = begun()
+    log.figures("a", [("s", 1, vars(Figures(offered_bytes=5, outputs=1, rows=10, largest_rows=10)))])
+    if done:
+        log.transition("s-o0", "memory", 1.0)
+    log.removed("a")
+    (row,) = log.rows(1.0)
+    assert (row["rows"], row["bytes"], row["skew"] is None) == (rows, 5, not done)
 
 
 def test_the_last_shuffles_are_kept_and_running_ones_first() -> None:
