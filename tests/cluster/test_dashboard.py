@@ -196,7 +196,6 @@ def test_each_page_is_served_also_after_switching_on_twice() -> None:
         for path in ALL_PAGES:
             assert "Dask" in await fetch(base + path)
         assert '<a href="gpurt">Gpurt</a>' in await fetch(base + "/status")
-        assert "paths" in await fetch(base + "/sitemap.json")
         listed = json.loads(await fetch(base + "/individual-plots.json"))  # by the extension of JupyterLab
         assert set(PARTS) <= set(listed.values())
         assert "/individual-progress" in listed.values()
