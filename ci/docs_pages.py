@@ -184,12 +184,12 @@ curl http://127.0.0.1:8787/gpurt/api/shuffles
 ```
 
 Replies are JSON. Errors are, too: `{"error": …}`, with the status 400 where arguments make no sense, 404
-where there is no such resource or worker, 503 where the runtime is off, and 504 where a worker does not
-answer within 10 s.
+where there is no such resource or worker, 503 where the runtime is off, and 504 where a worker whose details
+are asked for does not answer within 10 s.
 
 **Pages.** What grows with the cluster is cut into pages of at most 100: `offset` and `limit` choose one, and
-`total` says how many there are. A reply about 256 workers is as large as one about 100. `report` asks all
-workers, once a second at most, whoever asks; the others answer from what the scheduler knows.
+`total` says how many there are. A reply about 256 workers is as large as one about 100. Replies are made of
+what the scheduler knows from heartbeats: no worker is asked, but for the details of one.
 
 **Stability.** A field keeps its name, type and meaning as long as `api` is the same; fields may be added.
 `/gpurt/api/schema` has the [JSON Schema](https://json-schema.org) of all replies.

@@ -36,6 +36,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 async def dask_setup(server: Any) -> None:
     """Switch the runtime on for ``--preload dask_gpurt``, whatever ``gpurt.enabled`` says.
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import dask
-import pandas as pd
 from dask.typing import Key
 from distributed import Client, default_client
 
@@ -23,6 +22,7 @@ from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.tables import Explanation, MemoryUsage
 
 if TYPE_CHECKING:
     from dask_gpurt.planning import PlanningCache
@@ -46,8 +46,8 @@ _told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDiction
 MOST_CHOICES = 10_000
 
 
-def enable(client: Client | None = None) -> Any:
-    """Switch the runtime on for a client and its cluster; again does nothing.
+def enable(client: Client | str | None = None) -> Any:
+    """Switch the runtime on for a client and its cluster, and return the client; again does nothing.
 
     Afterwards it is on, on the scheduler and on all workers, or an error was raised and it is off. Where
     another client is just switching the same cluster on or off, that is waited for.
@@ -55,7 +55,13 @@ def enable(client: Client | None = None) -> Any:
     Parameters
     ----------
     client
-        The current one if not given. With an asynchronous client, await the result.
+        The current one if not given. With an asynchronous client, await the result. The address of a
+        scheduler, as in ``enable("tcp://10.0.0.1:8786")``, connects a client, which becomes the current one.
+
+    Returns
+    -------
+    Client
+        Whose shuffles go through the runtime from now on.
 
     Raises
     ------
@@ -68,9 +74,40 @@ def enable(client: Client | None = None) -> Any:
         When the scheduler or a worker can not load the package, or does not answer; and when another client
         has switched it off again meanwhile.
     """
-    client = client or default_client()
-    config.load()
-    return client.sync(activate, client)
+    config.load()  # before a client is connected for it
+    if not isinstance(client, str):
+        chosen = _client(client)
+        return chosen.sync(_enable, chosen)
+    connected = Client(client)
+    try:
+        return connected.sync(_enable, connected)
+    except BaseException:
+        connected.close()
+        raise
+
+
+async def _enable(client: Client) -> Client:
+    await activate(client)
+    return client
+
+
+def _client(client: Client | None) -> Client:
+    """Return the client that is meant.
+
+    Raises
+    ------
+    TypeError
+        When something else was given.
+    """
+    if client is None:
+        current: Client = default_client()
+        return current
+    if not isinstance(client, Client):
+        raise TypeError(
+            f"expected a distributed.Client, not {client!r}: connect one with "
+            "Client('tcp://HOST:PORT'), or leave it out for the current one"
+        )
+    return client
 
 
 def disable(client: Client | None = None) -> Any:
@@ -90,7 +127,7 @@ def disable(client: Client | None = None) -> Any:
     RuntimeError
         When something is left on workers, with what and where. The cluster is off all the same.
     """
-    client = client or default_client()
+    client = _client(client)
     _leave(client)
     if client.status == "closed" and not client.asynchronous:
         return None  # its loop has ended
@@ -100,7 +137,7 @@ def disable(client: Client | None = None) -> Any:
 def is_enabled(client: Client | None = None) -> bool:
     """Tell whether shuffles of this client go through the runtime."""
     try:
-        return (client or default_client()) in _enabled
+        return _client(client) in _enabled
     except ValueError:
         return False
 
@@ -119,22 +156,23 @@ def report(client: Client | None = None, *, connect: bool = False) -> RuntimeRep
     -------
     RuntimeReport
         For the cluster, and in ``workers`` for each worker: ``counters``, ``fallbacks`` and more. Its fields
-        can be read as items too: ``report(client)["counters"]``. What was planned counts for the process that
-        asks, since it was switched on first.
+        can be read as items too: ``report(client)["counters"]``. ``to_pandas()`` gives a frame with a row for
+        each worker and metric. What was planned counts for the process that asks, since it was switched on
+        first.
     """
-    client = client or default_client()
+    client = _client(client)
     found: RuntimeReport = client.sync(_report, client, connect)
     return found
 
 
-#: The columns of a frame of :func:`memory_usage`, by what there is a row for.
+#: The columns of what :func:`memory_usage` returns, by what there is a row for.
 _COLUMNS = {
-    "tier": ["worker", "tier", "capacity", "headroom", *KINDS],
-    "prefix": ["worker", "tier", "kind", "prefix", "bytes"],
+    "tier": ("worker", "tier", "capacity", "headroom", *KINDS),
+    "prefix": ("worker", "tier", "kind", "prefix", "bytes"),
 }
 
 
-def memory_usage(client: Client | None = None, *, by: str = "tier") -> pd.DataFrame:
+def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsage:
     """Return what the tiers of all workers hold.
 
     Parameters
@@ -147,11 +185,14 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> pd.DataFr
 
     Returns
     -------
-    pandas.DataFrame
-        Bytes. By tier: the tier's ``capacity``; in it ``partitions``, ``shards`` that were pulled
-        and ``reservations``, which leave its ``headroom``; next to it ``published``, the shards in
-        the exchange pools, ``cudf``, what cudf has spilled by itself, and ``unmanaged``, what the process
-        has besides.
+    MemoryUsage
+        Prints as a table. ``to_pandas()`` gives a frame, in which tiers have the names that are printed.
+
+        By tier, in bytes: the tier's ``capacity``; in it ``partitions``, ``shards`` that were pulled and
+        ``reservations``, which leave its ``headroom``; next to it ``published``, the shards in the exchange
+        pools, ``cudf``, what cudf has spilled by itself, and ``unmanaged``, what the process has besides.
+        On workers without a GPU the tiers are ``memory``, ``shared memory``, where the pools are, and
+        ``disk``.
 
         By prefix: the ``bytes`` of the ``partitions`` that tasks with a ``prefix`` have made. The
         ``kind`` may also be ``shards`` or ``reservations``, which is their prefix too. Memory that
@@ -168,12 +209,12 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> pd.DataFr
     """
     if by not in _COLUMNS:
         raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
-    client = client or default_client()
-    found: pd.DataFrame = client.sync(_memory_usage, client, by)
+    client = _client(client)
+    found: MemoryUsage = client.sync(_memory_usage, client, by)
     return found
 
 
-def explain(client: Client | None, key: Key) -> pd.DataFrame:
+def explain(client: Client | None, key: Key) -> Explanation:
     """Return why a task went where it went.
 
     Parameters
@@ -185,7 +226,9 @@ def explain(client: Client | None, key: Key) -> pd.DataFrame:
 
     Returns
     -------
-    pandas.DataFrame
+    Explanation
+        Prints as a table; ``to_pandas()`` gives a frame.
+
         A row for each worker that was looked at in the last decision about the task, the best first: its
         address as ``worker``, whether it was ``chosen``, the ``seconds`` that the task was expected to take
         until it had run there and the bytes of inputs ``missing`` there. Then the terms of these seconds:
@@ -197,8 +240,8 @@ def explain(client: Client | None, key: Key) -> pd.DataFrame:
     RuntimeError
         When the runtime does not choose workers on this cluster.
     """
-    client = client or default_client()
-    found: pd.DataFrame = client.sync(_explain, client, key)
+    client = _client(client)
+    found: Explanation = client.sync(_explain, client, key)
     return found
 
 
@@ -208,7 +251,7 @@ class _CallableModule(ModuleType):
     The import system binds the name to the package, so that only the package itself can answer the call.
     """
 
-    def __call__(self, client: Client | None = None, *, by: str = "tier") -> pd.DataFrame:
+    def __call__(self, client: Client | None = None, *, by: str = "tier") -> MemoryUsage:
         warnings.warn(
             "dask_gpurt.memory(client) is called dask_gpurt.memory_usage(client) now",
             DeprecationWarning,
@@ -341,7 +384,7 @@ async def _report(client: Client, connect: bool) -> RuntimeReport:
     )
 
 
-async def _explain(client: Client, key: Key) -> pd.DataFrame:
+async def _explain(client: Client, key: Key) -> Explanation:
     rows = await _scheduler(client).gpurt_explain(key=key) if await _is_on(client) else None
     if rows is None:
         raise RuntimeError(
@@ -350,12 +393,14 @@ async def _explain(client: Client, key: Key) -> pd.DataFrame:
         )
     from dask_gpurt.placement import Terms
 
-    return pd.DataFrame(rows, columns=["worker", "chosen", "seconds", "missing", *Terms._fields])
+    return Explanation(tuple(rows), ("worker", "chosen", "seconds", "missing", *Terms._fields), key=key)
 
 
-async def _memory_usage(client: Client, by: str) -> pd.DataFrame:
-    rows = await _scheduler(client).gpurt_memory(by=by) if await _is_on(client) else []
-    return pd.DataFrame(rows, columns=_COLUMNS[by])
+async def _memory_usage(client: Client, by: str) -> MemoryUsage:
+    if not await _is_on(client):
+        return MemoryUsage((), _COLUMNS[by])
+    rows = await _scheduler(client).gpurt_memory(by=by)
+    return MemoryUsage(tuple(rows), _COLUMNS[by], await _scheduler(client).gpurt_shared_memory())
 
 
 def _scheduler(client: Client) -> Any:

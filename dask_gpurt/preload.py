@@ -11,6 +11,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+#: What was said about the settings of this process.
+_said: set[str] = set()
+
 
 async def dask_setup(server: Any) -> None:
     """Switch the runtime on where the configuration says so."""
@@ -23,9 +26,8 @@ async def dask_setup(server: Any) -> None:
     from dask_gpurt import config
     from dask_gpurt.dask_hooks import why_unsupported
 
-    if any(config.problems()):
-        # A hook's own failure is only logged, with a traceback that hides the reason.
-        logger.error("the runtime stays off: %s", "; ".join(config.problems()))
+    if found := config.problems():
+        _say_once(server, "; ".join(found))
     elif config.load().enabled:
         await activate(server)
     elif named and (unsupported := why_unsupported(expressions=True)) is not None:
@@ -35,6 +37,24 @@ async def dask_setup(server: Any) -> None:
         from dask_gpurt import api
 
         api.teach_method()
+
+
+def _say_once(server: Any, problems: str) -> None:
+    """Log what is wrong with the settings, once for a script that starts a cluster in its own process.
+
+    Its client, its scheduler and its nannies read one configuration, and its workers that of their nannies.
+    """
+    import dask
+
+    nannies = dask.config.get("distributed.nanny.preload", None) or ()
+    if problems in _said or (getattr(server, "nanny", None) and __name__ in nannies):
+        return
+    _said.add(problems)
+    # A hook's own failure is only logged, with a traceback that hides the reason.
+    logger.error(
+        "the runtime stays off: %s (the program goes on without it; `dask gpurt doctor` shows the settings)",
+        problems,
+    )
 
 
 async def dask_teardown(server: Any) -> None:

@@ -134,11 +134,13 @@ class Bench:
 def known(client: Client) -> Truth:
     """Return the scheduler's account, in the same form."""
     prefixes: dict[Any, dict[str, int]] = defaultdict(dict)
-    by_prefix = dask_gpurt.memory_usage(client, by="prefix")
+    by_prefix = dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics")
     for row in by_prefix[by_prefix["kind"] == PARTITIONS].itertuples():
         prefixes[row.worker, row.tier][row.prefix] = row.bytes
-    rows = dask_gpurt.memory_usage(client).set_index(["worker", "tier"])[list(KINDS)].to_dict("index")
-    return {place: (kinds, prefixes[place]) for place, kinds in rows.items()}
+    return {
+        (place := (row["worker"], row["tier"])): ({kind: row[kind] for kind in KINDS}, prefixes[place])
+        for row in dask_gpurt.memory_usage(client)
+    }
 
 
 def measure_change(changes: int = 100_000) -> float:

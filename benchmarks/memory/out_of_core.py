@@ -173,7 +173,7 @@ def timed_run(client: Client, run: Run, plan: Plan, sums: tuple[int | None, ...]
         check(found, sums, run.operation == "sort")
         run.peak_bytes, run.stalls = take_peaks(client), take_stalls(client)
     elif run.contender == "gpurt":
-        run.stacks, run.held = take_stacks(client), dask_gpurt.memory_usage(client).to_dict("records")
+        run.stacks, run.held = take_stacks(client), list(dask_gpurt.memory_usage(client))
 
 
 def _counters(client: Client) -> dict[str, float]:

@@ -4,8 +4,7 @@
 
 A real scheduler runs a shuffle, with placement on. Besides its two workers it is told what the tiers of so
 many others hold, each with partitions of 20 prefixes in two tiers. Replies are made on its event loop as for
-a request, and written as JSON. Only ``report`` waits, for two workers, once a second; it counts what it takes
-of the scheduler's thread, as ``topology`` does, which knows the same two.
+a request, and written as JSON. ``report`` and ``topology`` know the two workers alone.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def read_counters(client: Client, has_runtime: bool) -> dict[str, float]:
         the runtime those that changed their worker, of p2p all, since its log does not tell them apart.
         ``spilled_bytes``: what went down a memory tier, or, with Dask, to disk, p2p's files included.
         ``thread_cpu_seconds``: CPU time of the task threads.
-        ``shuffles``: runs of the runtime's shuffles, counted on each worker.
+        ``shuffles``: runs of the runtime's shuffles.
     """
     found: dict[str, float] = {}
     for counted in client.run(count_worker).values():

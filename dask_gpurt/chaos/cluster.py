@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
 import random
 import socket
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +18,9 @@ import psutil
 from distributed import Client, LocalCluster
 from distributed.core import Status
 
+from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.expr import find_in_one_step
+from dask_gpurt.dask_hooks.properties import drop_class_lock
 from dask_gpurt.dask_hooks.scheduler import start_missing_workers
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def _free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
     """Start a cluster on this machine; yields a client, the cluster, and the directory of its workers."""
-    _without_class_lock()
+    # For good: several threads build sorts, which compute, also while the runtime is off.
+    drop_class_lock(PatchSet())
     find_in_one_step()
     # A worker that takes the place of a killed one binds its port while connections of that one linger.
     os.environ.setdefault("UCX_TCP_CM_REUSEADDR", "y")
@@ -161,22 +162,3 @@ def _end_children(before: set[int]) -> None:
         if child.pid not in before and "resource_tracker" not in " ".join(child.cmdline()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-
-
-def _without_class_lock() -> None:
-    """Give ``functools.cached_property`` of Python 3.11 the behaviour of 3.12, in this process.
-
-    It holds one lock for all instances while it computes. Here several threads build sorts, which compute,
-    and the scheduler that they wait for is in this process too and uses the same lock: a deadlock of Dask's.
-    """
-    if sys.version_info >= (3, 12):
-        return
-
-    def get(self: Any, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self
-        if self.attrname not in instance.__dict__:
-            instance.__dict__[self.attrname] = self.func(instance)
-        return instance.__dict__[self.attrname]
-
-    functools.cached_property.__get__ = get  # type: ignore[method-assign]

@@ -155,9 +155,10 @@ def _accounts(site: Site) -> list[str]:
         for kind, pool in reply.get("pools", {}).items():
             if pool["used"]:
                 found.append(f"{worker} has {pool['used']} bytes published in its {kind} pool")
-    tiers = dask_gpurt.memory_usage(site.client)
-    for column in ("partitions", "shards", "reservations"):
-        for row in tiers[tiers[column] > 0].to_dict("records") if len(tiers) else ():
+    for row in dask_gpurt.memory_usage(site.client):
+        for column in ("partitions", "shards", "reservations"):
+            if row[column] <= 0:
+                continue
             found.append(f"{row['worker']} has {row[column]} bytes of {column} in the tier {row['tier']}")
     return found
 

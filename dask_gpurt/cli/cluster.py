@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import logging
@@ -12,8 +13,14 @@ from contextlib import contextmanager
 import click
 import dask
 from distributed import Client, LocalCluster
+from distributed.comm.addressing import parse_address, parse_host_port
+from distributed.core import rpc
 from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml
+from distributed.security import Security
+
+#: Seconds for a scheduler to answer, and for the end of a connection to it.
+CONNECT_TIMEOUT_S, CLOSE_TIMEOUT_S = 6.0, 2.0
 
 
 def choose_backend(backend: str) -> str:
@@ -91,7 +98,8 @@ def local_cluster(
             yield cluster
 
 
-def connected(address: str) -> Client:
+@contextmanager
+def connected(address: str) -> Iterator[Client]:
     """Connect to a cluster, and leave it as it is.
 
     Parameters
@@ -99,14 +107,53 @@ def connected(address: str) -> Client:
     address
         The scheduler's address.
 
+    Yields
+    ------
+    Client
+        It is not the default one of this process.
+
     Raises
     ------
     click.ClickException
-        When no scheduler answers.
+        When no scheduler can be there, or none answers within :data:`CONNECT_TIMEOUT_S`.
     """
+    _refuse_without_port(address)
+    try:
+        asyncio.run(_try_out(address))
+    except TimeoutError as error:
+        reason = f"no answer within {CONNECT_TIMEOUT_S:g} s"
+        raise click.ClickException(f"no scheduler answers at {address}: {reason}") from error
+    except MemoryError as error:  # the first bytes of an answer in HTTP, read as a length
+        raise click.ClickException(f"no scheduler answers at {address}, but another server") from error
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
     # The preload hook of a client would switch the runtime on, and so change the cluster.
     with dask.config.set({"distributed.client.preload": []}):
-        try:
-            return Client(address, set_as_default=False)
-        except (OSError, ValueError) as error:
-            raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
+        client = Client(address, set_as_default=False)
+    try:
+        yield client
+    finally:
+        client.close(timeout=CLOSE_TIMEOUT_S)
+
+
+def _refuse_without_port(address: str) -> None:
+    """Refuse what Dask would try to connect to for ever."""
+    scheme, place = parse_address(address)
+    if scheme == "inproc":
+        raise click.ClickException(
+            f"{address} can be reached only from within the scheduler's own process: call "
+            "dask_gpurt.report(client) there, or start the cluster with processes=True"
+        )
+    try:
+        parse_host_port(place)
+    except ValueError as error:
+        raise click.ClickException(
+            f"{address} is no address of a scheduler, expected tcp://HOST:PORT"
+        ) from error
+
+
+async def _try_out(address: str) -> None:
+    """Make sure that a scheduler answers: another server may take the connection and say nothing."""
+    arguments = Security().get_connection_args("client")
+    async with asyncio.timeout(CONNECT_TIMEOUT_S), rpc(address, connection_args=arguments) as scheduler:
+        await scheduler.identity(n_workers=0)

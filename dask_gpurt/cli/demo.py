@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import sys
@@ -42,6 +43,13 @@ from dask_gpurt.cli.tier_view import TierSampler
 
 METHODS = ("gpurt", "tasks", "p2p")
 BYTES_PREFIX = "exchange.bytes."
+#: What the demo ends with.
+NEXT = """
+What next:
+  your own program:  DASK_GPURT__ENABLED=true python script.py, or dask_gpurt.enable(client) in it
+  your own cluster:  dask worker SCHEDULER --preload dask_gpurt
+  look into it:      dask gpurt doctor --scheduler ADDRESS, and print(dask_gpurt.report(client))
+  what it risks:     "Risks and limits" in the README, and docs/guides/switch-on.md"""
 
 
 @dataclass
@@ -99,7 +107,9 @@ def demo(
     with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
             dask_gpurt.enable(client)
-        sampler = TierSampler(partial(dask_gpurt.memory_usage, client))
+        if not as_json:
+            click.echo(preview(client, chosen, repeat))
+        sampler = TierSampler(partial(_tiers, client))
         with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
             frames = distribute(tables, backend, partitions, Path(folder))
         outcomes = run_operations(client, frames, tables, chosen, repeat, sampler, quiet=as_json)
@@ -128,6 +138,22 @@ def demo(
     else:
         print_results(results, outcomes)
     sys.exit(0 if results["passed"] else 1)
+
+
+def _tiers(client: Client) -> pd.DataFrame:
+    return dask_gpurt.memory_usage(client).to_pandas(names="metrics")
+
+
+def preview(client: Client, methods: Sequence[str], repeat: int) -> str:
+    """Say what is going to run, and where to watch it."""
+    runs = len(OPERATIONS) * len(methods) * (repeat + 1)
+    said = (
+        f"{len(client.nthreads())} workers on this machine. {runs} runs: {len(OPERATIONS)} operations by "
+        f"{', '.join(methods)}, each once to warm up and {repeat} times to be timed and checked."
+    )
+    if importlib.util.find_spec("bokeh") is None:
+        return f"{said}\nInstall bokeh to watch the next demo on Dask's dashboard."
+    return f"{said}\nDashboard, as long as they run: {client.dashboard_link}"
 
 
 def choose_methods(methods: str) -> list[str]:
@@ -245,6 +271,7 @@ def print_results(results: Mapping[str, Any], outcomes: Sequence[OperationTiming
         message = f"{results['tiers']['failed']} samples of the tiers failed: {results['tiers']['error']}"
         console.print(message, style="red", markup=False)
     console.print(f"Report: {results['report']} ({results['elapsed']:.0f} s in all)", soft_wrap=True)
+    console.print(NEXT, markup=False, highlight=False, soft_wrap=True)
 
 
 def _results_table(outcomes: Sequence[OperationTiming], methods: Sequence[str]) -> Table:

@@ -106,7 +106,9 @@ def _method_lines(counters: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings, machine, cluster = facts["settings"], facts["machine"], facts["cluster"]
     yield "Versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    yield "gpurt.enabled", f"{as_yaml(settings['configured'])} in this configuration"
+    stays_off = settings["configured"] and not settings["valid"]
+    but = ", but a setting is wrong and keeps the runtime off" if stays_off else ""
+    yield "gpurt.enabled", f"{as_yaml(settings['configured'])} in this configuration{but}"
     if cluster:
         state = f"on, takeover {as_yaml(cluster['takeover'])}" if cluster["enabled"] else "off"
         yield "Cluster", f"{cluster['address']}, {cluster['workers']} workers: the runtime is {state}"
@@ -128,6 +130,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "Path",
             f"{link['count']} times {link['path']}" + (f": {link['reason']}" if link["reason"] else ""),
         )
+    for sentence in cluster["departed"]:
+        yield "Left", sentence
     for found in cluster["residency"]:
         yield "Residency", f"{found['count']} workers: {_residency(found)}"
     for kind in sorted({kind for pools in cluster["pools"].values() for kind in pools}):

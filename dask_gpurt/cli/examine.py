@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from dask_gpurt.observe.report import Fallbacks, WorkerReport
 from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.interposer import library
 
+#: Seconds for all workers to tell their versions.
+VERSIONS_TIMEOUT_S = 2.0
 PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "cudf", "rmm", "dask-cuda", "distributed-ucxx")
 
 
@@ -94,15 +97,12 @@ def _unused_parts() -> tuple[dask_hooks.SeamGroup, ...]:
 
 
 def _examine_settings(client: Client | None) -> dict[str, Any]:
-    try:
-        settings = config.load()
-        configured, takeover = settings.enabled, settings.takeover
-    except config.ConfigError:
-        configured = takeover = False
+    configured, valid = bool(dask.config.get("gpurt.enabled", False)), not config.problems()
     return {
         "configured": configured,
-        "enabled": configured or dask_gpurt.is_enabled(client) or dask_gpurt.is_enabled(),
-        "takeover": takeover,
+        "valid": valid,
+        "enabled": (configured and valid) or dask_gpurt.is_enabled(client) or dask_gpurt.is_enabled(),
+        "takeover": config.load().takeover if valid else False,
         "method": dask.config.get("dataframe.shuffle.method", None),
         "changed": dict(_flat(config.set_here(), "gpurt")),
         "hooks": {where: HOOK in preloads(where) for where in HOOKED},
@@ -162,16 +162,32 @@ def _examine_cluster(client: Client) -> dict[str, Any]:
         "paths": _count_paths(workers.values()),
         "residency": _count_residency(workers.values()),
         "pools": {address: reply.pools for address, reply in workers.items() if reply.error is None},
-        "fallbacks": _count_fallbacks([found.fallbacks, *(reply.fallbacks for reply in workers.values())]),
+        "fallbacks": _count_fallbacks(
+            [
+                found.fallbacks,
+                *(reply.fallbacks for reply in workers.values()),
+                *(gone.fallbacks for gone in found.departed),
+            ]
+        ),
         "counters": dict(found.counters),
         "problems": {address: list(reply.problems) for address, reply in workers.items() if reply.problems},
+        "departed": [str(gone) for gone in found.departed],
         "errors": {address: reply.error for address, reply in workers.items() if reply.error is not None},
     }
 
 
 def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
     """Return the versions of Dask and of this package, of the scheduler and of each worker."""
-    found: Any = client.get_versions(packages=["dask_gpurt"])
+
+    async def ask() -> Any:
+        async with asyncio.timeout(VERSIONS_TIMEOUT_S):
+            found: Any = client.get_versions(packages=["dask_gpurt"])
+            return await found
+
+    try:
+        found = client.sync(ask)
+    except TimeoutError:  # a worker stands still, which the report says
+        return {}
     nodes = {"scheduler": found["scheduler"], **found["workers"]}
     packages = ("dask", "dask_gpurt")
     return {node: {name: reply["packages"].get(name) for name in packages} for node, reply in nodes.items()}

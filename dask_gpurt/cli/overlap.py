@@ -14,6 +14,7 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import connected
+from dask_gpurt.device.discover import cuda_missing
 from dask_gpurt.overlap.governor import rows
 from dask_gpurt.overlap.statistics_file import StatisticsFileError, directory, load
 
@@ -38,11 +39,22 @@ def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> No
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
-    if not found:
+    if not found and (missing := cuda_missing()):
+        click.echo(
+            f"there is no GPU here ({missing}), whose kernels overlap confines: there is nothing to see. "
+            "--scheduler ADDRESS asks a cluster"
+        )
+    elif not found:
         click.echo(
             f"nothing was learnt: no file in {directory()}. "
             "Workers whose 'gpurt.overlap.mode' is 'adaptive' write one"
         )
+    elif scheduler and all(is_off(part) for part in found.values()):
+        click.echo(
+            f"no kernel is confined on the {len(found)} workers, which have no GPU or the mode 'off': "
+            "there is nothing to see"
+        )
+        return
     for name, part in found.items():
         print_part(name, part)
 
@@ -75,6 +87,11 @@ def of_cluster(address: str) -> dict[str, dict[str, Any]]:
     with connected(address) as client:
         workers = dask_gpurt.report(client).workers
     return {worker: dict(reply.overlap) for worker, reply in workers.items() if reply.overlap}
+
+
+def is_off(part: Mapping[str, Any]) -> bool:
+    """Tell whether nothing is confined on a worker, and nothing was."""
+    return part["mode"] == "off" and not part["kernels"] and not part["decisions"]
 
 
 def print_part(name: str, part: Mapping[str, Any]) -> None:

@@ -21,8 +21,8 @@ HOOK = "dask_gpurt.preload"
 #: The processes that may switch the runtime on when they start.
 HOOKED = ("client", "scheduler", "worker", "nanny")
 DEADLOCK = (
-    "before Python 3.12 Dask's own set_index can deadlock where client and scheduler share a process, as "
-    "with LocalCluster: functools.cached_property has one lock for a whole class there. Python 3.12 has none"
+    "before Python 3.12 and with the runtime off Dask's own sort_values and set_index can deadlock where "
+    "client and scheduler share a process, as with LocalCluster: use 3.12, or run the scheduler by itself"
 )
 
 
@@ -97,7 +97,7 @@ def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> I
                 f"'gpurt.takeover' is {as_yaml(settings['takeover'])} here, but the cluster was switched on "
                 f"with {as_yaml(cluster['takeover'])}, which counts for p2p until it is switched off"
             )
-    elif not enabled:
+    elif not enabled and not settings["configured"]:
         for key, value in changed.items():
             if key != "gpurt.enabled":
                 yield f"{key!r} is {as_yaml(value)}, but 'gpurt.enabled' is false"

@@ -43,7 +43,7 @@ def _unknown(key: str, siblings: Iterable[str]) -> str:
     elsewhere = {known.rpartition(".")[2]: known for known in KEYS}
     for names in (candidates, elsewhere):
         if close := difflib.get_close_matches(name, names, n=1):
-            return f"unknown key {key!r}: did you mean {names[close[0]]!r}? Known keys: {', '.join(KEYS)}"
+            return f"unknown key {key!r}: did you mean {names[close[0]]!r}?"
     return f"unknown key {key!r}. Known keys: {', '.join(KEYS)}"
 
 
@@ -81,7 +81,7 @@ def _judge(config: Mapping[str, Any] | None) -> tuple[Settings | None, list[str]
                 f"{name!r} is one key with dots in it, which Dask does not read: nest it, {nested}: ..."
             )
         elif name != "gpurt" and _looks_like_gpurt(name):
-            found.append(f"unknown key {name!r}: did you mean 'gpurt'? Known keys: {', '.join(KEYS)}")
+            found.append(f"unknown key {name!r}: did you mean 'gpurt'?")
     return _read(Settings, config.get("gpurt"), _DEFAULTS["gpurt"], "gpurt", found), found
 
 

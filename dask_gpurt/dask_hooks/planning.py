@@ -7,7 +7,7 @@ that are most frequent. They are put on Dask's classes, for all clients of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import dask
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Assign, Filter, Projection, optimize_blockwise_fusion
+from dask.dataframe.dask_expr._expr import Assign, Blockwise, Filter, Projection, optimize_blockwise_fusion
 from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
@@ -147,16 +147,45 @@ def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
         Returns what is put in the place of an expression, or the same one.
     """
     changed: dict[str, Expr] = {}
+    left = [plan]
+    while left:  # not by recursion: plans are deeper than Python's stack where Dask still computes them
+        expr = left[-1]
+        needed = [each for each in _made_of(expr) if name_of(each) not in changed]
+        if needed:
+            left.extend(needed)
+            continue
+        left.pop()
+        if name_of(expr) not in changed:
+            changed[name_of(expr)] = change(_with_changed(expr, changed))
+    return changed[name_of(plan)]
 
-    def rebuilt(expr: Expr) -> Expr:
-        name = name_of(expr)
-        if name not in changed:
-            operands = [rebuilt(each) if isinstance(each, Expr) else each for each in expr.operands]
-            same = all(new is old for new, old in zip(operands, expr.operands, strict=True))
-            changed[name] = change(expr if same else type(expr)(*operands))
-        return changed[name]
 
-    return rebuilt(plan)
+def _made_of(expr: Expr) -> Iterator[Expr]:
+    for operand in expr.operands:
+        if isinstance(operand, Expr):
+            yield operand
+        elif _is_group(operand):
+            yield from operand
+
+
+def _is_group(operand: Any) -> bool:
+    """Tell whether an operand is the list of operations that ``optimize()`` has fused."""
+    return isinstance(operand, list) and bool(operand) and isinstance(operand[0], Expr)
+
+
+def _with_changed(expr: Expr, changed: Mapping[str, Expr]) -> Expr:
+    """Return an expression of what is put in the place of its operands; the same one if that is the same."""
+    if all(name_of(changed[name_of(each)]) == name_of(each) for each in _made_of(expr)):
+        return expr
+    operands: list[Any] = []
+    for operand in expr.operands:
+        if isinstance(operand, Expr):
+            operands.append(changed[name_of(operand)])
+        elif _is_group(operand):
+            operands.append([changed[name_of(each)] for each in operand])
+        else:
+            operands.append(operand)
+    return type(expr)(*operands)
 
 
 def with_operand(expr: Expr, parameter: str, value: Hashable) -> Expr:
@@ -165,10 +194,42 @@ def with_operand(expr: Expr, parameter: str, value: Hashable) -> Expr:
     return other
 
 
+class _Broadcast(FrameExpr):
+    """Keep what all partitions of another expression need out of its tasks, while these are fused."""
+
+    _parameters = ["frame"]
+
+    @property
+    def _meta(self) -> Any:
+        return self.frame._meta
+
+    def _divisions(self) -> tuple[Any, ...]:
+        divisions: tuple[Any, ...] = self.frame.divisions
+        return divisions
+
+
 def fuse_blockwise(plan: Expr) -> Expr:
-    """Fuse the operations of a plan on one partition each, as ``optimize(fuse=True)`` does."""
-    fused: Expr = optimize_blockwise_fusion(plan)
-    return fused
+    """Fuse the operations of a plan on one partition each, as ``optimize(fuse=True)`` does.
+
+    Dask also fuses a single partition that several others need, as the small side of a join, with each of
+    them, depending on the order in which it comes to them. Here it is computed once, as without fusing: it
+    may take long, and may come out differently each time.
+    """
+    fused: Expr = optimize_blockwise_fusion(rebuild(plan, _set_apart))
+    return rebuild(fused, lambda expr: expr.frame if isinstance(expr, _Broadcast) else expr)
+
+
+def _set_apart(expr: Expr) -> Expr:
+    if not isinstance(expr, Blockwise) or expr.npartitions == 1:
+        return expr
+    single = [isinstance(each, Blockwise) and each.npartitions == 1 for each in expr.operands]
+    if not any(single):
+        return expr
+    operands = [
+        _Broadcast(each) if apart else each  # type: ignore[no-untyped-call]
+        for each, apart in zip(expr.operands, single, strict=True)
+    ]
+    return type(expr)(*operands)
 
 
 def keys_of(plan: Expr) -> list[Any]:

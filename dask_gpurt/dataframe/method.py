@@ -6,7 +6,8 @@ Two sets of replacements, which each concern only what goes through the runtime,
 - the method's *name*, known from the first :func:`teach` on. It stays known: what was built while
   the runtime was on may name it, and is computed by Dask's default where the runtime is off;
 - the *default* of dask-expr, ours between :func:`choose` and :func:`leave`. Dask's configuration is
-  not touched for it, since ``dask.bag`` reads the same key and knows no "gpurt".
+  not touched for it, since ``dask.bag`` reads the same key and knows no "gpurt". In between, expressions
+  do not hold the lock by which Dask can deadlock on Python 3.11 either.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from dask_gpurt.dask_hooks.expr import (
     replace_default_method,
     replace_lowering,
 )
+from dask_gpurt.dask_hooks.properties import drop_class_lock
 from dask_gpurt.dataframe.expressions import (
     GpurtHashJoin,
     GpurtShuffle,
@@ -102,6 +104,7 @@ def choose(is_usable: Callable[[], bool]) -> None:
         return method if is_ours() else original(method)
 
     replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
+    drop_class_lock(_default)
 
 
 def leave() -> None:

@@ -369,6 +369,12 @@ class DiskTier(MutableMapping[str, Frames]):
             self._unlinking.submit(self._unlink, file)
         self._give_back(file.size)
 
+    def limit(self) -> int:
+        """Return the bytes that it can hold: what lies there, and what the file system has free."""
+        found = os.statvfs(self.path)
+        most = self.used + found.f_bavail * found.f_frsize
+        return most if self.capacity is None else min(most, self.capacity)
+
     def clear(self) -> None:
         # Without reading them, unlike the method of the base class.
         with self._lock:

@@ -61,6 +61,9 @@ class Ledger:
 
     def __init__(self, capacity: Mapping[Tier, int]):
         self.capacity = dict(capacity)
+        #: On a host without a GPU the bytes that the exchange pool may take: shared memory, beside the tier
+        #: that tasks compute in. Else None.
+        self.shared_memory: int | None = None
         self._cells: defaultdict[tuple[Tier, str], int] = defaultdict(int)
         self._changed: set[tuple[Tier, str]] = set()
         #: By name; a prefix has its own, or goes as one of the others until it has no bytes any more.
@@ -78,6 +81,11 @@ class Ledger:
             if self._cells.get(cell, 0) != nbytes:
                 self._cells[cell] = nbytes
                 self._changed.add(cell)
+
+    def set_capacity(self, tier: Tier, nbytes: int) -> None:
+        """Note that a tier holds more or less from now on; the next message has it."""
+        with self._lock:
+            self.capacity[tier] = nbytes
 
     def add(self, tier: Tier, label: Label, nbytes: int) -> None:
         """Count so many bytes more in a tier, or less."""
@@ -149,6 +157,7 @@ class Ledger:
         return {
             "began": self._began,
             "seq": self._seq,
+            "shared_memory": self.shared_memory,
             "capacity": {str(tier): nbytes for tier, nbytes in self.capacity.items()},
             "cells": [[str(tier), kind, self._cells[tier, kind]] for tier, kind in sorted(cells)],
             "prefixes": [[str(tier), name, self._prefixes[name][tier]] for tier, name in sorted(prefixes)],
@@ -161,6 +170,7 @@ class ClusterMemory:
     def __init__(self) -> None:
         self._seq: dict[str, tuple[int, int]] = {}
         self._capacity: dict[str, dict[str, int]] = {}
+        self._shared_memory: dict[str, int | None] = {}
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
         #: Computed on demand, and kept until the worker reports again.
@@ -180,6 +190,7 @@ class ClusterMemory:
         self._fullest.pop(worker, None)
         self._spilled.pop(worker, None)
         self._capacity[worker] = message["capacity"]
+        self._shared_memory[worker] = message.get("shared_memory")
         cells = self._cells.setdefault(worker, {})
         for tier, kind, nbytes in message["cells"]:
             cells[tier, kind] = nbytes
@@ -195,8 +206,12 @@ class ClusterMemory:
     def forget(self, worker: str) -> None:
         """Forget a worker that has left."""
         everything: tuple[dict[str, Any], ...] = (self._seq, self._capacity, self._cells, self._prefixes)
-        for known in (*everything, self._rooms, self._fullest, self._spilled):
+        for known in (*everything, self._shared_memory, self._rooms, self._fullest, self._spilled):
             known.pop(worker, None)
+
+    def shared_memory(self) -> dict[str, int]:
+        """Return the bytes that the exchange pools of workers without a GPU may take, by worker."""
+        return {worker: nbytes for worker, nbytes in self._shared_memory.items() if nbytes is not None}
 
     def room(self, worker: str) -> FreeMemory | None:
         """Return the free memory of a worker; None when it has not reported."""

@@ -55,15 +55,30 @@ class FallbackReply(TypedDict):
     count: Annotated[int, "on the scheduler and on all workers"]
 
 
-class ReportReply(Page):
-    """Tell what the runtime did and fell back from. `offset` and `limit` count failures."""
+class DepartedReply(TypedDict):
+    """Tell of a worker that has left."""
+
+    address: str
+    name: str
+    left: Annotated[float, "seconds since the epoch at which the scheduler noticed"]
+    silent: Annotated[
+        float | None, "seconds before, of which nothing is counted; null where nothing of it is counted"
+    ]
+
+
+class ReportReply(Reply):
+    """Tell what the runtime did and fell back from, as of the workers' last heartbeats."""
 
     version: Annotated[str, "of the package on the scheduler"]
     takeover: Annotated[bool | str, "the setting `gpurt.takeover`"]
-    counters: Annotated[dict[str, float], "of the whole cluster, by name; see [metrics](metrics.md)"]
-    fallbacks: Annotated[dict[str, FallbackReply], "of the whole cluster, by id"]
-    workers: Annotated[int, "how many were asked"]
-    failures: Annotated[dict[str, str], "why workers did not answer, by address"]
+    counters: Annotated[
+        dict[str, float],
+        "of the whole cluster, by name, with workers that have left; see [metrics](metrics.md)",
+    ]
+    fallbacks: Annotated[dict[str, FallbackReply], "of the scheduler and its workers, by id"]
+    workers: Annotated[int, "how many have reported"]
+    silent: Annotated[int, "how many have not reported yet"]
+    departed: Annotated[list[DepartedReply], "the workers that have left, the latest 100"]
     details: Annotated[dict[str, object], "all that each `worker` of the query reports, by address"]
 
 

@@ -150,7 +150,13 @@ METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
         # ---- shuffle
-        _counter("shuffle.runs", "runs, counted on each worker that took part"),
+        Metric(
+            "shuffle.runs",
+            Kind.COUNTER,
+            Unit.NUMBER,
+            "runs; of a worker those that it took part in, of the cluster each once",
+            servers=(Server.WORKER, Server.SCHEDULER),
+        ),
         _counter(
             "shuffle.runs.recovered",
             "times that runs went on with other owners after a loss",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from typing import Any
 
+import pandas as pd
 from dask.utils import format_bytes, format_time
 
 from dask_gpurt.observe.fallbacks import FORMER_KEYS
@@ -163,6 +165,43 @@ class WorkerReport(_Record):
         return tuple(name for name in super()._names() if name != "error")
 
 
+@dataclass(frozen=True, eq=False)
+class DepartedWorker(_Record):
+    """Tell what the runtime did on a worker that has left since, as of its last heartbeat.
+
+    Parameters
+    ----------
+    address, name
+        That it had.
+    left
+        When the scheduler noticed, in seconds since 1970.
+    silent
+        Seconds from its last heartbeat until then, of which nothing is known; None where it had not reported.
+    counters, fallbacks
+        As of a :class:`WorkerReport`.
+    """
+
+    address: str
+    name: str
+    left: float
+    silent: float | None
+    counters: Mapping[str, float] = field(default_factory=dict)
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any]) -> DepartedWorker:
+        """Return what is known of a worker that has left, from plain values."""
+        return cls(**cls._known({**known, "fallbacks": Fallbacks(known["fallbacks"])}))
+
+    def __str__(self) -> str:
+        at = datetime.fromtimestamp(self.left).strftime("%H:%M:%S")
+        if self.silent is None:
+            return f"{self.address} left at {at} before it had reported: nothing of it is counted"
+        return (
+            f"{self.address} left at {at}: what it did in its last {format_time(self.silent)} is not counted"
+        )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class RuntimeReport(_Record):
     """Tell what the runtime on a cluster has, did and fell back from.
@@ -177,11 +216,13 @@ class RuntimeReport(_Record):
         The setting ``gpurt.takeover`` with which it was switched on: false, true or ``"all"``.
     counters
         Of the whole cluster by name, as ``docs/reference/metrics.md`` lists them: counters are summed, of
-        gauges the largest is kept.
+        gauges the largest is kept. Workers that have left count, as of their last heartbeat.
     fallbacks
         Of the scheduler, by id.
     workers
         By address.
+    departed
+        The workers that have left since the runtime was switched on, the latest 100.
     """
 
     enabled: bool = False
@@ -190,6 +231,7 @@ class RuntimeReport(_Record):
     counters: Mapping[str, float] = field(default_factory=dict)
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     workers: Mapping[str, WorkerReport] = field(default_factory=dict)
+    departed: tuple[DepartedWorker, ...] = ()
 
     @classmethod
     def of(cls, reply: Mapping[str, Any]) -> RuntimeReport:
@@ -198,8 +240,31 @@ class RuntimeReport(_Record):
             **reply,
             "fallbacks": Fallbacks(reply["fallbacks"]),
             "workers": {address: WorkerReport.of(one) for address, one in reply["workers"].items()},
+            # A scheduler of another version may not tell.
+            "departed": tuple(DepartedWorker.of(one) for one in reply.get("departed", ())),
         }
         return cls(**cls._known(typed))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a frame of the counters.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each ``metric`` of each ``worker``, also of those that have left, and of the whole
+            ``cluster``: its ``value`` and its ``unit``, ``bytes``, ``seconds`` or nothing.
+        """
+        counted = [
+            ("cluster", self.counters),
+            *((address, worker.counters) for address, worker in self.workers.items()),
+            *((gone.address, gone.counters) for gone in self.departed),
+        ]
+        rows = [
+            (where, name, value, str(_unit(name)))
+            for where, counters in counted
+            for name, value in sorted(counters.items())
+        ]
+        return pd.DataFrame(rows, columns=["worker", "metric", "value", "unit"])
 
     def __repr__(self) -> str:
         if not self.enabled:
@@ -211,6 +276,9 @@ class RuntimeReport(_Record):
             if worker.error is not None:
                 lines.append(f"  {address} did not answer: {worker.error}")
             lines += [f"  {address} {_fallback(id, known)}" for id, known in worker.fallbacks.items()]
+        for gone in self.departed:
+            lines.append(f"  {gone}")
+            lines += [f"  {gone.address} {_fallback(id, known)}" for id, known in gone.fallbacks.items()]
         return "\n".join(lines) + ">"
 
 
@@ -218,13 +286,16 @@ def _fallback(id: str, known: FallbackCount) -> str:
     return f"fell back {known.count} times, {known.text} ({id}): {known.reason}"
 
 
+def _unit(name: str) -> Unit:
+    try:
+        return find(name).unit
+    except UnknownMetricError:  # of a worker of another version
+        return Unit.NUMBER
+
+
 def _readable(name: str, value: float) -> str:
     """Return a value with its unit."""
-    try:
-        unit = find(name).unit
-    except UnknownMetricError:  # of a worker of another version
-        unit = Unit.NUMBER
-    match unit:
+    match _unit(name):
         case Unit.BYTES:
             return format_bytes(int(value))
         case Unit.SECONDS:

@@ -48,7 +48,9 @@ def fuse(plan: Expr) -> Expr:
         return plan
     name = name_of(plan)
     own = rebuild(plan, partial(with_operand, parameter=OWN_COMPUTATION, value=name))
-    return FusedChains(fuse_blockwise(own), name)  # type: ignore[no-untyped-call]
+    fused = fuse_blockwise(own)
+    # Without a shuffle of the runtime there are no chains, and the scheduler need not know of them.
+    return fused if own is plan else FusedChains(fused, name)  # type: ignore[no-untyped-call]
 
 
 class FusedChains(Expr):

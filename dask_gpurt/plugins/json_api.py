@@ -1,7 +1,7 @@
 """Answer programs over HTTP: ``/gpurt/api/…`` on the scheduler, as JSON.
 
-Nothing here keeps the event loop: what grows with the cluster is cut into pages, workers are asked once for
-all who ask at a time, and between two shuffles others have their turn.
+Nothing here keeps the event loop: what grows with the cluster is cut into pages, what workers report comes
+from their heartbeats, and between two shuffles others have their turn.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from dask_gpurt.observe.json_replies import (
     as_json,
     schemas,
 )
+from dask_gpurt.plugins.reports import REPORT
 
 if TYPE_CHECKING:
     from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
@@ -52,8 +53,10 @@ MAX_LIMIT_BY_PREFIX = 25
 MAX_DECISIONS = 500
 #: The most workers whose details one reply has.
 MAX_DETAILS = 8
-#: Seconds for which the workers' answers are given to whoever asks, and after which they are not waited for.
-REPORT_INTERVAL_S, REPORT_TIMEOUT_S = 1.0, 10.0
+#: Seconds after which workers whose details are asked for are not waited for.
+DETAILS_TIMEOUT_S = 10.0
+#: What is told of a worker that has left.
+DEPARTED = ("address", "name", "left", "silent")
 
 
 class Refused(Exception):
@@ -140,41 +143,37 @@ class JsonApi:
     def __init__(self, runtime: GpurtSchedulerPlugin):
         self._runtime = runtime
         self._scheduler = runtime.scheduler
-        self._report: asyncio.Task[dict[str, Any]] | None = None
-        self._reported_at = 0.0
 
     async def report(self, query: Query) -> ReportReply:
         """Return what the cluster did and fell back from, and all that some workers report."""
-        report = await self._report_of_all()
+        report = self._runtime.reports.known()
         workers: dict[str, dict[str, Any]] = report["workers"]
-        failures = sorted((name, one["error"]) for name, one in workers.items() if "error" in one)
-        counted = [report["fallbacks"], *(one.get("fallbacks", {}) for one in workers.values())]
+        counted = [report["fallbacks"], *(one["fallbacks"] for one in workers.values())]
+        departed: Any = [{name: one[name] for name in DEPARTED} for one in report["departed"]]
         return {
-            **query.page(len(failures)),
+            "api": API_VERSION,
+            "at": time.time(),
             "version": __version__,
-            "takeover": report["takeover"],
+            "takeover": self._runtime.settings.takeover,
             "counters": report["counters"],
             "fallbacks": _sum_of(counted),
             "workers": len(workers),
-            "failures": dict(query.cut(failures)),
+            "silent": len(self._scheduler.workers) - len(workers),
+            "departed": departed,
             "details": as_json(await self._details(query.worker)) if query.worker else {},
         }
-
-    async def _report_of_all(self) -> dict[str, Any]:
-        """Return what all workers report; those who ask meanwhile, or just afterwards, get the same."""
-        is_new = self._report is not None and time.monotonic() - self._reported_at < REPORT_INTERVAL_S
-        if self._report is None or (self._report.done() and not is_new):
-            self._report = asyncio.create_task(self._runtime.report(brief=True))
-            self._reported_at = time.monotonic()
-        return await _in_time(asyncio.shield(self._report))
 
     async def _details(self, workers: Sequence[str]) -> dict[str, Any]:
         if unknown := [worker for worker in workers if worker not in self._scheduler.workers]:
             raise Refused(HTTPStatus.NOT_FOUND, f"no such worker: {', '.join(unknown)}")
-        asking = self._scheduler.broadcast(
-            msg={"op": "gpurt_report"}, workers=list(workers), on_error="return"
-        )
-        replies = await _in_time(asyncio.ensure_future(asking))
+        try:
+            async with asyncio.timeout(DETAILS_TIMEOUT_S):
+                replies = await self._scheduler.broadcast(
+                    msg={"op": REPORT}, workers=list(workers), on_error="return"
+                )
+        except TimeoutError as error:
+            message = f"a worker did not answer within {DETAILS_TIMEOUT_S:g} s"
+            raise Refused(HTTPStatus.GATEWAY_TIMEOUT, message) from error
         return {name: one if isinstance(one, dict) else {"error": str(one)} for name, one in replies.items()}
 
     async def memory(self, query: Query) -> MemoryReply:
@@ -268,14 +267,6 @@ def _sum_of(counted: Sequence[dict[str, Any]]) -> dict[str, FallbackReply]:
     return together
 
 
-async def _in_time(asked: asyncio.Future[T]) -> T:
-    try:
-        return await asyncio.wait_for(asked, REPORT_TIMEOUT_S)
-    except TimeoutError as error:
-        message = f"a worker did not answer within {REPORT_TIMEOUT_S:g} s"
-        raise Refused(HTTPStatus.GATEWAY_TIMEOUT, message) from error
-
-
 class Resource(NamedTuple):
     """Name a resource, what it tells, and the arguments that it takes."""
 
@@ -290,7 +281,7 @@ RESOURCES = (
         "report",
         "what the runtime did and fell back from; with `worker`, up to 8 times, all of a worker's report",
         JsonApi.report,
-        ("offset", "limit", "worker"),
+        ("worker",),
     ),
     Resource(
         "memory",

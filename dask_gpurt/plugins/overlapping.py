@@ -216,18 +216,16 @@ class WorkerOverlap:
             self._control.ends(key, done=isinstance(event, ExecuteSuccessEvent))
         return event
 
+    def _mode(self) -> str:
+        """Return the mode in effect: without a GPU nothing is confined, and no stream has a priority."""
+        return "off" if self._control is None and self._device.on_host else self._settings.mode
+
     def summary(self) -> dict[str, Any]:
         """Return what fits into a heartbeat: whether tasks are confined, and what trials have cost."""
         governor = self._governor
-        if self._control is not None or self._settings.mode not in ("adaptive", "fixed"):
-            mode = self._settings.mode
-        elif self._is_nothing_asked():
-            mode = "none: there is no GPU"
-        else:
-            mode = "none: see the fallbacks"
         last = self.decisions.last()
         return {
-            "mode": mode,
+            "mode": self._mode(),
             "steps": governor.steps if governor else 0,
             "elapsed": governor.elapsed if governor else 0.0,
             "lost": governor.lost if governor else 0.0,
@@ -235,10 +233,10 @@ class WorkerOverlap:
         }
 
     def report(self) -> dict[str, Any]:
-        """Return the mode, the statistics and the decisions, as plain values."""
+        """Return the mode in effect, the statistics and the decisions, as plain values."""
         governor = self._governor
         return {
-            "mode": self._settings.mode,
+            "mode": self._mode(),
             "elapsed": governor.elapsed if governor else 0.0,
             "lost": governor.lost if governor else 0.0,
             "kernels": rows(governor.basis) if governor else [],

@@ -14,7 +14,6 @@ from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
-from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.http import serve
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
@@ -22,12 +21,13 @@ from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
-from dask_gpurt.observe.metrics import Server, combine
+from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins import json_api
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
+from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
@@ -130,6 +130,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.learned = SharedStatistics()
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
+        self.reports = ClusterReports(self.scheduler, self.metrics, token)
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
         self.shuffles = SchedulerShuffles(
             self.scheduler, settings, self.metrics, lambda: self.placement, self.workers.ready
@@ -142,6 +143,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "gpurt_gone": self.gone,
             "gpurt_disable": self.stop,
             "gpurt_memory": self.memory,
+            "gpurt_shared_memory": self.shared_memory,
             "gpurt_explain": self.explain,
             HANDLER: self.learned.learned,
             JOIN: self.workers.join,
@@ -219,9 +221,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def add_worker(self, scheduler: SchedulerServer, worker: str) -> None:
         self.streams.add(scheduler.stream_comms[worker])
+        self.reports.add(worker)
 
     def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         self.cluster_memory.forget(worker)
+        self.reports.remove(worker)
         self.workers.remove(worker)
         self.places.remove(worker)
         self.learned.remove(worker)
@@ -294,6 +298,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             ("shuffles.active", (), len(self.shuffles.active())),
         ]
 
+    def shared_memory(self) -> dict[str, int]:
+        """Handle a question for the workers without a GPU: the bytes that their exchange pools may take."""
+        return self.cluster_memory.shared_memory()
+
     # ---- what workers and clients ask ------------------------------------------------
 
     def log_event(self, topic: str, msg: Any) -> None:
@@ -315,33 +323,15 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
         ]
 
-    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
+    async def report(self, connect: bool = False) -> dict[str, Any]:
         """Handle a question for the state of the whole cluster, for ``doctor`` and for people.
 
         Parameters
         ----------
         connect
             Whether the workers shall find out the paths to all their peers first.
-        brief
-            Whether the workers report no more than counters and fallbacks.
         """
-        replies = await self.scheduler.broadcast(
-            msg={"op": "gpurt_report", "connect": connect, "brief": brief}, on_error="return"
-        )
-        workers: dict[str, dict[str, Any]] = {
-            worker: reply if isinstance(reply, dict) else {"error": str(reply)}
-            for worker, reply in replies.items()
-        }
-        own = self.metrics.snapshot()
-        counters = combine([own["counters"], *(reply.get("counters", {}) for reply in workers.values())])
-        return {
-            "enabled": True,
-            "version": __version__,
-            "takeover": self.settings.takeover,
-            "counters": counters,
-            "fallbacks": own["fallbacks"],
-            "workers": workers,
-        }
+        return {"takeover": self.settings.takeover, **await self.reports.collect(connect)}
 
 
 def _nothing(**_: Any) -> None:

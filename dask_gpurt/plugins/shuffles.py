@@ -152,6 +152,7 @@ class SchedulerShuffles:
             self._refuse_after_retries(shuffle_id)
             run = original(shuffle_id, key, worker)
             if isinstance(run.spec, ShuffleSpec):
+                self._metrics.add("shuffle.runs")
                 barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
                 # Dask ends the run of a barrier that failed. Tried again, it would find no run, and say that
                 # in place of what went wrong.

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import psutil
 from dask.typing import Key
 from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
@@ -34,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between looks at the process as a whole and at the exchange pools.
 PRESSURE_POLL_INTERVAL_S = 0.2
+#: Seconds between looks at the free space of the file system where spilled data go.
+DISK_POLL_INTERVAL_S = 2.0
 #: The share of its memory limit from which on, at each look, a process has the pages of peers' pools that it
 #: reads at the moment not count as its own.
 DROP_PAGES_FROM = 0.5
@@ -85,7 +86,9 @@ class WorkerTiers:
         self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
         self.limits = self._limits(worker.data)
         self.pinned = BlockPool(self.limits.pinned, register=self.device.pinning())
-        self.ledger = Ledger(_capacities(self.limits))
+        self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
+        self.ledger = Ledger(self._capacities())
+        self.ledger.shared_memory = self._shared_memory()
         self.reporter = Reporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
         self.tiered_buffer = WorkerBuffer(
@@ -105,10 +108,15 @@ class WorkerTiers:
         #: Whether the runtime is being switched off; what has begun before may come to its end afterwards.
         self.closed = False
         self._watch = PeriodicCallback(self._look, PRESSURE_POLL_INTERVAL_S * 1000)
+        # Not on the event loop, as the rest: a file system in the network may not answer.
+        self._watch_disk = PeriodicCallback(
+            partial(self.in_background, self._look_at_disk), DISK_POLL_INTERVAL_S * 1000
+        )
 
     def start(self) -> None:
         """Begin to look after the process. On the event loop."""
         self._watch.start()
+        self._watch_disk.start()
 
     def guard(self) -> None:
         """Have an allocation that fails spill, and try again. Blocks."""
@@ -130,10 +138,17 @@ class WorkerTiers:
         before, self._seen.removals = getattr(self._seen, "removals", 0), self.tiered_buffer.removals
         return bool(self._seen.removals != before)
 
+    def _shared_memory(self) -> int | None:
+        """Return the bytes that the exchange pool may take where tasks compute on the host; else None."""
+        if not self.device.on_host:
+            return None
+        return int(self.pools.describe().get(self.device.kind, {}).get("capacity", 0))
+
     async def close(self) -> None:
         """Let everything go that still lies in a tier."""
         self.closed = True
         self._watch.stop()
+        self._watch_disk.stop()
         self._unguard()
         self.reporter.close()
         await self.offload(self.tiered_buffer.close)
@@ -156,7 +171,7 @@ class WorkerTiers:
         return {
             Tier.PINNED: PinnedTier(self.pinned),
             Tier.HOST: HostTier(self.limits.host),
-            Tier.DISK: DiskTier(self.worker.local_directory, self.limits.disk, self._device_files()),
+            Tier.DISK: self.disk,
         }
 
     def _device_files(self) -> DeviceFiles | None:
@@ -186,6 +201,7 @@ class WorkerTiers:
     def _look(self) -> None:
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
+        self.ledger.shared_memory = self._shared_memory()
         if (manager := cudf_spill_manager()) is not None:
             self._look_at_cudf(manager)
         process = self.worker.monitor.get_process_memory()
@@ -199,6 +215,14 @@ class WorkerTiers:
             too_much = max(too_much, self._pressure(process))
         if too_much or process > DROP_PAGES_FROM * self.memory_limit:
             self._relieve_soon()
+
+    def _look_at_disk(self) -> None:
+        """Note what the disk takes now: others write there too."""
+        try:
+            limit = self.disk.limit()
+        except OSError:  # its directory is gone: it takes nothing more
+            limit = self.disk.used
+        self.ledger.set_capacity(Tier.DISK, limit)
 
     def _relieve_soon(self) -> None:
         if not self._relieving:
@@ -253,13 +277,17 @@ class WorkerTiers:
         """Return tier, bytes used and capacity."""
         return [
             {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
-            for tier, capacity in _capacities(self.limits).items()
+            for tier, capacity in self._capacities().items()
         ]
 
-
-def _capacities(of: Limits) -> dict[Tier, int]:
-    disk = of.disk if of.disk is not None else psutil.disk_usage("/").total
-    return {Tier.DEVICE: of.device, Tier.PINNED: of.pinned, Tier.HOST: of.host, Tier.DISK: disk}
+    def _capacities(self) -> dict[Tier, int]:
+        of = self.limits
+        return {
+            Tier.DEVICE: of.device,
+            Tier.PINNED: of.pinned,
+            Tier.HOST: of.host,
+            Tier.DISK: self.disk.limit(),
+        }
 
 
 def _complain(done: Future[Any]) -> None:

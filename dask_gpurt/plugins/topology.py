@@ -167,7 +167,7 @@ class SchedulerTopology:
                 known = any(gpu.id == place.device for gpu in self._hosts[place.host].gpus)
                 workers[worker] = names[place.host], place.device if known else None
         hosts = {names[host]: described for host, described in self._hosts.items()}
-        return as_values(Description(self.topology.learned(), hosts, workers))
+        return as_values(Description(self.topology.measured(), hosts, workers))
 
     def _names(self) -> dict[str, str]:
         """Return the names of hosts by their ids; hosts that share a name keep their ids."""

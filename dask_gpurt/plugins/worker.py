@@ -36,6 +36,7 @@ from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.progress_reports import ProgressReporter
 from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
+from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
@@ -50,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 #: The name by which Dask knows the threads of the exchange.
 COMM = "gpurt-comm"
-#: The handler that the scheduler calls for what is known here.
-REPORT = "gpurt_report"
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
@@ -137,6 +136,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         housekeeping.start()
         undo.callback(housekeeping.stop)
         undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
+        undo.callback(HeartbeatCounters(worker, self._counted, self.token).close)
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         undo.callback(self.topology.close)
@@ -241,18 +241,18 @@ class GpurtWorkerPlugin(WorkerPlugin):
             ),
         ]
 
+    def _counted(self) -> dict[str, Any]:
+        known = self.metrics.snapshot()
+        return {**known, "counters": known["counters"] | self.residency.counters()}
+
     def waiting(self) -> dict[str, Any]:
         """Return what waits here, for a look into a cluster that stands still."""
         return waiting(self)
 
-    async def report(self, connect: bool = False, brief: bool = False) -> dict[str, Any]:
-        """Handle a question for what this worker has, did and fell back from; briefly, for the last two."""
+    async def report(self, connect: bool = False) -> dict[str, Any]:
+        """Handle a question for what this worker has, did and fell back from."""
         if connect:
             await self.exchange.peers.connect_all()
-        known = self.metrics.snapshot()
-        known["counters"] |= self.residency.counters()
-        if brief:
-            return {"version": __version__, **known}
         return {
             "version": __version__,
             "devices": await self.exchange.offload(self.exchange.pools.describe_devices),
@@ -263,7 +263,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "residency": self.residency.describe(),
             "reads": self.reads.report(),
             "problems": config.problems(),
-            **known,
+            **self._counted(),
         }
 
 

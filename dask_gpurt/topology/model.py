@@ -244,6 +244,10 @@ class Topology:
         """Return the current speed of each class of link."""
         return {link: average.speed for link, average in self._classes.items()}
 
+    def measured(self) -> dict[Link, Speed]:
+        """Return the speed of each class of link whose speed is not the shipped one any more."""
+        return {link: speed for link, speed in self.learned().items() if speed != SHIPPED[link]}
+
     @property
     def overrides(self) -> int:
         """Count the pairs with a speed of their own."""

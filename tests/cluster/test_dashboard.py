@@ -95,7 +95,7 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         assert parts["shuffles"].source.data["text"][::2] == ["6 / 6", "6 / 6"]
         assert parts["decisions"].source.data["why"]
         assert all(parts["decisions"].source.data["why"])
-        assert parts["overlap"].source.data["mode"] == ["none: there is no GPU"] * 2
+        assert parts["overlap"].source.data["mode"] == ["off"] * 2
         assert set(parts["workers"].source.data["worker"]) == {str(a.name), str(b.name)}
         await until(lambda: bool(list(now.sampler.traffic.flows())))
         assert sum(flow.nbytes for _, _, flow in now.sampler.traffic.flows()) > 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,7 +187,7 @@ def test_a_cluster_with_the_runtime(on: Client, local: LocalCluster) -> None:
     assert facts["ok"]
     assert (cluster["enabled"], cluster["takeover"], cluster["workers"]) == (True, True, 2)
     assert {"path": "shared-memory", "reason": None, "count": 2} in cluster["paths"]
-    assert cluster["counters"]["shuffle.runs"] == 2
+    assert cluster["counters"]["shuffle.runs"] == 1
     assert len(cluster["pools"]) == 2
     assert all(pool["host"]["capacity"] > pool["host"]["used"] for pool in cluster["pools"].values())
     assert cluster["fallbacks"] == []
@@ -238,8 +240,8 @@ def test_another_version_on_a_worker_and_a_scheduler_without_the_package(
 ) -> None:
     real = Client.get_versions
 
-    def get_versions(self: Client, **options: Any) -> Any:
-        found: Any = real(self, **options)
+    async def get_versions(self: Client, **options: Any) -> Any:
+        found: Any = await real(self, **options)
         found["scheduler"]["packages"]["dask_gpurt"] = None
         next(iter(found["workers"].values()))["packages"]["dask_gpurt"] = "0.0.1"
         return found
@@ -250,11 +252,56 @@ def test_another_version_on_a_worker_and_a_scheduler_without_the_package(
     assert "has dask_gpurt 0.0.1" in notes
 
 
-def test_no_scheduler_answers() -> None:
-    with dask.config.set({"distributed.comm.timeouts.connect": "200ms"}):
-        result = doctor("--scheduler", "tcp://127.0.0.1:9")
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("tcp://127.0.0.1:9", "no scheduler answers at tcp://127.0.0.1:9"),
+        ("inproc://127.0.0.1/1/1", "only from within the scheduler's own process"),
+        ("inproc://", "only from within the scheduler's own process"),
+        ("tcp://127.0.0.1", "expected tcp://HOST:PORT"),
+        ("127.0.0.1", "expected tcp://HOST:PORT"),
+    ],
+)
+def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dask_gpurt.cli.cluster.CONNECT_TIMEOUT_S", 0.5)
+    assert_one_line(address, said)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(b"", "no answer within 0.5 s"), (b"HTTP/1.1 400 Bad Request\r\n", "another server")]
+)
+def test_something_else_listens_there(answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dask_gpurt.cli.cluster.CONNECT_TIMEOUT_S", 0.5)
+    taken = []
+
+    def answer_once(listener: socket.socket) -> None:
+        taken.append(listener.accept()[0])
+        taken[0].sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=answer_once, args=(listener,), daemon=True)
+        server.start()
+        assert_one_line(f"tcp://127.0.0.1:{listener.getsockname()[1]}", said)
+        server.join()
+        taken[0].close()
+
+
+def assert_one_line(address: str, said: str) -> None:
+    result = doctor("--scheduler", address)
     assert result.exit_code == 1
-    assert "no scheduler answers at tcp://127.0.0.1:9" in result.output
+    assert said in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_wrong_setting_does_not_hide_that_it_was_to_be_on() -> None:
+    with dask.config.set({"gpurt.enabled": True, "gpurt.takeovr": True}):
+        facts = consult()
+        printed = " ".join(doctor().stdout.split())
+    assert not facts["ok"]
+    assert (facts["settings"]["configured"], facts["settings"]["enabled"]) == (True, False)
+    assert "true in this configuration, but a setting is wrong and keeps the runtime off" in printed
+    assert "'gpurt.enabled' is false" not in printed
+    assert facts["settings"]["shuffles"] == "by Dask's own default"
 
 
 def test_a_topology_file_that_makes_no_sense_is_a_problem(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from tornado.httpclient import AsyncHTTPClient
 import dask_gpurt
 from dask_gpurt.memory.ledger import ClusterMemory, Label, Ledger
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.json_replies import REPLIES, schemas
 from dask_gpurt.plugins import json_api
 from dask_gpurt.plugins.json_api import MAX_LIMIT, MAX_LIMIT_BY_PREFIX, RESOURCES, JsonApi, Query
-from tests.helpers.in_process import all_placed, on_cluster, on_plain_cluster
+from tests.helpers.in_process import all_placed, on_cluster, on_plain_cluster, until
 
 MODULE = "dask_gpurt.plugins.json_api"
 
@@ -45,6 +46,17 @@ async def reply(scheduler: Any, resource: str, **arguments: Any) -> Any:
     return found
 
 
+async def heard_of(scheduler: Any, counter: str, value: float) -> None:
+    """Wait until heartbeats have told that all workers together have counted so much."""
+    reports = scheduler.extensions["gpurt"].reports
+    await until(lambda: reports.known()["counters"].get(counter) == value)
+
+
+def known_fallbacks(scheduler: Any) -> set[str]:
+    workers = scheduler.extensions["gpurt"].reports.known()["workers"]
+    return {id for one in workers.values() for id in one["fallbacks"]}
+
+
 async def shuffled(client: Any) -> Any:
     frame = dd.from_pandas(pd.DataFrame({"key": range(1000)}), npartitions=4)
     result = client.persist(frame.shuffle("key"))
@@ -64,8 +76,9 @@ def test_replies_are_as_their_schema_says() -> None:
         assert set(index["resources"]) == set(REPLIES) - {"index"} | {"schema"}
         assert (await ask(scheduler, "schema"))[1] == schemas()
 
+        await heard_of(scheduler, "shuffle.rows", 1000)
         report = await reply(scheduler, "report", worker=workers[0])
-        assert (report["counters"]["shuffle.rows"], report["workers"]) == (1000, 2)
+        assert (report["workers"], report["silent"], report["departed"]) == (2, 0, [])
         assert set(report["details"]) == {workers[0]}
         assert report["details"][workers[0]]["counters"]["shuffle.rows"] <= 1000
 
@@ -206,26 +219,28 @@ def test_a_server_of_another_kind_keeps_the_runtime_and_has_no_api(monkeypatch: 
         assert "known is (self, application)" in fallback.reason
 
 
-def test_workers_are_asked_once_for_all_who_ask_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_keeps_what_workers_did_that_have_left() -> None:
     @on_cluster()
-    async def run(client: Any, scheduler: Any, *_: Any) -> None:
-        asked = []
-        broadcast = scheduler.broadcast
-
-        async def counted(**options: Any) -> Any:
-            asked.append(options["msg"])
-            return await broadcast(**options)
-
-        monkeypatch.setattr(scheduler, "broadcast", counted)
-        replies = await asyncio.gather(*(reply(scheduler, "report") for _ in range(5)))
-        assert {found["workers"] for found in replies} == {2}
-        assert [message["op"] for message in asked] == ["gpurt_report"]
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        a.plugins["gpurt"].metrics.add("shuffle.rows", 5)
+        b.plugins["gpurt"].metrics.fallback(Fallback.MEMORY_UNPICKLABLE, "a reason")
+        await heard_of(scheduler, "shuffle.rows", 5)
+        await until(lambda: "memory.unpicklable" in known_fallbacks(scheduler))
+        await a.close()
+        report = await reply(scheduler, "report")
+        assert (report["counters"]["shuffle.rows"], report["workers"]) == (5, 1)
+        assert [one["address"] for one in report["departed"]] == [a.address]
+        assert report["fallbacks"]["memory.unpicklable"] == {
+            "text": Fallback.MEMORY_UNPICKLABLE.text,
+            "reason": "a reason",
+            "count": 1,
+        }
 
     run()
 
 
 def test_a_worker_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_api, "REPORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(json_api, "DETAILS_TIMEOUT_S", 0.2)
 
     @on_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
@@ -236,7 +251,8 @@ def test_a_worker_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mon
             return {}
 
         monkeypatch.setitem(worker.handlers, "gpurt_report", silent)
-        status, said = await ask(scheduler, "report")
+        await reply(scheduler, "report")  # nothing is asked of it
+        status, said = await ask(scheduler, "report", worker=worker.address)
         assert (status, said) == (504, {"error": "a worker did not answer within 0.2 s"})
         answers.set()
 
@@ -273,4 +289,5 @@ def test_replies_of_256_workers_are_bounded() -> None:
 def test_no_more_than_a_page_is_given() -> None:
     assert Query.of({"limit": ["100000"]}, ("limit",)).limit == MAX_LIMIT
     assert Query.of({}, ()).cut(range(1000)) == range(MAX_LIMIT)
-    assert {"offset", "limit"} <= set.intersection(*(set(one.arguments) for one in RESOURCES))
+    paged = [one for one in RESOURCES if {"offset", "limit"} <= set(one.arguments)]
+    assert {one.name for one in RESOURCES} - {one.name for one in paged} == {"report"}

@@ -193,12 +193,12 @@ def witnessed(client: Client) -> Iterator[None]:
 
 def scheduler_says(client: Client) -> dict[str, Truth]:
     found: dict[str, Truth] = {}
-    for row in dask_gpurt.memory_usage(client).itertuples():
+    for row in dask_gpurt.memory_usage(client).to_pandas(names="metrics").itertuples():
         of = found.setdefault(row.worker, Truth())
         of.used[row.tier] = row.partitions + row.shards
         of.promised[row.tier] = row.reservations
         assert row.headroom == row.capacity - row.partitions - row.shards - row.reservations
-    for row in dask_gpurt.memory_usage(client, by="prefix").itertuples():
+    for row in dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics").itertuples():
         assert row.bytes > 0
         if row.kind != "reservations":
             # It may have told of the first ones between the two questions.
@@ -320,17 +320,23 @@ def test_prefixes_of_what_the_tiers_hold(library: Library) -> None:
         seen = client.submit(view, held[0], key="view")
         wait([*held, seen])
         rest(client)
-        rows = dask_gpurt.memory_usage(client, by="prefix")
+        rows = dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics")
         assert list(rows) == ["worker", "tier", "kind", "prefix", "bytes"]
         assert set(rows.prefix) >= {"load"}
         assert set(rows.kind) == {PARTITIONS}
-        assert rows.bytes.sum() == dask_gpurt.memory_usage(client).partitions.sum() >= 8 * 90_000 * 24
-        assert list(dask_gpurt.memory_usage(client, by="tier")) == list(dask_gpurt.memory_usage(client))
+        assert (
+            rows.bytes.sum()
+            == dask_gpurt.memory_usage(client).to_pandas(names="metrics").partitions.sum()
+            >= 8 * 90_000 * 24
+        )
+        assert list(dask_gpurt.memory_usage(client, by="tier").to_pandas(names="metrics")) == list(
+            dask_gpurt.memory_usage(client).to_pandas(names="metrics")
+        )
         with pytest.raises(ValueError, match="by='task': expected one of 'tier', 'prefix'"):
             dask_gpurt.memory_usage(client, by="task")
         dask_gpurt.disable(client)
-        assert list(dask_gpurt.memory_usage(client, by="prefix")) == list(rows)
-        assert dask_gpurt.memory_usage(client, by="prefix").empty
+        assert list(dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics")) == list(rows)
+        assert dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics").empty
 
 
 def test_switched_off_and_on_again(library: Library) -> None:
@@ -351,8 +357,10 @@ def test_without_tiers_there_are_rows_of_what_shuffles_hold(library: Library) ->
     with cluster(library.name, workers=1, memory__tiers=False) as client:
         held = client.submit(make, library, 90_000, 1)
         wait(held)
-        while (rows := dask_gpurt.memory_usage(client)).empty:  # until a heartbeat has brought them
+        while (
+            rows := dask_gpurt.memory_usage(client).to_pandas(names="metrics")
+        ).empty:  # until a heartbeat has brought them
             pass
         assert list(rows.tier) == [str(tier) for tier in Tier]
         assert not rows.partitions.any()
-        assert dask_gpurt.memory_usage(client, by="prefix").empty
+        assert dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics").empty

@@ -148,6 +148,9 @@ def test_the_command_asks_the_workers(start: Starting) -> None:
 def test_the_default_does_nothing_to_tasks_without_a_gpu(shared_cluster: SharedCluster) -> None:
     with shared_cluster.client() as client:
         assert_right(shuffled())
-        assert {reply["mode"] for reply in replies(client)} == {"adaptive"}
+        assert {reply["mode"] for reply in replies(client)} == {"off"}
+        printed = CliRunner().invoke(main, ["overlap", "--scheduler", client.scheduler.address]).stdout
+        assert printed.startswith("no kernel is confined on the 2 workers")
+        assert len(printed.splitlines()) == 1
         assert not any(reply["fallbacks"] for reply in dask_gpurt.report(client)["workers"].values())
         assert all(reply["elapsed"] == 0 and not reply["decisions"] for reply in replies(client))

@@ -85,7 +85,7 @@ def test_a_worker_is_killed_while_it_writes_a_file(directory: Path) -> None:
         # The nanny removes the local directory of a worker that died, and so what was half written.
         assert not before[victim].parent.exists()
         assert set(directory.rglob("gpurt-tier-*")) == set(now.values())
-        until(lambda: set(dask_gpurt.memory_usage(client).worker) == set(now))
+        until(lambda: set(dask_gpurt.memory_usage(client).to_pandas(names="metrics").worker) == set(now))
 
 
 def test_the_cluster_is_restarted_while_workers_write_files(directory: Path) -> None:
@@ -116,8 +116,12 @@ def test_the_cluster_is_restarted_while_workers_write_files(directory: Path) -> 
         assert not set(before) & set(now)
         assert set(directory.rglob("gpurt-tier-*")) == set(now.values())
         assert not any(any(path.iterdir()) for path in now.values())
-        until(lambda: set(dask_gpurt.memory_usage(client).worker) == set(now))
-        assert not dask_gpurt.memory_usage(client)[["partitions", "shards", "reservations"]].any(axis=None)
+        until(lambda: set(dask_gpurt.memory_usage(client).to_pandas(names="metrics").worker) == set(now))
+        assert (
+            not dask_gpurt.memory_usage(client)
+            .to_pandas(names="metrics")[["partitions", "shards", "reservations"]]
+            .any(axis=None)
+        )
         assert {future.status for future in lost} == {"cancelled"}
         assert contents(client, blocks(client, 24)) == right(24)
 

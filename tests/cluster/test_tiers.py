@@ -54,7 +54,7 @@ def on_workers(client: Client, function: Any) -> list[Any]:
 def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Library) -> None:
     collection = library.collection(parts())
     wait(collection)
-    rows = dask_gpurt.memory_usage(small)
+    rows = dask_gpurt.memory_usage(small).to_pandas(names="metrics")
     assert set(rows.worker) == set(small.nthreads())
     assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["WorkerBuffer"] * 2
     assert set(rows.tier) == {"device", "pinned", "host", "disk"}
@@ -147,11 +147,11 @@ def test_the_picture_agrees_with_the_workers(small: Client, library: Library) ->
         return {tier: ledger.cell(tier, "partitions") for tier in ledger.capacity}
 
     def agree() -> bool:
-        truth, rows = small.run(held), dask_gpurt.memory_usage(small)
+        truth, rows = small.run(held), dask_gpurt.memory_usage(small).to_pandas(names="metrics")
         return all(truth[row.worker][row.tier] == row.partitions for row in rows.itertuples())
 
     until(agree)
-    assert dask_gpurt.memory_usage(small).partitions.sum() >= 8 * 2 * MIB
+    assert dask_gpurt.memory_usage(small).to_pandas(names="metrics").partitions.sum() >= 8 * 2 * MIB
 
 
 def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_path: Path) -> None:

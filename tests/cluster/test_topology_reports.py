@@ -23,7 +23,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, detect
-from dask_gpurt.topology.file import TopologyError, parse
+from dask_gpurt.topology.file import TopologyError, load, parse
 from dask_gpurt.topology.hosts import Host
 from tests.helpers.in_process import FILE, all_placed, gen_client_cluster, on_cluster, topology, until
 
@@ -80,7 +80,7 @@ def test_workers_come_and_go() -> None:
         assert list(topology(scheduler).hosts) == []
         assert await client.scheduler.gpurt_topology() == {
             **{"version": 1, "hosts": {}, "workers": {}},
-            "speeds": {str(link): vars(speed) for link, speed in SHIPPED.items()},
+            "speeds": {},  # nothing was measured
         }
 
     run()
@@ -210,6 +210,9 @@ def test_the_picture_is_shown_on_the_command_line(file: Path) -> None:
         assert shown.exit_code == 0
         assert local.scheduler_address.rpartition(":")[0] in shown.stdout
         assert "3 GB/s" in shown.stdout
+        known = [line.strip().rpartition("by ")[2] for line in shown.stdout.splitlines() if " by " in line]
+        assert known.count("measurement") == len(load(file).speeds)
+        assert "default" in known
         dask_gpurt.disable(client)
         off = CliRunner().invoke(main, command)
         assert off.exit_code == 1

@@ -10,13 +10,15 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 from xml.dom import minidom
 
 import click
 import pandas as pd
 import pytest
+from distributed import Client, LocalCluster
 
-from dask_gpurt.cli.demo import OperationTiming, all_passed, choose_methods, print_results
+from dask_gpurt.cli.demo import NEXT, OperationTiming, all_passed, choose_methods, preview, print_results
 from dask_gpurt.cli.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
 from dask_gpurt.cli.report import render_report, speedups
 from dask_gpurt.cli.tier_view import TierSampler
@@ -85,6 +87,18 @@ def test_demo_ends_with_a_table(results: dict[str, Any], capsys: pytest.CaptureF
     compared = len(results["methods"])
     assert f"{compared} of {compared}" in printed
     assert results["report"] in printed
+    assert printed.rstrip().endswith(NEXT.rstrip())
+
+
+def test_demo_begins_with_what_runs_and_where_to_watch_it() -> None:
+    pytest.importorskip("bokeh", reason="the dashboard needs it")
+    options = {"n_workers": 1, "processes": False, "dashboard_address": ":0"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        said = preview(client, ["gpurt", "tasks"], repeat=2)
+        assert f"1 workers on this machine. {len(OPERATIONS) * 2 * 3} runs" in said
+        address = said.rpartition(" ")[2]
+        with urlopen(address) as page:
+            assert page.status == 200
 
 
 def test_demo_writes_a_small_report_that_fetches_nothing(results: dict[str, Any], page: Path) -> None:

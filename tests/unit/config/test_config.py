@@ -259,7 +259,7 @@ def test_unknown_key_has_a_suggestion(key: str, meant: str) -> None:
     unknown = next(
         part for part in (key, *(key.rsplit(".", n)[0] for n in (1, 2))) if f"{part!r}:" in problem
     )
-    assert problem.startswith(f"unknown key {unknown!r}: did you mean {meant!r}? Known keys: gpurt.enabled, ")
+    assert problem == f"unknown key {unknown!r}: did you mean {meant!r}?"
 
 
 @pytest.mark.parametrize(

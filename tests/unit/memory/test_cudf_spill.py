@@ -174,7 +174,9 @@ def test_the_account_agrees_with_cudf() -> None:
 
     def told(client: Client, tier: str, kind: str, nbytes: int) -> None:
         def said() -> int:
-            return int(dask_gpurt.memory_usage(client).set_index("tier").loc[tier, kind])
+            return int(
+                dask_gpurt.memory_usage(client).to_pandas(names="metrics").set_index("tier").loc[tier, kind]
+            )
 
         until(
             lambda: said() == nbytes, lambda: f"{said()} bytes of {kind} in the {tier} tier, truly {nbytes}"

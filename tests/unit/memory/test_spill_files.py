@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,19 @@ def test_files_go_with_the_interpreter_but_not_with_a_fork(tmp_path: Path) -> No
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], check=True, timeout=60)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="/dev/shm is the second file system here")
+def test_its_limit_is_the_free_space_of_its_own_file_system(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        tier = DiskTier(directory)
+        try:
+            shm = os.statvfs("/dev/shm")
+            assert 0 < tier.limit() <= shm.f_blocks * shm.f_frsize
+            tier["a"] = frames(1 << 20, 1)
+            assert tier.limit() >= tier.used
+        finally:
+            tier.close()
+    small = DiskTier(str(tmp_path), capacity=4096)
+    assert small.limit() == 4096
+    small.close()

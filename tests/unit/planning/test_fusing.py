@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import dask
@@ -18,6 +20,7 @@ from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.dask_hooks.planning import graph_of, rebuild, with_operand
 from dask_gpurt.planning import fusing
 from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.shuffle import ShuffleSpec
@@ -202,8 +205,7 @@ def test_fused_graphs_compute_the_same(drawn: tuple[dict[Key, Any], set[Key]]) -
 
 
 def tasks_of(plan: Any) -> dict[Key, Any]:
-    found: dict[Key, Any] = plan.__dask_graph__()
-    return found
+    return graph_of(plan)
 
 
 def plan(*collections: Any) -> Any:
@@ -220,6 +222,12 @@ def test_a_plan_of_steps_on_partitions_has_a_task_for_each() -> None:
     assert len(tasks_of(fuse(found))) < len(tasks_of(found))
 
 
+def test_a_plan_without_shuffles_is_of_dask_alone() -> None:
+    """So any scheduler can compute it, also one of another client, without the runtime."""
+    found = fuse(plan((table().value * 2 + 1).abs()))
+    assert {type(expr).__module__.partition(".")[0] for expr in found.walk()} == {"dask"}
+
+
 @pytest.mark.parametrize("collections", [1, 2])
 def test_fused_plans_have_the_same_results(collections: int) -> None:
     frames = [table()[table().value > 1].assign(other=1), table().groupby("key").value.sum()][:collections]
@@ -228,6 +236,42 @@ def test_fused_plans_have_the_same_results(collections: int) -> None:
     assert len(keys) == collections
     for computed, frame in zip(dask.get(tasks_of(found), keys), frames, strict=True):
         assert computed.equals(frame.compute(scheduler="sync"))
+
+
+def test_what_several_partitions_need_is_computed_once() -> None:
+    """Dask's own rule would have the small side of this join computed for each partition of the other."""
+    computed = []
+
+    def small(number: int) -> pd.DataFrame:
+        computed.append(number)
+        return pd.DataFrame({"key": [0, 1], "other": [number, number]})
+
+    meta = small(0).iloc[:0]
+    computed.clear()
+    with dask.config.set({"dataframe.convert-string": False}):  # nothing between the read and the join
+        found = fuse(plan(table().merge(dd.from_map(small, [1], meta=meta), on="key")))
+    (joined,) = dask.get(tasks_of(found), list(flatten(found.__dask_keys__())))
+    assert len(joined) == 4
+    assert computed == [1]
+
+
+def test_what_the_user_has_fused_needs_the_tasks_of_the_changed_plan() -> None:
+    """``optimize()`` of a collection leaves operations that are fused, with the names of what they need."""
+    optimised = ((table().value * 2) + 1).optimize()
+    changed = rebuild(optimised.expr, partial(with_operand, parameter="npartitions", value=1))
+    assert changed._name != optimised.expr._name
+    needed = set().union(*(task.dependencies for task in tasks_of(changed).values()))
+    assert needed <= tasks_of(changed).keys()
+
+
+def test_a_plan_of_many_steps_is_rebuilt() -> None:
+    """One that Dask computes is not too deep for Python's stack."""
+    steps = table()
+    for number in range(sys.getrecursionlimit()):
+        steps = steps[["key", "value"]] if number % 2 else steps.rename(columns=str)
+    changed = rebuild(steps.expr, partial(with_operand, parameter="columns", value=["key", "value"]))
+    assert changed._name != steps.expr._name
+    assert len(list(changed.walk())) == len(list(steps.expr.walk()))
 
 
 def test_a_result_that_another_one_is_made_of_is_computed_once() -> None:

@@ -246,6 +246,7 @@ def test_an_average_stays_between_what_it_was_and_what_was_seen(seen: list[tuple
         if nbytes:
             fastest, slowest = max(fastest, 2 * nbytes / seconds), min(slowest, nbytes / seconds)
     learned = topology.learned()[Link.TCP]
+    assert topology.measured().keys() <= {Link.TCP}
     assert slowest * 0.999 <= learned.bandwidth <= fastest * 1.001
     assert learned.latency > 0
 
@@ -257,6 +258,7 @@ def test_what_can_not_be_counts_for_nothing(nbytes: int, seconds: float, transfe
     topology = hosts(2)
     topology.observe("w0", "w1", nbytes, seconds, transfers)
     assert topology.learned() == dict(SHIPPED)
+    assert topology.measured() == {}
 
 
 def test_an_old_speed_is_forgotten_after_a_window() -> None:

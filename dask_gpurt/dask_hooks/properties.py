@@ -1,0 +1,48 @@
+"""Compute the cached properties of Dask's expressions without the lock that Python 3.11 holds meanwhile.
+
+Before 3.12 ``functools.cached_property`` has one lock for all instances of a class. Where client and
+scheduler share a process, as with ``LocalCluster``, that is a deadlock of Dask's own::
+
+    the main thread asks a sort for its divisions: it takes the lock of ``divisions``, sends the scheduler
+        a graph that computes them, and waits for the result
+    the event loop gets the graph, and asks the expressions in it for their divisions
+    ->  it waits for the lock, and the main thread for the event loop
+
+Python 3.12 has dropped the lock, and Dask runs there: two threads that ask at once both compute, and one of
+two equal values is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from dask._expr import Expr
+
+from dask_gpurt.dask_hooks.patch import PatchSet
+
+
+def drop_class_lock(patches: PatchSet) -> None:
+    """Have the cached properties of expressions computed as Python 3.12 does; all others keep their lock.
+
+    Parameters
+    ----------
+    patches
+        Gives the lock back.
+    """
+    if sys.version_info < (3, 12):
+        patches.put(cached_property, "__get__", _without_lock)
+
+
+def _without_lock(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get(self: Any, instance: Any, owner: Any = None) -> Any:
+        if not isinstance(instance, Expr) or self.attrname is None:
+            return original(self, instance, owner)
+        values = vars(instance)
+        if self.attrname not in values:
+            values[self.attrname] = self.func(instance)
+        return values[self.attrname]
+
+    return get

@@ -1,0 +1,108 @@
+"""The report of a cluster some of whose workers have left, or stand still."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+from distributed import Client
+
+import dask_gpurt
+from dask_gpurt.cli import main
+from dask_gpurt.observe import Fallback
+from dask_gpurt.plugins.reports import METRIC
+from tests.helpers.clusters import cluster
+from tests.helpers.waiting import until
+
+ROWS = 5_000
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with cluster(workers=2) as client:
+        yield client
+
+
+def heard_of(client: Client, address: str) -> dict[str, float]:
+    """Return the counters in the last heartbeat of a worker."""
+
+    def read(dask_scheduler) -> dict[str, float]:  # type: ignore[no-untyped-def]
+        metrics = dask_scheduler.workers[address].metrics
+        return metrics.get(METRIC, {}).get("counters", {})  # type: ignore[no-any-return]
+
+    found: dict[str, float] = client.run_on_scheduler(read)
+    return found
+
+
+def test_totals_outlive_a_killed_worker_and_the_loss_is_said(client: Client) -> None:
+    frame = pd.DataFrame({"key": range(ROWS)})
+    assert len(dd.from_pandas(frame, npartitions=6).shuffle("key").compute()) == ROWS
+    killed, pid = next(iter(client.run(os.getpid).items()))
+
+    def fall_back(dask_worker) -> None:  # type: ignore[no-untyped-def]
+        dask_worker.plugins["gpurt"].metrics.fallback(Fallback.OVERLAP_NOT_SAVED, "no space left")
+
+    client.run(fall_back, workers=[killed])
+    before = dask_gpurt.report(client)
+    assert before.counters["shuffle.runs"] == 1
+    assert before.counters["shuffle.rows"] == ROWS
+    assert before.departed == ()
+    of_killed = before.workers[killed].counters
+    until(lambda: heard_of(client, killed) == of_killed)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: dask_gpurt.report(client).departed)
+    after = dask_gpurt.report(client)
+    assert of_killed.items() <= after.departed[0].counters.items()
+    assert after.counters["shuffle.rows"] == ROWS
+    assert after.counters["shuffle.runs"] == 1
+    (gone,) = after.departed
+    assert gone.address == killed
+    assert gone.fallbacks["overlap.not-saved"].reason == "no space left"
+    assert f"{killed} left at" in repr(after)
+    assert "no space left" in repr(after)
+    printed = CliRunner().invoke(main, ["doctor", "--scheduler", client.scheduler.address]).stdout
+    assert "no space left" in printed
+    assert " ".join(str(gone).split()) in " ".join(printed.split())
+
+
+def test_a_worker_that_stands_still_is_said_to(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dask_gpurt.plugins.reports.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("dask_gpurt.plugins.reports.REPLY_TIMEOUT_S", 0.3)
+    client.wait_for_workers(2)
+    stopped, pid = next(iter(client.run(os.getpid).items()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found = dask_gpurt.report(client)
+        doctor = CliRunner().invoke(main, ["doctor", "--scheduler", client.scheduler.address])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert found.workers[stopped].error == "no answer within 0.3 s"
+    assert doctor.exit_code == 1
+    assert f"worker {stopped}: no answer within 0.3 s" in " ".join(doctor.stdout.split())
+
+
+def test_the_disk_tier_has_the_free_space_where_its_files_go(client: Client) -> None:
+    (directory,) = set(client.run(lambda dask_worker: os.path.dirname(dask_worker.local_directory)).values())
+    rows = dask_gpurt.memory_usage(client).to_pandas(names="metrics")
+    whole = os.statvfs(directory)
+    for capacity in rows[rows["tier"] == "disk"]["capacity"]:
+        assert 0 < capacity <= whole.f_bfree * whole.f_frsize + 2**30  # others may have filled it meanwhile
+
+
+def test_an_address_is_enabled_and_other_things_are_refused_with_what_is_wanted(client: Client) -> None:
+    with client.as_current(), dask_gpurt.enable(client.scheduler.address) as connected:
+        assert isinstance(connected, Client)
+        assert dask_gpurt.is_enabled(connected)
+        assert dask_gpurt.enable(connected) is connected
+        tiers = dask_gpurt.memory_usage(connected).to_pandas()["tier"]
+        assert set(tiers) == {"memory", "shared memory", "disk"}
+        totals = dask_gpurt.report(connected).to_pandas()
+        assert set(totals["worker"]) >= {"cluster"}
+    for wrong in (client.scheduler.address, 3):
+        with pytest.raises(TypeError, match=r"expected a distributed\.Client"):
+            dask_gpurt.report(wrong)  # type: ignore[arg-type]

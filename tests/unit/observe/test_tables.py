@@ -1,0 +1,94 @@
+"""What a user prints: tables with units and all columns, and frames for programs."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+import dask_gpurt
+from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.observe.tables import Explanation, MemoryUsage
+
+COLUMNS = ("worker", "tier", "capacity", "headroom", *KINDS)
+MIB = 2**20
+
+
+def row(worker: str, tier: str, capacity: int, **kinds: int) -> dict[str, object]:
+    used = sum(kinds.get(kind, 0) for kind in ("partitions", "shards", "reservations"))
+    return {
+        "worker": worker,
+        "tier": tier,
+        "capacity": capacity,
+        "headroom": capacity - used,
+        **{kind: kinds.get(kind, 0) for kind in KINDS},
+    }
+
+
+ON_HOST = (
+    row("a", "device", 100 * MIB, partitions=30 * MIB, published=MIB),
+    row("a", "pinned", 0),
+    row("a", "host", 0, unmanaged=7 * MIB),
+    row("a", "disk", 2**40),
+)
+ON_GPU = tuple(
+    row("g", tier, nbytes * MIB) for tier, nbytes in (("device", 9), ("pinned", 0), ("host", 0), ("disk", 5))
+)
+
+
+def test_without_a_gpu_tiers_are_called_by_what_they_are() -> None:
+    usage = MemoryUsage((*ON_HOST, *ON_GPU), COLUMNS, {"a": 64 * MIB})
+    frame = usage.to_pandas().set_index(["worker", "tier"])
+    assert list(frame.loc["a"].index) == ["memory", "shared memory", "disk"]
+    assert frame.loc[("a", "memory"), "unmanaged"] == 7 * MIB
+    assert frame.loc[("a", "memory"), "published"] == 0
+    pool = frame.loc[("a", "shared memory")]
+    assert (pool["capacity"], pool["published"], pool["headroom"]) == (64 * MIB, MIB, 63 * MIB)
+    assert list(frame.loc["g"].index) == ["device", "pinned", "host", "disk"]
+    before = usage.to_pandas(names="metrics")
+    assert list(before["tier"]) == ["device", "pinned", "host", "disk"] * 2
+    assert frame["partitions"].sum() == before["partitions"].sum()
+    assert frame["unmanaged"].sum() == before["unmanaged"].sum()
+    with pytest.raises(ValueError, match="expected 'shown' or 'metrics'"):
+        usage.to_pandas(names="mine")
+
+
+def test_a_tier_that_a_user_has_set_is_shown() -> None:
+    rows = (ON_HOST[0], ON_HOST[1], row("a", "host", MIB, unmanaged=5), ON_HOST[3])
+    frame = MemoryUsage(rows, COLUMNS, {"a": 0}).to_pandas()
+    assert list(frame["tier"]) == ["memory", "shared memory", "host", "disk"]
+    assert frame["unmanaged"].sum() == 5
+
+
+def test_it_prints_all_columns_with_units() -> None:
+    with pd.option_context("display.width", 40, "display.max_columns", 3):
+        printed = repr(MemoryUsage(ON_HOST, COLUMNS, {"a": 64 * MIB}))
+    head = printed.splitlines()[1].split()
+    assert head == list(COLUMNS)
+    assert "30.00 MiB" in printed
+    assert "..." not in printed
+    assert repr(MemoryUsage((), COLUMNS)) == "<MemoryUsage of 0 workers: no rows>"
+
+
+def test_an_explanation_prints_times_and_bytes() -> None:
+    columns = ("worker", "chosen", "seconds", "missing", "fits")
+    found = Explanation(
+        ({"worker": "a", "chosen": True, "seconds": 0.25, "missing": MIB, "fits": True},), columns, "k"
+    )
+    assert "250.00 ms" in repr(found)
+    assert "1.00 MiB" in repr(found)
+    assert found.to_pandas()["seconds"].tolist() == [0.25]
+
+
+def test_the_methods_of_the_frame_that_it_was_are_deprecated() -> None:
+    usage = MemoryUsage(ON_HOST, COLUMNS, {"a": 0})
+    with pytest.warns(DeprecationWarning, match="to_pandas"):
+        assert list(usage["tier"]) == ["device", "pinned", "host", "disk"]
+    with pytest.warns(DeprecationWarning, match="to_pandas"):
+        assert usage.partitions.sum() == 30 * MIB
+    assert [one["tier"] for one in usage] == ["device", "pinned", "host", "disk"]
+
+
+def test_completion_shows_the_functions() -> None:
+    assert {"enable", "disable", "report", "memory_usage", "explain"} <= set(dir(dask_gpurt))
+    for name in ("enable", "report", "memory_usage", "explain"):
+        assert "Returns" in getattr(dask_gpurt, name).__doc__
