@@ -266,11 +266,12 @@ sys.modules["dask_gpurt.memory"].__class__ = _CallableModule
 async def activate(client: Client) -> None:
     """Switch on; a coroutine, for preload hooks."""
     dask_hooks.require(expressions=True)
+    from dask_gpurt import dashboard
     from dask_gpurt.dataframe import choose
     from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 
     teach_method()
-    plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})))
+    plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})), dashboard.observe)
     try:
         await client.register_plugin(plugin, NAME)
     except ImportError as error:

@@ -91,12 +91,13 @@ async def _activate(server: Any) -> None:
     import dask
     from distributed import Client, Nanny, Scheduler, Worker
 
-    from dask_gpurt import api
+    from dask_gpurt import api, dashboard
     from dask_gpurt.plugins import colocation, residency, scheduler
 
     settings = dict(dask.config.get("gpurt", {}))
+    plugin = scheduler.GpurtSchedulerPlugin(settings, dashboard.observe)
     if isinstance(server, Scheduler):
-        await server.register_scheduler_plugin(scheduler.GpurtSchedulerPlugin(settings), idempotent=True)
+        await server.register_scheduler_plugin(plugin, idempotent=True)
     elif isinstance(server, Client):
         await api.activate(server)
     elif isinstance(server, (Worker, Nanny)):
@@ -104,7 +105,7 @@ async def _activate(server: Any) -> None:
             residency.preload_into(server)
             await colocation.colocate(server)
         # Workers of dask-cuda do not read distributed.worker.preload, their nannies do read their own list.
-        await _activate_through(server, scheduler.GpurtSchedulerPlugin(settings))
+        await _activate_through(server, plugin)
     else:
         raise TypeError(f"dask_gpurt can not be preloaded into a {type(server).__qualname__}")
 

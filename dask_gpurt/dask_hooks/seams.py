@@ -400,6 +400,19 @@ NANNY = SeamGroup(
     ),
     without="one worker runs where several were to share a GPU",
 )
+#: The pages of a scheduler's dashboard. Bokeh is imported where one of them is looked at.
+DASHBOARD = SeamGroup(
+    "dashboard",
+    (
+        Seam("distributed.dashboard.scheduler:applications"),
+        Seam("distributed.dashboard.scheduler:template_variables", "scheduler"),
+        Seam("distributed.dashboard.core:BokehApplication", "applications server prefix template_variables"),
+        Seam("distributed.dashboard.components.scheduler:BOKEH_THEME"),
+        Seam("distributed.dashboard.components.scheduler:env"),
+        Seam("distributed.http.routing:RoutingApplication.find_handler", "self request kwargs"),
+    ),
+    without="the dashboard has no pages of the runtime",
+)
 
 #: The groups that every process of a cluster needs; clients need EXPRESSIONS too.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)

@@ -33,10 +33,12 @@ from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
-from dask_gpurt.exchange.traffic import Traffic
+from dask_gpurt.exchange.traffic import IN_PLACE, Traffic
 from dask_gpurt.frames import Table, backend_for
 from dask_gpurt.memory.store import TieredBuffer
+from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe.progress import RecentRuns
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Exchange:
         self.pools.ask_host = self.host_room.ask
         self.landing = Landing(tiered_buffer, pools.main, metrics)
         self.traffic = Traffic()
+        self.recent_runs = RecentRuns()
         self.links = Links(worker)
         self.calls = Calls(worker, metrics)
         self.peers = Peers(
@@ -240,15 +243,25 @@ class Exchange:
         )
         if pressed or not path.in_place:
             self._pull_soon(incoming)
+        else:
+            self.traffic.note(shard.producer.address, IN_PLACE, shard.nbytes, 0.0)
         return incoming
+
+    def disk_traffic(self) -> tuple[float, float]:
+        """Return the bytes that were written into the tier of files, and read from it, so far."""
+        moves = self.metrics.total("memory.spill.bytes.{from}.{to}").items()
+        written = sum(nbytes for (_, target), nbytes in moves if target == Tier.DISK)
+        return written, sum(nbytes for (source, _), nbytes in moves if source == Tier.DISK)
 
     def refuse(self, shard: Shard) -> None:
         """Have the producer free a shard that will not be taken."""
         self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id, shard.share)
 
-    def _pull_soon(self, incoming: IncomingShard) -> None:
-        if incoming.start_moving():
+    def _pull_soon(self, incoming: IncomingShard) -> bool:
+        """Begin to pull a shard; False where it is under way, there or gone already."""
+        if begins := incoming.start_moving():
             call_soon(self.worker, self._pull, incoming)
+        return begins
 
     async def _pull(self, incoming: IncomingShard) -> None:
         try:
@@ -478,7 +491,8 @@ class Exchange:
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
         for incoming in sorted(tuple(self._incoming[peer]), key=lambda incoming: incoming.shard.id):
-            self._pull_soon(incoming)
+            if self._pull_soon(incoming):  # it was to be read in place, and is copied after all
+                self.traffic.note(peer.address, IN_PLACE, -incoming.shard.nbytes, 0.0)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
         """Handle the end of a producer's part of a run.

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 #: Peers and paths between two reports; transfers of more are left out.
 MAX_PEERS = 64
+#: In the place of a path, of shards that are read where they lie: nothing is copied, and it takes no time.
+IN_PLACE = "in-place"
 
 
 class TransferTotals(NamedTuple):

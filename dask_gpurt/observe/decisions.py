@@ -38,6 +38,11 @@ class Decisions:
             self._entries.append({"at": self._clock(), "subject": subject, "decided": decided, "why": why})
             return True
 
+    def last(self) -> dict[str, Any] | None:
+        """Return the latest record, None before the first."""
+        with self._lock:
+            return dict(self._entries[-1]) if self._entries else None
+
     def snapshot(self) -> list[dict[str, Any]]:
         """Return the records, oldest first, as plain values."""
         with self._lock:

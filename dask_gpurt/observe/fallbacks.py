@@ -59,6 +59,8 @@ class Fallback(Enum):
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask decides in its method {method}"
 
+    DASHBOARD_PAGES = "dashboard.pages", "the dashboard has no pages of the runtime"
+
     PLANNING_UNSUPPORTED = (
         "planning.unsupported",
         "each query is planned anew, and no tasks are fused, as with Dask",

@@ -440,6 +440,11 @@ class Metrics:
             logger = logging.getLogger(f"dask_gpurt.{what.room}")
             logger.warning("%s: %s (%s; logged once, `dask gpurt doctor` counts)", text, reason, filled)
 
+    def total(self, name: str) -> dict[tuple[str, ...], float]:
+        """Return the values of a metric by the values of its labels."""
+        with self._lock:
+            return {labels: value for (known, labels), value in self._values.items() if known == name}
+
     def samples(self) -> list[tuple[Metric, tuple[str, ...], float]]:
         """Return every metric that has a value, with the values of all its labels and its own."""
         with self._lock:

@@ -220,6 +220,18 @@ class WorkerOverlap:
         """Return the mode in effect: without a GPU nothing is confined, and no stream has a priority."""
         return "off" if self._control is None and self._device.on_host else self._settings.mode
 
+    def summary(self) -> dict[str, Any]:
+        """Return what fits into a heartbeat: whether tasks are confined, and what trials have cost."""
+        governor = self._governor
+        last = self.decisions.last()
+        return {
+            "mode": self._mode(),
+            "steps": governor.steps if governor else 0,
+            "elapsed": governor.elapsed if governor else 0.0,
+            "lost": governor.lost if governor else 0.0,
+            "last": [last["subject"], last["decided"], last["why"]] if last else [],
+        }
+
     def report(self) -> dict[str, Any]:
         """Return the mode in effect, the statistics and the decisions, as plain values."""
         governor = self._governor

@@ -78,6 +78,10 @@ class SchedulerPlacement:
         """Return the owner of each output of a shuffle, for which Dask has chosen these."""
         return self._placement.owners(barrier, chosen)
 
+    def latest(self, most: int) -> list[dict[str, Any]]:
+        """Return the last decisions with their reasons."""
+        return self._placement.latest(most)
+
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return the last decision about a key."""
         return self._placement.explain(key)

@@ -32,6 +32,8 @@ from dask_gpurt.shuffle.spec import output_partition
 
 logger = logging.getLogger(__name__)
 
+#: The topic of Dask's events under which the scheduler tells what becomes of runs.
+SHUFFLE_TOPIC = "gpurt-shuffle"
 #: States of outputs that a run has nothing to do for.
 IDLE = ("released", "forgotten", "erred")
 #: For how long outputs that are being put together are waited for, and the pause between looks, in seconds.
@@ -426,11 +428,17 @@ class Recovery:
         for shuffle in shuffles:
             logger.warning("Shuffle %s goes on: %s", shuffle, reason)
             self._metrics.add("shuffle.runs.recovered", int(loss is not None))
+            self._tell(shuffle, "goes-on" if loss is None else "recovers", reason, len(lost))
             self._move(shuffle, to, () if loss is None else loss.gone, kept)
         for worker in {*to.values(), *kept.values()}:
             self._in_a_row.takes_part(worker, shuffles)
         barriers = map(barrier_key, shuffles)
         self._release(barriers, "memory", "processing", "queued", "no-worker")
+
+    def _tell(self, shuffle: Any, action: str, reason: str, outputs: int) -> None:
+        """Log an event: what becomes of a run, why, and how many outputs have other owners."""
+        told = {"action": action, "shuffle": str(shuffle), "reason": reason, "outputs": outputs}
+        self._scheduler.log_event(SHUFFLE_TOPIC, told)
 
     def _release(self, keys: Iterable[Key], *states: str) -> None:
         """Have tasks run again that are in memory, or in one of some states."""

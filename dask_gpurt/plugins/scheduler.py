@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -40,6 +40,8 @@ from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
 
 logger = logging.getLogger(__name__)
 
+#: Begins to watch a plugin that is on, and returns what ends that.
+Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
 #: The name that the plugin has until it is on: Dask takes what has its name already for registered.
 STARTING = "gpurt-starting"
 
@@ -56,13 +58,16 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     settings
         The section ``gpurt`` of the process that switches on. What a scheduler or a worker
         has set itself comes first.
+    observer
+        Called once the runtime is on; what it returns is called as it goes off.
     """
 
     name = NAME
     idempotent = True
 
-    def __init__(self, settings: Mapping[str, Any]):
+    def __init__(self, settings: Mapping[str, Any], observer: Observer | None = None):
         self.given = settings
+        self.observer = observer
 
     async def start(self, scheduler: SchedulerServer) -> None:
         # Several clients or nannies may come at once, or while another switches off.
@@ -106,6 +111,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             # From here on Dask takes it for registered, and back here it does so no more.
             self._rename(STARTING, NAME)
             self._undo.callback(self._rename, NAME, STARTING)
+            if self.observer is not None:
+                self._undo.callback(self.observer(self))
         except BaseException:
             try:
                 await self._switch_off()

@@ -30,7 +30,13 @@ from dask_gpurt.dask_hooks.shuffle import (
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.recovery import Recovery, is_unfinished, needed_outputs, sharing_outputs
+from dask_gpurt.plugins.recovery import (
+    SHUFFLE_TOPIC,
+    Recovery,
+    is_unfinished,
+    needed_outputs,
+    sharing_outputs,
+)
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
@@ -71,6 +77,9 @@ class SchedulerShuffles:
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s begins again: %s", shuffle_id, reason)
+        self._scheduler.log_event(
+            SHUFFLE_TOPIC, {"action": "begins-again", "shuffle": str(shuffle_id), "reason": reason}
+        )
         restart(self._extension, self._scheduler, shuffle_id, f"gpurt-begin-again-{time()}")
 
     def install(self) -> None:
@@ -153,6 +162,8 @@ class SchedulerShuffles:
                 )
                 self._send_outputs_to_owners(shuffle_id, run.worker_for)
                 self.recovery.begins(shuffle_id)
+                begins = {"action": "begins", "shuffle": str(shuffle_id), "run": run.run_id, "worker": worker}
+                self._scheduler.log_event(SHUFFLE_TOPIC, begins)
             return run
 
         return create
@@ -204,6 +215,8 @@ class SchedulerShuffles:
         def remove(scheduler: Any, worker: str, **options: Any) -> None:
             self.recovery.remove_worker(worker)
             original(scheduler, worker, **options)
+            for heartbeats in self._extension.heartbeats.values():  # of runs that go on without it
+                heartbeats.pop(worker, None)
 
         return remove
 

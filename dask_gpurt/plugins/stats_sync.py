@@ -11,7 +11,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.overlap.governor import Governor
+from dask_gpurt.overlap.governor import Governor, rows
 from dask_gpurt.overlap.statistics import OverlapStatistics, average, significant
 from dask_gpurt.overlap.statistics_file import CacheKey
 
@@ -59,6 +59,18 @@ class SharedStatistics:
             together = average(list(self._of[cache_key].values())).plain()
             self._together[cache_key] = now, together
         return together
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return what was learnt of each kernel and setting, see :func:`~dask_gpurt.overlap.governor.rows`.
+
+        Each row has the ``device`` and libraries that it holds for besides.
+        """
+        return [
+            {"device": cache_key, **row}
+            for cache_key, of in self._of.items()
+            if of
+            for row in rows(average(list(of.values())))
+        ]
 
     def remove(self, worker: str) -> None:
         """Forget the statistics of a worker that has left."""

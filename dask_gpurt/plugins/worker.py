@@ -33,6 +33,7 @@ from dask_gpurt.plugins.colocation import ALONE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
+from dask_gpurt.plugins.progress_reports import ProgressReporter
 from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
@@ -146,6 +147,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(self.topology.close)
         await self.topology.start()
         await self.exchange.offload(self.overlap.prepare)
+        undo.callback(self.progress.close)
+        self.progress.start()
         undo.push_async_callback(self.overlap.save)
         # The last one comes first: see Layer. What wraps the same as one of these has to come in this order.
         for part in (self.overlap, self.run_lookup, self.replica_selector):
@@ -207,6 +210,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)
         self.tracing = WorkerTracing(worker, self.metrics, self.exchange.offload)
+        runs, summary = self.exchange.recent_runs, self.overlap.summary
+        self.progress = ProgressReporter(worker, runs, summary, self.metrics)
 
     async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:

@@ -17,6 +17,7 @@ from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerL
 from dask_gpurt.exchange.incoming import IncomingShard, reading
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Part
+from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.shuffle.inputs import Inputs, Offered
 from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import ShuffleSpec
@@ -55,6 +56,8 @@ class Receiver:
         Raises when the run is over.
     failed
         Called when a shard that was accepted can not be had, with the error.
+    progress
+        Counts what is received and put together.
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class Receiver:
         exchange: Exchange,
         check: Callable[[], None],
         failed: Callable[[Shard, Exception], None],
+        progress: RunProgress,
     ):
         self.spec = spec
         self.run = run
         self.exchange = exchange
         self._check = check
         self._failed = failed
+        self._progress = progress
         self._lock = threading.Lock()
         self._closed = False
         self._shares: dict[int, _Received] = {}
@@ -176,6 +181,7 @@ class Receiver:
                     shard
                 )  # should the producer live after all, it would hold the block for ever
                 return self._drop(received, received.inputs.lose(shard.source, shard.attempt))
+            self._progress.received(shard.nbytes)
             outdated = received.inputs.add(shard.source, shard.attempt, shard.part, incoming)
             outdated = self._drop(received, outdated)
             places = {o: where for o, where in shard.places().items() if o in received.outputs}
@@ -249,7 +255,8 @@ class Receiver:
         landing = self.exchange.landing
         sections = [(incoming, which) for incoming, which, _ in wanted]
         read = reading(sections, landing, self._check, key)
-        with read as found, metrics.seconds("shuffle.seconds.assembling", partition):
+        timed = metrics.seconds("shuffle.seconds.assembling", partition)
+        with read as found, timed, self._progress.seconds("assembling"):
             if (recording := metrics.recording) is not None:
                 for incoming, _ in places:
                     recording.read(incoming.shard.name)
@@ -263,6 +270,9 @@ class Receiver:
             fence = table.fence()
             for incoming, _ in places:
                 incoming.read_until(fence)
+        self._progress.assembled(
+            partition, sum(_rows(incoming.shard.sections[which], at) for incoming, which, at in wanted)
+        )
         return frame
 
     @cached_property
@@ -299,6 +309,10 @@ class Receiver:
             self._shares.clear()
             self._share_of.clear()
         self.exchange.discard(incoming_shards)
+
+
+def _rows(section: Section, at: int) -> int:
+    return section.offsets[at + 1] - section.offsets[at]
 
 
 def _part(section: Section, at: int, buffer: Buffer, memo: dict[str, Any]) -> Part:

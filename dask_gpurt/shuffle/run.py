@@ -136,8 +136,14 @@ class ShuffleRun:
         self._exchange = exchange
         self._owners = owners
         self._key = (spec.id, run_id)
-        self._sender = Sender(spec, self._key, owners, exchange, self._offer, self.raise_if_closed)
-        self._receiver = Receiver(spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed)
+        self._progress = exchange.recent_runs.begin(self._key)
+        self._sender = Sender(
+            spec, self._key, owners, exchange, self._offer, self.raise_if_closed, self._progress
+        )
+        self._receiver = Receiver(
+            spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed, self._progress
+        )
+        self._disk_before = exchange.disk_traffic()
         #: Offers on their way, by owner: one message at a time, with all that has come up.
         self._outgoing: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
@@ -220,9 +226,35 @@ class ShuffleRun:
                 await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
-        """Report to Dask's dashboard the progress of a shuffle."""
-        waiting = {"memory": 0, "buckets": 0, "written": 0, "read": 0, "active": 0, "memory_limit": 0}
-        return {"disk": waiting, "comm": waiting, "start": self.start_time}
+        """Report to Dask's own page of shuffles, with what stands in the place of its buffers.
+
+        The exchange pools, from which shards are sent, are its buffer for comms; all runs of the worker share
+        them. It has none for disks: what is spilled is written at once. The bytes of files are all that the
+        worker has moved since this run began.
+        """
+        figures, exchange = self._progress.snapshot(), self._exchange
+        pools = exchange.pools.describe().values()
+        written, read = (
+            now - before for now, before in zip(exchange.disk_traffic(), self._disk_before, strict=True)
+        )
+        shards = max(1, figures["offered_shards"])
+        return {
+            "comm": {
+                "memory": sum(pool["used"] - pool["retained"] for pool in pools),
+                "memory_limit": sum(pool["capacity"] for pool in pools),
+                "total": figures["offered_bytes"],
+                "buckets": len(exchange.pools.shares(self._key)),
+                "written": figures["offered_bytes"],
+                "read": figures["received_bytes"],
+                "avg_size": figures["offered_bytes"] / shards,
+                "avg_duration": figures["packing"] / shards,
+            },
+            "disk": {
+                **dict.fromkeys(("memory", "memory_limit", "buckets", "avg_size", "avg_duration"), 0),
+                **{"total": written, "written": written, "read": read},
+            },
+            "start": self.start_time,
+        }
 
     # ---- owners ----------------------------------------------------------------------
 

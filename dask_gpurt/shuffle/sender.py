@@ -16,6 +16,7 @@ from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Packed, Piece, Routed, Table
+from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import ShuffleSpec
 
@@ -51,6 +52,8 @@ class Sender:
         caller.
     check
         Raises when the run is over.
+    progress
+        Counts what is sent.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class Sender:
         exchange: Exchange,
         offer: Callable[[str, Shard | Commit], None],
         check: Callable[[], None],
+        progress: RunProgress,
     ):
         self.spec = spec
         self.run = run
         self.exchange = exchange
         self.offer = offer
         self.check = check
+        self.progress = progress
         self._lock = threading.Lock()
         self.owners = owners
         self._published: dict[int, _Published] = {}
@@ -101,7 +106,8 @@ class Sender:
         groups = [(share, share.outputs) for share in shares]
         if self._will_spill(plain, table.device.kind, len(groups)):
             groups = [(share, (output,)) for share, outputs in groups for output in outputs]
-        with metrics.seconds("shuffle.seconds.splitting", source):
+        timed = metrics.seconds("shuffle.seconds.splitting", source)
+        with timed, self.progress.seconds("splitting"):
             pieces = table.split(
                 frame,
                 self.spec.column,
@@ -220,7 +226,9 @@ class _Packing:
         self._packed: list[tuple[Share, Piece, Packed]] = []
 
     def publish_all(self, owned: list[tuple[Share, Piece]]) -> None:
-        with self.sender.exchange.metrics.seconds("shuffle.seconds.packing", self.source):
+        metrics, progress = self.sender.exchange.metrics, self.sender.progress
+        timed = metrics.seconds("shuffle.seconds.packing", self.source)
+        with timed, progress.seconds("packing"):
             try:
                 for share, piece in owned:
                     self._pack(share, piece)
@@ -279,6 +287,7 @@ class _Packing:
             self.shards.append(self._describe(id_, share, mine))
             if (recording := self.sender.exchange.metrics.recording) is not None:
                 recording.sent(self.shards[-1].name, share.owner, self.shards[-1].nbytes)
+            self.sender.progress.offered(self.shards[-1].nbytes)
             self.sender.offer(share.owner, self.shards[-1])
             self._parts[share.id] += 1
             # The owner may have left since this attempt began. Either `renew` has told the outbox after this

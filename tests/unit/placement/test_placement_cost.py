@@ -200,6 +200,33 @@ def test_the_history_keeps_the_last_decision_of_the_last_keys() -> None:
     ]
 
 
+def terms(waiting: float = 1.0, moving: float = 1.0, fits: bool = True) -> Terms:
+    return Terms(waiting, 1.0, moving, 0.0, fits)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "next_best", "why"),
+    [
+        (terms(moving=0.5), terms(), "less to move than on the next, 0.5 s"),
+        (terms(waiting=0.0, moving=1.5), terms(), "shorter wait than on the next, 1 s"),
+        (terms(), terms(fits=False), "fits there, and on no other"),
+        (terms(), terms(), "as good as the next, and less on it"),
+        (terms(), None, "the only one looked at"),
+    ],
+)
+def test_the_last_decisions_say_what_told_the_worker_from_the_next(
+    chosen: Terms, next_best: Terms | None, why: str
+) -> None:
+    history = History()
+    others = [Candidate("other", next_best, load=1)] if next_best else []
+    history.add("before", "a", [Candidate("a", terms())])
+    history.add(("x", 1), "a", [*others, Candidate("a", chosen)])
+    (row,) = history.latest(1)
+    assert (row["key"], row["worker"], row["why"]) == ("('x', 1)", "a", why)
+    assert (row["seconds"], row["candidates"]) == (chosen.seconds, 1 + len(others))
+    assert [row["key"] for row in history.latest(5)] == ["('x', 1)", "before"]
+
+
 # ---- routes ----------------------------------------------------------------------------
 
 

@@ -1,0 +1,223 @@
+"""Measure what the dashboard costs the scheduler, with workers that are only said to be there.
+
+    python -m benchmarks.observe.dashboard --workers 2,64,256 --json dashboard.json
+
+Each worker reports full tiers, 20 task prefixes and 8 runs, anew before each sample; the histories are full,
+100 shuffles are known, and each worker has sent bytes to each other. It prints milliseconds of processor time
+of a sample, of an update of each part of the page with its message to the browser, of unpacking what a
+heartbeat has more, and of a thousand transitions of tasks; and the shares of a core, at the intervals at
+which they come.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+from bokeh.document import Document
+from bokeh.document.events import DocumentPatchedEvent
+from bokeh.protocol import Protocol
+from distributed.protocol.core import dumps, loads
+
+from benchmarks.common.commandline import write
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
+from dask_gpurt.dashboard.components import MAX_SHARE as PART_SHARE
+from dask_gpurt.dashboard.pages import PARTS
+from dask_gpurt.dashboard.series import MAX_POINTS
+from dask_gpurt.dashboard.shuffles import MAX_SHUFFLES
+from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe.progress import MAX_RUNS, Figures
+from dask_gpurt.placement.cost import Candidate, Terms
+from dask_gpurt.placement.history import MAX_KEYS, History
+from dask_gpurt.plugins.progress_reports import METRIC
+from dask_gpurt.plugins.stats_sync import SharedStatistics
+from dask_gpurt.topology import Place, Topology
+
+PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20
+#: Candidates of each decision of placement.
+COMPARED = 8
+#: Transitions of tasks of which nothing is shown.
+TRANSITIONS = 100_000
+
+
+class Reports:
+    """Workers that report what they never did.
+
+    Attributes
+    ----------
+    collector
+        Takes what they report.
+    """
+
+    def __init__(self, workers: int):
+        self._rng = np.random.default_rng(0)
+        addresses = [f"tcp://10.0.{n // 250}.{n % 250}:4000" for n in range(workers)]
+        self._ledgers = {address: Ledger(dict.fromkeys(Tier, CAPACITY)) for address in addresses}
+        self._states = {address: SimpleNamespace(name=n, metrics={}) for n, address in enumerate(addresses)}
+        self._memory, topology, self._round = ClusterMemory(), Topology(), 0
+        for number, address in enumerate(addresses):
+            topology.add(address, Place(f"host-{number // PER_HOST}", f"gpu-{number}"))
+        self.runtime: Any = SimpleNamespace(
+            cluster_memory=self._memory,
+            placement=_decisions(addresses),
+            learned=SharedStatistics(),
+            places=SimpleNamespace(topology=topology),
+            scheduler=SimpleNamespace(workers=self._states, tasks={}),
+        )
+        self.collector = Collector(self.runtime)
+        for number in range(MAX_SHUFFLES):
+            inputs, outputs = ([f"{kind}-{number}-{n}" for n in range(workers)] for kind in ("in", "out"))
+            shuffle = f"{number:032}"
+            self.collector.sampler.shuffles.begins(shuffle, number, 0.0, inputs, f"barrier-{number}", outputs)
+        for address in addresses:
+            totals = [(peer, "cuda-ipc", 1 << 20, 0.001, 1) for peer in addresses]
+            self.collector.take_traffic(address, totals)
+
+    def report(self) -> None:
+        """Have each worker report other figures than before."""
+        self._round += 1
+        for number, (address, ledger) in enumerate(self._ledgers.items()):
+            for tier in Tier:
+                ledger.set(tier, SHARDS, int(self._rng.integers(CAPACITY // 2)))
+                for prefix in range(PREFIXES):
+                    ledger.add(tier, Label(PARTITIONS, f"prefix-{prefix}"), 1)
+            self._memory.apply(address, ledger.snapshot())
+            self._states[address].metrics[METRIC] = self.progress(number)
+
+    def progress(self, worker: int) -> Mapping[str, Any]:
+        """Return the report of a worker on its runs."""
+        n = self._round
+        figures = vars(Figures(n, n, n, n, 0.1, 0.2, 0.3, 2, 10, worker, 6))
+        latest = range(MAX_SHUFFLES - MAX_RUNS, MAX_SHUFFLES)
+        return {
+            "runs": [[f"{number:032}", number, figures] for number in latest],
+            "moved": [["device", "pinned", n << 30], ["pinned", "device", n << 29]],
+            "counters": {"overlap.confined": n},
+            "overlap": {"mode": "adaptive", "steps": n, "elapsed": 1.0, "lost": 0.0, "last": ["k", "s", "w"]},
+        }
+
+
+def _decisions(addresses: list[str]) -> History:
+    history = History()
+    for key in range(MAX_KEYS):
+        found = [
+            Candidate(addresses[(key + n) % len(addresses)], Terms(0.1 * n, 0.2, 0.3, 0.0, True))
+            for n in range(COMPARED)
+        ]
+        history.add(("task", key), found[0].worker, found)
+    return history
+
+
+def measure(workers: int, repeat: int) -> dict[str, Any]:
+    """Return milliseconds of processor time for a number of workers."""
+    reports = Reports(workers)
+    collector = reports.collector
+    sampler = collector.sampler
+    components = {path: kind(lambda: collector) for path, (kind, _) in PARTS.items()}
+    documents = {path: Document() for path in components}
+    for path, component in components.items():
+        documents[path].add_root(component.root)
+    found: dict[str, list[float]] = {"sample": [], **{path: [] for path in components}}
+    for at in range(MAX_POINTS + 1):
+        sampler.sample(float(at), collector)
+    for at in range(repeat + 1):  # the first one makes what later ones find
+        reports.report()
+        began = time.thread_time()
+        sampler.sample(float(MAX_POINTS + 1 + at), collector)
+        found["sample"].append(time.thread_time() - began)
+        for path, component in components.items():
+            found[path].append(_update(component, documents[path]))
+    return {
+        "workers": workers,
+        **{name: 1e3 * median(seconds[1:]) for name, seconds in found.items()},
+        "heartbeat": _heartbeat(reports.progress(0)),
+        "transition": _transition(collector),
+    }
+
+
+def _update(component: Any, document: Document) -> float:
+    """Return the processor seconds of an update, with the message to a browser."""
+    events: list[DocumentPatchedEvent] = []
+
+    def note(event: Any) -> None:
+        if isinstance(event, DocumentPatchedEvent):
+            events.append(event)
+
+    document.on_change(note)
+    began = time.thread_time()
+    component.update_now()
+    if events:
+        Protocol().create("PATCH-DOC", events).content_json  # noqa: B018
+    seconds = time.thread_time() - began
+    document.remove_on_change(note)
+    return seconds
+
+
+def _heartbeat(report: Mapping[str, Any]) -> float:
+    """Return the milliseconds that the report adds to unpacking a heartbeat."""
+    frames = dumps(report)
+    began = time.thread_time()
+    for _ in range(1000):
+        loads(frames)
+    return time.thread_time() - began
+
+
+def _transition(collector: Collector) -> float:
+    """Return the milliseconds for a thousand transitions of other tasks."""
+    began = time.thread_time()
+    for number in range(TRANSITIONS):
+        collector.transition(("other", number), "processing", "memory")
+    return 1e6 * (time.thread_time() - began) / TRANSITIONS
+
+
+def shares(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the shares of a core: of samples, of all parts of the page while it is open, and of heartbeats.
+
+    Dask has all workers together send at most 200 heartbeats a second, and one each half of a second.
+    """
+    pause = max(SAMPLE_INTERVAL_S, row["sample"] / 1e3 / MAX_SHARE)
+    heartbeats = min(2 * row["workers"], 200)
+    return {
+        "heartbeats": heartbeats * row["heartbeat"] / 1e3,
+        "sampling": row["sample"] / 1e3 / pause,
+        "page": sum(row[path] / max(every, row[path] / PART_SHARE) for path, (_, every) in PARTS.items()),
+    }
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--workers", default="2,64,256", show_default=True, help="Numbers of workers.")
+@click.option("--repeat", type=click.IntRange(min=1), default=21, show_default=True)
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(workers: str, repeat: int, output: Path | None) -> None:
+    rows = []
+    for number in map(int, workers.split(",")):
+        row = measure(number, repeat)
+        rows.append({**row, **shares(row)})
+        click.echo(f"{number} workers, milliseconds of processor time:")
+        for name, value in rows[-1].items():
+            if name not in ("workers", "sampling", "page", "heartbeats"):
+                click.echo(f"  {name:36}{value:8.3f}")
+        told = (f"{name} {rows[-1][name]:.2%}" for name in ("sampling", "heartbeats", "page"))
+        click.echo(f"  of a core: {', '.join(told)}")
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": {"repeat": repeat},
+        "load": os.getloadavg()[0],
+        **environment(),
+        "rows": rows,
+    }
+    write(results, output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Draw what is chosen and why: what computes beside what, and where tasks go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from dask.utils import format_bytes, format_time
+
+from dask_gpurt.dashboard.collector import Collector
+from dask_gpurt.dashboard.components import MAX_ROWS, TableComponent
+from dask_gpurt.dashboard.sampler import WorkerSample
+
+
+class OverlapTable(TableComponent):
+    """Show what computes beside communication on each worker, and whether that is confined."""
+
+    title = "Compute beside communication and reads"
+    columns: ClassVar[Mapping[str, str]] = {
+        "worker": "Worker", "mode": "Mode", "steps": "Steps", "lost": "Lost by trials",
+        "confined": "Confined", "reading": "Reading", "beside": "Reading beside compute",
+        "waits": "Waits for memory", "last": "Last decision",
+    }  # fmt: skip
+    widths: ClassVar[Mapping[str, int]] = {"mode": 170, "lost": 170, "beside": 160, "waits": 130, "last": 260}
+
+    def show(self, collector: Collector) -> None:
+        there = [worker for worker in collector.sampler.workers.values() if worker.gone_at is None]
+        self.put_rows([self._texts(worker) for worker in there[:MAX_ROWS] if worker.overlap])
+        self.say("" if len(there) <= MAX_ROWS else f"the first {MAX_ROWS} of {len(there)} workers")
+
+    def _texts(self, worker: WorkerSample) -> dict[str, str]:
+        overlap, counters = worker.overlap, worker.counters
+        return {
+            "worker": worker.name,
+            "mode": str(overlap["mode"]),
+            "steps": str(overlap["steps"]),
+            "lost": f"{format_time(overlap['lost'])} of {format_time(overlap['elapsed'])}",
+            "confined": str(counters.get("overlap.confined", 0)),
+            "reading": format_time(counters.get("reads.seconds.reading", 0)),
+            "beside": format_time(counters.get("reads.seconds.beside", 0)),
+            "waits": str(counters.get("memory.waits", 0)),
+            "last": ": ".join(overlap["last"]),
+        }
+
+
+class KernelTable(TableComponent):
+    """Show what the governors have learnt of each kernel under each setting."""
+
+    title = "Learnt of kernels beside communication"
+    columns: ClassVar[Mapping[str, str]] = {
+        "kernel": "Kernel", "setting": "Setting", "samples": "Samples", "compute": "Compute",
+        "adds": "Adds to a step", "total": "Step, expected", "worst": "at worst", "used": "Used",
+        "why": "Why",
+    }  # fmt: skip
+    widths: ClassVar[Mapping[str, int]] = {"kernel": 220, "setting": 140, "why": 280}
+
+    def show(self, collector: Collector) -> None:
+        rows = collector.kernels()[:MAX_ROWS]
+        shares = ("compute", "adds", "total", "worst")
+        self.put_rows([
+            {
+                **{name: "" if row[name] is None else f"{row[name]:.0%}" for name in shares},
+                **{name: str(row[name]) for name in ("kernel", "setting", "samples", "why")},
+                "used": "yes" if row["used"] else "",
+            }
+            for row in rows
+        ])  # fmt: skip
+        self.say("" if rows else "nothing yet: it is learnt on GPUs, with gpurt.overlap.mode: adaptive")
+
+
+class DecisionTable(TableComponent):
+    """Show the last decisions of placement, with the terms of the worker chosen and the reason."""
+
+    title = "Placement decisions, the latest on top"
+    columns: ClassVar[Mapping[str, str]] = {
+        "key": "Task", "worker": "Worker", "why": "Why", "seconds": "Expected", "waiting": "Waiting",
+        "running": "Running", "moving": "Moving", "room": "Making room", "missing": "Missing",
+        "candidates": "Compared",
+    }  # fmt: skip
+    widths: ClassVar[Mapping[str, int]] = {"key": 260, "worker": 110, "why": 220}
+
+    def show(self, collector: Collector) -> None:
+        rows = collector.decisions(MAX_ROWS)
+        workers = collector.sampler.workers
+        self.put_rows([
+            {
+                **{n: format_time(row[n]) for n in ("seconds", "waiting", "running", "moving", "room")},
+                "key": row["key"], "why": row["why"], "candidates": str(row["candidates"]),
+                "worker": workers[row["worker"]].name if row["worker"] in workers else row["worker"],
+                "missing": format_bytes(row["missing"]),
+            }
+            for row in rows
+        ])  # fmt: skip
+        self.say("" if rows else self._why_none(collector))
+
+    def _why_none(self, collector: Collector) -> str:
+        is_on = collector.runtime.placement is not None
+        return "none yet" if is_on else "Dask chooses: gpurt.placement.enabled is false"

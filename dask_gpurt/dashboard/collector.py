@@ -1,0 +1,161 @@
+"""Feed a sampler from a scheduler: with what is told as it happens, and with a sample every second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dask.typing import Key
+from distributed import SchedulerPlugin
+
+from dask_gpurt.dashboard.sampler import Sampler
+from dask_gpurt.dashboard.traffic import MAX_ENDS
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.plugins.progress_reports import METRIC as PROGRESS
+from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
+from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
+from dask_gpurt.plugins.topology_reports import TRAFFIC
+
+#: Seconds between two samples ...
+SAMPLE_INTERVAL_S = 1.0
+#: ... and the largest share of a core that they take: where one takes longer, the next one comes later.
+MAX_SHARE = 0.005
+NAME = "gpurt-dashboard"
+
+
+class Collector(SchedulerPlugin):
+    """Keep a sampler in step with a scheduler.
+
+    Parameters
+    ----------
+    runtime
+        The runtime's plugin, which is on.
+
+    Attributes
+    ----------
+    sampler
+        What is known.
+    seconds
+        Processor time of the last sample.
+    """
+
+    name = NAME
+
+    def __init__(self, runtime: GpurtSchedulerPlugin, clock: Callable[[], float] = time.time):
+        self.runtime = runtime
+        self.sampler = Sampler()
+        self.seconds = 0.0
+        self._scheduler: Any = runtime.scheduler
+        self._clock = clock
+        self._patches = PatchSet()
+        self._timer: Any = None
+
+    # ---- on and off ----------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Begin."""
+        self._scheduler.add_plugin(self, name=NAME)
+        self._patches.put_item(self._scheduler.stream_handlers, TRAFFIC, self._after_traffic)
+        self._tick()
+
+    def uninstall(self) -> None:
+        """End; the history stays."""
+        if self._timer is not None:
+            self._scheduler.loop.remove_timeout(self._timer)
+            self._timer = None
+        self._patches.restore()
+        if self._scheduler.plugins.get(NAME) is self:
+            del self._scheduler.plugins[NAME]
+
+    def _tick(self) -> None:
+        began = time.thread_time()
+        self.sampler.sample(self._clock(), self)
+        self.seconds = time.thread_time() - began
+        pause = max(SAMPLE_INTERVAL_S, self.seconds / MAX_SHARE)
+        self._timer = self._scheduler.loop.call_later(pause, self._tick)
+
+    # ---- the view of the sampler -----------------------------------------------------------
+
+    def names(self) -> Mapping[str, str]:
+        """Return the names of the workers that are there, by address."""
+        return {address: str(ws.name) for address, ws in self._scheduler.workers.items()}
+
+    def tiers(self) -> Iterable[Mapping[str, Any]]:
+        """Return a row for each worker and tier."""
+        return self.runtime.cluster_memory.rows()
+
+    def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        """Return the last report of each worker."""
+        for address, ws in self._scheduler.workers.items():
+            if (report := ws.metrics.get(PROGRESS)) is not None:
+                yield address, report
+
+    # ---- what is told as it happens --------------------------------------------------------
+
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
+        """Take note of a task."""
+        self.sampler.shuffles.transition(key, finish, self._clock())
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        """Take note that a worker has left."""
+        self.sampler.shuffles.removed(worker)
+        self.sampler.traffic.left(worker)
+
+    def restart(self, scheduler: Any) -> None:
+        """Take note that all tasks are forgotten."""
+        self.sampler.shuffles.restart(self._clock())
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Take note of what becomes of shuffles."""
+        if topic != SHUFFLE_TOPIC:
+            return
+        if msg["action"] != "begins":
+            self.sampler.shuffles.event(msg["action"], msg["shuffle"], msg["reason"], msg.get("outputs", 0))
+        elif (barrier := self._scheduler.tasks.get(barrier_key(msg["shuffle"]))) is not None:
+            inputs = [task.key for task in barrier.dependencies]
+            outputs = [task.key for task in barrier.dependents]
+            at = self._clock()
+            self.sampler.shuffles.begins(msg["shuffle"], msg["run"], at, inputs, barrier.key, outputs)
+            for task in (*barrier.dependencies, *barrier.dependents):
+                if task.state == "memory":
+                    self.sampler.shuffles.transition(task.key, "memory", at)
+
+    def _after_traffic(self, original: Callable[..., None]) -> Callable[..., None]:
+        def on_traffic(worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
+            original(worker, totals)
+            self.take_traffic(worker, totals)
+
+        return on_traffic
+
+    def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
+        """Take the transfers that a worker reports, see :class:`~dask_gpurt.exchange.traffic.Traffic`."""
+        for peer, path, nbytes, seconds, _ in totals:
+            self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
+
+    def _end(self, worker: str) -> str:
+        """Return a worker, or its host where there are too many workers to tell apart."""
+        place = self.runtime.places.topology.place(worker)
+        if len(self._scheduler.workers) <= MAX_ENDS or place is None:
+            return worker
+        return f"host {place.host}"
+
+    # ---- what is looked up while a page is open ----------------------------------------------
+
+    def limit(self, source: str, target: str) -> tuple[str, float] | None:
+        """Return the class of the link between two workers, and the bytes per second it is known for."""
+        topology = self.runtime.places.topology
+        if topology.place(source) is None or topology.place(target) is None:
+            return None
+        link, speed = topology.way(source, target)
+        return str(link), speed.bandwidth
+
+    def decisions(self, most: int) -> list[dict[str, Any]]:
+        """Return the last decisions of placement with their reasons, the latest first."""
+        placement = self.runtime.placement
+        return [] if placement is None else placement.latest(most)
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return what the workers have learnt of kernels beside communication."""
+        return self.runtime.learned.kernels()

@@ -1,0 +1,175 @@
+"""Draw parts of a page with bokeh, as Dask's own dashboard components do: what all of them share."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from bokeh.core.properties import without_property_validation
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, NumeralTickFormatter
+from bokeh.models.widgets import DataTable, Div, TableColumn
+from bokeh.palettes import YlOrRd9
+from distributed.dashboard.components import DashboardComponent
+
+from dask_gpurt.dashboard.collector import Collector
+from dask_gpurt.dashboard.sampler import WorkerSample
+
+#: Finds the collector of a scheduler; None while the runtime is off.
+Find = Callable[[], Collector | None]
+#: Columns of a bokeh source.
+Data = dict[str, Any]
+
+#: The largest share of a core that one component takes: where an update takes longer, the next is left out.
+MAX_SHARE = 0.005
+#: Rows of a table.
+MAX_ROWS = 50
+OFF = "the runtime is off"
+#: From none to all of something, from white to dark red.
+HEAT = ("#ffffff", *reversed(YlOrRd9))
+#: On shares above this one of :data:`HEAT`, text is white.
+DARK_SHARE = 0.6
+
+
+class Component(DashboardComponent):
+    """Update one part of a page, for as long as that does not take too much of the scheduler.
+
+    Parameters
+    ----------
+    find
+        Finds what is to be shown.
+
+    Attributes
+    ----------
+    root
+        The bokeh model.
+    seconds
+        Processor time of the last update.
+    """
+
+    title: ClassVar[str]
+    root: Any
+    source: Any
+
+    def __init__(self, find: Find):
+        self._find = find
+        self._not_before = 0.0
+        self.seconds = 0.0
+
+    @without_property_validation  # type: ignore[untyped-decorator]
+    def update(self) -> None:
+        """Show what is known by now."""
+        if time.monotonic() < self._not_before:
+            return
+        began = time.thread_time()
+        if (collector := self._find()) is None:
+            self.say(OFF)
+        else:
+            self.show(collector)
+        before, self.seconds = self.seconds, time.thread_time() - began
+        # One that is far dearer than the one before has made something that is kept.
+        self._not_before = time.monotonic() + min(before, self.seconds) / MAX_SHARE
+
+    def update_now(self) -> None:
+        """Show what is known by now, also where the last update has just been."""
+        self._not_before = 0.0
+        self.update()
+
+    def show(self, collector: Collector) -> None:
+        """Show what a collector has."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Say something behind the title; nothing for an empty text."""
+        raise NotImplementedError
+
+
+class FigureComponent(Component):
+    """Show a figure.
+
+    Attributes
+    ----------
+    figure
+        The figure, in ``root`` or the same.
+    """
+
+    figure: Any
+
+    def say(self, text: str) -> None:
+        whole = f"{self.title}: {text}" if text else self.title
+        if self.figure.title.text != whole:
+            self.figure.title.text = whole
+
+
+class TableComponent(Component):
+    """Show rows of texts in a table under a title.
+
+    Attributes
+    ----------
+    columns
+        The headings, by the name of a column.
+    widths
+        Pixels, by the name of a column; of others 80.
+    """
+
+    columns: ClassVar[Mapping[str, str]]
+    widths: ClassVar[Mapping[str, int]] = {}
+
+    def __init__(self, find: Find):
+        super().__init__(find)
+        self.source = ColumnDataSource({name: [] for name in self.columns})
+        self._drawn = 0
+        shown = [
+            TableColumn(field=name, title=heading, width=self.widths.get(name, 80))
+            for name, heading in self.columns.items()
+        ]
+        self._table = table = DataTable(
+            source=self.source,
+            columns=shown,
+            index_position=None,
+            selectable=False,
+            sizing_mode="stretch_both",
+        )
+        self._heading = Div(text=f"<b>{self.title}</b>", sizing_mode="stretch_width")
+        self.root = column(self._heading, table, sizing_mode="stretch_both")
+
+    def say(self, text: str) -> None:
+        whole = f"<b>{self.title}</b>" + (f": {text}" if text else "")
+        if self._heading.text != whole:
+            self._heading.text = whole
+
+    def put_rows(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """Replace the rows, if they are others than before."""
+        if put(self.source, {name: [row[name] for row in rows] for name in self.columns}):
+            # The browser draws a table again as its view changes. Bokeh 3.9 takes that for unchanged where
+            # there are as many rows as before.
+            self._drawn += 1
+            self._table.view.name = f"drawn {self._drawn} times"
+
+
+def put(source: ColumnDataSource, data: Data) -> bool:
+    """Replace the data of a source; False, and nothing done, where they are the same."""
+    if source.data == data:
+        return False
+    source.data = data
+    return True
+
+
+def in_bytes() -> NumeralTickFormatter:
+    """Return a formatter of bytes; each document needs its own."""
+    return NumeralTickFormatter(format="0.0 b")
+
+
+def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:
+    """Return what each worker is called, by address; no two are called the same."""
+    plain = {
+        address: worker.name if worker.gone_at is None else f"{worker.name} (gone)"
+        for address, worker in workers.items()
+    }
+    count = Counter(plain.values())
+    return {
+        address: label if count[label] == 1 else f"{label} {address.rpartition('/')[2]}"
+        for address, label in plain.items()
+    }

@@ -1,0 +1,191 @@
+"""Draw the tiers of workers: over time with their limits, and as they are now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from bokeh.layouts import column
+from bokeh.models import (
+    ColumnDataSource,
+    DataRange1d,
+    FactorRange,
+    HoverTool,
+    LinearColorMapper,
+)
+from bokeh.models.widgets import Select
+from bokeh.plotting import figure
+from dask.utils import format_bytes
+
+from dask_gpurt.dashboard.collector import Collector
+from dask_gpurt.dashboard.components import (
+    DARK_SHARE,
+    HEAT,
+    Data,
+    FigureComponent,
+    Find,
+    in_bytes,
+    labels,
+    put,
+)
+from dask_gpurt.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, WorkerSample
+
+#: Workers in a figure with a row for each; the fullest come first.
+MAX_WORKERS = 32
+TIER_COLOURS = {"device": "#e2803a", "pinned": "#d4a72c", "host": "#3d7fc1", "disk": "#8a5bb5"}
+RATE_COLOURS = {SPILLED: "#c9475f", UNSPILLED: "#22a06b"}
+
+
+class OverTime(FigureComponent):
+    """Show something over time, of all workers or of one that is chosen, also of one that has left."""
+
+    def __init__(self, find: Find, colours: dict[str, str]):
+        super().__init__(find)
+        self.source = ColumnDataSource({"time": [], **{name: [] for name in colours}})
+        self.figure = figure(
+            title=self.title,
+            x_axis_type="datetime",
+            tools="pan,xwheel_zoom,reset",
+            toolbar_location=None,
+            x_range=DataRange1d(range_padding=0),
+            sizing_mode="stretch_both",
+        )
+        self.figure.yaxis[0].formatter = in_bytes()
+        self.lines = {
+            name: self.figure.line(
+                "time", name, source=self.source, color=colour, line_width=2, legend_label=name
+            )
+            for name, colour in colours.items()
+        }
+        hover = HoverTool(
+            renderers=list(self.lines.values())[:1],
+            tooltips=[("time", "@time{%H:%M:%S}"), *((name, f"@{name}{{0.00 b}}") for name in colours)],
+            formatters={"@time": "datetime"},
+            mode="vline",
+        )
+        self.figure.add_tools(hover)
+        self.figure.y_range = DataRange1d(
+            start=0, renderers=list(self.lines.values()), range_padding=0.3, min_interval=1e6
+        )
+        legend = self.figure.legend
+        legend.location, legend.orientation = "top_left", "horizontal"
+        legend.background_fill_alpha = 0.6
+        legend.padding = legend.margin = 4
+        self.select: Any = Select(value=ALL, width=220)
+        self.select.on_change("value", self._on_chosen)
+        self.root = column(self.select, self.figure, sizing_mode="stretch_both")
+
+    def _on_chosen(self, attr: str, old: str, new: str) -> None:
+        self.update_now()
+
+    def offer(self, collector: Collector) -> str:
+        """Offer the workers that there are and were; return the address of the one that is chosen."""
+        options = [ALL, *labels(collector.sampler.workers).items()]
+        if self.select.options != options:
+            self.select.options = options
+        return str(self.select.value)
+
+
+class MemoryOverTime(OverTime):
+    """Show the bytes in each tier over time, and its limit as a dashed line."""
+
+    title = "Memory tiers"
+
+    def __init__(self, find: Find):
+        super().__init__(find, TIER_COLOURS)
+        self.limits = ColumnDataSource({"time": [], **{tier: [] for tier in TIER_COLOURS}})
+        for tier, colour in TIER_COLOURS.items():
+            self.figure.line("time", tier, source=self.limits, color=colour, line_dash="dashed", alpha=0.7)
+
+    def show(self, collector: Collector) -> None:
+        chosen, used = self.offer(collector), collector.sampler.used
+        times = _milliseconds(used.times)
+        data: Data = {"time": times, **{tier: used.values((chosen, tier)) for tier in TIER_COLOURS}}
+        limits: Data = {"time": times[:1] + times[-1:]}
+        told = []
+        for tier, line in self.lines.items():
+            limit = collector.sampler.capacity(tier, chosen)
+            limits[tier] = [limit or math.nan] * len(limits["time"])
+            last = next((nbytes for nbytes in reversed(data[tier]) if not math.isnan(nbytes)), None)
+            line.visible = last is not None
+            if limit and last is not None:
+                told.append(f"{tier} {format_bytes(int(last))} of {format_bytes(limit)}")
+        self.source.data, self.limits.data = data, limits
+        self.say(", ".join(told))
+
+
+class SpillRates(OverTime):
+    """Show the bytes per second that go down the tiers, and come up again."""
+
+    title = "Spilling, bytes per second"
+
+    def __init__(self, find: Find):
+        super().__init__(find, RATE_COLOURS)
+
+    def show(self, collector: Collector) -> None:
+        chosen, sampler = self.offer(collector), collector.sampler
+        self.source.data = {
+            "time": _milliseconds(sampler.rates.times),
+            **{direction: sampler.rates.values((chosen, direction)) for direction in RATE_COLOURS},
+        }
+        down, up = (int(sampler.moved(direction, chosen)) for direction in RATE_COLOURS)
+        self.say(f"{format_bytes(down)} down, {format_bytes(up)} up so far")
+
+
+class TiersOfWorkers(FigureComponent):
+    """Show how full each tier of each worker is, of the fullest workers."""
+
+    title = "Tiers by worker, shares of their limits"
+
+    def __init__(self, find: Find):
+        super().__init__(find)
+        self.source = ColumnDataSource({name: [] for name in ("worker", "tier", "share", "text", "colour")})
+        self.root = self.figure = figure(
+            title=self.title, tools="", toolbar_location=None, y_range=FactorRange(), x_range=FactorRange()
+        )
+        heat = {"field": "share", "transform": LinearColorMapper(palette=HEAT, low=0, high=1)}
+        where: dict[str, Any] = {"x": "tier", "y": "worker", "source": self.source}
+        self.figure.rect(**where, width=0.96, height=0.9, line_color="#cccccc", fill_color=heat)
+        centred = {"text_align": "center", "text_baseline": "middle"}
+        self.figure.text(**where, **centred, text="text", text_font_size="11px", text_color="colour")
+        self.figure.grid.grid_line_color = None
+
+    def show(self, collector: Collector) -> None:
+        workers = collector.sampler.workers
+        named = labels(workers)
+        fullest = sorted(workers, key=lambda address: -_fullness(workers[address]))[:MAX_WORKERS]
+        rows = [
+            (named[address], tier, level)
+            for address in fullest
+            for tier, level in workers[address].levels.items()
+        ]
+        put(
+            self.source,
+            {
+                "worker": [worker for worker, _, _ in rows],
+                "tier": [tier for _, tier, _ in rows],
+                "share": [_share(level) for _, _, level in rows],
+                "text": [f"{format_bytes(used)} of {format_bytes(limit)}" for _, _, (used, limit) in rows],
+                "colour": ["white" if _share(level) > DARK_SHARE else "black" for _, _, level in rows],
+            },
+        )
+        shown = [named[address] for address in reversed(fullest)]
+        tiers = [tier for tier in TIER_COLOURS if any(tier == of for _, of, _ in rows)]
+        if (self.figure.y_range.factors, self.figure.x_range.factors) != (shown, tiers):
+            self.figure.y_range.factors, self.figure.x_range.factors = shown, tiers
+        left = len(workers) - len(fullest)
+        self.say(f"the fullest {len(fullest)} of {len(workers)}" if left else "")
+
+
+def _share(level: Level) -> float:
+    return level.used / max(1, level.capacity)
+
+
+def _fullness(worker: WorkerSample) -> float:
+    """Return the share of the tier that is fullest; of a worker that has left one below all others."""
+    return -1.0 if worker.gone_at is not None else max(map(_share, worker.levels.values()), default=0.0)
+
+
+def _milliseconds(times: Sequence[float]) -> list[float]:
+    return [1000 * at for at in times]

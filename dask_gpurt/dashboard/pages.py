@@ -1,0 +1,83 @@
+"""Lay the components out on pages of Dask's dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from bokeh.layouts import column, row
+from distributed.dashboard.components import add_periodic_callback
+
+from dask_gpurt.dashboard.choice_views import DecisionTable, KernelTable, OverlapTable
+from dask_gpurt.dashboard.collector import Collector
+from dask_gpurt.dashboard.components import Component, Find
+from dask_gpurt.dashboard.memory_views import MemoryOverTime, SpillRates, TiersOfWorkers
+from dask_gpurt.dashboard.shuffle_views import ShuffleProgress, ShuffleTable
+from dask_gpurt.dashboard.traffic_views import LinkTable, TrafficHeat
+from dask_gpurt.dask_hooks.dashboard import Page, fill
+
+#: The path of the page with all components.
+PAGE = "gpurt"
+#: The component of each page of its own, by its path, and the milliseconds between two updates.
+PARTS: Mapping[str, tuple[type[Component], int]] = {
+    "/individual-gpurt-memory": (MemoryOverTime, 1000),
+    "/individual-gpurt-spilling": (SpillRates, 1000),
+    "/individual-gpurt-workers": (TiersOfWorkers, 1000),
+    "/individual-gpurt-shuffles": (ShuffleProgress, 500),
+    "/individual-gpurt-shuffle-table": (ShuffleTable, 1000),
+    "/individual-gpurt-traffic": (TrafficHeat, 2000),
+    "/individual-gpurt-links": (LinkTable, 2000),
+    "/individual-gpurt-overlap": (OverlapTable, 2000),
+    "/individual-gpurt-kernels": (KernelTable, 5000),
+    "/individual-gpurt-decisions": (DecisionTable, 2000),
+}
+#: The rows of the page with all of them: height in pixels, and the paths of what is side by side.
+LAYOUT = (
+    (300, ("memory", "spilling")),
+    (300, ("shuffles", "workers")),
+    (240, ("shuffle-table",)),
+    (340, ("traffic", "links")),
+    (240, ("decisions",)),
+    (200, ("overlap",)),
+    (200, ("kernels",)),
+)
+
+#: Finds the collector of a scheduler.
+Lookup = Callable[[Any], Collector | None]
+
+
+def pages(lookup: Lookup) -> dict[str, Page]:
+    """Return all pages by path."""
+    return {
+        f"/{PAGE}": partial(_whole, lookup),
+        **{path: partial(_part, lookup, path) for path in PARTS},
+    }
+
+
+def _whole(lookup: Lookup, scheduler: Any, extra: Mapping[str, Any], document: Any) -> None:
+    find = partial(lookup, scheduler)
+    rows = [
+        row(
+            *(_started(f"/individual-gpurt-{name}", find, document) for name in names),
+            sizing_mode="stretch_width",
+            height=height,
+        )
+        for height, names in LAYOUT
+    ]
+    fill(document, column(*rows, sizing_mode="stretch_width"), "GPU runtime", extra)
+
+
+def _part(lookup: Lookup, path: str, scheduler: Any, extra: Mapping[str, Any], document: Any) -> None:
+    root = _started(path, partial(lookup, scheduler), document)
+    fill(document, root, PARTS[path][0].title, None)
+
+
+def _started(path: str, find: Find, document: Any) -> Any:
+    """Return the root of a component that is updated for as long as a document is shown."""
+    kind, interval = PARTS[path]
+    component = kind(find)
+    component.update()
+    add_periodic_callback(document, component, interval)
+    component.root.sizing_mode = "stretch_both"
+    return component.root

@@ -1,0 +1,149 @@
+"""Draw the transfers between workers: the matrix of all pairs, and the busiest with their links."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from bokeh.models import BasicTicker, ColumnDataSource, FactorRange, HoverTool, LinearColorMapper
+from bokeh.models.annotations import ColorBar
+from bokeh.plotting import figure
+from dask.utils import format_bytes
+
+from dask_gpurt.dashboard.collector import Collector
+from dask_gpurt.dashboard.components import (
+    DARK_SHARE,
+    HEAT,
+    MAX_ROWS,
+    Data,
+    FigureComponent,
+    Find,
+    TableComponent,
+    in_bytes,
+    labels,
+    put,
+)
+
+
+class TrafficHeat(FigureComponent):
+    """Show the bytes from each worker to each other, by path, beside the bandwidth and the link's limit."""
+
+    title = "Bytes from worker (row) to worker (column)"
+
+    def __init__(self, find: Find):
+        super().__init__(find)
+        names = ("source", "target", "nbytes", "total", "paths", "bandwidth", "limit", "text", "colour")
+        self.source = ColumnDataSource({name: [] for name in names})
+        self._mapper = LinearColorMapper(palette=HEAT, low=0, high=1)
+        self.root = self.figure = figure(
+            title=self.title,
+            tools="",
+            toolbar_location=None,
+            x_range=FactorRange(),
+            y_range=FactorRange(),
+            x_axis_location="above",
+        )
+        self.root.rect(
+            "target",
+            "source",
+            0.97,
+            0.97,
+            source=self.source,
+            line_color="#cccccc",
+            fill_color={"field": "nbytes", "transform": self._mapper},
+        )
+        self.root.text(
+            "target",
+            "source",
+            "text",
+            source=self.source,
+            text_align="center",
+            text_baseline="middle",
+            text_font_size="10px",
+            text_color="colour",
+        )
+        self.root.add_layout(
+            ColorBar(color_mapper=self._mapper, ticker=BasicTicker(), formatter=in_bytes(), width=12), "right"
+        )
+        self.root.add_tools(
+            HoverTool(
+                tooltips=[
+                    ("from", "@source"),
+                    ("to", "@target"),
+                    ("bytes", "@total"),
+                    ("by path", "@paths"),
+                    ("while copied", "@bandwidth"),
+                    ("the link", "@limit"),
+                ]
+            )
+        )
+        self.root.xaxis.major_label_orientation = math.pi / 5
+        self.root.grid.grid_line_color = None
+
+    def show(self, collector: Collector) -> None:
+        traffic, workers = collector.sampler.traffic, collector.sampler.workers
+        named = labels(workers)
+        label = {end: named.get(end, end) for end in traffic.ends}
+        data: Data = {name: [] for name in self.source.data}
+        few = len(label) <= 8
+        for source, target, flow in traffic.flows():
+            limit, speed = collector.limit(source, target), flow.bandwidth
+            total = format_bytes(flow.nbytes)
+            data["source"].append(label[source])
+            data["target"].append(label[target])
+            data["nbytes"].append(flow.nbytes)
+            data["total"].append(total)
+            data["paths"].append(", ".join(f"{path} {format_bytes(n)}" for path, n in flow.by_path.items()))
+            data["bandwidth"].append(_rate(speed) if speed else "read in place")
+            data["limit"].append(f"{limit[0]}, {_rate(limit[1])}" if limit else "")
+            data["text"].append(total if few else "")
+        self._mapper.high = largest = max([1, *data["nbytes"]])
+        data["colour"] = ["white" if nbytes > DARK_SHARE * largest else "black" for nbytes in data["nbytes"]]
+        ends = sorted(label.values())
+        if self.root.x_range.factors != ends:
+            self.root.x_range.factors, self.root.y_range.factors = ends, ends[::-1]
+        put(self.source, data)
+        self.say(format_bytes(sum(data["nbytes"])) if data["nbytes"] else "none yet")
+
+
+class LinkTable(TableComponent):
+    """Show the pairs with most bytes: by path, bandwidth and the speed of their link."""
+
+    title = "Transfers"
+    columns: ClassVar[Mapping[str, str]] = {
+        "source": "From", "target": "To", "nbytes": "Bytes", "paths": "By path", "bandwidth": "While copied",
+        "link": "Link", "limit": "Its speed", "share": "Share",
+    }  # fmt: skip
+    widths: ClassVar[Mapping[str, int]] = {
+        "paths": 230,
+        "bandwidth": 100,
+        "link": 110,
+        "limit": 100,
+        "share": 50,
+    }
+
+    def show(self, collector: Collector) -> None:
+        named = labels(collector.sampler.workers)
+        flows = sorted(collector.sampler.traffic.flows(), key=lambda flow: -flow[2].nbytes)
+        rows = []
+        for source, target, flow in flows[:MAX_ROWS]:
+            limit, speed = collector.limit(source, target), flow.bandwidth
+            rows.append(
+                {
+                    "source": named.get(source, source),
+                    "target": named.get(target, target),
+                    "nbytes": format_bytes(flow.nbytes),
+                    "paths": ", ".join(f"{path} {format_bytes(n)}" for path, n in flow.by_path.items()),
+                    "bandwidth": _rate(speed) if speed else "read in place",
+                    "link": limit[0] if limit else "",
+                    "limit": _rate(limit[1]) if limit else "",
+                    "share": f"{speed / limit[1]:.0%}" if speed and limit else "",
+                }
+            )
+        self.put_rows(rows)
+        self.say("" if rows else "none yet")
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{format_bytes(int(bytes_per_second))}/s"

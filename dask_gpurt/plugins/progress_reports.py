@@ -1,0 +1,70 @@
+"""Report what a worker does in runs, spills and confines, with each heartbeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.observe import Metrics
+from dask_gpurt.observe.progress import RecentRuns
+
+#: The name of the heartbeat metric.
+METRIC = "gpurt_progress"
+#: The counters that are reported, of those without labels.
+REPORTED = (
+    "memory.waits",
+    "memory.retries",
+    "overlap.confined",
+    "overlap.decisions",
+    "reads.seconds.reading",
+    "reads.seconds.beside",
+)
+
+
+class ProgressReporter:
+    """Report for one worker.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker.
+    runs
+        The progress of its last runs.
+    overlap
+        Returns how it confines tasks, as plain values.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerServer,
+        runs: RecentRuns,
+        overlap: Callable[[], Mapping[str, Any]],
+        metrics: Metrics,
+    ):
+        self._worker = worker
+        self._runs = runs
+        self._overlap = overlap
+        self._metrics = metrics
+
+    def start(self) -> None:
+        """Take part in the heartbeats from now on."""
+        # In a new dictionary: a heartbeat that is being put together goes over the old one.
+        self._worker.metrics = {**self._worker.metrics, METRIC: self.report}
+
+    def close(self) -> None:
+        """Report nothing any more."""
+        metrics = self._worker.metrics
+        if metrics.get(METRIC) == self.report:
+            self._worker.metrics = {name: m for name, m in metrics.items() if name != METRIC}
+
+    def report(self, _worker: Any = None) -> dict[str, Any]:
+        """Return the figures of the last runs, bytes moved between tiers, and some counters."""
+        moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
+        counters = {name: self._metrics.total(name).get((), 0) for name in REPORTED}
+        return {
+            "runs": self._runs.snapshot(),
+            "moved": [[source, target, nbytes] for (source, target), nbytes in moves.items()],
+            "counters": {name: value for name, value in counters.items() if value},
+            "overlap": dict(self._overlap()),
+        }
