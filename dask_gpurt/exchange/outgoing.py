@@ -70,6 +70,8 @@ class Outbox:
         self.yields: Callable[[RunKey], bool] = _never
         self._ids = itertools.count()
         self._changed = threading.Condition()
+        #: The producers that wait for room.
+        self.waiting = 0
         #: Counts blocks that came back, so that a producer can not miss one.
         self.freed = 0
 
@@ -135,11 +137,15 @@ class Outbox:
         if nbytes > self.pool.capacity:
             raise PoolFull(nbytes)
         with self._metrics.seconds("exchange.seconds.waiting-for-room"), self._changed:
-            check()
-            if self.freed == seen:
-                self._ask_for_room(self._readers())
-                self._changed.wait(ROOM_RETRY_INTERVAL_S)
-            check()
+            self.waiting += 1
+            try:
+                check()
+                if self.freed == seen:
+                    self._ask_for_room(self._readers())
+                    self._changed.wait(ROOM_RETRY_INTERVAL_S)
+                check()
+            finally:
+                self.waiting -= 1
 
     def view(self, shard: int) -> tuple[Block, ...] | None:
         """Return the blocks of a shard that is still published."""

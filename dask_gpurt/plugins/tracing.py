@@ -23,6 +23,7 @@ from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Ranges, Recor
 
 #: Handlers of workers: their clock, a batch of their events, and the end of a trace.
 CLOCK, TAKE, END = "gpurt_clock", "gpurt_trace_take", "gpurt_trace_end"
+WORKER_HANDLERS = (CLOCK, TAKE, END)
 #: Handlers of the scheduler.
 BEGIN_ALL, TAKE_ALL, END_ALL = "gpurt_trace_begin", "gpurt_traces_take", "gpurt_traces_end"
 #: Seconds after which a trace ends that no client has asked for.

@@ -55,7 +55,7 @@ def _published(pools: Any) -> dict[str, dict[str, Any]]:
     return {
         kind: {
             "by owner": dict(Counter(entry.owner for entry in list(outbox._entries.values()))),
-            "producers that wait": outbox._waiting,
+            "producers that wait": outbox.waiting,
             "used": outbox.pool.used,
         }
         for kind, outbox in list(pools._outboxes.items())

@@ -42,6 +42,7 @@ from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
+from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
 from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
@@ -171,7 +172,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         Dask would log that it knows no such handler, or end the connection.
         """
         if is_closing(self.worker):
-            for name in (REPORT, HOST):
+            for name in (REPORT, HOST, *TRACING):
                 self.worker.handlers[name] = _ignore
             self.worker.stream_handlers[RENEW] = _ignore
 
