@@ -216,6 +216,15 @@ class performance_report(distributed.performance_report):
     ...     frame.merge(other, on="key").compute()
     """
 
+    def __init__(
+        self,
+        filename: str = "dask-report.html",
+        stacklevel: int = 1,
+        mode: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ):
+        super().__init__(filename, stacklevel, mode, storage_options)  # type: ignore[no-untyped-call]
+
     async def __aenter__(self) -> None:
         await super().__aenter__()  # type: ignore[no-untyped-call]
         client = default_client()
