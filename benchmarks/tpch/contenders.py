@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,22 @@ from .gpu import Utilisation, wait_until_idle
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
 #: The runtime with two workers in place of each one.
 SHARED = "gpurt-shared"
-CONTENDERS = (GPURT, SHARED, TASKS, P2P, CUDF_POLARS)
+#: The runtime, which leaves each operation of a query a task of its own. Run it and the runtime as it is one
+#: after the other: what a client plans with is kept until another one is the current one.
+UNFUSED = "gpurt-unfused"
+CONTENDERS = (GPURT, UNFUSED, SHARED, TASKS, P2P, CUDF_POLARS)
 
-TWO_WORKERS = {
-    "gpurt.enabled": True,
-    "gpurt.compute.concurrency": 2,
-    # As in the file that `pip install` puts into Dask's configuration.
-    "distributed.nanny.preload": ["dask_gpurt.preload"],
+#: The settings of contenders that are the runtime in other ways than by default.
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    SHARED: {
+        "gpurt.enabled": True,
+        "gpurt.compute.concurrency": 2,
+        # As in the file that `pip install` puts into Dask's configuration.
+        "distributed.nanny.preload": ["dask_gpurt.preload"],
+    },
+    UNFUSED: {"gpurt.planning.fuse": False},
 }
+WITH_RUNTIME = (GPURT, *SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Contender:
     @property
     def has_runtime(self) -> bool:
         """Tell whether the runtime is on."""
-        return self.name in (GPURT, SHARED)
+        return self.name in WITH_RUNTIME
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
@@ -65,7 +73,7 @@ class Contender:
 def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the contenders of each cluster that is needed: ``tasks`` and ``p2p`` share one."""
     plain = tuple(name for name in names if name in (TASKS, P2P))
-    alone = [(name,) for name in (GPURT, SHARED) if name in names]
+    alone = [(name,) for name in WITH_RUNTIME if name in names]
     return [each for each in [*alone, plain] if each]
 
 
@@ -77,21 +85,20 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
     with ExitStack() as stack:
         found: list[Contender] = []
         for names in groups:
-            if SHARED in names:
-                stack.enter_context(dask.config.set(TWO_WORKERS))
-            cluster = stack.enter_context(
-                local_cluster(
-                    options.backend,
-                    options.workers,
-                    options.protocol,
-                    options.rmm_pool_size,
-                    threads=options.threads,
+            with dask.config.set(SETTINGS.get(names[0], {})):
+                cluster = stack.enter_context(
+                    local_cluster(
+                        options.backend,
+                        options.workers,
+                        options.protocol,
+                        options.rmm_pool_size,
+                        threads=options.threads,
+                    )
                 )
-            )
-            client: Any = stack.enter_context(Client(cluster, set_as_default=False))
-            client.wait_for_workers(options.workers * (2 if SHARED in names else 1))
-            if GPURT in names or SHARED in names:
-                dask_gpurt.enable(client)
+                client: Any = stack.enter_context(Client(cluster, set_as_default=False))
+                client.wait_for_workers(options.workers * (2 if SHARED in names else 1))
+                if names[0] in WITH_RUNTIME:
+                    dask_gpurt.enable(client)
             client.register_plugin(TaskLog(), name=TaskLog.name)
             if options.backend == "cudf":
                 client.register_plugin(Utilisation(), name=Utilisation.name)
