@@ -36,6 +36,9 @@ COLOCATED = "GPURT_COLOCATED"
 
 #: Libraries whose objects lie in the memory of a GPU.
 _GPU_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
+#: The collections that are looked into for frames and arrays, as Dask's serialisation does, and the most
+#: objects in them.
+_COLLECTIONS, MAX_CONTENTS = frozenset({dict, list, tuple}), 1000
 
 #: Waits, when called, until something that was begun is complete.
 Fence = Callable[[], None]
@@ -51,8 +54,26 @@ def workers_of_device() -> int:
 
 
 def lives_on_device(value: Any) -> bool:
-    """Return whether an object is of a library whose objects lie on a GPU."""
-    return is_of(type(value), _GPU_LIBRARIES)
+    """Return whether an object is of a library whose objects lie on a GPU, or a collection that holds one."""
+    return is_of(type(value), _GPU_LIBRARIES) or any(map(lives_on_device, contents(value)))
+
+
+def contents(value: Any) -> Sequence[Any]:
+    """Return the objects in a dict, list or tuple and in those that it holds; none of any other object.
+
+    Nor of a collection with more than ``MAX_CONTENTS``: those are numbers or words, and the event loop asks.
+    """
+    found: list[Any] = []
+    pending = [value] if type(value) in _COLLECTIONS else []
+    seen = 0
+    while pending:
+        collection = pending.pop()
+        seen += len(collection)
+        if seen > MAX_CONTENTS:
+            return ()
+        for each in collection.values() if type(collection) is dict else collection:
+            (pending if type(each) in _COLLECTIONS else found).append(each)
+    return found
 
 
 def is_of(type_: type, libraries: frozenset[str]) -> bool:
@@ -322,6 +343,8 @@ class Device(Protocol):
     reads_in_place: bool
     #: Whether its memory is the host's. Ask for what follows from it where there is a method for that.
     on_host: bool
+    #: Whether it is a GPU whose memory is the host's: what is copied from one to the other lies there twice.
+    integrated: bool
     #: The links that its bytes take on their way into memory that the host reads; none where they are there.
     host_links: tuple[Link, ...]
     #: The package to install where it has no codec.

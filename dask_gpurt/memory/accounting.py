@@ -18,6 +18,7 @@ import pandas as pd
 import pyarrow as pa
 from dask.sizeof import sizeof
 
+from dask_gpurt.device.base import contents, lives_on_device
 from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
 from dask_gpurt.memory.objects import sizeof_objects
 from dask_gpurt.memory.serialize import Raw
@@ -25,6 +26,12 @@ from dask_gpurt.memory.tiers import Limits, Tier
 
 #: Bytes by the address of each root allocation.
 Roots = dict[int, int]
+
+#: Objects of host libraries whose memory is looked into.
+_WITH_BUFFERS = (
+    *(pd.DataFrame, pd.Series, pd.Index, pd.api.extensions.ExtensionArray, np.ndarray),
+    *(pa.Table, pa.RecordBatch, pa.ChunkedArray, pa.Array),
+)
 
 
 def owned(value: Any) -> Roots:
@@ -34,7 +41,7 @@ def owned(value: Any) -> Roots:
     ----------
     value
         Frames, series, indexes and arrays of numpy, pandas, Arrow, cudf and cupy are looked
-        into; of anything else Dask's ``sizeof`` is taken.
+        into, also where a dict, list or tuple holds them; of anything else Dask's ``sizeof`` is taken.
     """
     roots: Roots = {}
     for address, nbytes in _walk(value):
@@ -89,8 +96,17 @@ def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
         yield value.data.mem.ptr, value.data.mem.size
     elif library == "cudf" and hasattr(type(value), "_columns"):
         yield from _cudf_owners(value)
+    elif any(map(_has_buffers, held := contents(value))):
+        yield id(value), sys.getsizeof(value)
+        for each in held:
+            yield from _walk(each)
     else:
         yield id(value), sizeof(value)
+
+
+def _has_buffers(value: Any) -> bool:
+    """Return whether an object may share its memory with others."""
+    return isinstance(value, _WITH_BUFFERS) or lives_on_device(value)
 
 
 def _walk_extension(array: Any) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from hypothesis import given
 
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
+from dask_gpurt.device.base import MAX_CONTENTS, contents
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
 from dask_gpurt.memory.ledger import MAX_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
@@ -64,11 +65,14 @@ def test_choice(given: list[EvictionCandidate], nbytes: int, random: Any) -> Non
 # ---- limits --------------------------------------------------------------------------
 
 
-def resolved(on_host: bool = False, given_device: int | None = None, **settings: Any) -> Limits:
+def resolved(
+    on_host: bool = False, given_device: int | None = None, integrated: bool = False, **settings: Any
+) -> Limits:
     return limits(
         config.load({"gpurt": {"memory": settings}}).memory,
         memory_limit=100 * GIB,
-        device_memory=None if on_host else 140 * GIB,
+        device_memory=None if on_host else 100 * GIB if integrated else 140 * GIB,
+        integrated=integrated,
         given_device=given_device,
         target=0.6,
         disk_free=1000 * GIB,
@@ -83,6 +87,28 @@ def test_defaults() -> None:
 def test_what_the_user_gave_dask_cuda_counts() -> None:
     assert resolved(given_device=30 * GIB).device == 30 * GIB
     assert resolved(given_device=30 * GIB, device="50%").device == 70 * GIB
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"given_device": 95 * GIB},
+        {"device": "95%"},
+        {"pinned": "5 GiB"},
+        {"device": "40%", "host": "50%"},
+    ],
+)
+def test_the_memory_of_an_integrated_gpu_is_given_out_once(settings: dict[str, Any]) -> None:
+    found = resolved(integrated=True, **settings)
+    assert 0 < found.device + found.pinned + found.host <= 100 * GIB
+    assert found.host > 0  # results that are not on the GPU have a place too
+
+
+def test_an_integrated_gpu_and_host_objects_share_what_a_gpu_of_its_own_would_have() -> None:
+    assert resolved(integrated=True) == Limits(70 * GIB, 0, 10 * GIB, None)
+    with pytest.raises(ConfigError, match="one memory of the host and its GPU"):
+        resolved(integrated=True, device="60%", host="50%")
 
 
 def test_sizes_and_shares() -> None:
@@ -168,6 +194,28 @@ def test_frames_that_share_their_columns_count_once() -> None:
     strings = pd.DataFrame({"s": pd.array(["text"] * 10**5, dtype="string[pyarrow]")})
     assert total(strings, strings.iloc[5:10]) < 1.01 * total(strings)
     assert total(strings) >= 4 * 10**5
+
+
+@pytest.mark.parametrize("hold", [lambda *held: {"data": held[0], "label": [held[1]]}, lambda *held: (held,)])
+def test_a_collection_counts_the_frames_that_it_holds_once_with_those(hold: Any) -> None:
+    # XGBoost has Dask put the frames and labels of a partition into a dict, which is a key of its own.
+    frame, label = pd.DataFrame({"a": np.arange(10**5)}), pd.Series(np.arange(10.0**5))
+    together = total(frame, label)
+    assert together < total(frame, label, hold(frame, label)) < 1.01 * together
+    assert total(hold(frame, label)) >= together
+    known = Owned()
+    for key, value in {"frame": frame, "held": hold(frame, label)}.items():
+        known.add(key, owned(value))
+    assert known.gain("frame") == 0  # it would stay in the collection
+
+
+def test_a_collection_of_many_objects_is_not_looked_through() -> None:
+    words = [f"word {number}" for number in range(MAX_CONTENTS + 1)]
+    assert list(contents(words[1:])) == words[1:]
+    assert list(contents(words)) == []
+    assert owned(words).keys() == {id(words)}
+    words[:] = [words]  # in itself
+    assert list(contents(words)) == []
 
 
 def test_arrow_tables_and_slices() -> None:
