@@ -38,6 +38,7 @@ __all__ = [
     "end_run",
     "id_from_key",
     "merge_transfer",
+    "name_workers",
     "replace_on_extension",
     "replace_run_lookup",
     "restart",
@@ -111,6 +112,17 @@ def runs_of(extension: Any, shuffle_id: Any) -> Iterable[Any]:
 def set_restriction(extension: Any, task: SchedulerTask, worker: str) -> None:
     """Restrict an output task to a worker, in the way that the extension takes back by itself."""
     extension._set_restriction(task, worker)
+
+
+def name_workers(scheduler: Any, task: Any) -> None:
+    """Restrict a task that may run on some hosts to the workers that are there.
+
+    Dask runs a task that is restricted to hosts and to a worker on any of both. So an output would not stay
+    with its owner: it would be scheduled again on the host, sent to the owner, and so on, for ever.
+    """
+    if task.host_restrictions and (valid := scheduler.valid_workers(task)):
+        scheduler.set_restrictions({task.key: {ws.address for ws in valid}})
+        task.host_restrictions = None
 
 
 def restrict_again(extension: Any, task: SchedulerTask, worker: str | None) -> None:

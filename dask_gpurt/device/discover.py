@@ -19,11 +19,16 @@ def discover(memory_limit: int) -> dict[str, Device]:
         Bytes of host memory that the worker may use.
     """
     devices: dict[str, Device] = {"host": HostDevice(memory_limit)}
-    if cuda_missing() is None:
+    if "cuda" in kinds():
         from dask_gpurt.device.cuda import CudaDevice
 
         devices["cuda"] = CudaDevice()
     return devices
+
+
+def kinds() -> list[str]:
+    """Return the kinds of device that this process has. It may take a second."""
+    return ["host"] if cuda_missing() is not None else ["host", "cuda"]
 
 
 def main_kind(devices: Mapping[str, Device]) -> str:

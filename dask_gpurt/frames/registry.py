@@ -39,6 +39,11 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
     )
 
 
+def device_kind(frame: Frame) -> str | None:
+    """Return the kind of device that partitions like a frame need; None if no backend knows it."""
+    return {"cudf": "cuda", "pandas": "host", None: None}[library(frame)]
+
+
 def library(frame: Frame) -> str | None:
     """Return the library of a frame, "pandas" or "cudf", also of a subclass; None if no backend knows it."""
     for kind in type(frame).__mro__:

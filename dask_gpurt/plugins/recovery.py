@@ -25,10 +25,11 @@ from distributed.protocol.serialize import ToPickle
 from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import RENEW
-from dask_gpurt.shuffle.spec import output_partition
+from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ class Recovery:
     ----------
     scheduler
         Dask's.
-    ready
-        The workers that have the runtime.
+    workers
+        Those that have the runtime.
     retries
         So many times in a row a run is mended before it begins again.
     begin_again
@@ -85,14 +86,14 @@ class Recovery:
     def __init__(
         self,
         scheduler: Any,
-        ready: Collection[str],
+        workers: Workers,
         retries: int,
         metrics: Metrics,
         begin_again: Callable[[Any, str], None],
     ):
         self._scheduler = scheduler
         self._extension = scheduler.extensions["shuffle"]
-        self._ready = ready
+        self._workers = workers
         self._retries = retries
         self._metrics = metrics
         self._begin_again = begin_again
@@ -492,7 +493,7 @@ class Recovery:
         owners = ToPickle(run.run_spec.worker_for.snapshot())
         message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": owners}
         # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
-        here = self._scheduler.stream_comms.keys() & set(workers) & set(self._ready)
+        here = self._scheduler.stream_comms.keys() & set(workers) & self._workers.ready
         self._scheduler.send_all({}, {worker: [message] for worker in here})
 
     def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
@@ -506,13 +507,9 @@ class Recovery:
         return self._scheduler.tasks[barrier_key(shuffle)]
 
     def _candidates(self, *shuffles: Any) -> list[str]:
-        """Return the workers that may own outputs of shuffles."""
-        allowed = [self._barrier(shuffle).worker_restrictions for shuffle in shuffles]
-        return [
-            worker
-            for worker in self._scheduler.workers
-            if worker in self._ready and all(worker in only for only in allowed if only)
-        ]
+        """Return the workers that may own outputs of all of some shuffles."""
+        runs = [self._extension.active_shuffles[shuffle].run_spec for shuffle in shuffles]
+        return possible_owners(self._scheduler, self._workers, [run.spec for run in runs])
 
     def _unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
         """Return those of these outputs that may still have to be put together."""
@@ -533,6 +530,30 @@ class Recovery:
 
     def _is_ours(self, shuffle: Any) -> bool:
         return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
+
+
+def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[ShuffleSpec]) -> list[str]:
+    """Return the workers that can put outputs of all of some shuffles together, and may.
+
+    They have the runtime and the device of the frames, and meet the restrictions that a user has given the
+    tasks, of which Dask's own shuffles regard only lists of workers. An output with another owner would wait
+    for ever for a worker that is its owner and meets them too.
+    """
+    found = list(scheduler.workers)
+    for spec in specs:
+        able, allowed = workers.ready_with(spec.device), _allowed(scheduler, barrier_key(spec.id))
+        found = [worker for worker in found if worker in able and (allowed is None or worker in allowed)]
+    return found
+
+
+def _allowed(scheduler: Any, barrier: Key) -> Collection[str] | None:
+    """Return the workers that a barrier is restricted to, which has the restrictions of its outputs."""
+    task = scheduler.tasks[barrier]
+    if not (task.host_restrictions or task.resource_restrictions):
+        only: Collection[str] | None = task.worker_restrictions
+        return only or None
+    # Of these only the running ones; those that are paused have no free memory for outputs anyhow.
+    return {ws.address for ws in scheduler.valid_workers(task) or ()}
 
 
 def is_unfinished(task: Any) -> bool:

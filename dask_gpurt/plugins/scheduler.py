@@ -135,7 +135,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
         self.shuffles = SchedulerShuffles(
-            self.scheduler, settings, self.metrics, lambda: self.placement, self.workers.ready
+            self.scheduler, settings, self.metrics, lambda: self.placement, self.workers
         )
         self.json_api = JsonApi(self)
 

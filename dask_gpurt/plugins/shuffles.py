@@ -21,6 +21,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     barrier_key,
     end_run,
     id_from_key,
+    name_workers,
     replace_on_extension,
     restart,
     restart_without,
@@ -35,8 +36,10 @@ from dask_gpurt.plugins.recovery import (
     Recovery,
     is_unfinished,
     needed_outputs,
+    possible_owners,
     sharing_outputs,
 )
+from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
@@ -53,8 +56,8 @@ class SchedulerShuffles:
         Dask's.
     placement
         What chooses owners now, if anything.
-    ready
-        The workers that have the runtime.
+    workers
+        Those that have the runtime.
     """
 
     def __init__(
@@ -63,17 +66,17 @@ class SchedulerShuffles:
         settings: Settings,
         metrics: Metrics,
         placement: Callable[[], SchedulerPlacement | None],
-        ready: Collection[str],
+        workers: Workers,
     ):
         self._scheduler = scheduler
         self._extension = scheduler.extensions["shuffle"]
         self._settings = settings
         self._metrics = metrics
         self._placement = placement
-        self._ready = ready
+        self._workers = workers
         self._patches = PatchSet()
         self._runs = RunsInARow()
-        self.recovery = Recovery(scheduler, ready, settings.shuffle.retries, metrics, self._begin_again)
+        self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s begins again: %s", shuffle_id, reason)
@@ -177,7 +180,7 @@ class SchedulerShuffles:
             placement = self._placement()
             if placement is not None and not _has_partner(barrier, self._extension.active_shuffles):
                 chosen = placement.owners(barrier, chosen)
-            chosen = self._among_ready(spec, chosen, barrier.worker_restrictions)
+            chosen = self._among_possible(spec, chosen)
             return Owners.begin(chosen, chosen.keys() & needed_outputs(barrier, chosen))
 
         return calculate
@@ -255,14 +258,12 @@ class SchedulerShuffles:
             if task.state != "erred"
         }
 
-    def _among_ready(
-        self, spec: ShuffleSpec, chosen: dict[Any, str], allowed: Collection[str] | None
-    ) -> dict[Any, str]:
-        """Choose other owners than workers that have registered, and not switched the runtime on yet."""
-        ready = [w for w in self._scheduler.workers if w in self._ready and (not allowed or w in allowed)]
-        if not ready or all(worker in self._ready for worker in chosen.values()):
+    def _among_possible(self, spec: ShuffleSpec, chosen: dict[int, str]) -> dict[int, str]:
+        """Choose other owners than workers that can not put outputs together, or have not switched on yet."""
+        possible = possible_owners(self._scheduler, self._workers, [spec])
+        if not possible or all(worker in possible for worker in chosen.values()):
             return chosen
-        return {p: w if w in self._ready else spec.pick_worker(p, ready) for p, w in chosen.items()}
+        return {p: w if w in possible else spec.pick_worker(p, possible) for p, w in chosen.items()}
 
     def _refuse_after_retries(self, shuffle_id: Any) -> None:
         runs, retries = self._runs[shuffle_id], self._settings.shuffle.retries
@@ -275,6 +276,7 @@ class SchedulerShuffles:
     def _send_outputs_to_owners(self, shuffle_id: Any, worker_for: dict[int, str]) -> None:
         """Restrict output tasks before they start; Dask lets them start anywhere and moves them then."""
         for task in self._scheduler.tasks[barrier_key(shuffle_id)].dependents:
+            name_workers(self._scheduler, task)
             partition = output_partition(task.run_spec)
             if partition in worker_for and task.state in ("released", "waiting"):
                 set_restriction(self._extension, task, worker_for[partition])

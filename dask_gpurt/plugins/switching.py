@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -116,14 +116,31 @@ class Workers:
         self._on: Counter[str] = Counter()  # plugins that have been told yes, and have not left
         self._all_left = asyncio.Event()
         self.ready: set[str] = set()
+        #: The kinds of device that workers have.
+        self._devices: dict[str, frozenset[str]] = {}
         self.unreachable: set[str] = set()
 
-    def join(self, worker: str, token: str) -> bool:
-        """Handle a worker's question whether it shall switch on a plugin that it has been handed."""
+    def join(self, worker: str, token: str, devices: Collection[str]) -> bool:
+        """Handle a worker's question whether it shall switch on a plugin that it has been handed.
+
+        Parameters
+        ----------
+        devices
+            The kinds of device that it has.
+        """
         wanted = self._wanted and token == self._token
         if wanted:
             self._on[worker] += 1
+            self.note_devices(worker, devices)
         return wanted
+
+    def note_devices(self, worker: str, devices: Collection[str]) -> None:
+        """Note the kinds of device that a worker has."""
+        self._devices[worker] = frozenset(devices)
+
+    def ready_with(self, device: str) -> set[str]:
+        """Return the workers that have switched on and have a kind of device."""
+        return {worker for worker in self.ready if device in self._devices.get(worker, ())}
 
     def is_ready(self, worker: str, token: str) -> None:
         """Handle a worker that has switched on."""
@@ -140,6 +157,7 @@ class Workers:
         """Forget a worker that is gone."""
         self.ready.discard(worker)
         self._on.pop(worker, None)
+        self._devices.pop(worker, None)
         self._look()
 
     def _look(self) -> None:

@@ -23,6 +23,7 @@ from dask_gpurt.dask_hooks.shuffle import active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.device import Device
+from dask_gpurt.device.discover import kinds
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
@@ -93,7 +94,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         async with self._switching:
             try:
                 dask_hooks.require()
-                if not await getattr(worker.scheduler, JOIN)(worker=worker.address, token=self.token):
+                devices = await asyncio.to_thread(kinds)
+                join = getattr(worker.scheduler, JOIN)
+                if not await join(worker=worker.address, token=self.token, devices=devices):
                     logger.info("the runtime was switched off before %s joined", worker.address)
                     self._leave()
                     return

@@ -18,6 +18,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     worker_for_range_sharding,
 )
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
+from dask_gpurt.frames.registry import device_kind
 from dask_gpurt.shuffle.owners import Owners
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class ShuffleSpec(DaskShuffleSpec[int]):
         The column that outputs are about to be sorted by, None where that is not known.
     computation
         The name of the only computation that this shuffle is a part of; None where others may share it.
+    device
+        The kind of device that a worker needs to put outputs together.
     """
 
     npartitions: int
@@ -58,6 +61,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
     ignore_index: bool
     order_by: Any = None
     computation: str | None = None
+    device: str = "host"
 
     @classmethod
     def of(
@@ -82,6 +86,7 @@ class ShuffleSpec(DaskShuffleSpec[int]):
             ignore_index=ignore_index,
             order_by=order_by,
             computation=computation,
+            device=device_kind(spec.meta) or "host",
         )
 
     @property

@@ -1,0 +1,115 @@
+"""Shuffle on clusters whose workers are not alike: work goes only where it can run, and may."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Worker, wait
+
+import dask_gpurt
+from tests.helpers.clusters import canonical
+from tests.helpers.in_process import gen_client_cluster
+
+GPU = {"resources": {"GPU": 1}}
+#: Two workers for what needs a GPU, and one that comes first, without.
+MIXED = [("127.0.0.1", 1), ("127.0.0.1", 1, GPU), ("127.0.0.1", 1, GPU)]
+
+
+def mixed(nthreads: list[Any] = MIXED, **options: Any) -> Callable[[Callable[..., Awaitable[None]]], Any]:
+    """Run a coroutine with workers of two kinds, the runtime switched on."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Any:
+        async def body(client: Any, scheduler: Any, *crew: Any) -> None:
+            await dask_gpurt.enable(client)
+            try:
+                await test(client, scheduler, *crew)
+            finally:
+                await dask_gpurt.disable(client)
+
+        return gen_client_cluster(nthreads=nthreads, **options)(body)
+
+    return decorate
+
+
+def frame(parts: int = 6, rows: int = 50) -> pd.DataFrame:
+    random = np.random.default_rng(0)
+    return pd.DataFrame({"key": random.integers(0, 30, parts * rows), "value": np.arange(parts * rows)})
+
+
+def collection() -> Any:
+    return dd.from_pandas(frame(), npartitions=6, sort=False)
+
+
+#: What is computed, of a collection, and of pandas frames without the options that only Dask takes.
+BUILDS: dict[str, Callable[..., Any]] = {
+    "shuffle": lambda one, **_: one.shuffle("key") if hasattr(one, "shuffle") else one,
+    "merge": lambda one, broadcast, **_: one.merge(
+        one.rename(columns={"value": "other"}), on="key", **broadcast
+    ),
+    "groupby": lambda one, split_out, **_: one.groupby("key").value.sum(**split_out).reset_index(),
+}
+OF_DASK = {"broadcast": {"broadcast": False}, "split_out": {"split_out": 3}}
+OF_PANDAS: dict[str, dict[str, Any]] = {"broadcast": {}, "split_out": {}}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_tasks_that_ask_for_a_resource_run_where_it_is(build: Callable[..., Any]) -> None:
+    @mixed()
+    async def run(client: Any, scheduler: Any, plain: Worker, *gpus: Worker) -> None:
+        done = client.persist(build(collection(), **OF_DASK), resources={"GPU": 1})
+        await wait(done)
+        assert not plain.data
+        assert all(worker.data for worker in gpus)
+        found = pd.concat(await client.gather(client.futures_of(done)))
+        expected = build(frame(), **OF_PANDAS)
+        pd.testing.assert_frame_equal(canonical(found, index=False), canonical(expected, index=False))
+
+    run()
+
+
+@pytest.mark.parametrize("where", ["host", "worker"])
+def test_tasks_that_are_kept_to_a_host_or_a_worker_run_there(where: str) -> None:
+    @mixed([("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.2", 1)])
+    async def run(client: Any, scheduler: Any, plain: Worker, *others: Worker) -> None:
+        allowed = "127.0.0.2" if where == "host" else [worker.address for worker in others]
+        done = client.persist(collection().shuffle("key"), workers=allowed)
+        await wait(done)
+        assert not plain.data
+        assert all(worker.data for worker in others)
+
+    run()
+
+
+# Dask's own check of a worker's state is not for one that has closed, and whose tiers are gone.
+@mixed(worker_kwargs={"validate": False})
+async def test_what_was_lost_is_done_again_where_the_resource_is(
+    client: Any, scheduler: Any, plain: Worker, one: Worker, other: Worker
+) -> None:
+    done = client.persist(collection().shuffle("key"), resources={"GPU": 1})
+    await wait(done)
+    await one.close()
+    await wait(done)
+    found = pd.concat(await client.gather(client.futures_of(done)))
+    pd.testing.assert_frame_equal(canonical(found, index=False), canonical(frame(), index=False))
+    assert not plain.data
+    assert len(other.data) >= done.npartitions
+
+
+@mixed()
+async def test_outputs_go_only_to_workers_with_the_device_of_their_frames(
+    client: Any, scheduler: Any, plain: Worker, *able: Worker
+) -> None:
+    # Which kind it is that a worker lacks makes no difference, so this one is without the host's.
+    runtime = scheduler.extensions["gpurt"]
+    runtime.workers.note_devices(plain.address, [])
+    assert runtime.workers.ready_with("host") == {worker.address for worker in able}
+    done = client.persist(collection().shuffle("key"))
+    await wait(done)
+    outputs = {future.key for future in client.futures_of(done)}
+    assert not outputs & set(plain.data)
+    assert all(outputs & set(worker.data) for worker in able)
