@@ -16,6 +16,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+import psutil
 import rmm
 from cuda.bindings.runtime import (
     cudaDeviceGetStreamPriorityRange,
@@ -148,6 +149,7 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.index = runtime.getDevice()
+        self.integrated = bool(runtime.getDeviceProperties(self.index)["integrated"])
         self._streams = threading.local()
         self._codecs: dict[str, Codec] | None = None
         #: Bytes that the user's allocator has given since it is guarded, and since the last peak.
@@ -213,6 +215,8 @@ class CudaDevice:
     def memory(self) -> tuple[int, int]:
         with usual_context(self.index):
             free, total = runtime.memGetInfo()
+        if self.integrated:  # CUDA does not count what the page cache would give back
+            free = min(max(free, psutil.virtual_memory().available), total)
         return int(free), int(total)
 
     def own_memory(self) -> int:

@@ -269,6 +269,7 @@ class HostDevice:
     shared_path = "shared-memory"
     reads_in_place = True
     on_host = True
+    integrated = False
     host_links: tuple[Link, ...] = ()
     codecs_missing = "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
     pool_share = 0.25

@@ -13,6 +13,9 @@ from dask_gpurt.config import ConfigError, MemorySettings, Size
 DEVICE_SHARE = 0.8
 #: Pinned memory is taken from all processes of the host, and a few GiB keep the bus busy.
 PINNED_SHARE, PINNED_MOST = 0.1, 8 * 2**30
+#: The share of the memory of an integrated GPU, which is the host's too, that live host objects may take; the
+#: device tier has so much less.
+INTEGRATED_HOST_SHARE = 0.1
 
 #: Bytes by which a live tier may exceed its limit before anything is spilled: a block of the pinned tier, but
 #: no more than this share of the tier.
@@ -73,6 +76,7 @@ def limits(
     given_device: int | None,
     target: float | bool,
     disk_free: int,
+    integrated: bool = False,
 ) -> Limits:
     """Resolve what the user has set, for us, for Dask and for dask-cuda.
 
@@ -88,6 +92,9 @@ def limits(
         ``distributed.worker.memory.target``.
     disk_free
         Free bytes where files go.
+    integrated
+        Whether the memory of the GPU is the host's. Then all tiers but the disk are cut from it together, and
+        none is made for copies of what lies on the GPU.
 
     Raises
     ------
@@ -97,20 +104,25 @@ def limits(
     on_host = device_memory is None
     whole = memory_limit if device_memory is None else device_memory
     kept = int(memory_limit * (target or 1))
+    spared = int(INTEGRATED_HOST_SHARE * whole) if integrated else 0
     device = _of(settings.device, whole)
     if device is None:
-        device = kept if on_host else min(given_device or int(DEVICE_SHARE * whole), whole)
+        device = kept if on_host else min(given_device or int(DEVICE_SHARE * whole) - spared, whole)
     pinned = _of(settings.pinned, memory_limit)
     if pinned is None:
-        pinned = 0 if on_host else int(min(PINNED_SHARE * memory_limit, PINNED_MOST))
+        pinned = 0 if on_host or integrated else int(min(PINNED_SHARE * memory_limit, PINNED_MOST))
     host = _of(settings.host, memory_limit)
     if host is None:
         host = 0 if on_host else max(0, kept - pinned)
+        if integrated:
+            host = min(host, spared, max(0, whole - device - pinned))
     disk = _of(settings.disk, disk_free)
     _refuse("device", device, whole, "this worker's memory limit" if on_host else "the device")
     _refuse("pinned", pinned, memory_limit, "this worker's memory limit")
     together = pinned + host + (device if on_host else 0)
     _refuse("host", together, memory_limit, "all tiers in host memory together, of a memory limit")
+    if integrated:
+        _refuse("host", device + pinned + host, whole, "all tiers in the one memory of the host and its GPU")
     if disk is not None:
         _refuse("disk", disk, disk_free, "free space where the worker's files go")
     return Limits(device, pinned, host, disk)

@@ -28,6 +28,7 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
+from dask_gpurt.topology.detect import memory_of_processors
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class WorkerTiers:
         self._metrics = metrics
         self.pools = pools
         self.device = pools.device(pools.main)
-        self.memory_limit: int = worker.memory_manager.memory_limit or MEMORY_LIMIT
+        self.memory_limit: int = self._memory_limit()
         self.limits = self._limits(worker.data)
         self.pinned = BlockPool(self.limits.pinned, register=self.device.pinning())
         self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
@@ -154,6 +155,12 @@ class WorkerTiers:
         await self.offload(self.tiered_buffer.close)
         self.executor.shutdown(wait=False)
 
+    def _memory_limit(self) -> int:
+        """Return the bytes of host memory that the worker may use."""
+        limit = self.worker.memory_manager.memory_limit or MEMORY_LIMIT
+        # Dask cuts it from all that the system has, which may have the memory of GPUs as nodes of its own.
+        return limit if self.device.on_host else min(limit, memory_of_processors() or limit)
+
     def _limits(self, given: Any) -> Limits:
         given_device = getattr(getattr(given, "device_buffer", None), "n", None)
         directory = os.statvfs(self.worker.local_directory)
@@ -165,12 +172,14 @@ class WorkerTiers:
             given_device=given_device and given_device // workers_of_device(),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
+            integrated=self.device.integrated,
         )
 
     def _lower_tiers(self) -> dict[Tier, Any]:
         return {
             Tier.PINNED: PinnedTier(self.pinned),
-            Tier.HOST: HostTier(self.limits.host),
+            # From an integrated GPU a copy in host memory would free nothing.
+            Tier.HOST: HostTier(0 if self.device.integrated else self.limits.host),
             Tier.DISK: self.disk,
         }
 

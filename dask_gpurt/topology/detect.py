@@ -127,7 +127,7 @@ class Nvml:
             index,
             _text(self._ask("nvmlDeviceGetName", handle)),
             numa=self._numa(self._bus(handle)),
-            pcie=self._pcie(handle),
+            pcie=None if self._is_integrated(handle) else self._pcie(handle),
         )
         if not self._ask("nvmlDeviceGetMigMode", handle, default=(0, 0))[0]:
             yield replace(whole, nvlink=self._nvlinks(handle), fabric=self._fabric(handle))
@@ -140,6 +140,19 @@ class Nvml:
     def _bus(self, handle: Any) -> str:
         info = self._ask("nvmlDeviceGetPciInfo", handle)
         return "" if info is None else _text(info.busId).lower()
+
+    def _is_integrated(self, handle: Any) -> bool:
+        """Return whether a GPU has no memory of its own: NVML says of GB10 "Not Supported" when asked for it.
+
+        The PCIe link that it names all the same is not the way to memory.
+        """
+        try:
+            self._library.nvmlDeviceGetMemoryInfo(handle)
+        except self._library.NVMLError_NotSupported:
+            return True
+        except (self._library.NVMLError, AttributeError):
+            pass  # as with :meth:`_ask`
+        return False
 
     def _pcie(self, handle: Any) -> Lanes | None:
         # The current generation is lower while a GPU idles.
@@ -255,6 +268,21 @@ def _processors(listed: str) -> set[int]:
     """Return the numbers in a list such as "0-3,8"."""
     spans = [part.partition("-") for part in listed.split(",") if part]
     return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
+
+
+def memory_of_processors(sys: Path = SYS) -> int | None:
+    """Return the bytes of memory that belong to processors; None if the system does not tell.
+
+    On coherent hosts such as GH200 the memory of a GPU is a NUMA node without processors, and counts in what
+    the system says that it has.
+    """
+    folder = sys / "devices/system/node"
+    found = (
+        re.search(r"MemTotal:\s*(\d+) kB", _read(folder / f"node{node}/meminfo"))
+        for node, processors in numa_nodes(sys).items()
+        if processors
+    )
+    return sum(int(total[1]) * 1024 for total in found if total) or None
 
 
 def own_node(sys: Path = SYS) -> int | None:

@@ -12,7 +12,8 @@ from typing import Any
 class FakeGpu:
     """Describe one GPU.
 
-    ``nvlinks`` names the index of the GPU at the end of each link that is up, or "switch".
+    ``nvlinks`` names the index of the GPU at the end of each link that is up, or "switch". One that is
+    ``integrated`` has no memory of its own to tell of.
     """
 
     index: int
@@ -22,6 +23,7 @@ class FakeGpu:
     pcie: tuple[int, int] = (5, 16)
     mig: list[str] = field(default_factory=list)
     fabric: tuple[bytes, int] | None = None
+    integrated: bool = False
 
     @property
     def uuid(self) -> str:
@@ -44,6 +46,9 @@ class FakeNvml:
     """
 
     class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):
         pass
 
     NVML_NVLINK_MAX_LINKS = 18
@@ -76,6 +81,11 @@ class FakeNvml:
 
     def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> Any:
         return SimpleNamespace(busId=handle.bus)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
+        if handle.integrated:
+            raise self.NVMLError_NotSupported("Not Supported")
+        return SimpleNamespace(total=141 << 30)
 
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: FakeGpu) -> int:
         return handle.pcie[0]
@@ -141,6 +151,11 @@ def pcie_only(peers: bool = True) -> FakeNvml:
 def bridged() -> FakeNvml:
     """Return pretend four A100 on PCIe cards, every two under a bridge of twelve links."""
     return FakeNvml([FakeGpu(i, [i ^ 1] * 12, version=4, pcie=(4, 16)) for i in range(4)])
+
+
+def integrated() -> FakeNvml:
+    """Return pretend a GB10, which names a link of PCIe that nothing goes over."""
+    return FakeNvml([FakeGpu(0, name="NVIDIA GB10", pcie=(1, 1), integrated=True)])
 
 
 def cut_up() -> FakeNvml:

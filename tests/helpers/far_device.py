@@ -93,3 +93,15 @@ class Accelerator(HostDevice):
 
     def from_host(self, sources: Any) -> list[Any]:
         return [source.copy() for source in sources]
+
+
+class Integrated(Accelerator):
+    """Stands for a GPU such as GB10, whose memory is the host's. Arrays are what it holds."""
+
+    integrated = True
+
+    def own_memory(self) -> int:  # type: ignore[override]
+        return self.memory_limit
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, np.ndarray)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, Link, Place, Topology, detect
 from dask_gpurt.topology.hosts import GpuLink, Host, Lanes
-from tests.helpers.fake_nvml import FakeGpu, FakeNvml, bridged, cut_up, pcie_only, switched
+from tests.helpers.fake_nvml import FakeGpu, FakeNvml, bridged, cut_up, integrated, pcie_only, switched
 
 
 def host(library: FakeNvml) -> Host:
@@ -80,6 +80,13 @@ def test_a_mesh_with_gaps_has_domains_without_any() -> None:
     topology = joined(found, *map(str, range(8)))
     assert topology.link("0", "4") == Link.NVLINK  # although they are in two domains
     assert topology.link("0", "5") == Link.PCIE
+
+
+def test_the_bus_of_an_integrated_gpu_is_not_its_way_to_memory() -> None:
+    found = host(integrated())
+    assert found.gpus[0].pcie is None
+    # No speed is made up of that: a generation 1 x1 would be 200 times slower than the shipped one.
+    assert joined(found, "0").tier_speed(Link.PINNED, "0") == SHIPPED[Link.PINNED]
 
 
 def test_instances_of_mig_have_no_peers() -> None:
@@ -183,6 +190,19 @@ def test_numa_nodes(sys: Path) -> None:
     assert detect.node_of_device("00000000:0B:00.0", sys) is None
     assert detect.node_of_device("00000000:0C:00.0", sys) is None
     assert detect.node_of_device("", sys) is None
+
+
+def test_the_memory_of_a_gpu_that_is_a_node_of_its_own_is_not_the_hosts(tmp_path: Path) -> None:
+    # As on GH200: 480 GB beside the processor, 96 GB of the GPU that the system can use too.
+    folder = tmp_path / "devices/system/node"
+    for node, processors, kilobytes in ((0, "0-71", 500_000_000), (1, "", 100_000_000)):
+        (folder / f"node{node}").mkdir(parents=True)
+        (folder / f"node{node}/cpulist").write_text(f"{processors}\n")
+        (folder / f"node{node}/meminfo").write_text(
+            f"Node {node} MemTotal:       {kilobytes} kB\nNode {node} MemFree:  1 kB\n"
+        )
+    assert detect.memory_of_processors(tmp_path) == 500_000_000 * 1024
+    assert detect.memory_of_processors(tmp_path / "nothing") is None
 
 
 def test_only_devices_for_rdma_that_are_up_count(sys: Path, tmp_path: Path) -> None:

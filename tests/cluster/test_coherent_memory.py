@@ -1,0 +1,48 @@
+"""Run a worker whose GPU has no memory but the host's, played by a fake one: no byte counts twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dask_gpurt
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.exchange import pools
+from dask_gpurt.memory.tiers import Tier
+from tests.helpers.far_device import Integrated
+from tests.helpers.in_process import gen_client_cluster
+
+#: The one memory, and an array of which eight do not fit into the device tier.
+MEMORY, ARRAY = 64 << 20, 8 << 20
+
+
+@pytest.fixture(autouse=True)
+def _integrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = {"host": HostDevice(MEMORY), "accelerator": Integrated(MEMORY)}
+    monkeypatch.setattr(pools, "discover", lambda memory_limit: devices)
+
+
+# This process is larger than that, which is nothing to what the tiers hold.
+@gen_client_cluster(
+    nthreads=[("127.0.0.1", 1)],
+    worker_kwargs={"memory_limit": MEMORY},
+    config={"distributed.worker.memory.pause": False, "distributed.worker.memory.spill": False},
+)
+async def test_an_integrated_gpu(client: Any, scheduler: Any, worker: Any) -> None:
+    await dask_gpurt.enable(client)
+    try:
+        arrays = client.map(lambda number: np.full(ARRAY, number, np.uint8), range(8))
+        words = client.submit(lambda: "on the host")
+        await client.gather([client.submit(np.sum, array) for array in arrays] + [words])
+        ledger = worker.plugins["gpurt"].tiers.ledger
+        used = {tier: ledger.used(tier) for tier in Tier}
+        assert sum(ledger.capacity[tier] for tier in Tier if tier is not Tier.DISK) <= MEMORY
+        assert sum(used.values()) < 8.5 * ARRAY
+        # What does not fit goes to files at once: a copy in the same memory would free nothing.
+        assert used[Tier.DISK] >= 8 * ARRAY - ledger.capacity[Tier.DEVICE]
+        assert used[Tier.PINNED] == 0
+        assert 0 < used[Tier.HOST] < ARRAY
+    finally:
+        await dask_gpurt.disable(client)
