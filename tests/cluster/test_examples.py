@@ -1,0 +1,118 @@
+"""Run the examples on small data, and compare what they find with what brute force finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from distributed import Client
+from distributed.protocol.pickle import cloudpickle
+
+from tests.helpers.clusters import Library, canonical, counters, to_pandas
+from tests.helpers.flights import write_tables
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str) -> Any:
+    """Import an example, whose functions workers get by value, as those of a script that is run."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+# ---- near-duplicates -----------------------------------------------------------------
+
+
+def shingles(text: str) -> set[tuple[str, ...]]:
+    words = text.lower().split()
+    return {tuple(words[at : at + 3]) for at in range(len(words) - 2)}
+
+
+def kept(documents: pd.DataFrame, threshold: float) -> list[int]:
+    """Return the documents that are left, found by comparing each with each."""
+    sets = {number: shingles(text) for number, text in zip(documents.id, documents.text, strict=True)}
+    leaders = dict(zip(sets, sets, strict=True))
+
+    def leader(number: int) -> int:
+        while leaders[number] != number:
+            number = leaders[number]
+        return number
+
+    for one, other in itertools.combinations(sorted(sets), 2):
+        if (
+            sets[one] & sets[other]
+            and len(sets[one] & sets[other]) / len(sets[one] | sets[other]) >= threshold
+        ):
+            first, second = sorted((leader(one), leader(other)))
+            leaders[second] = first
+    return [number for number in sets if leader(number) == number]
+
+
+def test_near_duplicates(client: Client, library: Library) -> None:
+    near = example("near_duplicates")
+    parts = [near.make_documents(part, rows=75, parts=4) for part in range(4)]
+    # What has no shingle, and what has one word only more often, is no near-duplicate of anything.
+    parts[0].loc[parts[0].id < 2, "text"] = "two words"
+    documents = pd.concat(parts)
+    expected = kept(documents, 0.7)
+    assert len(documents) // 2 < len(expected) < len(documents) - 20
+    before = counters(client).get("shuffle.runs", 0)
+    found = to_pandas(near.without_near_duplicates(library.collection(parts)).compute())
+    assert counters(client)["shuffle.runs"] > before
+    assert sorted(found.id) == expected
+    assert list(found.columns) == ["id", "text"]
+
+
+def test_components_of_long_chains(client: Client, library: Library) -> None:
+    near = example("near_duplicates")
+    # A path of 40, a circle of 9 and a star, numbered so that the least is not at an end.
+    path = [(at * 7 % 41, (at + 1) * 7 % 41) for at in range(40)]
+    circle = [(100 + at, 100 + (at + 1) % 9) for at in range(9)]
+    star = [(207, 200 + at) for at in range(7)]
+    pairs = pd.DataFrame([sorted(pair) for pair in path + circle + star], columns=["id", "other"])
+    found = to_pandas(near.components(library.collection([pairs[::2], pairs[1::2]])).compute())
+    expected = {number: 0 if number < 41 else number // 100 * 100 for number in pairs.stack()}
+    assert dict(zip(found.id, found.label, strict=True)) == expected
+
+
+# ---- files, from end to end ----------------------------------------------------------
+
+
+def test_flights(client: Client, library: Library, tmp_path: Path) -> None:
+    flights = example("flights")
+    (tmp_path / "csv").mkdir()
+    write_tables(tmp_path / "csv", 5_000)
+    flights.write_parquet(tmp_path / "csv", tmp_path / "tables", years=2, pieces=3)
+    flights.run(tmp_path / "tables", tmp_path / "result")
+    tables = (pd.read_parquet(tmp_path / "tables" / name) for name in flights.TABLES)
+    found = pd.read_parquet(tmp_path / "result")
+    assert len(found) > 500
+    pd.testing.assert_frame_equal(
+        canonical(found.sort_index(axis=1), index=False),
+        canonical(flights.delays(*tables).sort_index(axis=1), index=False),
+        check_dtype=False,
+    )
+
+
+# ---- training ------------------------------------------------------------------------
+
+
+def test_xgboost(client: Client, library: Library) -> None:
+    pytest.importorskip("xgboost", reason="xgboost is not installed")
+    training = example("xgboost_training")
+    frame = training.training_frame(parts=6, rows=2_000)
+    found = training.train(client, frame, rounds=8)
+    errors = found["history"]["train"]["rmse"]
+    assert errors[-1] < errors[0] / 2
+    # Each row once, on whichever worker it was.
+    assert found["booster"].num_features() == len(training.COLUMNS) - 1
