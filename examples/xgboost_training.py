@@ -7,6 +7,7 @@ leaving a partition. Training needs ``pip install xgboost``, or ``xgboost-cpu``.
 from __future__ import annotations
 
 import argparse
+import importlib
 import resource
 from typing import Any
 
@@ -88,7 +89,9 @@ def train(client: Client, frame: Any, rounds: int = 20, *, copies: bool = False)
     device = "cuda" if dask.config.get("dataframe.backend", "pandas") == "cudf" else "cpu"
     options = {"device": device, "tree_method": "hist", "max_depth": 6}
     data = matrix(client, features, label)
-    return dxgb.train(client, options, data, num_boost_round=rounds, evals=[(data, "train")])
+    return dxgb.train(
+        client, options, data, num_boost_round=rounds, evals=[(data, "train")], verbose_eval=False
+    )
 
 
 def peak_memory() -> int:
@@ -105,6 +108,7 @@ def main() -> None:
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
         if not given.off:
             dask_gpurt.enable(client)
+        client.run(importlib.import_module, "xgboost")
         before = client.run(peak_memory)
         found = train(client, training_frame(16, given.rows), copies=given.copies)
         print(f"error {found['history']['train']['rmse'][-1]:.4f}")
