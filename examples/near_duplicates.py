@@ -14,7 +14,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 from dask.dataframe.dispatch import hash_object_dispatch
-from distributed import Client
+from distributed import Client, wait
 
 import dask_gpurt
 
@@ -174,16 +174,20 @@ def make_documents(part: int, rows: int = 500, parts: int = 8) -> pd.DataFrame:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rows", type=int, default=500, help="documents in each of 8 partitions")
-    rows = arguments.parse_args().rows
+    arguments.add_argument("--off", action="store_true", help="without the runtime, to compare with")
+    given = arguments.parse_args()
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
-        dask_gpurt.enable(client)
-        documents = dd.from_map(make_documents, range(8), rows=rows).persist()
+        if not given.off:
+            dask_gpurt.enable(client)
+        documents = dd.from_map(make_documents, range(8), rows=given.rows).persist()
+        wait(documents)
         began = time.perf_counter()
         kept = len(without_near_duplicates(documents))
         seconds = time.perf_counter() - began
         print(f"{kept:,} of {len(documents):,} documents are left, after {seconds:.1f} s")
-        shuffled = dask_gpurt.report(client)["counters"]["shuffle.rows"]
-        print(f"{shuffled:,} rows went through the runtime")
+        if not given.off:
+            shuffled = dask_gpurt.report(client)["counters"]["shuffle.rows"]
+            print(f"{shuffled:,} rows went through the runtime")
 
 
 if __name__ == "__main__":

@@ -120,9 +120,20 @@ def name_workers(scheduler: Any, task: Any) -> None:
     Dask runs a task that is restricted to hosts and to a worker on any of both. So an output would not stay
     with its owner: it would be scheduled again on the host, sent to the owner, and so on, for ever.
     """
-    if task.host_restrictions and (valid := scheduler.valid_workers(task)):
-        scheduler.set_restrictions({task.key: {ws.address for ws in valid}})
+    if not task.host_restrictions:
+        return
+    names = set(map(scheduler.coerce_hostname, task.host_restrictions))
+    there = {
+        address for name in names & scheduler.host_info.keys() for address in _addresses(scheduler, name)
+    }
+    if there:
+        scheduler.set_restrictions({task.key: there | (task.worker_restrictions or set())})
         task.host_restrictions = None
+
+
+def _addresses(scheduler: Any, host: str) -> Iterable[str]:
+    addresses: Iterable[str] = scheduler.host_info[host]["addresses"]
+    return addresses
 
 
 def restrict_again(extension: Any, task: SchedulerTask, worker: str | None) -> None:
