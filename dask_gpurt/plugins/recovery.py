@@ -552,8 +552,8 @@ def _allowed(scheduler: Any, barrier: Key) -> Collection[str] | None:
     if not (task.host_restrictions or task.resource_restrictions):
         only: Collection[str] | None = task.worker_restrictions
         return only or None
-    # Of these only the running ones. Those that are paused have no free memory for outputs anyhow; where all are,
-    # those are left that run transfers.
+    # Of these only the running ones. Those that are paused have no free memory for outputs anyhow; where all
+    # are, those are left that run transfers.
     valid = scheduler.valid_workers(task) or {one.processing_on for one in task.dependencies} - {None}
     return {ws.address for ws in valid}
 

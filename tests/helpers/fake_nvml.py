@@ -12,8 +12,7 @@ from typing import Any
 class FakeGpu:
     """Describe one GPU.
 
-    ``nvlinks`` names the index of the GPU at the end of each link that is up, or "switch". One that is
-    ``integrated`` has no memory of its own to tell of.
+    ``nvlinks`` names the index of the GPU at the end of each link that is up, or "switch".
     """
 
     index: int
@@ -23,7 +22,7 @@ class FakeGpu:
     pcie: tuple[int, int] = (5, 16)
     mig: list[str] = field(default_factory=list)
     fabric: tuple[bytes, int] | None = None
-    integrated: bool = False
+    memory: int | None = 141 * 2**30  # None where it is the host's
 
     @property
     def uuid(self) -> str:
@@ -71,7 +70,20 @@ class FakeNvml:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        if index >= len(self.gpus):
+            raise self.NVMLError("invalid argument")
         return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu
+        raise self.NVMLError("not found")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
+        if handle.memory is None:
+            raise self.NVMLError_NotSupported("Not Supported")
+        return SimpleNamespace(total=handle.memory)
 
     def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
         return handle if isinstance(handle, str) else handle.uuid
@@ -81,11 +93,6 @@ class FakeNvml:
 
     def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> Any:
         return SimpleNamespace(busId=handle.bus)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
-        if handle.integrated:
-            raise self.NVMLError_NotSupported("Not Supported")
-        return SimpleNamespace(total=141 << 30)
 
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: FakeGpu) -> int:
         return handle.pcie[0]
@@ -155,7 +162,7 @@ def bridged() -> FakeNvml:
 
 def integrated() -> FakeNvml:
     """Return pretend a GB10, which names a link of PCIe that nothing goes over."""
-    return FakeNvml([FakeGpu(0, name="NVIDIA GB10", pcie=(1, 1), integrated=True)])
+    return FakeNvml([FakeGpu(0, name="NVIDIA GB10", pcie=(1, 1), memory=None)])
 
 
 def cut_up() -> FakeNvml:
