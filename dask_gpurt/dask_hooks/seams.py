@@ -321,6 +321,21 @@ RUN_LOOKUP = SeamGroup(
     ),
     without="tasks ask the event loop for their run",
 )
+#: How a worker gets a result that it neither computes nor fetches, and tells more with the end of a task.
+RESULTS = SeamGroup(
+    "results",
+    (
+        Seam(_STATE + "add_replica", "self ts ws"),
+        Seam(_SCHEDULER + "release_worker_data", "self key worker stimulus_id"),
+        Seam(_SCHEDULER + "stimulus_task_finished", "self worker stimulus_id key run_id metadata kwargs"),
+        Seam("distributed.worker_state_machine:UpdateDataEvent", "stimulus_id data"),
+        Seam(
+            "distributed.worker_state_machine:WorkerState._transition_released_memory",
+            "self ts value run_id stimulus_id",
+        ),
+    ),
+    without="barriers and outputs of shuffles fetch the results that they need",
+)
 #: The choice of the worker to fetch from; the runtime has a copy of the body, with another order.
 REPLICA_CHOICE = SeamGroup(
     "replica choice",
@@ -418,7 +433,7 @@ DASHBOARD = SeamGroup(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)
+PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, RESULTS, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------

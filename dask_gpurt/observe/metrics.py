@@ -174,6 +174,11 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter("shuffle.tasks.redirected", "unpack tasks that had started elsewhere than on their owner"),
         _counter(
+            "shuffle.results.sent",
+            "results of transfers and barriers that were sent ahead of the tasks that need them",
+            on=Server.SCHEDULER,
+        ),
+        _counter(
             "shuffle.taken-over",
             "runs of `p2p` shuffles in whose place the runtime served",
             on=Server.SCHEDULER,

@@ -37,6 +37,7 @@ from dask_gpurt.plugins.recovery import (
     needed_outputs,
     sharing_outputs,
 )
+from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
@@ -74,6 +75,7 @@ class SchedulerShuffles:
         self._patches = PatchSet()
         self._runs = RunsInARow()
         self.recovery = Recovery(scheduler, ready, settings.shuffle.retries, metrics, self._begin_again)
+        self._results = SmallResults(scheduler, ready, metrics)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s begins again: %s", shuffle_id, reason)
@@ -96,9 +98,11 @@ class SchedulerShuffles:
             remove_worker=self._remove_worker,
             valid_workers_downscaling=self._valid_workers_downscaling,
         )
+        self._results.install()
 
     def uninstall(self) -> None:
         """Leave everything to Dask; runs that were taken over begin again as its own."""
+        self._results.uninstall()
         self.recovery.end_all()
         self._patches.restore()
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
@@ -121,6 +125,7 @@ class SchedulerShuffles:
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
         """Note what has become of a task."""
+        self._results.transition(key, finish)
         self.recovery.transition(key, finish, worker)
         if finish in ("memory", "forgotten"):
             self._runs.done(key)

@@ -257,7 +257,7 @@ class Process:
     @contextmanager
     def task(self, key: str, dispatch: int) -> Iterator[None]:
         """Run the body as a task that the scheduler has sent here."""
-        self.state.tasks[key] = SimpleNamespace(run_id=dispatch)
+        self.state.tasks[key] = SimpleNamespace(run_id=dispatch, metadata={})
         thread_state.key = key
         try:
             yield
