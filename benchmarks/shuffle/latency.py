@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from asyncio.selector_events import BaseSelectorEventLoop
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,12 +32,12 @@ import click
 import dask
 import dask.dataframe as dd
 from distributed import Client, LocalCluster, WorkerPlugin, wait
-from distributed.comm.tcp import TCP
 from distributed.deploy.cluster import Cluster
 from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
+from benchmarks.common import counts
 from benchmarks.common.commandline import write
 from benchmarks.common.rows import check, fingerprints, make_random, totals
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
@@ -52,14 +51,12 @@ PHASES = {
 }
 HIGHEST = 2**62
 
-#: How far a count has come, by what is counted; see :func:`counting`.
-_counts: dict[str, int] = {"messages": 0, "turns": 0}
 #: Milliseconds of the host's clock, which all of its processes share; the others are of this process alone.
 CLOCKS: dict[str, Callable[[], float]] = {
     "wall": lambda: 1000 * time.time(),
     "cpu": lambda: 1000 * time.process_time(),
-    "messages": lambda: _counts["messages"],
-    "turns": lambda: _counts["turns"],
+    "messages": counts.messages,
+    "turns": counts.turns,
 }
 
 #: ``begin`` or ``end``, the phase of the task, and when that was, by a clock.
@@ -174,30 +171,10 @@ def figures(found: list[Latency]) -> dict[str, dict[str, float]]:
 
 def show(summary: dict[str, dict[str, float]], clock: str) -> None:
     """Print the figures."""
-    table = Table(clock if clock in _counts else "ms", *next(iter(summary.values())))
+    table = Table("ms" if clock in ("wall", "cpu") else clock, *next(iter(summary.values())))
     for name, values in summary.items():
         table.add_row(name.replace("_", " "), *(f"{value:.1f}" for value in values.values()))
     Console().print(table)
-
-
-@contextmanager
-def counting() -> Iterator[None]:
-    """Count the messages of this process over tcp, and the rounds of its event loops."""
-    write, turn = TCP.write, BaseSelectorEventLoop._run_once  # type: ignore[attr-defined]
-
-    async def counted_write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _counts["messages"] += 1
-        return await write(self, *args, **kwargs)
-
-    def counted_turn(self: Any) -> None:
-        _counts["turns"] += 1
-        turn(self)
-
-    TCP.write, BaseSelectorEventLoop._run_once = counted_write, counted_turn  # type: ignore
-    try:
-        yield
-    finally:
-        TCP.write, BaseSelectorEventLoop._run_once = write, turn  # type: ignore
 
 
 @contextmanager
@@ -208,7 +185,7 @@ def cluster_of(clock: str, backend: str, workers: int, protocol: str | None) -> 
             yield cluster
     else:
         with (
-            counting(),
+            counts.counting(),
             LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
