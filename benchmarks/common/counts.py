@@ -31,7 +31,8 @@ def turns() -> int:
 def counting() -> Iterator[None]:
     """Count messages and rounds from here to the end of the block."""
     loop: Any = BaseSelectorEventLoop
-    write, turn = TCP.write, loop._run_once
+    write: Any = TCP.write
+    turn = loop._run_once
 
     async def counted_write(self: Any, *args: Any, **kwargs: Any) -> Any:
         _counts["messages"] += 1

@@ -125,13 +125,13 @@ class SchedulerShuffles:
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
         """Note what has become of a task."""
-        self._results.transition(key, finish)
         self.recovery.transition(key, finish, worker)
         if finish in ("memory", "forgotten"):
             self._runs.done(key)
         if finish == "forgotten" and isinstance(key, str) and (shuffle_id := id_from_key(key)):
             self._runs.forget(shuffle_id)
             self.recovery.forgotten(shuffle_id)
+        self._results.transition(key, finish)
 
     # ---- in the place of the extension's own ---------------------------------------------
 

@@ -62,7 +62,7 @@ class SmallResults:
     def transition(self, key: Key, finish: str) -> None:
         """Note what has become of a task. Its messages, and those of its dependents, are not sent yet."""
         send = self._send_for.get(finish)
-        if send is None or not isinstance(key, str) or (shuffle := id_from_key(key)) is None:
+        if send is None or (shuffle := id_from_key(key)) is None:
             return
         run = self._extension.active_shuffles.get(shuffle)
         if run is not None and isinstance(run.run_spec.worker_for, Owners):
@@ -89,10 +89,8 @@ class SmallResults:
         # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
         if not missing or worker.address not in self._ready:
             return
-        stream = self._scheduler.stream_comms[worker.address]
-        stream.send(
-            {"op": RESULTS, "results": ToPickle({task.key: result for task, result in missing.items()})}
-        )
+        sent = ToPickle({task.key: result for task, result in missing.items()})
+        self._scheduler.send_all({}, {worker.address: [{"op": RESULTS, "results": sent}]})
         for task in missing:
             self._scheduler.add_replica(task, worker)
         self._metrics.add("shuffle.results.sent", len(missing))

@@ -38,7 +38,7 @@ def fetched(*workers: Any) -> set[str]:
 
 def sent(scheduler: Any) -> float:
     metrics: Metrics = scheduler.extensions["gpurt"].metrics
-    return metrics.snapshot()["counters"].get("shuffle.results.sent", 0)
+    return float(metrics.snapshot()["counters"].get("shuffle.results.sent", 0))
 
 
 def barrier_of(scheduler: Any) -> Any:
@@ -112,16 +112,17 @@ def test_a_result_that_is_being_fetched_is_not_taken() -> None:
         one = client.submit(int, 1, workers=[a.address], key="one")
         await one
         told: list[dict[str, Any]] = []
-        flight = SimpleNamespace(state="flight")
-        stub: Any = SimpleNamespace(
-            state=SimpleNamespace(tasks={"one": flight}),
-            handle_stimulus=b.handle_stimulus,
-            batched_stream=SimpleNamespace(
-                send=lambda message: (told.append(message), b.batched_send(message))
-            ),
+
+        def send(message: dict[str, Any]) -> None:
+            told.append(message)
+            b.batched_send(message)
+
+        fetching: Any = SimpleNamespace(
+            state=SimpleNamespace(tasks={"one": SimpleNamespace(state="flight")}),
+            batched_stream=SimpleNamespace(send=send),
         )
         scheduler.add_replica(scheduler.tasks["one"], scheduler.workers[b.address])
-        put_results(stub, {"one": 1})
+        put_results(fetching, {"one": 1})
         assert [message["op"] for message in told] == ["release-worker-data"]
         await until(lambda: len(scheduler.tasks["one"].who_has) == 1)
         assert "one" not in b.data
