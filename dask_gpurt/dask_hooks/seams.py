@@ -238,11 +238,17 @@ WORKER = SeamGroup(
         Seam("distributed.core:AsyncTaskGroup.call_soon", "self afunc args kwargs"),
     ),
 )
-#: The functions by which tasks read files, and how a task leaves its slot to another one.
+#: What reads and writes a Parquet file as a task of ``dask.dataframe``.
+READ_PARQUET = Seam("dask.dataframe.io.parquet.core:ParquetFunctionWrapper.__call__", "self part")
+WRITE_PARQUET = Seam(
+    "dask.dataframe.io.parquet.core:ToParquetFunctionWrapper.__call__", "self df block_index"
+)
+#: The functions by which tasks read and write files, and how a task leaves its slot to another one.
 READS = SeamGroup(
     "reads",
     (
-        Seam("dask.dataframe.io.parquet.core:ParquetFunctionWrapper.__call__", "self part"),
+        READ_PARQUET,
+        WRITE_PARQUET,
         Seam(
             _EXPR + "io.parquet:ReadParquetPyarrowFS._fragment_to_table",
             "fragment_wrapper filters columns schema",

@@ -240,14 +240,20 @@ METRICS: Mapping[str, Metric] = {
         _counter("memory.short", "requests of the device's allocator for room"),
         _gauge("memory.{tier}.peak", "the most bytes in a tier", Unit.BYTES),
         # ---- reads
-        _counter("reads.aside", "tasks that left their slot to another one as they read files"),
-        _counter("reads.seconds.reading", "time of task threads in known readers of files", Unit.SECONDS),
+        _counter("reads.aside", "tasks that left their slot to another one as they read or wrote files"),
         _counter(
-            "reads.seconds.beside", "time in which a task read while another one computed", Unit.SECONDS
+            "reads.seconds.reading",
+            "time of task threads in known readers and writers of files",
+            Unit.SECONDS,
+        ),
+        _counter(
+            "reads.seconds.beside",
+            "time in which a task read or wrote while another one computed",
+            Unit.SECONDS,
         ),
         _counter(
             "reads.seconds.waiting",
-            "time of task threads that waited for others to compute, after a read or before they began",
+            "time of task threads that waited for others to compute, after a read or write or before they began",
             Unit.SECONDS,
         ),
         # ---- placement
