@@ -253,7 +253,8 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter(
             "reads.seconds.waiting",
-            "time of task threads that waited for others to compute, after a read or write or before they began",
+            "time of task threads that waited for others to compute, after a read or write or before they "
+            "began",
             Unit.SECONDS,
         ),
         # ---- placement
