@@ -21,6 +21,8 @@ from dask_gpurt.shuffle.run import NOTE, Transferred
 from tests.helpers.in_process import on_cluster, until
 
 PARTS, ROWS = 6, 60
+#: The active memory manager drops replicas of results that nothing needs any more, every two seconds.
+WITHOUT_MANAGER: dict[str, Any] = {"distributed.scheduler.active-memory-manager.start": False}
 
 
 def frame(seed: int) -> Any:
@@ -55,7 +57,7 @@ async def shuffled(client: Any, seed: int) -> Any:
 
 
 def test_no_task_of_a_shuffle_fetches_the_result_of_another() -> None:
-    @on_cluster(workers=3)
+    @on_cluster(workers=3, **WITHOUT_MANAGER)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
         out = await shuffled(client, 0)
         barrier = barrier_of(scheduler)
