@@ -46,10 +46,14 @@ def _csv_calls_users(
     return bool(kwargs.get("converters")) or any(map(callable, given))
 
 
+def _names_files(writer: Any, *_: Any, **__: Any) -> bool:
+    return writer.name_function is not None
+
+
 #: Those of Dask are listed among its seams. Those of dask_cudf are compared when it has been imported.
 READERS = (
     Reader(READ_PARQUET, ("dask.dataframe.io.parquet.core:ParquetFunctionWrapper",)),
-    Reader(WRITE_PARQUET, ()),  # for cudf too
+    Reader(WRITE_PARQUET, (), _names_files),  # for cudf too
     Reader(READS["_fragment_to_table"], (_EXPR + "parquet:ReadParquetPyarrowFS._fragment_to_table",)),
     Reader(READS["_load_multiple_files"], (_EXPR + "io:FusedParquetIO._load_multiple_files",)),
     Reader(READS["pandas_read_text"], (), _csv_calls_users),
