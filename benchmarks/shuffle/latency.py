@@ -3,14 +3,17 @@
     python -m benchmarks.shuffle.latency --partitions 32 --workers 2 --repeat 20 --json results.json
     python -m benchmarks.shuffle.latency --backend cudf --protocol ucx --rows 1000000
     python -m benchmarks.shuffle.latency --clock cpu
+    python -m benchmarks.shuffle.latency --clock messages
 
 Every transfer has ended by then and no output has begun: no worker does anything for the user. The time is
 taken on the event loops of the workers, and told apart into what passes until the barrier begins, what it
 takes, and what passes until the first output begins. Frames are small, so that nothing but messages counts;
 the first shuffle of a cluster is left out. Workers are processes of one host, and so have one clock.
 
-On a host that others use too, ``--clock cpu`` has scheduler, workers and client in one process, over tcp, and
-counts its processor time: all that is computed between the two moments, and no waiting.
+On a host that others use too, ``--clock cpu`` has scheduler, workers and client in one process, over tcp,
+and counts its processor time: all that is computed between the two moments, and no waiting. In the same way
+``--clock messages`` counts what is written to connections, and ``--clock turns`` the rounds of the event
+loop; heartbeats and what else goes on count too.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from datetime import UTC, datetime
@@ -34,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
+from benchmarks.common import counts
 from benchmarks.common.commandline import write
 from benchmarks.common.rows import check, fingerprints, make_random, totals
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
@@ -47,10 +51,15 @@ PHASES = {
 }
 HIGHEST = 2**62
 
-#: Seconds of the host's clock, which all of its processes share; and of the processor, within this one.
-CLOCKS = {"wall": time.time, "cpu": time.process_time}
+#: Milliseconds of the host's clock, which all of its processes share; the others are of this process alone.
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": lambda: 1000 * time.time(),
+    "cpu": lambda: 1000 * time.process_time(),
+    "messages": counts.messages,
+    "turns": counts.turns,
+}
 
-#: ``begin`` or ``end``, the phase of the task, and when that was, in seconds.
+#: ``begin`` or ``end``, the phase of the task, and when that was, by a clock.
 Moment = tuple[str, str, float]
 
 
@@ -88,7 +97,7 @@ def _phase(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Latency:
-    """One shuffle, in milliseconds.
+    """One shuffle, in milliseconds or counts.
 
     Attributes
     ----------
@@ -111,13 +120,13 @@ class Latency:
     def between(cls, moments: Iterable[Moment]) -> Latency:
         """Derive the latency of a shuffle from the moments of its tasks."""
         by_kind: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-        for what, phase, seconds in moments:
-            by_kind[what, phase].append(seconds)
+        for what, phase, when in moments:
+            by_kind[what, phase].append(when)
         transferred = max(by_kind["end", "transfer"])
         begun, ended = max(by_kind["begin", "barrier"]), max(by_kind["end", "barrier"])
         output = min(by_kind["begin", "output"])
         parts = (begun - transferred, ended - begun, output - ended, output - transferred)
-        return cls(*(1000 * seconds for seconds in parts))
+        return cls(*parts)
 
 
 def measure(client: Client, partitions: int, rows: int, repeat: int, backend: str) -> list[Latency]:
@@ -160,9 +169,9 @@ def figures(found: list[Latency]) -> dict[str, dict[str, float]]:
     return summary
 
 
-def show(summary: dict[str, dict[str, float]]) -> None:
+def show(summary: dict[str, dict[str, float]], clock: str) -> None:
     """Print the figures."""
-    table = Table("ms", *next(iter(summary.values())))
+    table = Table("ms" if clock in ("wall", "cpu") else clock, *next(iter(summary.values())))
     for name, values in summary.items():
         table.add_row(name.replace("_", " "), *(f"{value:.1f}" for value in values.values()))
     Console().print(table)
@@ -175,13 +184,16 @@ def cluster_of(clock: str, backend: str, workers: int, protocol: str | None) -> 
         with local_cluster(backend, workers, protocol) as cluster:
             yield cluster
     else:
-        with LocalCluster(
-            n_workers=workers,
-            threads_per_worker=1,
-            processes=False,
-            protocol=protocol or "tcp",
-            dashboard_address=":0",
-        ) as cluster:
+        with (
+            counts.counting(),
+            LocalCluster(
+                n_workers=workers,
+                threads_per_worker=1,
+                processes=False,
+                protocol=protocol or "tcp",
+                dashboard_address=":0",
+            ) as cluster,
+        ):
             yield cluster
 
 
@@ -234,7 +246,7 @@ def main(
         "runs": [asdict(one) for one in found],
     }
     write(results, output)
-    show(results["figures"])
+    show(results["figures"], clock)
 
 
 if __name__ == "__main__":

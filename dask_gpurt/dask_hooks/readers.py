@@ -1,4 +1,4 @@
-"""Wrap the functions by which tasks of dataframes read files, and tell which tasks begin with one.
+"""Wrap the functions by which tasks of dataframes read and write files, and tell which begin with a read.
 
 A function is wrapped when its module has been imported, by a worker that has got a task which calls it: no
 library is imported for this. What tasks name themselves is left alone, as far as that is possible, so that
@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 from dask._task_spec import NestedContainer, Task
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import READS, Seam
+from dask_gpurt.dask_hooks.seams import READ_PARQUET, READS, WRITE_PARQUET, Seam
 
 _DASK_CUDF = "dask_cudf.io.parquet:"
 _EXPR = "dask.dataframe.dask_expr.io."
 
 
 class Reader(NamedTuple):
-    """A function that reads.
+    """A function that reads, or writes.
 
     Attributes
     ----------
     seam
         What is wrapped.
     called_by
-        The functions and classes in tasks that begin by calling it, as ``module:name``.
+        The functions and classes in tasks that begin by calling it, as ``module:name``: of a writer none.
     calls_users
         Tells of a call, by its arguments, whether it calls code of users; that is not wrapped.
     """
@@ -46,9 +46,14 @@ def _csv_calls_users(
     return bool(kwargs.get("converters")) or any(map(callable, given))
 
 
+def _names_files(writer: Any, *_: Any, **__: Any) -> bool:
+    return writer.name_function is not None
+
+
 #: Those of Dask are listed among its seams. Those of dask_cudf are compared when it has been imported.
 READERS = (
-    Reader(READS["__call__"], ("dask.dataframe.io.parquet.core:ParquetFunctionWrapper",)),
+    Reader(READ_PARQUET, ("dask.dataframe.io.parquet.core:ParquetFunctionWrapper",)),
+    Reader(WRITE_PARQUET, (), _names_files),  # for cudf too
     Reader(READS["_fragment_to_table"], (_EXPR + "parquet:ReadParquetPyarrowFS._fragment_to_table",)),
     Reader(READS["_load_multiple_files"], (_EXPR + "io:FusedParquetIO._load_multiple_files",)),
     Reader(READS["pandas_read_text"], (), _csv_calls_users),

@@ -14,6 +14,7 @@ from dask_gpurt.dask_hooks.seams import (
     PLACEMENT,
     PLACEMENT_STATE,
     REPLICAS,
+    RESULTS,
     STEALING,
     SeamGroup,
     UnsupportedError,
@@ -94,6 +95,17 @@ def require_load() -> None:
         When it is not kept as it is known.
     """
     PLACEMENT_STATE.require()
+
+
+def require_replicas() -> None:
+    """Make sure that workers can be sent results, which the scheduler counts as replicas.
+
+    Raises
+    ------
+    UnsupportedError
+        When something that this needs is not as it is known.
+    """
+    RESULTS.require()
 
 
 def network_occupancy(ws: WorkerState) -> int:

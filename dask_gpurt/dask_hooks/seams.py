@@ -238,11 +238,17 @@ WORKER = SeamGroup(
         Seam("distributed.core:AsyncTaskGroup.call_soon", "self afunc args kwargs"),
     ),
 )
-#: The functions by which tasks read files, and how a task leaves its slot to another one.
+#: What reads and writes a Parquet file as a task of ``dask.dataframe``.
+READ_PARQUET = Seam("dask.dataframe.io.parquet.core:ParquetFunctionWrapper.__call__", "self part")
+WRITE_PARQUET = Seam(
+    "dask.dataframe.io.parquet.core:ToParquetFunctionWrapper.__call__", "self df block_index"
+)
+#: The functions by which tasks read and write files, and how a task leaves its slot to another one.
 READS = SeamGroup(
     "reads",
     (
-        Seam("dask.dataframe.io.parquet.core:ParquetFunctionWrapper.__call__", "self part"),
+        READ_PARQUET,
+        WRITE_PARQUET,
         Seam(
             _EXPR + "io.parquet:ReadParquetPyarrowFS._fragment_to_table",
             "fragment_wrapper filters columns schema",
@@ -320,6 +326,21 @@ RUN_LOOKUP = SeamGroup(
         Seam(_PLUGIN + "get_shuffle_run", "self shuffle_id run_id"),
     ),
     without="tasks ask the event loop for their run",
+)
+#: How a worker gets a result that it neither computes nor fetches, and tells more with the end of a task.
+RESULTS = SeamGroup(
+    "results",
+    (
+        Seam(_STATE + "add_replica", "self ts ws"),
+        Seam(_SCHEDULER + "release_worker_data", "self key worker stimulus_id"),
+        Seam(_SCHEDULER + "stimulus_task_finished", "self worker stimulus_id key run_id metadata kwargs"),
+        Seam("distributed.worker_state_machine:UpdateDataEvent", "stimulus_id data"),
+        Seam(
+            "distributed.worker_state_machine:WorkerState._transition_released_memory",
+            "self ts value run_id stimulus_id",
+        ),
+    ),
+    without="barriers and outputs of shuffles fetch the results that they need",
 )
 #: The choice of the worker to fetch from; the runtime has a copy of the body, with another order.
 REPLICA_CHOICE = SeamGroup(
@@ -418,7 +439,7 @@ DASHBOARD = SeamGroup(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only where Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)
+PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, RESULTS, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)
 
 
 # ---- how it is looked at -------------------------------------------------------------------------

@@ -6,14 +6,14 @@ Each wrapper is put on one worker, by a set of replacements whose layer says whi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast
 
 from dask.typing import Key
 from distributed.core import Status
 from distributed.metrics import time
 from distributed.threadpoolexecutor import ThreadPoolExecutor
-from distributed.worker_state_machine import SecedeEvent
+from distributed.worker_state_machine import SecedeEvent, UpdateDataEvent
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER, UnsupportedError
@@ -107,6 +107,19 @@ def leave_slot(worker: WorkerServer, key: Key) -> bool:
         SecedeEvent(key=key, compute_duration=duration, stimulus_id=f"gpurt-read-{time()}")
     )
     return True
+
+
+def put_results(worker: WorkerServer, results: Mapping[Key, object]) -> None:
+    """Store results that the scheduler has sent, and counts as replicas of this worker. On the event loop."""
+    tasks, stimulus_id = worker.state.tasks, f"gpurt-results-{time()}"
+    states = {key: "released" if (task := tasks.get(key)) is None else task.state for key in results}
+    new = {key: value for key, value in results.items() if states[key] == "released"}
+    if new:
+        worker.handle_stimulus(UpdateDataEvent(data=new, stimulus_id=stimulus_id))
+    for key, state in states.items():
+        # What is being fetched, or computed, goes on and is told of at its end: until then it is not here.
+        if state not in ("released", "memory"):
+            worker.batched_stream.send({"op": "release-worker-data", "key": key, "stimulus_id": stimulus_id})
 
 
 def wrap_replica_choice(patches: PatchSet, state: WorkerStateMachine, wrap: Wrap) -> None:

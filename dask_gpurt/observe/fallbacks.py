@@ -25,6 +25,10 @@ class Fallback(Enum):
 
     SHUFFLE_UNSUPPORTED_FRAMES = "shuffle.unsupported-frames", "shuffles stay with Dask"
     SHUFFLE_RUN_LOOKUP = "shuffle.run-lookup", "tasks ask the event loop for their run"
+    SHUFFLE_RESULTS_FETCHED = (
+        "shuffle.results-fetched",
+        "barriers and outputs fetch the results that they need",
+    )
 
     EXCHANGE_COMMS = "exchange.comms", "bytes take Dask's comms"
     EXCHANGE_THROUGH_HOST = "exchange.through-host", "bytes take the way through host memory"

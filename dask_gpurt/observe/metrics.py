@@ -174,6 +174,11 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter("shuffle.tasks.redirected", "unpack tasks that had started elsewhere than on their owner"),
         _counter(
+            "shuffle.results.sent",
+            "results of transfers and barriers that were sent ahead of the tasks that need them",
+            on=Server.SCHEDULER,
+        ),
+        _counter(
             "shuffle.taken-over",
             "runs of `p2p` shuffles in whose place the runtime served",
             on=Server.SCHEDULER,
@@ -235,14 +240,21 @@ METRICS: Mapping[str, Metric] = {
         _counter("memory.short", "requests of the device's allocator for room"),
         _gauge("memory.{tier}.peak", "the most bytes in a tier", Unit.BYTES),
         # ---- reads
-        _counter("reads.aside", "tasks that left their slot to another one as they read files"),
-        _counter("reads.seconds.reading", "time of task threads in known readers of files", Unit.SECONDS),
+        _counter("reads.aside", "tasks that left their slot to another one as they read or wrote files"),
         _counter(
-            "reads.seconds.beside", "time in which a task read while another one computed", Unit.SECONDS
+            "reads.seconds.reading",
+            "time of task threads in known readers and writers of files",
+            Unit.SECONDS,
+        ),
+        _counter(
+            "reads.seconds.beside",
+            "time in which a task read or wrote while another one computed",
+            Unit.SECONDS,
         ),
         _counter(
             "reads.seconds.waiting",
-            "time of task threads that waited for others to compute, after a read or before they began",
+            "time of task threads that waited for others to compute, after a read or write or before they "
+            "began",
             Unit.SECONDS,
         ),
         # ---- placement

@@ -39,6 +39,7 @@ from dask_gpurt.plugins.recovery import (
     possible_owners,
     sharing_outputs,
 )
+from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.retries import RunsInARow
@@ -77,6 +78,7 @@ class SchedulerShuffles:
         self._patches = PatchSet()
         self._runs = RunsInARow()
         self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
+        self._results = SmallResults(scheduler, workers.ready, metrics)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s begins again: %s", shuffle_id, reason)
@@ -99,9 +101,11 @@ class SchedulerShuffles:
             remove_worker=self._remove_worker,
             valid_workers_downscaling=self._valid_workers_downscaling,
         )
+        self._results.install()
 
     def uninstall(self) -> None:
         """Leave everything to Dask; runs that were taken over begin again as its own."""
+        self._results.uninstall()
         self.recovery.end_all()
         self._patches.restore()
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
@@ -130,6 +134,7 @@ class SchedulerShuffles:
         if finish == "forgotten" and isinstance(key, str) and (shuffle_id := id_from_key(key)):
             self._runs.forget(shuffle_id)
             self.recovery.forgotten(shuffle_id)
+        self._results.transition(key, finish)
 
     # ---- in the place of the extension's own ---------------------------------------------
 

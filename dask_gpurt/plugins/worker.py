@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
+from dask.typing import Key
 from distributed import WorkerPlugin
 from distributed.comm.core import CommClosedError
 from distributed.core import Status
@@ -21,7 +22,7 @@ from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.shuffle import active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import call_soon, is_closing
+from dask_gpurt.dask_hooks.worker import call_soon, is_closing, put_results
 from dask_gpurt.device import Device
 from dask_gpurt.device.discover import kinds
 from dask_gpurt.exchange import Exchange
@@ -40,6 +41,7 @@ from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
+from dask_gpurt.plugins.small_results import RESULTS
 from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
@@ -136,6 +138,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         # Hear from the scheduler which workers leave, as Dask's worker does.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
+        patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
         self.streams = PromptStreams()
         undo.callback(self.streams.restore)
         self.streams.add(worker.batched_stream)
@@ -181,7 +184,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if is_closing(self.worker):
             for name in (REPORT, HOST, *TRACING):
                 self.worker.handlers[name] = _ignore
-            self.worker.stream_handlers[RENEW] = _ignore
+            for name in (RENEW, RESULTS):
+                self.worker.stream_handlers[name] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
         def on_worker_removed(worker: str, **kwargs: Any) -> Any:
@@ -189,6 +193,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
             return remove_worker(worker=worker, **kwargs)
 
         return on_worker_removed
+
+    def take_results(self, results: Mapping[Key, object]) -> None:
+        """Handle results that tasks need which the scheduler sends next."""
+        put_results(self.worker, results)
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
         """Handle new owners of the outputs of a run."""

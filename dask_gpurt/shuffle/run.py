@@ -25,6 +25,7 @@ from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
+from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
@@ -66,6 +67,10 @@ SEALED = "gpurt-sealed"
 RENEW = "gpurt-renew"
 
 
+#: Among the metadata of a task, the note of what a transfer has returned.
+NOTE = "gpurt-transferred"
+
+
 class RunInterrupted(ShuffleClosedError, Reschedule):
     """Tell the tasks of a run that begins again that they are to be scheduled again.
 
@@ -102,6 +107,27 @@ class Transferred(int):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Transferred, (int(self), self.source, self.attempt, self.key, self.producer)
+
+    def note(self, metadata: dict[str, Any]) -> None:
+        """Note the result in what a worker tells the scheduler with the end of its task."""
+        metadata[NOTE] = int(self), self.source, *self.attempt, self.producer
+
+    @classmethod
+    def of_task(cls, task: SchedulerTask, run_id: int) -> Transferred | None:
+        """Return the result of a task in memory, as its worker has noted it; None if that can not be told.
+
+        Parameters
+        ----------
+        run_id
+            The run that it has to be of.
+        """
+        if task.state != "memory" or (note := (task.metadata or {}).get(NOTE)) is None:
+            return None
+        of_run, source, dispatch, retry, producer = note
+        # A task that was sent to a worker again may have the note of the time before.
+        if of_run != run_id or dispatch != task.run_id:
+            return None
+        return cls(run_id, source, Attempt(dispatch, retry), task.key, producer)
 
 
 class ShuffleRun:
@@ -351,18 +377,18 @@ class ShuffleRun:
     def add_partition(self, data: Any, partition_id: int, **_: Any) -> int:
         """Publish an input partition. On the thread of a transfer task."""
         self.raise_if_closed()
+        # The scheduler counts the times that it sends a task to a worker.
+        task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
         try:
-            attempt = self._sender.add(data, partition_id, self._dispatch())
+            attempt = self._sender.add(data, partition_id, -1 if task is None else int(task.run_id))
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
         key = getattr(thread_state, "key", "")
-        return Transferred(self.run_id, partition_id, attempt, key, self._worker.address)
-
-    def _dispatch(self) -> int:
-        """Return the number by which the scheduler counts the task that runs on this thread."""
-        task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
-        return -1 if task is None else int(task.run_id)
+        result = Transferred(self.run_id, partition_id, attempt, key, self._worker.address)
+        if task is not None:
+            result.note(task.metadata)
+        return result
 
     def _offer(self, owner: str, offer: Shard | Commit) -> None:
         self._worker.loop.add_callback(self._enqueue, owner, offer)

@@ -125,6 +125,24 @@ def test_the_reader_of_csv_leaves_its_slot_too(tmp_path: Path) -> None:
     run()
 
 
+def test_a_task_that_writes_leaves_its_slot_too(tmp_path: Path) -> None:
+    frame = dd.from_pandas(pd.DataFrame({"a": range(ROWS)}), npartitions=1)
+    written = frame.to_parquet(f"gated://{tmp_path}/written", compute=False)
+
+    @on_reading_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        GATE.close()
+        future = client.compute(written)
+        await has_begun_aside(worker)
+        assert await client.submit(sum, [1, 2]) == 3
+        assert not future.done()  # the result is there when the file is
+        GATE.open()
+        await future
+        assert sum(pd.read_parquet(tmp_path / "written").a) == sum(range(ROWS))
+
+    run()
+
+
 @pytest.mark.parametrize("beside", [1, 2])
 def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, beside: int) -> None:
     @on_reading_cluster(workers=1, **{"gpurt.reads.beside": beside})

@@ -255,12 +255,12 @@ class Process:
         return found
 
     @contextmanager
-    def task(self, key: str, dispatch: int) -> Iterator[None]:
-        """Run the body as a task that the scheduler has sent here."""
-        self.state.tasks[key] = SimpleNamespace(run_id=dispatch)
+    def task(self, key: str, dispatch: int) -> Iterator[dict[str, Any]]:
+        """Run the body as a task that the scheduler has sent here; yield what it hears of at its end."""
+        self.state.tasks[key] = SimpleNamespace(run_id=dispatch, metadata={})
         thread_state.key = key
         try:
-            yield
+            yield self.state.tasks[key].metadata
         finally:
             del self.state.tasks[key], thread_state.key
 

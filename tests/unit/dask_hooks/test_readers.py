@@ -113,6 +113,18 @@ def test_a_task_that_calls_something_else_first_does_not(folder: Path, readers: 
     assert readers.begins_with_read(Task("partial", partial(reading.func), *reading.args))
 
 
+def test_a_writer_is_wrapped_unless_it_calls_a_function_of_users(
+    tmp_path: Path, readers: Readers, calls: list[str]
+) -> None:
+    frame = dd.from_pandas(pd.DataFrame({"a": range(5)}), npartitions=1)
+    frame.to_parquet(tmp_path, compute_kwargs={"scheduler": "sync"})
+    assert calls == ["ToParquetFunctionWrapper.__call__"]
+    named = {"name_function": "named-{}.parquet".format}
+    frame.to_parquet(tmp_path, compute_kwargs={"scheduler": "sync"}, **named)
+    assert len(calls) == 1
+    assert (tmp_path / "named-0.parquet").exists()
+
+
 def test_of_a_library_that_is_imported_later_the_reader_is_wrapped_then(
     patches: PatchSet, readers: Readers, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

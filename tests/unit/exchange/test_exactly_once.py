@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 from distributed._async_taskgroup import AsyncTaskGroupClosedError
@@ -23,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dask_gpurt.exchange.incoming import ShardState
 from dask_gpurt.exchange.outgoing import Outbox
-from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.run import ShuffleRun, Transferred
 from tests.helpers.exchanges import (
     AttemptFailed,
     Message,
@@ -125,11 +126,15 @@ class ExactlyOnce(RuleBasedStateMachine):
         key = f"transfer-{source}"
         try:
             run: Any = await process.shuffles.shuffle_runs.get_or_create(self.shuffle, key)
-            with process.task(key, self.scheduler.next_dispatch()):
+            dispatch = self.scheduler.next_dispatch()
+            with process.task(key, dispatch) as metadata:
                 result = run.add_partition(frame_of(self._rows(source), OUTPUTS), source)
         except (AttemptFailed, Reschedule, P2PConsistencyError):
             return  # the scheduler has the task run again
-        active.transferred[source] = result
+        # What the scheduler makes of that, and sends to the barrier.
+        ended: Any = SimpleNamespace(key=key, state="memory", run_id=dispatch, metadata=metadata)
+        active.transferred[source] = Transferred.of_task(ended, run.run_id)
+        assert vars(active.transferred[source]) == vars(result)
 
     @precondition(lambda self: len(self.active.transferred) == INPUTS and not self.active.sealed)
     @rule(where=st.integers(0, 2))

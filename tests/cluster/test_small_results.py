@@ -1,0 +1,154 @@
+"""Results of transfers and barriers come with the tasks that need them, and are fetched by none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from dask.utils import key_split
+from distributed import wait
+
+from dask_gpurt.dask_hooks import seams
+from dask_gpurt.dask_hooks.worker import put_results
+from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.small_results import SmallResults
+from dask_gpurt.shuffle.run import NOTE, Transferred
+from tests.helpers.in_process import on_cluster, until
+
+PARTS, ROWS = 6, 60
+#: The active memory manager drops replicas of results that nothing needs any more, every two seconds.
+WITHOUT_MANAGER: dict[str, Any] = {"distributed.scheduler.active-memory-manager.start": False}
+
+
+def frame(seed: int) -> Any:
+    """Return a collection whose shuffle is a new one for each seed."""
+    rows = np.arange(ROWS)
+    return dd.from_pandas(pd.DataFrame({"key": rows % 7, "row": rows, "seed": seed}), npartitions=PARTS)
+
+
+def fetched(*workers: Any) -> set[str]:
+    """Return the prefixes of the keys that workers have fetched from others."""
+    return {
+        key_split(key) for worker in workers for log in worker.transfer_incoming_log for key in log["keys"]
+    }
+
+
+def sent(scheduler: Any) -> float:
+    metrics: Metrics = scheduler.extensions["gpurt"].metrics
+    return float(metrics.snapshot()["counters"].get("shuffle.results.sent", 0))
+
+
+def barrier_of(scheduler: Any) -> Any:
+    (barrier,) = (task for key, task in scheduler.tasks.items() if str(key).startswith("shuffle-barrier-"))
+    return barrier
+
+
+async def shuffled(client: Any, seed: int) -> Any:
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        out = client.persist(frame(seed).shuffle("key"))
+    await wait(out)
+    assert sorted((await client.compute(out)).row) == list(range(ROWS))
+    return out
+
+
+def test_no_task_of_a_shuffle_fetches_the_result_of_another() -> None:
+    @on_cluster(workers=3, **WITHOUT_MANAGER)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        out = await shuffled(client, 0)
+        barrier = barrier_of(scheduler)
+        assert not {"shuffle-transfer", "shuffle-barrier"} & fetched(*workers)
+        assert len(barrier.who_has) == 3  # each of the workers has outputs
+        replicas = sum(len(task.who_has) - 1 for task in (barrier, *barrier.dependencies))
+        assert sent(scheduler) == replicas >= 2
+        del out
+
+    run()
+
+
+def test_what_was_sent_is_released_with_the_shuffle() -> None:
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        out = await shuffled(client, 0)
+        assert sent(scheduler)
+        del out
+        await until(lambda: not any(worker.data for worker in workers))
+        await until(lambda: not any(worker.state.tasks for worker in workers))
+        assert not scheduler.tasks
+
+    run()
+
+
+def test_without_notes_results_are_fetched() -> None:
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        results = scheduler.extensions["gpurt"].shuffles._results
+        results.uninstall()
+        await shuffled(client, 0)
+        assert not sent(scheduler)
+        assert fetched(*workers) >= {"shuffle-transfer", "shuffle-barrier"}
+
+    run()
+
+
+def test_a_dask_that_is_not_known_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = seams.SeamGroup("results", (seams.Seam("distributed.scheduler:Scheduler.no_such_method"),))
+    monkeypatch.setattr("dask_gpurt.dask_hooks.scheduler.RESULTS", other)
+    metrics = Metrics()
+    scheduler: Any = SimpleNamespace(extensions={"shuffle": SimpleNamespace(active_shuffles={})})
+    results = SmallResults(scheduler, (), metrics)
+    results.install()
+    assert "shuffle.results-fetched" in metrics.snapshot()["fallbacks"]
+    assert not results._send_for
+
+
+def test_a_result_that_is_being_fetched_is_not_taken() -> None:
+    """The scheduler counts it as a replica, and hears that it is none."""
+
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        one = client.submit(int, 1, workers=[a.address], key="one")
+        await one
+        told: list[dict[str, Any]] = []
+
+        def send(message: dict[str, Any]) -> None:
+            told.append(message)
+            b.batched_send(message)
+
+        fetching: Any = SimpleNamespace(
+            state=SimpleNamespace(tasks={"one": SimpleNamespace(state="flight")}),
+            batched_stream=SimpleNamespace(send=send),
+        )
+        scheduler.add_replica(scheduler.tasks["one"], scheduler.workers[b.address])
+        put_results(fetching, {"one": 1})
+        assert [message["op"] for message in told] == ["release-worker-data"]
+        await until(lambda: len(scheduler.tasks["one"].who_has) == 1)
+        assert "one" not in b.data
+        # One that is here already stays as it is.
+        put_results(a, {"one": 2})
+        assert a.data["one"] == 1
+        assert await one == 1
+
+    run()
+
+
+def test_a_note_of_another_run_or_dispatch_tells_nothing() -> None:
+    metadata: dict[str, Any] = {}
+    result = Transferred(4, 2, (7, 1), "transfer-2", "tcp://a:1")  # type: ignore[arg-type]
+    result.note(metadata)
+    task: Any = SimpleNamespace(key="transfer-2", state="memory", run_id=7, metadata=metadata)
+    known = Transferred.of_task(task, 4)
+    assert known is not None
+    assert (known, known.__dict__) == (result, result.__dict__)
+    assert Transferred.of_task(task, 5) is None
+    task.run_id = 8  # it was sent to a worker once more
+    assert Transferred.of_task(task, 4) is None
+    task.run_id, task.state = 7, "processing"
+    assert Transferred.of_task(task, 4) is None
+    task.state, task.metadata = "memory", None
+    assert Transferred.of_task(task, 4) is None
+    assert metadata.keys() == {NOTE}
