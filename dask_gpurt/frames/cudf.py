@@ -273,7 +273,7 @@ def _hashing(
         if keys is not None:
             return frame.frame, keys, MURMUR
     if isinstance(frame, Routed):
-        frame = frame.assign()
+        frame = frame.assigned()
     target = frame[column]._column
     numbers = target if target.dtype.kind in "iu" else target.astype("int32")
     # Not by ``drop``, which copies the other columns.
