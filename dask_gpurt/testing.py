@@ -140,7 +140,7 @@ class FailingAllocations:
         table = exchange.table
 
         def failing_table(frame: Any) -> Table:
-            found = table(frame)
+            found: Table = table(frame)
             for name in ("split", "pack"):
                 setattr(found, name, self._failing(getattr(found, name)))
             return found

@@ -149,7 +149,7 @@ def active_runs(plugin: Any) -> Mapping[Any, Any]:
 
 
 def output_of(shuffle_id: Any, run_id: int, partition: int) -> Any:
-    """Return an output partition of a run; of the worker whose task calls."""
+    """Return an output partition of a run, on the worker whose task calls."""
     return get_worker_plugin().get_output_partition(shuffle_id, run_id, partition)
 
 

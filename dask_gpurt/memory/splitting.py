@@ -79,9 +79,10 @@ def _attempt(
     work: Callable[[T], R], part: T, too_large: tuple[type[Exception], ...]
 ) -> tuple[list[R], Exception | None]:
     """Return the result of some work, or else the error, without what the work had in memory."""
+    expected: tuple[type[Exception], ...] = (MemoryError, *too_large)
     try:
         return [work(part)], None
-    except (MemoryError, *too_large) as error:
+    except expected as error:
         _release_frames(error)
         return [], error
 

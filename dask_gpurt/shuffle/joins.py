@@ -108,18 +108,24 @@ def join_in_pieces(
         left, right = (sides[0], piece) if probe == RIGHT else (piece, sides[1])
         return join(left, right)
 
-    pieces = list(
-        split_and_retry(
-            joined,
-            sides[1] if probe == RIGHT else sides[0],
-            halve=halves if probe else lambda _: (),
-            make_room=make_room,
-            on_split=on_split,
-        )
-    )
+    in_parts = partial(split_and_retry, make_room=make_room, on_split=on_split)
+    halve = halves if probe else _in_no_parts
+    pieces = list(in_parts(joined, sides[1] if probe == RIGHT else sides[0], halve=halve))
     sides.clear()
     if len(pieces) == 1:
         return pieces[0]
-    joined_rows = concat(pieces, ignore_index=True)
-    joined_rows.reset_index(drop=True, inplace=True)  # with categories Dask's function keeps the old numbers
-    return joined_rows
+    (result,) = in_parts(_put_together, pieces, halve=_in_no_parts)
+    return result
+
+
+def _put_together(pieces: list[Any]) -> Any:
+    """Return frames one behind the other, their rows numbered anew."""
+    rows = concat(pieces, ignore_index=True)
+    rows.reset_index(
+        drop=True, inplace=True
+    )  # where there are categories, Dask's function keeps the old numbers
+    return rows
+
+
+def _in_no_parts(whole: Any) -> tuple[()]:
+    return ()

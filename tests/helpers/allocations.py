@@ -1,7 +1,7 @@
 """Have allocations of numpy, or of rmm, fail: the n-th, or those that are too large.
 
 numpy asks a handler for the memory of arrays (NEP 49). The one here fails as ``malloc`` would, so all that
-computes on numpy runs out of memory where it really could. Each context has its own handler: other threads go on.
+computes on numpy runs out of memory where it really could. Each context has its own: other threads go on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 #: Bytes below which allocations succeed: what does not grow with the rows is not what memory is short for.
-LEAST = 512
+LEAST = 1024
 #: Where numpy's table of functions for C has that which sets a handler, and the version of the handlers.
 _SET_HANDLER, _GET_HANDLER, _VERSION = 304, 305, 1
 _CAPSULE = b"mem_handler"

@@ -80,7 +80,7 @@ def assert_same(found: Any, wanted: Any, library: Library) -> None:
     first=st.integers(0, 120),
     times=st.integers(1, 9),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 def test_whatever_allocations_fail_the_rows_are_the_same(
     library: Library,
     how: str,

@@ -164,7 +164,7 @@ def assert_each_row_once(outcome: Outcome, partitions: list[Any], **how: Any) ->
     times=st.integers(1, 10),
     ignore_index=st.booleans(),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 def test_whatever_allocations_fail_each_row_arrives_once(
     kind: str, rows: int, first: int, times: int, ignore_index: bool
 ) -> None:
