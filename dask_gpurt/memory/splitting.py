@@ -29,6 +29,7 @@ def split_and_retry(
     halve: Callable[[T], Sequence[T]],
     make_room: Callable[[], object],
     on_split: Callable[[MemoryError], object],
+    short: type[MemoryError] = MemoryError,
     too_large: tuple[type[Exception], ...] = (),
 ) -> Iterator[R]:
     """Yield the result of some work; where memory is too short for it, the results of parts of its input.
@@ -38,48 +39,49 @@ def split_and_retry(
     Parameters
     ----------
     work
-        Done with a part, from its beginning each time. What has failed must have changed nothing.
+        Done with a part, from its beginning each time.
     halve
         Returns the parts of a part, in order; fewer than two where it can not be split.
     make_room
         Spills what nothing uses, wherever memory was short.
     on_split
         Called with the error for which a part is split.
+    short
+        The error by which the work says that memory is short and it has changed nothing; any other ends it.
     too_large
-        Other errors for which a part is split, at once and as often as it takes: room would not help.
+        Errors for which a part is split, at once and as often as it takes: room would not help.
 
     Raises
     ------
     MemoryError
-        As ``work`` has, for a part that is not split any more; or one of ``too_large``.
+        As ``work`` has, for a part that is not split any more.
     """
     waiting = [(whole, 0)]
     while waiting:
         part, halvings = waiting.pop()
-        done, error = _attempt(work, part, too_large)
-        if isinstance(error, MemoryError):
+        done, error = _attempt(work, part, (short, *too_large))
+        if isinstance(error, short):
             make_room()
             if not halvings:
-                done, error = _attempt(work, part, too_large)
+                done, error = _attempt(work, part, (short, *too_large))
         if error is None:
             yield from done
             done.clear()  # the next part may need its memory
             continue
-        if isinstance(error, MemoryError):
+        if isinstance(error, short):
             halvings += 1
         halves = halve(part) if halvings <= MAX_HALVINGS else ()
         if len(halves) < 2:
             raise error
-        if isinstance(error, MemoryError):
+        if isinstance(error, short):
             on_split(error)
         waiting += [(half, halvings) for half in reversed(halves)]
 
 
 def _attempt(
-    work: Callable[[T], R], part: T, too_large: tuple[type[Exception], ...]
+    work: Callable[[T], R], part: T, expected: tuple[type[Exception], ...]
 ) -> tuple[list[R], Exception | None]:
     """Return the result of some work, or else the error, without what the work had in memory."""
-    expected: tuple[type[Exception], ...] = (MemoryError, *too_large)
     try:
         return [work(part)], None
     except expected as error:

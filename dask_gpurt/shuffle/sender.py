@@ -143,7 +143,7 @@ class Sender:
         whole: T,
         halve: Callable[[T], Sequence[T]],
         source: int,
-        too_large: tuple[type[Exception], ...] = (),
+        **errors: Any,
     ) -> Iterator[R]:
         """Yield what is made of a whole input, or of its parts; see :func:`split_and_retry`."""
 
@@ -152,9 +152,7 @@ class Sender:
             self.exchange.metrics.fallback(Fallback.MEMORY_SPLIT, reason)
 
         make_room = self.exchange.landing.make_room
-        return split_and_retry(
-            work, whole, halve=halve, make_room=make_room, on_split=on_split, too_large=too_large
-        )
+        return split_and_retry(work, whole, halve=halve, make_room=make_room, on_split=on_split, **errors)
 
     def _end(self, published: _Published, owners: Owners, commits: list[tuple[str, Commit]]) -> None:
         """End an attempt, and offer what it has published to the shares that have come up meanwhile."""
@@ -238,6 +236,13 @@ def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
     return shares[start:] + shares[:start]
 
 
+class _NotPacked(MemoryError):
+    """Tell that there is no memory to pack a piece, and all is as it was.
+
+    A MemoryError from elsewhere fails the attempt: what was packed before may be neither here nor published.
+    """
+
+
 class _Packing:
     """Pack one input partition into the pool.
 
@@ -284,9 +289,8 @@ class _Packing:
     def _pack(self, share: Share, piece: Piece) -> None:
         """Pack a piece, in halves where it does not fit into the pool, or memory is short, as a whole."""
         # Before the next part is packed, which may publish what was packed before, this one is noted.
-        parts = self.sender.in_parts(
-            self._pack_whole, piece, self._halves, self.source, too_large=(PoolFull,)
-        )
+        errors = {"short": _NotPacked, "too_large": (PoolFull,)}
+        parts = self.sender.in_parts(self._pack_whole, piece, self._halves, self.source, **errors)
         try:
             for part, packed in parts:
                 self._packed.append((share, part, packed))
@@ -305,6 +309,8 @@ class _Packing:
             seen = self.outbox.freed
             try:
                 return piece, self.table.pack(piece, self.outbox)
+            except MemoryError as error:
+                raise _NotPacked(*error.args) from error
             except PoolFull as full:
                 self._publish()
                 self.outbox.wait_for_room(full.nbytes, seen, self.sender.check)

@@ -145,6 +145,24 @@ def test_what_is_too_large_is_split_as_often_as_it_takes() -> None:
     assert len(attempts) == 2 * len(rows) - 1
 
 
+class ChangedNothing(MemoryError):
+    """Tell that work may be tried again."""
+
+
+@pytest.mark.parametrize("error", [MemoryError, ChangedNothing])
+def test_work_that_may_have_changed_something_is_not_tried_again(error: type[MemoryError]) -> None:
+    attempts: list[Rows] = []
+
+    def work(rows: Rows) -> int:
+        attempts.append(rows)
+        raise error
+
+    how = {"halve": lambda _: (), "make_room": lambda: None, "on_split": print}
+    with pytest.raises(error):
+        list(split_and_retry(work, Rows(4), **how, short=ChangedNothing))
+    assert len(attempts) == (2 if error is ChangedNothing else 1)
+
+
 def test_other_errors_are_raised_at_once() -> None:
     def work(rows: Rows) -> int:
         raise ValueError("nothing to do with memory")

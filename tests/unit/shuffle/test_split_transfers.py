@@ -18,10 +18,20 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from dask_gpurt.frames import Hashed
+from dask_gpurt.frames.pandas import PandasTable
 from dask_gpurt.observe import Fallback
 from dask_gpurt.shuffle import ShuffleSpec
 from tests.helpers.allocations import failing_allocations, larger_ones_fail, none_fails, nth_fails
-from tests.helpers.exchanges import TARGET, Cluster, Process, quiet, without_pauses
+from tests.helpers.exchanges import (
+    TARGET,
+    Cluster,
+    Process,
+    frame_of,
+    in_process,
+    quiet,
+    spec_of,
+    without_pauses,
+)
 
 OUTPUTS, INPUTS = 4, 2
 ADDRESSES = ["tcp://a:1", "tcp://b:1"]
@@ -174,6 +184,38 @@ def test_whatever_allocations_fail_each_row_arrives_once(
     assert outcome.rooms <= outcome.failed
     if outcome.given_up:
         assert outcome.failed > 1, "once may be spilled for"
+
+
+def test_what_was_packed_and_could_not_be_published_fails_the_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pool is full with one piece, which is to be published as the next one is packed."""
+    settled = 0
+
+    def settle(table: PandasTable) -> None:
+        nonlocal settled
+        settled += 1
+        if settled == 1:
+            raise MemoryError("as of a copy that could not be begun")
+
+    monkeypatch.setattr(PandasTable, "settle", settle)
+
+    @in_process
+    async def transfer_in_a_small_pool() -> None:
+        cluster = Cluster(*ADDRESSES, pool=2**14)
+        process = next(iter(cluster.network.processes.values()))
+        cluster.scheduler.begin(spec_of("shuffle", OUTPUTS))
+        try:
+            run: Any = await process.shuffles.shuffle_runs.get_or_create(ShuffleId("shuffle"), "transfer-0")
+            with process.task("transfer-0", 0), pytest.raises(MemoryError, match="could not be begun"):
+                run.add_partition(frame_of(range(3000), OUTPUTS), 0)
+            assert process.outbox.pool.used == 0, "a block is held"
+            assert process.landed.made_room == 0
+        finally:
+            cluster.close()
+
+    transfer_in_a_small_pool()
+    assert settled == 2, "once in vain, and once to give the blocks back"
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
