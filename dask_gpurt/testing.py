@@ -77,6 +77,7 @@ class Instruments(WorkerPlugin):
             checker.watch_frees(runtime.tiers.pinned, list)
         if self.failures:
             faults = FailingAllocations(runtime.exchange.pools.devices.values(), self.failures)
+            faults.watch_exchange(runtime.exchange)
             if runtime.data is not None:
                 runner = runtime.data._runner
                 runner.execute = _failing_tasks(runtime.worker, faults, runner.execute)
@@ -133,6 +134,19 @@ class FailingAllocations:
             return allocate(*args, **kwargs)
 
         return failing
+
+    def watch_exchange(self, exchange: Any) -> None:
+        """Have partitions that are split or packed by an exchange run out of memory too."""
+        table = exchange.table
+
+        def failing_table(frame: Any) -> Table:
+            found: Table = table(frame)
+            for name in ("split", "pack"):
+                setattr(found, name, self._failing(getattr(found, name)))
+            return found
+
+        self._before.append((exchange, "table", vars(exchange).get("table")))
+        exchange.table = failing_table
 
     def stop(self) -> None:
         """Let allocations succeed again."""

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from dask._task_spec import Alias, GraphNode, Task, TaskRef
 from dask.dataframe.core import _concat as concat
+from dask.dataframe.multi import merge_chunk
 
-__all__ = ["Alias", "GraphNode", "Task", "TaskRef", "concat"]
+__all__ = ["Alias", "GraphNode", "Task", "TaskRef", "concat", "merge_chunk"]

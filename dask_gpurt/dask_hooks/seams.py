@@ -171,6 +171,7 @@ GRAPHS = SeamGroup(
         Seam(_TASKS + "Task.fuse", "tasks key"),
         Seam(_TASKS + "TaskRef"),
         Seam("dask.dataframe.core:_concat", "args ignore_index"),
+        Seam("dask.dataframe.multi:merge_chunk", "lhs args result_meta kwargs"),
     ),
 )
 #: Runs of shuffles on the scheduler: replaced on its extension, or called there.
@@ -214,6 +215,13 @@ WORKER_SHUFFLES = SeamGroup(
             "npartitions output_partition workers",
         ),
         Seam("distributed.shuffle._merge:merge_transfer", "input id input_partition"),
+        Seam(
+            "distributed.shuffle._merge:merge_unpack",
+            "shuffle_id_left shuffle_id_right output_partition barrier_left barrier_right how left_on "
+            "right_on result_meta suffixes left_index right_index indicator",
+            bodies=("fcd3c458d629",),
+        ),
+        Seam(_CORE + "get_worker_plugin", ""),
         Seam("distributed.shuffle._exceptions:ShuffleClosedError"),
         Seam("distributed.shuffle._limiter:ResourceLimiter", "limit metrics_label"),
         Seam(_RUNS + "_active_runs"),

@@ -10,6 +10,7 @@ from distributed.shuffle._core import (
     SchedulerShuffleState,
     ShuffleSpec,
     barrier_key,
+    get_worker_plugin,
     id_from_key,
 )
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
@@ -39,6 +40,7 @@ __all__ = [
     "id_from_key",
     "merge_transfer",
     "name_workers",
+    "output_of",
     "replace_on_extension",
     "replace_run_lookup",
     "restart",
@@ -167,6 +169,11 @@ def active_runs(plugin: Any) -> Mapping[Any, Any]:
     """Return the runs that a worker's shuffle plugin takes part in, by shuffle; the live mapping."""
     runs: Mapping[Any, Any] = plugin.shuffle_runs._active_runs
     return runs
+
+
+def output_of(shuffle_id: Any, run_id: int, partition: int) -> Any:
+    """Return an output partition of a run, on the worker whose task calls."""
+    return get_worker_plugin().get_output_partition(shuffle_id, run_id, partition)
 
 
 def replace_run_lookup(patches: PatchSet, plugin: Any, find: Wrap) -> None:

@@ -28,6 +28,7 @@ from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, 
 from dask_gpurt.frames import Hashed, Ranged
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
+from dask_gpurt.shuffle.joins import merge_unpack
 
 
 class GpurtShuffle(P2PShuffle):
@@ -105,8 +106,8 @@ class HashTargets(AssignPartitioningIndex):
     ) -> Any:
         columns = tuple(by) if not index_shuffle and set(by) <= set(frame.columns) else None
 
-        def assign() -> Any:
-            full = AssignPartitioningIndex.operation(frame, by, name, npartitions, meta, index_shuffle)
+        def assign(rows: Any) -> Any:
+            full = AssignPartitioningIndex.operation(rows, by, name, npartitions, meta, index_shuffle)
             return full if kept is None else full[[*kept, name]]
 
         return Hashed(frame if kept is None else frame[kept], columns, frame, meta, assign)
@@ -145,9 +146,9 @@ class RangeTargets(Blockwise):
 
     @staticmethod
     def operation(frame: Any, by: Any, name: str, divisions: Any, na_position: str) -> Ranged:
-        def assign() -> Any:
-            targets = SetPartitionsPreSetIndex.operation(frame[by], divisions, True, na_position)
-            return frame.assign(**{name: targets})
+        def assign(rows: Any) -> Any:
+            targets = SetPartitionsPreSetIndex.operation(rows[by], divisions, True, na_position)
+            return rows.assign(**{name: targets})
 
         return Ranged(frame, by, divisions, assign)
 
@@ -160,9 +161,10 @@ def _hash_join_transfer(
     if by_index or not isinstance(names, list) or not set(names) <= set(frame.columns):
         transfer = create_assign_index_merge_transfer()
         return transfer(frame, by, name, npartitions, id, input_partition, by_index)
-    assign = functools.partial(
-        AssignPartitioningIndex.operation, frame, names, name, npartitions, frame, False
-    )
+
+    def assign(rows: Any) -> Any:
+        return AssignPartitioningIndex.operation(rows, names, name, npartitions, frame, False)
+
     hashed: Any = Hashed(frame, tuple(names), frame, frame, assign)  # Dask's function only passes it on
     return merge_transfer(hashed, id, input_partition)
 
@@ -181,7 +183,7 @@ class GpurtHashJoin(HashJoinP2P):
         for index, partition in enumerate(self._partitions):
             task = layer.pop((name_of(whole), partition))
             key = (self._name, index)
-            layer[key] = Task(key, task.func, *task.args, **task.kwargs)
+            layer[key] = Task(key, merge_unpack, *task.args, **task.kwargs)
         return layer
 
     @property

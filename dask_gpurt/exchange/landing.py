@@ -7,6 +7,7 @@ tier is the disk.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,12 @@ class Landing:
     def keeps(self, nbytes: int, kind: str) -> bool:
         """Return whether so many bytes of shards stay live beside other things."""
         return self._tiered_buffer.reservations.leaves_half(nbytes, self._home(kind))
+
+    def make_room(self) -> None:
+        """Spill everything that is live on the device and not held, for a task that has run out of memory."""
+        # What has failed has left frames of Python behind that hold what it had so far, in cycles.
+        gc.collect()
+        self._tiered_buffer.spill(self._tiered_buffer.live_bytes(Tier.DEVICE))
 
     @contextmanager
     def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, BufferAndMemo]]:

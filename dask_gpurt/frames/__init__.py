@@ -9,6 +9,7 @@ from dask_gpurt.frames.backend import (
     Ranged,
     Routed,
     Table,
+    halves,
 )
 from dask_gpurt.frames.registry import backend_for, library
 
@@ -22,5 +23,6 @@ __all__ = [
     "Routed",
     "Table",
     "backend_for",
+    "halves",
     "library",
 ]

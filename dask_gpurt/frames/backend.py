@@ -6,8 +6,9 @@ reads pieces back out of such buffers and puts an output partition together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dask_gpurt.device import Block, Device
@@ -66,14 +67,22 @@ class Hashed:
     like
         The frame whose dtypes say which columns are cast before they are hashed.
     assign
-        Makes ``frame`` with one more column, of output partitions.
+        Makes of rows of ``keys`` those of ``frame`` with one more column, of output partitions.
     """
 
     frame: Frame
     by: tuple[str, ...] | None
     keys: Frame
     like: Frame
-    assign: Callable[[], Frame]
+    assign: Callable[[Frame], Frame]
+
+    def assigned(self) -> Frame:
+        """Return ``frame`` with one more column, of output partitions."""
+        return self.assign(self.keys)
+
+    def between(self, start: int, stop: int) -> Hashed:
+        """Return some of the rows."""
+        return replace(self, frame=self.frame.iloc[start:stop], keys=self.keys.iloc[start:stop])
 
 
 @dataclass(frozen=True)
@@ -89,17 +98,34 @@ class Ranged:
     divisions
         A series of where the ranges begin, in ascending order, and where the last one ends.
     assign
-        Has Dask make ``frame`` with one more column, of output partitions.
+        Has Dask make rows of ``frame`` with one more column, of output partitions.
     """
 
     frame: Frame
     by: Any
     divisions: Any
-    assign: Callable[[], Frame]
+    assign: Callable[[Frame], Frame]
+
+    def assigned(self) -> Frame:
+        """Return ``frame`` with one more column, of output partitions."""
+        return self.assign(self.frame)
+
+    def between(self, start: int, stop: int) -> Ranged:
+        """Return some of the rows."""
+        return replace(self, frame=self.frame.iloc[start:stop])
 
 
 #: A partition that does not have the column of output partitions yet.
 Routed = Hashed | Ranged
+
+
+def halves(frame: Frame | Routed) -> Sequence[Frame | Routed]:
+    """Return the two halves of a partition, as views; nothing of fewer than two rows."""
+    rows = len(frame.frame if isinstance(frame, Routed) else frame)
+    if rows < 2:
+        return ()
+    between = frame.between if isinstance(frame, Routed) else lambda a, b: frame.iloc[a:b]
+    return between(0, rows // 2), between(rows // 2, rows)
 
 
 @dataclass(frozen=True)
@@ -141,6 +167,16 @@ class BlockAllocator(Protocol):
     def give_back(self, block: Block) -> None:
         """Free a block that was not used after all."""
         ...
+
+
+@contextmanager
+def giving_back(block: Block, allocator: BlockAllocator) -> Iterator[None]:
+    """Give a block back if it could not be filled."""
+    try:
+        yield
+    except BaseException:
+        allocator.give_back(block)
+        raise
 
 
 class Table(Protocol):

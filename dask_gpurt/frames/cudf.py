@@ -27,7 +27,15 @@ from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.copies import Copy, address
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.device.cuda_memory import DeviceSpan, copy_async
-from dask_gpurt.frames.backend import BlockAllocator, Hashed, Packed, Part, Piece, Routed
+from dask_gpurt.frames.backend import (
+    BlockAllocator,
+    Hashed,
+    Packed,
+    Part,
+    Piece,
+    Routed,
+    giving_back,
+)
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
@@ -173,7 +181,8 @@ class CudfTable:
     def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         if isinstance(piece.rows, PlainRows):
             block = allocator.allocate(piece.rows.layout.starts(len(piece))[-1])
-            self._copies += piece.rows.copies(block.buffer.ptr)
+            with giving_back(block, allocator):
+                self._copies += list(piece.rows.copies(block.buffer.ptr))
             return Packed(block, piece.rows.header)
         return self._split_contiguously(piece, allocator)
 
@@ -205,7 +214,9 @@ class CudfTable:
         # The block is ours from here on; libcudf gives back what else it took.
         block = blocks.pop(data.ptr) if len(data) else allocator.allocate(0)
         del data
-        return Packed(block, pickle.dumps((bytes(metadata), piece.rows.header)))
+        with giving_back(block, allocator):
+            header = pickle.dumps((bytes(metadata), piece.rows.header))
+        return Packed(block, header)
 
     def settle(self) -> None:
         _, raw = self.device.stream()
@@ -284,7 +295,7 @@ def _hashing(
         if keys is not None:
             return frame.frame, keys, MURMUR
     if isinstance(frame, Routed):
-        frame = frame.assign()
+        frame = frame.assigned()
     target = frame[column]._column
     numbers = target if target.dtype.kind in "iu" else target.astype("int32")
     # Not by ``drop``, which copies the other columns.

@@ -17,7 +17,16 @@ from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-de
 from dask_gpurt.dask_hooks.graph import concat
 from dask_gpurt.device import Device, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.frames.backend import BlockAllocator, Hashed, Packed, Part, Piece, Ranged, Routed
+from dask_gpurt.frames.backend import (
+    BlockAllocator,
+    Hashed,
+    Packed,
+    Part,
+    Piece,
+    Ranged,
+    Routed,
+    giving_back,
+)
 from dask_gpurt.frames.pickled import Chunks, Pickled, own
 
 try:
@@ -91,7 +100,8 @@ class PandasTable:
         if rows.plain is None:
             return _pickled(rows, piece.offsets, allocator)
         block = allocator.allocate(rows.plain.layout.nbytes(len(piece)))
-        rows.plain.take(rows.order, block.buffer)
+        with giving_back(block, allocator):
+            rows.plain.take(rows.order, block.buffer)
         return Packed(block, rows.plain.header)
 
     def settle(self) -> None:
@@ -143,7 +153,7 @@ def _targets(
             return frame.frame, _hashed(keys, npartitions, narrow)
     if isinstance(frame, Ranged) and drop_column and (found := _in_ranges(frame, narrow)) is not None:
         return frame.frame, found
-    rows: pd.DataFrame = frame.assign() if isinstance(frame, Routed) else frame
+    rows: pd.DataFrame = frame.assigned() if isinstance(frame, Routed) else frame
     targets = np.asarray(rows[column]).astype(narrow, copy=False)
     return rows.drop(columns=column) if drop_column else rows, targets
 

@@ -28,7 +28,7 @@ import pandas as pd
 from distributed.protocol import pickle as dask_pickle
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.frames.backend import BlockAllocator, Packed, Part
+from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, giving_back
 
 #: Bytes below which an array (labels, above all) stays inside the pickle that it belongs to.
 _INLINE_BYTES = 4096
@@ -108,12 +108,13 @@ class Chunks:
     def pack(self, allocator: BlockAllocator) -> Packed:
         """Write them into one block; raises PoolFull."""
         block = allocator.allocate(self._spans[-1][1])
-        into = memoryview(block.buffer)
-        table = np.array(self._spans, np.int64).tobytes()
-        into[: len(table)] = table
-        for chunk, (start, stop) in zip(self._chunks, self._spans, strict=True):
-            if start < stop:
-                into[start:stop] = chunk
+        with giving_back(block, allocator):
+            into = memoryview(block.buffer)
+            table = np.array(self._spans, np.int64).tobytes()
+            into[: len(table)] = table
+            for chunk, (start, stop) in zip(self._chunks, self._spans, strict=True):
+                if start < stop:
+                    into[start:stop] = chunk
         return Packed(block, self._header)
 
 

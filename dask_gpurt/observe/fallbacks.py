@@ -46,6 +46,7 @@ class Fallback(Enum):
         "memory.admitted-overdue",
         "tasks and fetches begin without room for them",
     )
+    MEMORY_SPLIT = "memory.split", "work that runs out of memory is done in parts"
     MEMORY_DEPENDENTS_FIRST = (
         "memory.dependents-first",
         "a worker does not wait for the tasks that read a result",

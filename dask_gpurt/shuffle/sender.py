@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dask.sizeof import sizeof
 
@@ -15,10 +15,15 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
-from dask_gpurt.frames import Packed, Piece, Routed, Table
+from dask_gpurt.frames import Packed, Piece, Routed, Table, halves
+from dask_gpurt.memory.splitting import split_and_retry
+from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import ShuffleSpec
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -106,25 +111,48 @@ class Sender:
         groups = [(share, share.outputs) for share in shares]
         if self._will_spill(plain, table.device.kind, len(groups)):
             groups = [(share, (output,)) for share, outputs in groups for output in outputs]
-        timed = metrics.seconds("shuffle.seconds.splitting", source)
-        with timed, self.progress.seconds("splitting"):
-            pieces = table.split(
-                frame,
-                self.spec.column,
-                [list(outputs) for _, outputs in groups],
-                self.spec.npartitions,
-                drop_column=self.spec.drop_column,
-                ignore_index=self.spec.ignore_index,
-            )
-        owned = [
-            (share, piece) for (share, _), piece in zip(groups, pieces, strict=True) if piece is not None
-        ]
+
+        def split(rows: Any) -> list[tuple[Share, Piece]]:
+            timed = metrics.seconds("shuffle.seconds.splitting", source)
+            with timed, self.progress.seconds("splitting"):
+                pieces = table.split(
+                    rows,
+                    self.spec.column,
+                    [list(outputs) for _, outputs in groups],
+                    self.spec.npartitions,
+                    drop_column=self.spec.drop_column,
+                    ignore_index=self.spec.ignore_index,
+                )
+            shares_of = zip((share for share, _ in groups), pieces, strict=True)
+            return [(share, piece) for share, piece in shares_of if piece is not None]
+
         packing = _Packing(self, table, outbox, source, attempt)
-        packing.publish_all(owned)
+        # Halves of an input are parts of one attempt, in the order of its rows: the first is published, and
+        # its memory free, before the second is split.
+        for owned in self.in_parts(split, frame, halves, source):
+            packing.publish_all(owned)
+            owned.clear()
         outputs = frozenset(output for share in shares for output in share.outputs)
         published = _Published(source, attempt, outputs, outbox, tuple(packing.shards))
         self._end(published, owners, packing.commits(shares))
         return attempt
+
+    def in_parts(
+        self,
+        work: Callable[[T], R],
+        whole: T,
+        halve: Callable[[T], Sequence[T]],
+        source: int,
+        **errors: Any,
+    ) -> Iterator[R]:
+        """Yield what is made of a whole input, or of its parts; see :func:`split_and_retry`."""
+
+        def on_split(error: MemoryError) -> None:
+            reason = f"input {source} of shuffle {self.spec.id}, transferred: {error}"
+            self.exchange.metrics.fallback(Fallback.MEMORY_SPLIT, reason)
+
+        make_room = self.exchange.landing.make_room
+        return split_and_retry(work, whole, halve=halve, make_room=make_room, on_split=on_split, **errors)
 
     def _end(self, published: _Published, owners: Owners, commits: list[tuple[str, Commit]]) -> None:
         """End an attempt, and offer what it has published to the shares that have come up meanwhile."""
@@ -182,7 +210,9 @@ class Sender:
             )
             if plain is frame.frame:
                 return frame
-            return replace(frame, frame=plain, assign=lambda: frame.assign()[list(self.spec.columns)])
+            return replace(
+                frame, frame=plain, assign=lambda rows: frame.assign(rows)[list(self.spec.columns)]
+            )
         return self._in_order(frame, list(self.spec.columns), source)
 
     def _in_order(self, frame: Any, columns: list[Any], source: int) -> Any:
@@ -204,6 +234,13 @@ def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
     mine = [at for at, share in enumerate(shares) if share.owner == me]
     start = mine[-1] + 1 if mine else 0
     return shares[start:] + shares[:start]
+
+
+class _NotPacked(MemoryError):
+    """Tell that there is no memory to pack a piece, and all is as it was.
+
+    A MemoryError from elsewhere fails the attempt: what was packed before may be neither here nor published.
+    """
 
 
 class _Packing:
@@ -250,27 +287,30 @@ class _Packing:
                 self.outbox.give_back(packed.block)
 
     def _pack(self, share: Share, piece: Piece) -> None:
-        """Pack a piece, in halves where it does not fit into the pool as a whole."""
+        """Pack a piece, in halves where it does not fit into the pool, or memory is short, as a whole."""
+        # Before the next part is packed, which may publish what was packed before, this one is noted.
+        errors = {"short": _NotPacked, "too_large": (PoolFull,)}
+        parts = self.sender.in_parts(self._pack_whole, piece, self._halves, self.source, **errors)
         try:
-            packed = self._pack_whole(piece)  # which may publish what was packed before
+            for part, packed in parts:
+                self._packed.append((share, part, packed))
         except PoolFull as full:
-            if len(piece) < 2:
-                raise ValueError(
-                    f"one row of shuffle {self.sender.spec.id} takes {full.nbytes} bytes, "
-                    f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least that"
-                ) from full
-            for half in piece.halves(self.table.cut):
-                if len(half):
-                    self._pack(share, half)
-        else:
-            self._packed.append((share, piece, packed))
+            raise ValueError(
+                f"one row of shuffle {self.sender.spec.id} takes {full.nbytes} bytes, "
+                f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least that"
+            ) from full
 
-    def _pack_whole(self, piece: Piece) -> Packed:
+    def _halves(self, piece: Piece) -> Sequence[Piece]:
+        return piece.halves(self.table.cut) if len(piece) > 1 else ()
+
+    def _pack_whole(self, piece: Piece) -> tuple[Piece, Packed]:
         while True:
             self.sender.check()
             seen = self.outbox.freed
             try:
-                return self.table.pack(piece, self.outbox)
+                return piece, self.table.pack(piece, self.outbox)
+            except MemoryError as error:
+                raise _NotPacked(*error.args) from error
             except PoolFull as full:
                 self._publish()
                 self.outbox.wait_for_room(full.nbytes, seen, self.sender.check)

@@ -56,6 +56,8 @@ class Landed:
         self.kept: dict[str, list[np.ndarray]] = {}
         #: Whether every tier is full.
         self.full = False
+        #: How often all was to be spilled.
+        self.made_room = 0
 
     def put(self, key: str, shard: Shard, sources: Sequence[Any], device: Any, bring: Any) -> None:
         if self.full:
@@ -64,6 +66,9 @@ class Landed:
 
     def keeps(self, nbytes: int, kind: str) -> bool:
         return True
+
+    def make_room(self) -> None:
+        self.made_room += 1
 
     @contextmanager
     def reading(self, wanted: Iterable[tuple[str, int]], task: Any) -> Iterator[dict[Any, Any]]:

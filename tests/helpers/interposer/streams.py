@@ -43,7 +43,7 @@ def shuffle(
     meta = plain.iloc[:0]
 
     def split() -> None:
-        rows = Hashed(plain, ("number",), plain, meta, lambda: frame) if hashed else frame
+        rows = Hashed(plain, ("number",), plain, meta, lambda rows: frame) if hashed else frame
         kept["pieces"] = table.split(rows, "to", [[0, 1], [2, 3]], 4, drop_column=True, ignore_index=False)
 
     def pack() -> None:

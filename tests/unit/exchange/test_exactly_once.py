@@ -25,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from dask_gpurt.exchange.incoming import ShardState
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.shuffle.run import ShuffleRun, Transferred
+from tests.helpers.allocations import failing_allocations, none_fails, nth_fails
 from tests.helpers.exchanges import (
     AttemptFailed,
     Message,
@@ -120,16 +121,36 @@ class ExactlyOnce(RuleBasedStateMachine):
         if alive and not self.active.sealed and (again or source not in self.active.transferred):
             self._do(self._transfer(alive[where % len(alive)], self.active, source))
 
-    async def _transfer(self, process: Process, active: Any, source: int) -> None:
+    @rule(
+        source=st.integers(0, INPUTS - 1),
+        where=st.integers(0, 2),
+        first=st.integers(0, 20),
+        times=st.integers(1, 12),
+    )
+    def transfer_with_little_memory(self, source: int, where: int, first: int, times: int) -> None:
+        """Run a transfer task of which some allocations fail: it is split, or fails in the middle."""
+        alive = self._alive()
+        if alive and not self.active.sealed:
+            process = alive[where % len(alive)]
+            self._do(self._transfer(process, self.active, source, nth_fails(first, times)))
+
+    async def _transfer(
+        self,
+        process: Process,
+        active: Any,
+        source: int,
+        fails: Callable[[int, int], bool] = none_fails,
+    ) -> None:
         active.transferred.pop(source, None)
         await self._hear(process)
         key = f"transfer-{source}"
         try:
             run: Any = await process.shuffles.shuffle_runs.get_or_create(self.shuffle, key)
             dispatch = self.scheduler.next_dispatch()
-            with process.task(key, dispatch) as metadata:
-                result = run.add_partition(frame_of(self._rows(source), OUTPUTS), source)
-        except (AttemptFailed, Reschedule, P2PConsistencyError):
+            frame = frame_of(self._rows(source), OUTPUTS)
+            with process.task(key, dispatch) as metadata, failing_allocations(fails):
+                result = run.add_partition(frame, source)
+        except (AttemptFailed, MemoryError, Reschedule, P2PConsistencyError):
             return  # the scheduler has the task run again
         # What the scheduler makes of that, and sends to the barrier.
         ended: Any = SimpleNamespace(key=key, state="memory", run_id=dispatch, metadata=metadata)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,15 +50,15 @@ def frame_of(index: pd.Index, seed: int = 0) -> pd.DataFrame:
 
 
 def hashed(frame: pd.DataFrame, by: list[str]) -> Hashed:
-    assign = functools.partial(
-        AssignPartitioningIndex.operation, frame, by, "_partitions", OUTPUTS, frame[:0], False
-    )
+    def assign(rows: pd.DataFrame) -> pd.DataFrame:
+        return AssignPartitioningIndex.operation(rows, by, "_partitions", OUTPUTS, frame[:0], False)
+
     return Hashed(frame, tuple(by), frame, frame[:0], assign)
 
 
 def ranged(frame: pd.DataFrame, by: str, divisions: pd.Series) -> Ranged:
-    def assign() -> pd.DataFrame:
-        return frame.assign(_partitions=set_partitions_pre(frame[by], divisions))
+    def assign(rows: pd.DataFrame) -> pd.DataFrame:
+        return rows.assign(_partitions=set_partitions_pre(rows[by], divisions))
 
     return Ranged(frame, by, divisions, assign)
 
@@ -80,7 +79,7 @@ def outputs(
 
 
 def expected(frames: Sequence[Routed]) -> list[pd.DataFrame]:
-    rows = pd.concat([frame.assign() for frame in frames])
+    rows = pd.concat([frame.assigned() for frame in frames])
     return [rows[rows["_partitions"] == p].drop(columns="_partitions") for p in range(OUTPUTS)]
 
 

@@ -1,0 +1,131 @@
+"""Join the two sides of an output; one side in pieces where there is no memory for all of it at once.
+
+What a join makes of a row of its probe side depends on that row and on the other side alone. So the probe
+side can be cut into pieces, and what is made of them, one behind the other, is what is made of the whole:
+pandas keeps the order of that side, and cudf promises none. A join that also keeps the rows of the *other*
+side without a match is not the sum of such pieces, and is not split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from distributed import get_worker
+
+from dask_gpurt.dask_hooks.expr import convert_to_list
+from dask_gpurt.dask_hooks.graph import concat, merge_chunk
+from dask_gpurt.dask_hooks.shuffle import output_of
+from dask_gpurt.frames import halves
+from dask_gpurt.memory.splitting import split_and_retry
+from dask_gpurt.observe import Fallback
+
+LEFT, RIGHT = "left", "right"
+#: The side that can be joined in pieces, by kind of join.
+PROBE_SIDES = {"inner": LEFT, "left": LEFT, "leftsemi": LEFT, "right": RIGHT}
+
+
+def merge_unpack(
+    shuffle_id_left: Any,
+    shuffle_id_right: Any,
+    output_partition: int,
+    barrier_left: int,
+    barrier_right: int,
+    how: str,
+    left_on: Any,
+    right_on: Any,
+    result_meta: Any,
+    suffixes: Any,
+    left_index: bool,
+    right_index: bool,
+    indicator: bool | str = False,
+) -> Any:
+    """Put both sides of an output together and join them; name and arguments are those of Dask's own task."""
+    join = partial(
+        merge_chunk,
+        how=how,
+        left_on=left_on,
+        right_on=right_on,
+        result_meta=result_meta,
+        suffixes=suffixes,
+        left_index=left_index,
+        right_index=right_index,
+        indicator=indicator,
+    )
+    left = output_of(shuffle_id_left, barrier_left, output_partition)
+    right = output_of(shuffle_id_right, barrier_right, output_partition)
+    # Only such a join numbers its rows anew. Of one that has index values to keep, Dask may sort the result.
+    on_columns = not (left_index or right_index) and _has(left, left_on) and _has(right, right_on)
+    runtime: Any = get_worker().plugins.get("gpurt")
+    if (exchange := getattr(runtime, "exchange", None)) is None:
+        return join(left, right)  # the runtime is off, and the shuffles were Dask's own
+
+    def on_split(error: MemoryError) -> None:
+        reason = (
+            f"output {output_partition} of shuffles {shuffle_id_left} and {shuffle_id_right}, joined: {error}"
+        )
+        exchange.metrics.fallback(Fallback.MEMORY_SPLIT, reason)
+
+    sides = [left, right]
+    del left, right
+    return join_in_pieces(
+        join,
+        sides,
+        PROBE_SIDES.get(how) if on_columns else None,
+        make_room=exchange.landing.make_room,
+        on_split=on_split,
+    )
+
+
+def _has(frame: Any, names: Any) -> bool:
+    return set(convert_to_list(names) or ()) <= set(frame.columns)
+
+
+def join_in_pieces(
+    join: Callable[[Any, Any], Any],
+    sides: list[Any],
+    probe: str | None,
+    *,
+    make_room: Callable[[], object],
+    on_split: Callable[[MemoryError], object],
+) -> Any:
+    """Join two frames on columns, in as few pieces as there is memory for.
+
+    Parameters
+    ----------
+    join
+        Joins a left and a right frame.
+    sides
+        The left and the right frame; emptied, so that they make room for the result.
+    probe
+        The side that may be cut into pieces; None for neither.
+    make_room, on_split
+        As of :func:`~dask_gpurt.memory.splitting.split_and_retry`.
+    """
+
+    def joined(piece: Any) -> Any:
+        left, right = (sides[0], piece) if probe == RIGHT else (piece, sides[1])
+        return join(left, right)
+
+    in_parts = partial(split_and_retry, make_room=make_room, on_split=on_split)
+    halve = halves if probe else _in_no_parts
+    pieces = list(in_parts(joined, sides[1] if probe == RIGHT else sides[0], halve=halve))
+    sides.clear()
+    if len(pieces) == 1:
+        return pieces[0]
+    (result,) = in_parts(_put_together, pieces, halve=_in_no_parts)
+    return result
+
+
+def _put_together(pieces: list[Any]) -> Any:
+    """Return frames one behind the other, their rows numbered anew."""
+    rows = concat(pieces, ignore_index=True)
+    rows.reset_index(
+        drop=True, inplace=True
+    )  # where there are categories, Dask's function keeps the old numbers
+    return rows
+
+
+def _in_no_parts(whole: Any) -> tuple[()]:
+    return ()

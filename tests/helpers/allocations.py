@@ -1,0 +1,163 @@
+"""Have allocations of numpy, or of rmm, fail: the n-th, or those that are too large.
+
+numpy asks a handler for the memory of arrays (NEP 49). The one here fails as ``malloc`` would, so all that
+computes on numpy runs out of memory where it really could. Each context has its own: other threads go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: Bytes below which allocations succeed: what does not grow with the rows is not what memory is short for.
+LEAST = 1024
+#: Where numpy's table of functions for C has that which sets a handler, and the version of the handlers.
+_SET_HANDLER, _GET_HANDLER, _VERSION = 304, 305, 1
+_CAPSULE = b"mem_handler"
+
+# These keep the lock of the interpreter: numpy may release it as it allocates, and expects to have it.
+_Malloc = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_Calloc = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+_Realloc = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class _Handler(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char * 127),
+        ("version", ctypes.c_uint8),
+        ("ctx", ctypes.c_void_p),
+        ("malloc", _Malloc),
+        ("calloc", _Calloc),
+        ("realloc", _Realloc),
+        ("free", ctypes.c_void_p),  # stays numpy's own: arrays are freed when nothing of Python may be left
+    )
+
+
+@dataclass
+class Allocations:
+    """Count allocations, and have some fail.
+
+    Parameters
+    ----------
+    fails
+        Tells of the number of an allocation, from 0, and of its bytes, whether it fails.
+
+    Attributes
+    ----------
+    count, failed
+        How many there were, and how many of them have failed.
+    """
+
+    fails: Callable[[int, int], bool]
+    count: int = 0
+    failed: int = 0
+
+    def fail(self, nbytes: int) -> bool:
+        """Count an allocation; return whether it fails."""
+        if nbytes < LEAST:
+            return False
+        fails = self.fails(self.count, nbytes)
+        self.count += 1
+        self.failed += fails
+        return fails
+
+
+def none_fails(number: int, nbytes: int) -> bool:
+    """Have all allocations succeed: to count them."""
+    return False
+
+
+def nth_fails(first: int, times: int = 1) -> Callable[[int, int], bool]:
+    """Have some allocations fail, one behind the other."""
+    return lambda number, nbytes: first <= number < first + times
+
+
+def larger_ones_fail(limit: int) -> Callable[[int, int], bool]:
+    """Have allocations of more than so many bytes fail."""
+    return lambda number, nbytes: nbytes > limit
+
+
+@contextmanager
+def failing_allocations(fails: Callable[[int, int], bool], library: str = "pandas") -> Iterator[Allocations]:
+    """Have some allocations of this thread fail, of numpy arrays or of memory of the GPU."""
+    allocations = Allocations(fails)
+    with _of_numpy(allocations) if library == "pandas" else _of_rmm(allocations):
+        yield allocations
+
+
+@contextmanager
+def _of_numpy(allocations: Allocations) -> Iterator[None]:
+    before = _handler()
+    usual = _Handler.from_address(_address(before))
+
+    def malloc(ctx: int, nbytes: int) -> int | None:
+        return None if allocations.fail(nbytes) else usual.malloc(ctx, nbytes)
+
+    def calloc(ctx: int, count: int, nbytes: int) -> int | None:
+        return None if allocations.fail(count * nbytes) else usual.calloc(ctx, count, nbytes)
+
+    def realloc(ctx: int, ptr: int, nbytes: int) -> int | None:
+        return None if allocations.fail(nbytes) else usual.realloc(ctx, ptr, nbytes)
+
+    handler = _Handler(
+        b"failing", _VERSION, usual.ctx, _Malloc(malloc), _Calloc(calloc), _Realloc(realloc), usual.free
+    )
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))  # arrays that outlive this module free by it
+    _set_handler(_capsule(ctypes.addressof(handler)))
+    try:
+        yield
+    finally:
+        _set_handler(before)
+
+
+def _function(number: int, *arguments: Any) -> Any:
+    """Return a function of numpy's table for C; those here return an object."""
+    umath: Any = np._core._multiarray_umath
+    table = ctypes.cast(_address(umath._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
+    return ctypes.PYFUNCTYPE(ctypes.py_object, *arguments)(table[number])
+
+
+def _set_handler(capsule: Any) -> None:
+    _function(_SET_HANDLER, ctypes.py_object)(capsule)
+
+
+def _handler() -> Any:
+    return _function(_GET_HANDLER)()
+
+
+def _address(capsule: Any, name: bytes | None = _CAPSULE) -> int:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return int(get(capsule, name))
+
+
+def _capsule(address: int) -> Any:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(address, _CAPSULE, None)
+
+
+@contextmanager
+def _of_rmm(allocations: Allocations) -> Iterator[None]:
+    import rmm
+
+    before = rmm.mr.get_current_device_resource()
+
+    def allocate(nbytes: int, stream: Any) -> int:
+        if allocations.fail(nbytes):
+            raise MemoryError(f"{nbytes} bytes, injected by a test")
+        return int(before.allocate(nbytes, stream))
+
+    def deallocate(ptr: int, nbytes: int, stream: Any) -> None:
+        before.deallocate(ptr, nbytes, stream)
+
+    rmm.mr.set_current_device_resource(rmm.mr.CallbackMemoryResource(allocate, deallocate))
+    try:
+        yield
+    finally:
+        rmm.mr.set_current_device_resource(before)

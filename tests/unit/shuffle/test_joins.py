@@ -1,0 +1,144 @@
+"""Joins in pieces give the frame that the whole join gives, whatever allocation fails."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from dask.dataframe.multi import merge_chunk
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pandas.testing import assert_frame_equal
+
+from dask_gpurt.shuffle.joins import PROBE_SIDES, join_in_pieces
+from tests.helpers.allocations import failing_allocations, larger_ones_fail, nth_fails
+from tests.helpers.clusters import Library, canonical, to_pandas
+
+
+def side(rows: int, keys: int, seed: int, dtype: str) -> pd.DataFrame:
+    """Return a frame with keys that come often, some null where they can be, and a column of each kind."""
+    random = np.random.default_rng(seed)
+    key = pd.Series(random.integers(0, keys, rows))
+    if dtype == "float64":
+        key = key.astype(dtype).where(random.random(rows) < 0.9)
+    elif dtype == "str":
+        key = ("key " + key.astype(str)).astype(object).where(random.random(rows) < 0.9, None)
+    return pd.DataFrame(
+        {
+            "key": key,
+            "small": random.integers(0, 9, rows).astype("int8"),
+            "flag": random.random(rows) < 0.5,
+            "ratio": random.random(rows),
+            "text": random.choice(["ant", "bee", "cat"], rows).astype(object),
+            "when": pd.Timestamp("2013-01-01") + pd.to_timedelta(random.integers(0, 9, rows), "D"),
+            "kind": pd.Categorical(random.choice(["x", "y"], rows), categories=["z", "y", "x"]),
+        }
+    )
+
+
+def join_of(how: str, left: Any, right: Any, **options: Any) -> Any:
+    meta = left.iloc[:0].merge(right.iloc[:0], on="key", how="inner" if how == "leftsemi" else how, **options)
+    on = {"left_on": ["key"], "right_on": ["key"], "left_index": False, "right_index": False}
+    return partial(merge_chunk, how=how, **on, result_meta=meta, suffixes=("_x", "_y"), **options)
+
+
+class Memory:
+    """Count what a join asks for when memory is short."""
+
+    def __init__(self) -> None:
+        self.rooms = self.splits = 0
+
+    def make_room(self) -> None:
+        self.rooms += 1
+
+    def on_split(self, error: MemoryError) -> None:
+        self.splits += 1
+
+
+def in_pieces(join: Any, left: Any, right: Any, how: str, memory: Memory) -> Any:
+    return join_in_pieces(
+        join, [left, right], PROBE_SIDES.get(how), make_room=memory.make_room, on_split=memory.on_split
+    )
+
+
+def assert_same(found: Any, wanted: Any, library: Library) -> None:
+    if library.name == "pandas":
+        assert_frame_equal(found, wanted, check_index_type="equiv")
+    else:  # which promises no order
+        rows = (canonical(to_pandas(frame), index=False) for frame in (found, wanted))
+        assert_frame_equal(*rows)
+
+
+@given(
+    how=st.sampled_from(sorted(PROBE_SIDES)),
+    rows=st.tuples(st.integers(0, 400), st.integers(0, 200)),
+    keys=st.integers(1, 300),
+    dtype=st.sampled_from(["int64", "float64", "str"]),
+    seed=st.integers(0, 9),
+    first=st.integers(0, 120),
+    times=st.integers(1, 9),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+def test_whatever_allocations_fail_the_rows_are_the_same(
+    library: Library,
+    how: str,
+    rows: tuple[int, int],
+    keys: int,
+    dtype: str,
+    seed: int,
+    first: int,
+    times: int,
+) -> None:
+    left, right = (library.frame(side(count, keys, seed + at, dtype)) for at, count in enumerate(rows))
+    options = (
+        {"indicator": True} if how in ("left", "inner") and seed % 2 and library.name == "pandas" else {}
+    )
+    if how == "leftsemi":
+        right = right[["key"]]
+    join = join_of(how, left, right, **options)
+    wanted, memory = join(left, right), Memory()
+    with failing_allocations(nth_fails(first, times), library.name) as allocations:
+        try:
+            found = in_pieces(join, left, right, how, memory)
+        except MemoryError:
+            assert allocations.failed > 1, "once may be spilled for"
+            return
+    assert_same(found, wanted, library)
+    assert memory.rooms <= allocations.failed
+
+
+def selective(how: str) -> tuple[Any, Any]:
+    """Return two sides of which few rows of a large one have a match."""
+    large, small = side(40_000, 1_000_000, 0, "int64"), side(100, 1_000_000, 1, "int64")
+    small.loc[:49, "key"] = large["key"][::800].to_numpy()
+    return large[["key", "ratio"]], small[["key"] if how == "leftsemi" else ["key", "small"]]
+
+
+@pytest.mark.parametrize("how", ["inner", "leftsemi"])
+def test_a_join_that_does_not_fit_is_made_of_pieces(how: str) -> None:
+    """Memory is short for an array of as many rows as the probe side has; the result has few."""
+    left, right = selective(how)
+    join, memory = join_of(how, left, right), Memory()
+    wanted = join(left, right)
+    with failing_allocations(larger_ones_fail(100_000)):
+        with pytest.raises(MemoryError):
+            join(left, right)
+        found = in_pieces(join, left, right, how, memory)
+    assert len(found) >= 50
+    assert_frame_equal(found, wanted)
+    assert memory.splits >= 3, "320,000 bytes in less than 100,000 each"
+
+
+def test_an_outer_join_is_tried_again_and_not_split() -> None:
+    left, right = selective("outer")
+    memory = Memory()
+    join = join_of("outer", left, right)
+    with (
+        failing_allocations(larger_ones_fail(100_000)) as allocations,
+        pytest.raises(MemoryError),
+    ):
+        in_pieces(join, left, right, "outer", memory)
+    assert (allocations.failed, memory.rooms, memory.splits) == (2, 1, 0)
