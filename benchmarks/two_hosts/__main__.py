@@ -4,8 +4,8 @@
 
 Two clusters are up at the same time on the same two hosts, network namespaces of this machine: with placement
 and without, the runtime on in both. They take turns, every other turn the other way round. Results have to be
-the same. After its pairs each workload is run once more without placement, to record its graph, which is then
-simulated: on links as fast as those measured, with tasks as long as those recorded.
+the same. After its pairs each workload is run three times more without placement, to record its graphs, which
+are then simulated: on links as fast as those measured, with tasks as long as those recorded.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from dask_gpurt.topology import Speed
 
 #: Bytes per second of the link in one direction, by name.
 LINKS: Mapping[str, int | None] = {"0.1": 10**8, "1": 10**9, "unlimited": None}
+#: The pairs of each workload that are run once more without placement, to be recorded and simulated.
+RECORDED = 3
 #: The width of the table, in characters: on a terminal, and in a file too.
 WIDTH = 130
 
@@ -53,27 +55,29 @@ def prepared(
         yield setting, WORKLOADS[name].prepare(setting)
 
 
-def timed(client: Client, name: str, scale: float, turn: int, scratch: Path) -> tuple[float, float, int, int]:
-    """Run a workload; return its seconds, seconds of cores, bytes between the hosts, and its result."""
+def timed(client: Client, name: str, scale: float, side: str, turn: int, scratch: Path) -> tuple[Run, int]:
+    """Run a workload, and return what it computed, too."""
     with prepared(client, name, scale, turn, scratch) as (setting, data):
-        cores, sent = cpu(client), between(client)
+        before = counts(client)
         start = time.perf_counter()
         result = WORKLOADS[name].run(setting, data)
         seconds = time.perf_counter() - start
-        return seconds, cpu(client) - cores, between(client) - sent, result
+        cores, sent, decisions = (now - then for now, then in zip(counts(client), before, strict=True))
+    return Run(side, turn, seconds, cores, int(sent), int(decisions)), result
 
 
-def cpu(client: Client) -> float:
-    """Return the seconds of cores of the workers and the scheduler until now."""
+def counts(client: Client) -> tuple[float, int, int]:
+    """Return the seconds of cores, the bytes between the hosts, and the decisions of placement until now."""
+    one, *_ = addresses(client)
     workers: Mapping[str, float] = client.run(time.process_time)
     scheduler: float = client.run_on_scheduler(time.process_time)
-    return scheduler + sum(workers.values())
+    sent = client.run(_sent_and_received, workers=[one])[one]
+    return scheduler + sum(workers.values()), sent, client.run_on_scheduler(_decisions)
 
 
-def between(client: Client) -> int:
-    """Return the bytes that the hosts have sent each other until now, whoever sent them."""
-    one, *_ = addresses(client)
-    return int(client.run(_sent_and_received, workers=[one])[one])
+def _decisions(dask_scheduler: Any) -> int:
+    known = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
+    return int(known.get("placement.decisions", 0))
 
 
 def _sent_and_received() -> int:
@@ -93,8 +97,8 @@ def measure(sides: Mapping[str, Client], name: str, pairs: int, scale: float, sc
     for turn in range(pairs + 1):
         results = set()
         for side in SIDES if turn % 2 else reversed(SIDES):
-            seconds, cores, sent, result = timed(sides[side], name, scale, turn, scratch)
-            runs.append(Run(side, turn, seconds, cores, sent))
+            run, result = timed(sides[side], name, scale, side, turn, scratch)
+            runs.append(run)
             results.add(result)
         if len(results) > 1:
             raise ValueError(f"{name}: the sides have computed {results}")
@@ -154,8 +158,16 @@ def main(
             measured[link] = {where: speed.bandwidth for where, speed in speeds.items()}
             for name in names:
                 runs = measure(sides, name, pairs, scale, Path(folder))
-                recording = record(sides["off"], name, scale, pairs, Path(folder))
-                virtual = simulate(sides["off"], name, recording, speeds, overheads)
+                virtual = [
+                    simulate(
+                        sides["off"],
+                        name,
+                        record(sides["off"], name, scale, turn, Path(folder)),
+                        speeds,
+                        overheads,
+                    )
+                    for turn in range(1, min(pairs, RECORDED) + 1)
+                ]
                 cells.append(cell(link, name, runs, virtual))
                 ratio = cells[-1]["measured"]["ratio"]
                 said.print(

@@ -34,6 +34,8 @@ class Run(NamedTuple):
         Seconds of cores of all processes of the cluster.
     between
         Bytes that went over the link between the hosts.
+    decisions
+        Workers that placement has chosen; none while it leaves that to Dask.
     """
 
     side: str
@@ -41,6 +43,7 @@ class Run(NamedTuple):
     seconds: float
     cpu: float
     between: int
+    decisions: int
 
 
 class Interval(NamedTuple):
@@ -66,17 +69,19 @@ def interval(found: Sequence[float]) -> Interval:
     return Interval(geometric_mean(found), math.exp(means[tail]), math.exp(means[-1 - tail]))
 
 
-def cell(link: str, workload: str, runs: Sequence[Run], simulated: Mapping[str, float]) -> dict[str, Any]:
+def cell(
+    link: str, workload: str, runs: Sequence[Run], simulated: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
     """Return the figures of a link and a workload.
 
     Parameters
     ----------
     simulated
-        Virtual seconds by side.
+        Virtual seconds by side, of each recorded run.
     """
     warm = {side: [run for run in runs if run.side == side and run.turn] for side in ("off", "on")}
     measured = interval(ratios(runs))
-    virtual = simulated["off"] / simulated["on"]
+    virtual = geometric_mean(each["off"] / each["on"] for each in simulated)
     return {
         "link": link,
         "workload": workload,
@@ -87,7 +92,8 @@ def cell(link: str, workload: str, runs: Sequence[Run], simulated: Mapping[str, 
         "seconds": {side: median(run.seconds for run in of) for side, of in warm.items()},
         "cpu": {side: median(run.cpu for run in of) for side, of in warm.items()},
         "between": {side: median(run.between for run in of) for side, of in warm.items()},
-        "simulated_seconds": dict(simulated),
+        "decisions": median(run.decisions for run in warm["on"]),
+        "simulated_seconds": [dict(each) for each in simulated],
         "runs": [run._asdict() for run in runs],
     }
 
@@ -121,7 +127,17 @@ def table(cells: Sequence[Mapping[str, Any]]) -> Table:
     )
     for heading in ("link", "workload"):
         made.add_column(heading, no_wrap=True)
-    for heading in ("Dask", "MB", "placed", "MB", "Dask / placed", "simulated", "sign", "within 15%"):
+    for heading in (
+        "Dask",
+        "MB",
+        "placed",
+        "MB",
+        "decisions",
+        "Dask / placed",
+        "simulated",
+        "sign",
+        "within 15%",
+    ):
         made.add_column(heading, justify="right", no_wrap=True)
     for each in cells:
         measured = Interval(**each["measured"])
@@ -134,6 +150,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> Table:
             each["link"],
             each["workload"],
             *sides,
+            f"{each['decisions']:.0f}",
             f"{measured.ratio:.2f} ({measured.low:.2f} to {measured.high:.2f})",
             f"{each['simulated']:.2f}",
             "same" if each["sign"] else "other",

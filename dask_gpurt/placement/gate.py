@@ -27,7 +27,7 @@ RECHECK_S = 0.5
 HOLD_S = 5.0
 #: Of so many tasks that end one is looked at for the mean task and, while Dask chooses, for the speed of its
 #: worker; and the sampled tasks that the mean extends over.
-SAMPLED_TASKS, WINDOW_TASKS = 16, 64
+SAMPLED_TASKS, WINDOW_TASKS = 32, 64
 #: The hosts, and the neighbours on each, whose links are compared.
 MAX_HOSTS, MAX_NEIGHBOURS = 16, 4
 
@@ -103,10 +103,7 @@ class GatedPlacement:
     def on_graph(self, keys: Iterable[Key]) -> None:
         """Take notice of a new graph, before any of its tasks is placed."""
         if self._clock() - self._checked_at >= RECHECK_S:
-            self._uneven = engagement.lie_unevenly(
-                [Holding(ws.nbytes, ws.nthreads) for ws in self._state.running]
-            )
-            self._check()
+            self.look()
         if self._reason is not None:
             self._placement.on_graph(keys)
 
@@ -144,6 +141,13 @@ class GatedPlacement:
         return chosen if self._reason is None else self._placement.owners(barrier, chosen)
 
     # ---- the rule ----------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Look at the data that workers hold, before tasks move them, and judge again."""
+        self._uneven = engagement.lie_unevenly(
+            [Holding(ws.nbytes, ws.nthreads) for ws in self._state.running]
+        )
+        self._check()
 
     def _check(self) -> None:
         """Judge again, and bind or unbind the placement."""
