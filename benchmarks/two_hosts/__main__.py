@@ -34,11 +34,11 @@ from benchmarks.two_hosts.hosts import LINK
 from benchmarks.two_hosts.recorded import Recorder, Recording, take
 from benchmarks.two_hosts.workloads import WORKLOADS, Setting
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.simulate import Overheads
-from dask_gpurt.topology import Speed
 
 #: Bytes per second of the link in one direction, by name.
 LINKS: Mapping[str, int | None] = {"0.1": 10**8, "1": 10**9, "unlimited": None}
+#: In place of a link: all workers on one host.
+SAME_HOST = "same-host"
 #: The pairs of each workload that are run once more without placement, to be recorded and simulated.
 RECORDED = 3
 #: The width of the table, in characters: on a terminal, and in a file too.
@@ -117,11 +117,42 @@ def record(client: Client, name: str, scale: float, turn: int, scratch: Path) ->
     return recording
 
 
-def simulate(
-    client: Client, name: str, recording: Recording, links: Mapping[str, Speed], overheads: Overheads
-) -> dict[str, float]:
-    """Return the virtual seconds of a recorded run, by side."""
-    return simulated.seconds(name, recording, addresses(client), links, overheads, parse_bytes(MEMORY_LIMIT))
+def on_link(link: str, names: Sequence[str], pairs: int, scale: float, always: bool) -> dict[str, Any]:
+    """Return the cells of a link, the bandwidths that were measured, and the choices that failed."""
+    cells, said = [], Console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        clusters(Path(folder), LINKS.get(link), always, one_host=link == SAME_HOST) as sides,
+    ):
+        with sides["off"].as_current():
+            speeds, overheads = measure_links(sides["off"]), measure_overheads(sides["off"])
+        for name in names:
+            runs = measure(sides, name, pairs, scale, Path(folder))
+            recordings = [
+                record(sides["off"], name, scale, turn, Path(folder))
+                for turn in range(1, min(pairs, RECORDED) + 1)
+            ]
+            virtual = [
+                simulated.seconds(
+                    name, each, addresses(sides["off"]), speeds, overheads, parse_bytes(MEMORY_LIMIT), always
+                )
+                for each in recordings
+            ]
+            cells.append(cell(link, name, runs, virtual))
+            ratio = cells[-1]["measured"]["ratio"]
+            said.print(f"{link}, {name}: {ratio:.2f}, simulated {cells[-1]['simulated']:.2f}", style="dim")
+        return {
+            "cells": cells,
+            "bandwidths": {where: speed.bandwidth for where, speed in speeds.items()},
+            "reasons": sides["on"].run_on_scheduler(_reasons),
+            "fallbacks": fallbacks(sides["on"]),
+        }
+
+
+def _reasons(dask_scheduler: Any) -> dict[str, float]:
+    """Return how often placement has begun to choose, by reason."""
+    known = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
+    return {name: count for name, count in known.items() if name.startswith("placement.engaged.")}
 
 
 def fallbacks(client: Client) -> dict[str, Any]:
@@ -131,9 +162,13 @@ def fallbacks(client: Client) -> dict[str, Any]:
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--pairs", default=10, show_default=True, type=click.IntRange(min=1), help="After the first.")
+@click.option("--pairs", default=10, show_default=True, type=click.IntRange(min=2), help="After the first.")
 @click.option(
-    "--links", default=",".join(LINKS), show_default=True, callback=split_list(list(LINKS)), help="In GB/s."
+    "--links",
+    default=",".join(LINKS),
+    show_default=True,
+    callback=split_list([*LINKS, SAME_HOST]),
+    help=f"In GB/s; {SAME_HOST} has all workers on one.",
 )
 @click.option(
     "--workloads",
@@ -148,46 +183,21 @@ def fallbacks(client: Client) -> dict[str, Any]:
 def main(
     pairs: int, links: Sequence[str], names: Sequence[str], scale: float, always: bool, output: Path | None
 ) -> None:
-    cells, measured, told, began = [], {}, {}, os.getloadavg()
-    said = Console(stderr=True)
-    for link in links:
-        with tempfile.TemporaryDirectory() as folder, clusters(Path(folder), LINKS[link], always) as sides:
-            with sides["off"].as_current():
-                speeds = measure_links(sides["off"])
-                overheads = measure_overheads(sides["off"])
-            measured[link] = {where: speed.bandwidth for where, speed in speeds.items()}
-            for name in names:
-                runs = measure(sides, name, pairs, scale, Path(folder))
-                virtual = [
-                    simulate(
-                        sides["off"],
-                        name,
-                        record(sides["off"], name, scale, turn, Path(folder)),
-                        speeds,
-                        overheads,
-                    )
-                    for turn in range(1, min(pairs, RECORDED) + 1)
-                ]
-                cells.append(cell(link, name, runs, virtual))
-                ratio = cells[-1]["measured"]["ratio"]
-                said.print(
-                    f"{link} GB/s, {name}: {ratio:.2f}, simulated {cells[-1]['simulated']:.2f}", style="dim"
-                )
-            told[link] = fallbacks(sides["on"])
+    began = os.getloadavg()
+    found = {link: on_link(link, names, pairs, scale, always) for link in links}
+    cells = [each for of in found.values() for each in of.pop("cells")]
     console = Console(width=WIDTH)
     console.print(table(cells))
     for link, means in by_link(cells).items():
         console.print(
-            f"{link} GB/s: {means['measured']:.2f} measured, {means['simulated']:.2f} simulated (geometric "
+            f"{link}: {means['measured']:.2f} measured, {means['simulated']:.2f} simulated (geometric "
             f"means), the worst {means['worst']:.2f}"
         )
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": {"pairs": pairs, "scale": scale, "always": always},
         "load": {"before": began, "after": os.getloadavg()},
-        "bandwidths": measured,
-        "fallbacks": told,
-        "links": by_link(cells),
+        "links": {link: {**means, **found[link]} for link, means in by_link(cells).items()},
         "cells": cells,
         **environment(),
     }

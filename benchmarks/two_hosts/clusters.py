@@ -30,7 +30,9 @@ SETTINGS = {"gpurt.planning.fuse": False, "distributed.comm.timeouts.connect": "
 
 
 @contextlib.contextmanager
-def clusters(scratch: Path, rate: int | None, always: bool) -> Iterator[dict[str, Client]]:
+def clusters(
+    scratch: Path, rate: int | None, always: bool, one_host: bool = False
+) -> Iterator[dict[str, Client]]:
     """Yield a cluster for each side, on the same two hosts.
 
     Parameters
@@ -41,9 +43,12 @@ def clusters(scratch: Path, rate: int | None, always: bool) -> Iterator[dict[str
         Bytes per second of the link in one direction; not limited if not given.
     always
         Whether placement chooses also where it would leave that to Dask.
+    one_host
+        Whether all workers are on the first host.
     """
     with contextlib.ExitStack() as stack:
-        hosts = make_hosts(stack, rate)
+        one, other = make_hosts(stack, rate)
+        hosts = (one, one if one_host else other)
         made = {}
         for side, port in PORTS.items():
             placement = {"gpurt.placement.enabled": side == "on", "gpurt.placement.always": always}

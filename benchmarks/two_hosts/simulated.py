@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks.two_hosts.clusters import WORKERS_PER_HOST
+from benchmarks.two_hosts.hosts import host_of
 from benchmarks.two_hosts.recorded import Recording, replayed
 from dask_gpurt.simulate import Capacity, Cluster, Machine, Overheads
 from dask_gpurt.simulate.placements import simulate
 from dask_gpurt.topology import Link, Place, Speed
 
 #: The placement that is simulated, by side.
-PLACEMENTS = {"off": "stock", "on": "placement"}
+PLACEMENTS = {"off": "stock", "on": "gated"}
 
 
 def seconds(
@@ -22,6 +22,7 @@ def seconds(
     links: Mapping[str, Speed],
     overheads: Overheads,
     memory: int,
+    always: bool = False,
 ) -> dict[str, float]:
     """Return the virtual seconds of a recorded run, by side.
 
@@ -37,15 +38,15 @@ def seconds(
         As they were measured.
     memory
         Bytes of each worker.
+    always
+        Whether placement chooses also where it would leave that to Dask.
     """
-    machines = [
-        Machine(Place(f"host{number // WORKERS_PER_HOST}"), Capacity(0, 0, memory))
-        for number in range(len(workers))
-    ]
+    machines = [Machine(Place(host_of(worker)), Capacity(0, 0, memory)) for worker in workers]
     within = dict.fromkeys((Link.SHARED_MEMORY, Link.LOOPBACK), links["within"])
     cluster = Cluster("two-hosts", machines, speeds={**within, Link.TCP: links["between"]})
     workload, found = replayed(name, recording, workers), {}
-    for side, placement in PLACEMENTS.items():
+    placements = {**PLACEMENTS, "on": "placement"} if always else PLACEMENTS
+    for side, placement in placements.items():
         free = simulate(cluster, workload, placement, overheads=overheads)
         charged = replace(overheads, decision=free.result.decision_us / 1e6)
         ends = simulate(cluster, workload, placement, overheads=charged).ends

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-#: Two links differ where one takes so many times as long for a byte ...
+#: Two links differ where one takes so many times as long for the result of a mean task ...
 LINK_FACTOR = 2.0
-#: ... and matter where that makes the result of a mean task so much later, as a share of its duration.
+#: ... and matter where it comes so much later, as a share of the duration of that task.
 LINK_SHARE = 0.05
-#: Two workers differ in speed where one takes so many times as long.
-SPEED_FACTOR = 1.3
+#: The result that is sent while no task has run.
+UNKNOWN_RESULT_BYTES = 1 << 20
+#: Two workers differ in speed where one takes so many times as long; those that share cores seem to, by 1.3.
+SPEED_FACTOR = 1.5
 #: Data lie unevenly where so large a share of them would have to move for all threads to have as much ...
 UNEVEN_SHARE = 0.25
 #: ... and there are so many bytes of them for each worker.
@@ -60,22 +62,22 @@ class Holding(NamedTuple):
     threads: int
 
 
-def links_differ(seconds_per_byte: Sequence[float], usual: UsualTask | None) -> bool:
+def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
     """Tell whether some links are slower than others by enough to matter for tasks as they are.
 
     Parameters
     ----------
-    seconds_per_byte
-        Of links between workers; of all classes that join them.
+    seconds
+        That the result of the mean task takes over links between workers, of all classes that join them.
     usual
-        Without one, links that differ are taken to matter.
+        That task. Without one, links that differ are taken to matter.
     """
-    if not seconds_per_byte:
+    if not seconds:
         return False
-    fast, slow = min(seconds_per_byte), max(seconds_per_byte)
+    fast, slow = min(seconds), max(seconds)
     if slow < LINK_FACTOR * fast or slow == fast:
         return False
-    return usual is None or (slow - fast) * usual.nbytes >= LINK_SHARE * usual.seconds
+    return usual is None or slow - fast >= LINK_SHARE * usual.seconds
 
 
 def speeds_differ(slowdowns: Iterable[float]) -> bool:

@@ -179,21 +179,23 @@ class GatedPlacement:
             return Reason.RESIDENCY
         if engagement.speeds_differ(self._placement.slowdowns()):
             return Reason.SPEEDS
-        if engagement.links_differ(list(self._seconds_per_byte()), self._usual_task()):
+        usual = self._usual_task()
+        nbytes = engagement.UNKNOWN_RESULT_BYTES if usual is None else usual.nbytes
+        if engagement.links_differ(list(self._transfers(nbytes)), usual):
             return Reason.LINKS
         return None
 
-    def _seconds_per_byte(self) -> Iterator[float]:
-        """Yield how long a byte takes between neighbours on some hosts, and from each host to the next."""
+    def _transfers(self, nbytes: float) -> Iterator[float]:
+        """Yield the seconds of a transfer between neighbours on some hosts, and from host to host."""
         on_host = self._topology.on_host
         hosts = [on_host(host) for host in islice(self._topology.hosts, MAX_HOSTS)]
         for workers in hosts:
             for one, other in pairwise(islice(workers, MAX_NEIGHBOURS)):
-                yield 1 / self._topology.way(one, other, by_comms=True)[1].bandwidth
+                yield self._topology.way(one, other, by_comms=True)[1].seconds(nbytes)
         for here, there in pairwise(hosts):
             link, speed = self._topology.way(next(iter(here)), next(iter(there)), by_comms=True)
             # When one worker sends to another host, so do the others of its host.
-            yield (len(here) if link in BETWEEN_HOSTS else 1) / speed.bandwidth
+            yield speed.seconds(nbytes * len(here) if link in BETWEEN_HOSTS else nbytes)
 
     def _usual_task(self) -> UsualTask | None:
         """Return the mean of the last tasks that were looked at; None before any."""

@@ -37,5 +37,5 @@ def test_sides_take_turns_agree_and_are_simulated(tmp_path: Path) -> None:
         assert cell["simulated"] > 0
         assert cell["decisions"] > 0
         assert len(cell["simulated_seconds"]) == 2
-    assert results["bandwidths"]["1"].keys() == {"between", "within"}
-    assert not any(results["fallbacks"].values())
+    assert results["links"]["1"]["bandwidths"].keys() == {"between", "within"}
+    assert not results["links"]["1"]["fallbacks"]
