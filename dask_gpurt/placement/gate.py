@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
+from math import inf
 from time import monotonic
 
 from dask.typing import Key
@@ -21,7 +22,7 @@ from dask_gpurt.topology.links import BETWEEN_HOSTS
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which speeds and residency are looked at again; what joins, leaves or moves is at once.
+#: Seconds after which speeds and residency are looked at again, at the earliest.
 RECHECK_S = 0.5
 #: Seconds for which placement goes on choosing after nothing differs any more, so that it does not flutter.
 HOLD_S = 5.0
@@ -36,9 +37,9 @@ class GatedPlacement:
     """Bind a placement while workers differ in a way that matters for the tasks there are.
 
     While they do not, Dask's own methods are in place: a decision costs what it costs in Dask. The rule is
-    :mod:`~dask_gpurt.placement.engagement`; its answer is kept until a worker joins or leaves, has another
-    place or becomes short of memory, and links, speeds and residency are looked at again when a graph
-    arrives, at most every ``RECHECK_S``.
+    :mod:`~dask_gpurt.placement.engagement`. Its answer is kept until a worker becomes short of memory; or a
+    graph arrives or a worker reports its memory, after a worker has joined, moved or left, or ``RECHECK_S``
+    after the last look. Residency is looked at only as a graph arrives.
 
     Parameters
     ----------
@@ -75,7 +76,7 @@ class GatedPlacement:
         self._short: set[str] = set()
         self._reason: Reason | None = None
         self._uneven = False
-        self._checked_at = self._differed_at = -float("inf")
+        self._checked_at = self._looked_at = self._differed_at = -inf
         self._ended = 0
         self._seconds, self._nbytes = RunningMoments(WINDOW_TASKS), RunningMoments(WINDOW_TASKS)
 
@@ -102,7 +103,7 @@ class GatedPlacement:
 
     def on_graph(self, keys: Iterable[Key]) -> None:
         """Take notice of a new graph, before any of its tasks is placed."""
-        if self._clock() - self._checked_at >= RECHECK_S:
+        if self._clock() - min(self._checked_at, self._looked_at) >= RECHECK_S:
             self.look()
         if self._reason is not None:
             self._placement.on_graph(keys)
@@ -128,13 +129,13 @@ class GatedPlacement:
     def on_place_changed(self, worker: str) -> None:
         """Take notice that a worker has joined, or has another place than before."""
         self._placement.on_place_changed(worker)
-        self._check()
+        self._checked_at = -inf
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker that Dask has removed."""
         self._short.discard(worker)
         self._placement.on_worker_removed(worker)
-        self._check()
+        self._checked_at = -inf
 
     def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
         """Return the owner of each output of a shuffle: those that Dask has chosen, while it does."""
@@ -144,6 +145,7 @@ class GatedPlacement:
 
     def look(self) -> None:
         """Look at the data that workers hold, before tasks move them, and judge again."""
+        self._looked_at = self._clock()
         self._uneven = engagement.lie_unevenly(
             [Holding(ws.nbytes, ws.nthreads) for ws in self._state.running]
         )

@@ -12,7 +12,6 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
-from dask_gpurt.placement.engagement import Reason
 from dask_gpurt.placement.history import History
 from dask_gpurt.plugins.topology_reports import PLACE
 from dask_gpurt.topology import Topology
@@ -102,11 +101,6 @@ class SchedulerPlacement:
     def is_choosing(self) -> bool:
         """Return whether placement chooses now, rather than Dask."""
         return self._gate is None or self._gate.reason is not None
-
-    @property
-    def reason(self) -> Reason | None:
-        """Return in what workers differ; None where nothing does, or it does not matter."""
-        return None if self._gate is None else self._gate.reason
 
     @property
     def history(self) -> History:

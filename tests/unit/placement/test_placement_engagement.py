@@ -175,6 +175,31 @@ def test_data_on_one_worker_engage_it_when_a_graph_arrives() -> None:
     assert gated.gate.reason is Reason.RESIDENCY
 
 
+def test_reports_of_memory_do_not_keep_it_from_looking_at_data() -> None:
+    gated = Gated()
+    gated.later()
+    ts = gated.state.new_task("data", None, "released")
+    ts.state = "memory"
+    ts.set_nbytes(GB)
+    gated.state.add_replica(ts, gated.state.workers[gated.addresses[0]])
+    gated.now += RECHECK_S
+    gated.gate.on_memory_reported(gated.addresses[0])
+    assert gated.gate.reason is None  # tasks that run make data uneven all the time
+    gated.later(0)
+    assert gated.gate.reason is Reason.RESIDENCY
+
+
+def test_a_worker_on_a_slow_host_is_noticed_with_the_next_graph() -> None:
+    gated = Gated()
+    gated.later()
+    gated.topology.add(gated.addresses[3], Place("far", by_tcp=True))
+    for _ in range(20):
+        gated.topology.observe(gated.addresses[0], gated.addresses[3], 10 * MB, 20.0, by_comms=True)
+    gated.gate.on_place_changed(gated.addresses[3])
+    gated.later(0)
+    assert gated.gate.reason is Reason.LINKS
+
+
 def test_pressure_on_one_worker_engages_it_at_once_and_on_all_it_does_not() -> None:
     gated = Gated()
     gated.rooms.free[gated.addresses[0]] = GB
