@@ -113,7 +113,7 @@ def show(figures: dict[int, dict[str, Figure]]) -> None:
 def main(workers: str, repeat: int, output: Path | None) -> None:
     numbers = [int(number) for number in workers.split(",")]
     with (
-        dask.config.set({"gpurt.placement.enabled": True}),
+        dask.config.set({"gpurt.placement.enabled": True, "gpurt.placement.always": True}),
         local_cluster("pandas", 2) as cluster,
         Client(cluster) as client,
     ):

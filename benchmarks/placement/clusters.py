@@ -70,7 +70,7 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 @contextlib.contextmanager
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
     """Run a cluster of processes with the runtime on."""
-    settings = {"gpurt.placement.enabled": placement}
+    settings = {"gpurt.placement.enabled": placement, "gpurt.placement.always": True}
     memory = max(MIN_MEMORY_BYTES, MEMORY_FACTOR * nbytes // workers)
     with dask.config.set(settings), simulator.cluster(workers, memory) as client:
         dask_gpurt.enable(client)

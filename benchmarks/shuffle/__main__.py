@@ -230,7 +230,8 @@ def main(
     }
     with local_cluster(backend, workers, protocol, pool) as cluster, Client(cluster) as client:
         if set(methods) & set(OURS):
-            dask_gpurt.enable(client)
+            with dask.config.set({"gpurt.placement.always": True}):  # of "placed"
+                dask_gpurt.enable(client)
         client.register_plugin(PeakMemory())
         runs, sizes = measure(client, parameters)
         limit = link_limit(client, backend)

@@ -222,9 +222,12 @@ class PlacementSettings:
     ----------
     enabled
         Whether the runtime chooses; otherwise Dask does.
+    always
+        Whether it chooses also where workers do not differ enough for that to matter.
     """
 
     enabled: bool = _setting(values.boolean)
+    always: bool = _setting(values.boolean)
 
 
 @dataclass(frozen=True)

@@ -94,5 +94,7 @@ class DecisionTable(TableComponent):
         self.say("" if rows else self._why_none(collector))
 
     def _why_none(self, collector: Collector) -> str:
-        is_on = collector.runtime.placement is not None
-        return "none yet" if is_on else "Dask chooses: gpurt.placement.enabled is false"
+        placement = collector.runtime.placement
+        if placement is None:
+            return "Dask chooses: gpurt.placement.enabled is false"
+        return "none yet" if placement.is_choosing else "Dask chooses: workers do not differ enough to matter"

@@ -262,6 +262,11 @@ METRICS: Mapping[str, Metric] = {
         _counter(
             "placement.shuffles", "shuffles whose outputs were given owners by cost", on=Server.SCHEDULER
         ),
+        _counter(
+            "placement.engaged.{reason}",
+            "times that placement began to choose, by reason: `links`, `speeds`, `residency`, `headroom`",
+            on=Server.SCHEDULER,
+        ),
         _counter("placement.replicas.made", "replicas that were asked for", on=Server.SCHEDULER),
         _counter("placement.replicas.refused", "replicas that no worker had room for", on=Server.SCHEDULER),
         _counter("placement.replicas.dropped", "replicas that were given up", on=Server.SCHEDULER),

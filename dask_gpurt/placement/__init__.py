@@ -3,6 +3,7 @@
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.placement.cost import Terms
 from dask_gpurt.placement.free_memory import Headroom, LedgerHeadroom
+from dask_gpurt.placement.gate import GatedPlacement
 from dask_gpurt.placement.strategy import Placement
 
-__all__ = ["FreeMemory", "Headroom", "LedgerHeadroom", "Placement", "Terms"]
+__all__ = ["FreeMemory", "GatedPlacement", "Headroom", "LedgerHeadroom", "Placement", "Terms"]

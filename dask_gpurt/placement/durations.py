@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dask_gpurt.observe.estimators import RunningMoments, RunningRegression
@@ -113,6 +114,10 @@ class WorkerSlowdown:
         """Return the slowdown closest to 1 within the confidence margin; above 1 is slow."""
         known = self._workers.get(worker)
         return 1.0 if known is None else known.value
+
+    def known(self) -> Iterator[float]:
+        """Yield the slowdown of each worker that has run a task."""
+        return (known.value for known in self._workers.values())
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker."""

@@ -408,6 +408,11 @@ class Estimates:
         follower_worker = self._followers.remove(key)
         return self._surplus.remove(key) or follower_worker
 
+    def forget_pending(self) -> None:
+        """Forget the tasks that were counted on workers, not what was learnt."""
+        for pending in (self.arrivals, self._surplus, self._followers):
+            pending.clear()
+
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker that Dask has removed."""
         self.slowdown.on_worker_removed(worker)

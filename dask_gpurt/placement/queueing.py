@@ -404,6 +404,12 @@ class IdleWorkerFilter:
         self._excluded.update(self._admitted)
         self._admitted.clear()
 
+    def clear(self) -> None:
+        """Forget which workers were kept out or admitted: Dask judges all of them again."""
+        self._excluded.clear()
+        self._admitted.clear()
+        self._last_idle = None
+
     def discard(self, worker: str) -> None:
         """Forget a worker, by its address: Dask has removed it, or it is judged anew."""
         self._excluded.pop(worker, None)

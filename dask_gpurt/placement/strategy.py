@@ -82,11 +82,13 @@ class Placement:
         self._slot: WorkerState | None = None
         self._overrides = Overrides(lambda name, why: metrics.fallback(Fallback.PLACEMENT, why, name))
         self._originals = self._overrides.originals
+        self._is_bound = False
 
     # ---- on and off --------------------------------------------------------------------
 
     def bind(self) -> None:
         """Choose from now on; workers and tasks may be there already."""
+        self._is_bound = True
         self._overrides.scheduler(self._state, lambda name: getattr(self, f"_{name}"))
         if (extension := self._state.extensions.get("stealing")) is not None:
             self._overrides.stealing(extension, lambda name: getattr(self, name))
@@ -99,8 +101,12 @@ class Placement:
             self._roots.on_queued(ts)
 
     def unbind(self) -> None:
-        """Have Dask choose again, as shipped."""
+        """Have Dask choose again, as shipped. What was learnt stays, for the next :meth:`bind`."""
+        self._is_bound = False
         self._overrides.restore()
+        self._estimates.forget_pending()
+        self._roots.clear()
+        self._idle.clear()
         for ws in list(self._state.workers.values()):
             self._state.check_idle_saturated(ws)
 
@@ -144,7 +150,7 @@ class Placement:
 
     def _check(self, ws: WorkerState) -> None:
         """Have Dask and the filter judge a worker again, and the queue move."""
-        if ws in self._state.running:
+        if self._is_bound and ws in self._state.running:
             self._state.check_idle_saturated(ws)
             self._open_queue("gpurt-room")
 
@@ -152,8 +158,9 @@ class Placement:
         """Forget a worker that Dask has removed."""
         self._candidates.on_worker_removed(worker)
         self._idle.discard(worker)
-        self._idle.admit()
-        self._open_queue("gpurt-left")
+        if self._is_bound:
+            self._idle.admit()
+            self._open_queue("gpurt-left")
 
     def _open_queue(self, stimulus_id: str) -> None:
         if self._state.queued and self._state.idle_task_count:
@@ -166,6 +173,10 @@ class Placement:
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return a row for each candidate of the last decision about a key, see :class:`History`."""
         return self._history.explain(key)
+
+    def slowdowns(self) -> Iterable[float]:
+        """Return how many times as long as usual each worker takes that has run enough to tell."""
+        return self._estimates.slowdown.known()
 
     @property
     def history(self) -> History:

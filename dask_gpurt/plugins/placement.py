@@ -11,7 +11,7 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement import LedgerHeadroom, Placement
+from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
 from dask_gpurt.placement.history import History
 from dask_gpurt.plugins.topology_reports import PLACE
 from dask_gpurt.topology import Topology
@@ -26,57 +26,68 @@ class SchedulerPlacement:
         Dask's.
     topology, ledgers
         Where the workers are, and what their tiers hold.
+    always
+        Whether placement chooses also where workers do not differ enough for that to matter.
     """
 
     def __init__(
-        self, scheduler: SchedulerServer, topology: Topology, ledgers: ClusterMemory, metrics: Metrics
+        self,
+        scheduler: SchedulerServer,
+        topology: Topology,
+        ledgers: ClusterMemory,
+        metrics: Metrics,
+        always: bool = False,
     ):
         self._scheduler = scheduler
         headroom = LedgerHeadroom(ledgers, scheduler.workers)
         self._placement = Placement(scheduler, topology, headroom, metrics)
+        self._gate = (
+            None if always else GatedPlacement(self._placement, scheduler, topology, headroom, metrics)
+        )
+        self._chooser = self._gate or self._placement
         self._patches = PatchSet()
 
     def install(self) -> None:
-        """Choose from now on."""
+        """Choose from now on, where that can matter."""
         self._patches.put_item(self._scheduler.stream_handlers, PLACE, self._after_place)
-        self._placement.bind()
+        self._chooser.bind()
 
     def _after_place(self, original: Callable[..., None]) -> Callable[..., None]:
         def on_place(worker: str, **message: Any) -> None:
             original(worker, **message)
-            self._placement.on_place_changed(worker)
+            self._chooser.on_place_changed(worker)
 
         return on_place
 
     def uninstall(self) -> None:
         """Have Dask choose again."""
-        self._placement.unbind()
+        self._chooser.unbind()
         self._patches.restore()
 
     def memory_changed(self, worker: str) -> None:
         """Take notice that a worker has reported what its tiers hold."""
-        self._placement.on_memory_reported(worker)
+        self._chooser.on_memory_reported(worker)
 
     def submitted(self, keys: Iterable[Key]) -> None:
         """Take notice of a new graph."""
-        self._placement.on_graph(keys)
+        self._chooser.on_graph(keys)
 
     def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
         """Take notice that a worker has computed a task, at these times."""
         seconds = sum(each["stop"] - each["start"] for each in startstops if each["action"] == "compute")
-        self._placement.on_task_ended(key, worker, seconds)
+        self._chooser.on_task_ended(key, worker, seconds)
 
     def stopped(self, key: Key) -> None:
         """Take notice that a task is no longer on its worker, which has not computed it."""
-        self._placement.on_task_ended(key)
+        self._chooser.on_task_ended(key)
 
     def remove(self, worker: str) -> None:
         """Take notice that Dask has removed a worker."""
-        self._placement.on_worker_removed(worker)
+        self._chooser.on_worker_removed(worker)
 
     def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
         """Return the owner of each output of a shuffle, for which Dask has chosen these."""
-        return self._placement.owners(barrier, chosen)
+        return self._chooser.owners(barrier, chosen)
 
     def latest(self, most: int) -> list[dict[str, Any]]:
         """Return the last decisions with their reasons."""
@@ -85,6 +96,11 @@ class SchedulerPlacement:
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return the last decision about a key."""
         return self._placement.explain(key)
+
+    @property
+    def is_choosing(self) -> bool:
+        """Return whether placement chooses now, rather than Dask."""
+        return self._gate is None or self._gate.reason is not None
 
     @property
     def history(self) -> History:

@@ -242,7 +242,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Choose the workers of tasks from now on, or have Dask choose."""
         if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
-            self.placement = SchedulerPlacement(self.scheduler, topology, self.cluster_memory, self.metrics)
+            self.placement = SchedulerPlacement(
+                self.scheduler, topology, self.cluster_memory, self.metrics, self.settings.placement.always
+            )
             self.placement.install()
         elif not on and self.placement is not None:
             self.placement.uninstall()

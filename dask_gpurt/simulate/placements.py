@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from dask.typing import Key
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement import FreeMemory, Placement
+from dask_gpurt.placement import FreeMemory, GatedPlacement, Placement
 from dask_gpurt.simulate.cluster import Cluster
 from dask_gpurt.simulate.simulation import Simulation
 from dask_gpurt.simulate.work import Workload
@@ -72,7 +73,7 @@ class VirtualHeadroom:
 class _Events(SchedulerPlugin):
     """Pass events on to placement, as our scheduler plugin does in a real cluster."""
 
-    def __init__(self, simulation: Simulation, placement: Placement, topology: Topology):
+    def __init__(self, simulation: Simulation, placement: Placement | GatedPlacement, topology: Topology):
         self._simulation = simulation
         self._placement = placement
         self._topology = topology
@@ -98,20 +99,49 @@ class _Events(SchedulerPlugin):
         self._placement.on_task_ended(key, kwargs["worker"], sum(seconds))
 
 
-def bind_placement(simulation: Simulation) -> None:
-    """Have our placement decide in a simulation."""
+class _TimedPlacement(Placement):
+    """Placement that may be bound and unbound while the decisions of a simulation are measured."""
+
+    def __init__(self, simulation: Simulation, topology: Topology, headroom: VirtualHeadroom):
+        super().__init__(simulation.scheduler, topology, headroom, simulation.metrics)
+        self._scheduler = simulation.scheduler
+
+    def bind(self) -> None:
+        """Choose from now on."""
+        with self._scheduler.untimed():
+            super().bind()
+
+    def unbind(self) -> None:
+        """Have Dask choose again."""
+        with self._scheduler.untimed():
+            super().unbind()
+
+
+def bind_placement(simulation: Simulation, *, always: bool = True) -> None:
+    """Have our placement decide in a simulation.
+
+    Parameters
+    ----------
+    always
+        Whether it decides also where workers do not differ enough for that to matter.
+    """
     topology = simulation.cluster.topology()
     for worker in simulation.workers:
         topology.add(worker, simulation.machine(worker).place)
     headroom = VirtualHeadroom(simulation)
-    placement = Placement(simulation.scheduler, topology, headroom, simulation.metrics)
+    scheduler, bound = simulation.scheduler, _TimedPlacement(simulation, topology, headroom)
+    placement: Placement | GatedPlacement = bound
+    if not always:
+        metrics, clock = simulation.metrics, simulation.clock
+        placement = GatedPlacement(bound, scheduler, topology, headroom, metrics, lambda: clock.now)
 
     def report() -> None:
         for worker in headroom.report():
             placement.on_memory_reported(worker)
 
-    simulation.scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
+    scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
     simulation.clock.every(lambda: REPORT_INTERVAL_S, report)
+    simulation.shuffles.choose = placement.owners
     placement.bind()
 
 
@@ -130,10 +160,12 @@ class Mode(NamedTuple):
     worker: type[VirtualWorker]
 
 
-#: By name. ``stock`` is Dask as shipped, ``placement`` ours on Dask's workers, ``gpurt`` the whole runtime.
+#: By name. ``stock`` is Dask as shipped, ``placement`` ours on Dask's workers, ``gated`` the same only where
+#: workers differ, ``gpurt`` the whole runtime.
 PLACEMENTS: Mapping[str, Mode] = {
     "stock": Mode(None, VirtualWorker),
     "placement": Mode(bind_placement, VirtualWorker),
+    "gated": Mode(partial(bind_placement, always=False), VirtualWorker),
     "gpurt": Mode(bind_placement, TieredWorker),
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from time import thread_time
 from types import SimpleNamespace
 from typing import Any
@@ -78,11 +79,13 @@ class VirtualScheduler(Scheduler):
         Virtual time.
     cost
         Virtual seconds to handle a message. A constant, so that results are the same on any machine.
+    decision
+        Virtual seconds to choose a worker, in addition: for the same reason a constant.
     report
         Called with the messages that a client would get.
     """
 
-    def __init__(self, clock: Clock, cost: float, report: Send):
+    def __init__(self, clock: Clock, cost: float, report: Send, decision: float = 0.0):
         SchedulerState.__init__(
             self,
             aliases={},
@@ -97,7 +100,14 @@ class VirtualScheduler(Scheduler):
         )
         self._clock = clock
         self._cost = cost
+        self._decision = decision
+        #: Overrides of the choices that are measured, None where there is none.
+        self._untimed: dict[str, Callable[..., Any] | None] = {}
         self._free_at = 0.0
+        #: Seconds of the decisions that were made so far for the message at hand, and when the last message
+        #: was over with its decisions.
+        self.decided_s = 0.0
+        self._decided_at = 0.0
         self.busy = Stopwatch()
         self.deciding = Stopwatch()
         self._stand_ins(report)
@@ -139,7 +149,33 @@ class VirtualScheduler(Scheduler):
     def time_decisions(self) -> None:
         """Measure each choice of a worker, through overrides that are bound by now."""
         for name in DECISIONS:
-            setattr(self, name, self.deciding.around(getattr(self, name)))
+            self._untimed[name] = vars(self).get(name)
+            setattr(self, name, self._charged(self.deciding.around(getattr(self, name))))
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Measure no choices meanwhile, so that overrides find the methods as they are known."""
+        timed = bool(self._untimed)
+        while self._untimed:
+            name, before = self._untimed.popitem()
+            if before is None:
+                delattr(self, name)
+            else:
+                setattr(self, name, before)
+        yield
+        if timed:
+            self.time_decisions()
+
+    def _charged(self, decide: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a choice of a worker that takes virtual time."""
+        if not self._decision:
+            return decide
+
+        def charged(*arguments: Any, **named: Any) -> Any:
+            self.decided_s += self._decision
+            return decide(*arguments, **named)
+
+        return charged
 
     # ---- what the server would do ----------------------------------------------------
 
@@ -158,8 +194,22 @@ class VirtualScheduler(Scheduler):
     def _handle(self, worker: str, message: StreamMessage) -> None:
         if worker not in self.workers:
             return
+        if self._clock.now < self._decided_at:  # it still decides for the message before this one
+            self._clock.at(self._decided_at, self._handle, worker, message)
+            return
         handler = self.stream_handlers[message.pop("op")]
-        handler(worker=worker, **message)
+        with self._charging():
+            handler(worker=worker, **message)
+
+    @contextmanager
+    def _charging(self) -> Iterator[None]:
+        """Let the next message wait for the decisions that are made now."""
+        self.decided_s = 0.0
+        try:
+            yield
+        finally:
+            self._decided_at = max(self._clock.now, self._decided_at) + self.decided_s
+            self.decided_s = 0.0
 
     # ---- workers ---------------------------------------------------------------------
 
@@ -214,15 +264,27 @@ class VirtualScheduler(Scheduler):
 
     # ---- the client ------------------------------------------------------------------
 
-    def submit(self, graph: Mapping[Key, Task], wanted: Iterable[Key]) -> None:
-        """Submit a graph of a client that wants some of its keys."""
+    def submit(
+        self, graph: Mapping[Key, Task], wanted: Iterable[Key], workers: Mapping[Key, str] | None = None
+    ) -> None:
+        """Submit a graph of a client that wants some of its keys.
+
+        Parameters
+        ----------
+        workers
+            The only worker that may run a task, by key; those that are left out run anywhere.
+        """
+        with self._charging():
+            self._submit(graph, wanted, workers or {})
+
+    def _submit(self, graph: Mapping[Key, Task], wanted: Iterable[Key], workers: Mapping[Key, str]) -> None:
         self._create_taskstate_from_graph(
             start=0.0,
             dsk=dict(graph),
             keys=set(wanted),
             ordered=order(graph),
             client=CLIENT,
-            annotations_by_type={},
+            annotations_by_type={"workers": dict(workers)} if workers else {},
             global_annotations=None,
             stimulus_id="submit",
             submitting_task=None,

@@ -20,6 +20,7 @@ from dask_gpurt.simulate.cluster import Cluster, Machine, address
 from dask_gpurt.simulate.network import Network, Transfer
 from dask_gpurt.simulate.report import Result, Trace
 from dask_gpurt.simulate.scheduler import VirtualScheduler
+from dask_gpurt.simulate.shuffles import VirtualShuffles
 from dask_gpurt.simulate.work import Submission, Work, Workload
 from dask_gpurt.simulate.worker import Overheads, VirtualWorker
 
@@ -83,6 +84,8 @@ class Simulation:
         How often each task has ended.
     metrics
         Counters of placement.
+    ends
+        Virtual seconds at which each submission was done.
     """
 
     result: Result
@@ -112,7 +115,10 @@ class Simulation:
             self.clock, self.topology, racks=cluster.racks, uplink=cluster.uplink, moved=self._on_transfer
         )
         with _quiet():
-            self.scheduler = VirtualScheduler(self.clock, self.overheads.scheduler, self._on_client_messages)
+            self.scheduler = VirtualScheduler(
+                self.clock, self.overheads.scheduler, self._on_client_messages, self.overheads.decision
+            )
+        self.shuffles = VirtualShuffles(self.works, self.scheduler, self.network)
         self.workers: dict[str, VirtualWorker] = {}
         self.runs: Counter[str] = Counter()
         self._arrived: list[Name] = []
@@ -122,6 +128,7 @@ class Simulation:
         self.metrics = Metrics()
         self._done = False
         self._makespan = 0.0
+        self.ends: list[float] = []
         for machine in cluster.machines:
             self._join(machine)
         if bind is not None:
@@ -192,7 +199,10 @@ class Simulation:
         self._submission = submission
         self._waiting = set(submission.wanted)
         graph: dict[Key, Task] = {work.key: work.task() for work in submission.works}
-        self.scheduler.submit(graph, submission.wanted)
+        workers: dict[Key, str] = {
+            work.key: self._arrived[work.worker] for work in submission.works if work.worker is not None
+        }
+        self.scheduler.submit(graph, submission.wanted, workers)
 
     def _on_client_messages(self, *messages: Mapping[str, Any]) -> None:
         for message in messages:
@@ -212,6 +222,7 @@ class Simulation:
         if self._waiting or submission is not self._submission or self._done:
             return
         self._makespan = self.clock.now
+        self.ends.append(self.clock.now)
         if self._submissions:
             self._submit()
         else:
@@ -256,7 +267,8 @@ class Simulation:
         self.workers[name] = worker
 
         def send(*messages: dict[str, Any]) -> None:
-            self.clock.after(self.overheads.message, worker.receive, *messages)
+            delay = self.scheduler.decided_s + self.overheads.message
+            self.clock.after(delay, worker.receive, *messages)
 
         self.scheduler.join(name, machine.threads, machine.capacity.total, send)
         self._beat(worker)

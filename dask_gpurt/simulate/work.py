@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dask_gpurt.dask_hooks.graph import Task, TaskRef
 from dask_gpurt.simulate.clock import Name
@@ -25,6 +25,11 @@ class Work:
         Bytes of its result.
     workspace
         Bytes that it needs beside its inputs and its result while it runs.
+    worker
+        The number of the only worker that may run it; any may if not given.
+    shards
+        Bytes that an output of one of the runtime's shuffles takes from each of the transfers, by their keys.
+        It needs the barrier as an input, which needs the transfers.
     """
 
     key: Name
@@ -32,6 +37,8 @@ class Work:
     seconds: float
     nbytes: int
     workspace: int = 0
+    worker: int | None = None
+    shards: Mapping[Name, int] = field(default_factory=dict)
 
     def task(self) -> Task:
         """Return the task for Dask's scheduler; one without inputs is a data producer, as reading is."""

@@ -41,6 +41,7 @@ from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEsti
 from dask_gpurt.memory.policy import next_use
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.network import Network
+from dask_gpurt.simulate.shuffles import VirtualShuffles
 from dask_gpurt.simulate.tiers import Capacity, RuntimeTiers, Tiers
 from dask_gpurt.simulate.work import Work
 from dask_gpurt.topology import Link, Speed
@@ -82,12 +83,16 @@ class Overheads:
         For a worker to start a task and to report its result.
     transfer
         For two workers to agree on a transfer.
+    decision
+        For the scheduler to choose a worker. 0 leaves that to ``scheduler``; :attr:`Result.decision_us` of a
+        run before it is the time to charge.
     """
 
     message: float = 1e-3
     scheduler: float = 1e-4
     task: float = 1e-3
     transfer: float = 2e-3
+    decision: float = 0.0
 
 
 class Environment(Protocol):
@@ -97,6 +102,9 @@ class Environment(Protocol):
     network: Network
     overheads: Overheads
     works: Mapping[str, Work]
+
+    @property
+    def shuffles(self) -> VirtualShuffles: ...
 
     def peer(self, address: str) -> VirtualWorker | None: ...
 
@@ -233,9 +241,16 @@ class VirtualWorker:
     def _execute(self, key: str) -> None:
         work = self._environment.works[key]
         ready = self._after_moves(self.tiers.hold(work.needs, work.nbytes + work.workspace))
-        start = ready + self._environment.overheads.task
-        self._started[key] = start
-        run_id = self.state.tasks[key].run_id
+        self._environment.shuffles.on_start(work)
+        self._environment.shuffles.when_there(work, partial(self._begin, work, ready))
+
+    def _begin(self, work: Work, ready: float) -> None:
+        """Run a task whose shards are there, once its inputs are live."""
+        if self.gone:
+            return
+        start = max(ready, self._clock.now) + self._environment.overheads.task
+        self._started[work.key] = start
+        run_id = self.state.tasks[work.key].run_id
         self._clock.at(start + work.seconds / self.speed, self._finish, work, run_id, start)
 
     def _finish(self, work: Work, run_id: int, start: float) -> None:
@@ -244,6 +259,7 @@ class VirtualWorker:
         del self._started[work.key]
         self.tiers.release(work.needs, work.nbytes + work.workspace)
         self._environment.on_task_finished(work, start)
+        self._environment.shuffles.on_end(work, self.address)
         self._stimulate(
             ExecuteSuccessEvent(
                 key=work.key,

@@ -75,7 +75,7 @@ def test_this_dashboard_is_known() -> None:
 
 
 def test_a_shuffle_is_shown_as_it_was() -> None:
-    @on_cluster(workers=2, **{"gpurt.placement.enabled": True})
+    @on_cluster(workers=2, **{"gpurt.placement.enabled": True, "gpurt.placement.always": True})
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         shuffled = client.persist(collection().shuffle("key"))
         await wait(shuffled)

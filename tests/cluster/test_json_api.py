@@ -66,7 +66,7 @@ async def shuffled(client: Any) -> Any:
 
 
 def test_replies_are_as_their_schema_says() -> None:
-    @on_cluster(**{"gpurt.placement.enabled": True})
+    @on_cluster(**{"gpurt.placement.enabled": True, "gpurt.placement.always": True})
     async def run(client: Any, scheduler: Any, *crew: Any) -> None:
         kept = await shuffled(client)
         await all_placed(scheduler)

@@ -16,7 +16,7 @@ from tests.helpers.waiting import until
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with cluster(workers=2, placement__enabled=True) as client:
+    with cluster(workers=2, placement__enabled=True, placement__always=True) as client:
         yield client
 
 
@@ -88,7 +88,7 @@ def test_a_cluster_adapts_to_its_load_and_back() -> None:
         assert Event("all at work").wait(timeout=60)
         return i
 
-    with cluster(workers=1, placement__enabled=True) as client:
+    with cluster(workers=1, placement__enabled=True, placement__always=True) as client:
         local: Any = client.cluster
         seen: list[int] = []
         plugin = Arrivals(seen)

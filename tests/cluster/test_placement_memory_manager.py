@@ -11,6 +11,7 @@ from tests.helpers.in_process import FILE, all_placed, on_cluster, until
 
 RUNNING: dict[str, Any] = {
     "gpurt.placement.enabled": True,
+    "gpurt.placement.always": True,
     "distributed.scheduler.active-memory-manager.start": True,
     "distributed.scheduler.active-memory-manager.interval": "100s",
 }

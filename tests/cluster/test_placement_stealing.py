@@ -12,7 +12,11 @@ from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster
 
 #: The event that the tasks of a test wait for; its workers are in this process.
 GO = threading.Event()
-PLACEMENT: dict[str, Any] = {"gpurt.placement.enabled": True, "distributed.scheduler.work-stealing": True}
+PLACEMENT: dict[str, Any] = {
+    "gpurt.placement.enabled": True,
+    "gpurt.placement.always": True,
+    "distributed.scheduler.work-stealing": True,
+}
 
 
 @pytest.fixture(autouse=True)

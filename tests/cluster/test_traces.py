@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "memory__pinned": 512 * KIB,
     "memory__host": 512 * KIB,
     "placement__enabled": True,
+    "placement__always": True,
 }
 PARTITIONS = 6
 STEPS = {"split", "pack", "pull", "assemble", "spill", "unspill"}

@@ -104,7 +104,7 @@ def free_port() -> int:
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Client]]:
     """Yield a Prometheus that scrapes two workers and their scheduler, and the client."""
     folder = tmp_path_factory.mktemp("prometheus")
-    with cluster("pandas", placement__enabled=True, **SMALL) as client:
+    with cluster("pandas", placement__enabled=True, placement__always=True, **SMALL) as client:
         targets = pages(client)
         (folder / "prometheus.yml").write_text(CONFIGURATION.format(targets=json.dumps(targets)))
         address = f"127.0.0.1:{free_port()}"

@@ -52,6 +52,90 @@ def run(cluster: Cluster, *works: Work, **options: Any) -> Simulation:
     return simulation
 
 
+# ---- shuffles of the runtime, and what decisions take -----------------------------------
+
+
+def shuffle(inputs: Sequence[Work], nbytes: int, outputs: int = 2) -> list[Work]:
+    """Return transfers, their barrier, and outputs that take so many bytes of each transfer."""
+    transfers = [
+        Work(Name(f"('transfer', {number})"), (one.key,), 1.0, 0) for number, one in enumerate(inputs)
+    ]
+    barrier = Work(Name("barrier"), tuple(one.key for one in transfers), 0.0, 0)
+    shards = {one.key: nbytes for one in transfers}
+    return [
+        *transfers,
+        barrier,
+        *[
+            Work(Name(f"('output', {number})"), (barrier.key,), 1.0, nbytes, shards=shards)
+            for number in range(outputs)
+        ],
+    ]
+
+
+def pinned(name: str, worker: int, nbytes: int) -> Work:
+    return Work(Name(f"('{name}', 0)"), (), 0.0, nbytes, worker=worker)
+
+
+def test_shards_go_to_the_owners_of_outputs_and_these_wait_for_them() -> None:
+    data = [pinned(f"data{number}", number, 200 * MB) for number in range(2)]
+    done = run(on_one_host(2), *data, *shuffle(data, 100 * MB))
+    # Each worker sends the other one a shard of 100 MB, both at once.
+    assert done.result.bytes == {"shared-memory": 200 * MB}
+    assert done.result.makespan == pytest.approx(1 + 100 * MB / SPEED + 1, rel=1e-3)
+
+
+def test_both_sides_of_a_join_have_the_same_owners() -> None:
+    left, right = (pinned(name, 0, 100 * MB) for name in ("left", "right"))
+    sides = [Work(Name(f"('{side.key}-transfer', 0)"), (side.key,), 1.0, 0) for side in (left, right)]
+    barriers = [Work(Name(f"barrier{number}"), (side.key,), 0.0, 0) for number, side in enumerate(sides)]
+    joined = [
+        Work(
+            Name(f"('joined', {number})"),
+            tuple(barrier.key for barrier in barriers),
+            1.0,
+            0,
+            shards={side.key: 50 * MB for side in sides},
+        )
+        for number in range(2)
+    ]
+    done = run(on_one_host(2), left, right, *sides, *barriers, *joined)
+    assert done.result.bytes == {"shared-memory": 100 * MB}
+
+
+@pytest.mark.parametrize("placement", ["stock", "placement", "gated"])
+def test_a_shuffle_ends_with_each_placement(placement: str) -> None:
+    data = [pinned(f"data{number}", 0, 100 * MB) for number in range(8)]
+    done = simulate(on_one_host(4), workload(*data, *shuffle(data, 10 * MB, 8)), placement)
+    assert done.result.runs == 8 + 8 + 1 + 8
+    assert done.result.fallbacks == 0
+
+
+def test_a_task_runs_on_its_worker() -> None:
+    first, second = pinned("first", 2, 100 * MB), pinned("second", 0, 100 * MB)
+    done = run(on_one_host(3), first, second)
+    assert [worker.tiers.peak for worker in done.workers.values()] == [100 * MB, 0, 100 * MB]
+
+
+def test_decisions_take_the_time_of_the_scheduler() -> None:
+    slow = dataclasses.replace(NO_OVERHEADS, decision=0.5)
+    chain = [work("a")]
+    for letter in "bcd":
+        chain.append(work(letter, chain[-1]))
+    done = Simulation(on_one_host(2), workload(*chain), overheads=slow)
+    assert done.run().makespan == pytest.approx(4 * 1.5)
+    wide = Simulation(on_one_host(4), workload(*[work(letter) for letter in "abcd"]), overheads=slow)
+    # One worker after the other hears of its task.
+    assert wide.run().makespan == pytest.approx(4 * 0.5 + 1)
+
+
+def test_each_submission_has_an_end() -> None:
+    first, second = work("a", seconds=1), work("b", seconds=2)
+    graphs = [Submission([one], frozenset([one.key])) for one in (first, second)]
+    done = Simulation(on_one_host(1), Workload("two", graphs), overheads=NO_OVERHEADS)
+    done.run()
+    assert done.ends == pytest.approx([1, 3])
+
+
 # ---- graphs that a person can reckon -------------------------------------------------
 
 
@@ -346,7 +430,7 @@ def test_what_there_is_not_is_named() -> None:
         build_workload("sort", build_cluster("dgx"))
     with pytest.raises(ValueError, match="at least two partitions, not 1"):
         build_workload("pipeline", build_cluster("dgx"), partitions=1)
-    with pytest.raises(ValueError, match="no placement 'best'; there are stock, placement, gpurt"):
+    with pytest.raises(ValueError, match="no placement 'best'; there are stock, placement, gated, gpurt"):
         simulate(build_cluster("dgx"), workload(work("a")), "best")
 
 

@@ -1,0 +1,147 @@
+"""Measure what placement costs the scheduler while it leaves the choice to Dask.
+
+    python -m benchmarks.placement.gate --workers 64,2048 --json placement-gate.json
+
+The graphs of ``decisions.py`` run on Dask's real scheduler without workers, with Dask's choices alone and
+with placement behind its gate, in turns; workers are alike, so that it does not engage. It prints the
+processor time of a task on both sides, from the arrival of the graph to its end, and of the parts that are
+added: the event of an ended task, and a look at all workers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+from distributed import SchedulerPlugin
+
+from benchmarks.common.commandline import write
+from benchmarks.placement.decisions import BareState, graph_of, headroom_of, pairs, tree
+from dask_gpurt.cli.environment import environment
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import GatedPlacement, Placement
+from dask_gpurt.topology import Place, Topology
+
+#: Calls of a part that are timed together.
+CALLS = 20_000
+SIDES = ("stock", "gated")
+
+
+class Events(SchedulerPlugin):
+    """Tell a gate what the runtime's scheduler plugin tells it; without one, do nothing."""
+
+    def __init__(self, gate: GatedPlacement | None):
+        self._gate = gate
+
+    def update_graph(self, scheduler: Any, *, tasks: Any, **_: Any) -> None:
+        if self._gate is not None:
+            self._gate.on_graph(tasks)
+
+    def transition(self, key: Any, start: str, finish: str, *_: Any, **known: Any) -> None:
+        if self._gate is not None and start == "processing":
+            self._gate.on_task_ended(key, known.get("worker"), 0.1)
+
+
+def gated(state: BareState) -> GatedPlacement:
+    """Return placement behind its gate on a bare scheduler, with all workers in one NVLink domain."""
+    topology, headroom, metrics = Topology(), headroom_of(state), Metrics()
+    for number, address in enumerate(state.workers):
+        topology.add(address, Place("host", f"gpu{number}", nvlink="host"))
+    placement = Placement(state, topology, headroom, metrics)
+    gate = GatedPlacement(placement, state, topology, headroom, metrics)
+    gate.bind()
+    return gate
+
+
+def a_task(graph: Callable[[int], Any], workers: int, tasks: int, side: str) -> float:
+    """Return the microseconds of processor time that a task takes."""
+    state = BareState(workers)
+    gate = gated(state) if side == "gated" else None
+    state.add_plugin(Events(gate), name="events")
+    submitted = graph_of(graph(tasks))
+    began = time.process_time()
+    state.submit(*submitted)
+    done = state.run()
+    seconds = time.process_time() - began
+    if gate is not None and gate.reason is not None:
+        raise RuntimeError(f"workers are alike, and yet placement chooses: {gate.reason}")
+    return 1e6 * seconds / len(done)
+
+
+def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int) -> dict[str, Any]:
+    """Return medians of a task's time on both sides, which take turns, and of the differences of pairs."""
+    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    for turn in range(repeat):
+        for side in SIDES if turn % 2 else reversed(SIDES):
+            found[side].append(a_task(graph, workers, tasks, side))
+    differences = sorted(ours - theirs for theirs, ours in zip(found["stock"], found["gated"], strict=True))
+    return {
+        "graph": graph.__name__,
+        "workers": workers,
+        **{f"{side}_us": median(us) for side, us in found.items()},
+        "difference_us": median(differences),
+        "least_us": differences[0],
+        "most_us": differences[-1],
+    }
+
+
+def parts(workers: int) -> dict[str, float]:
+    """Return the microseconds of an ended task, and of a look at all workers."""
+    state = BareState(workers)
+    gate = gated(state)
+    state.submit(*graph_of({"x": ()}))
+    ((key, address),) = state.run()
+    return {
+        "workers": workers,
+        "ended_us": timed(lambda: gate.on_task_ended(key, address, 0.1), CALLS),
+        "look_us": timed(gate.look, max(1, CALLS // workers)),
+    }
+
+
+def timed(call: Callable[[], Any], calls: int) -> float:
+    """Return the microseconds of processor time of a call."""
+    began = time.process_time()
+    for _ in range(calls):
+        call()
+    return 1e6 * (time.process_time() - began) / calls
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--workers", default="64,2048", show_default=True, help="Numbers of workers.")
+@click.option("--tasks", type=click.IntRange(min=100), default=20_000, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(workers: str, tasks: int, repeat: int, output: Path | None) -> None:
+    numbers = [int(number) for number in workers.split(",")]
+    alone = [parts(number) for number in numbers]
+    for row in alone:
+        click.echo(
+            "{workers:.0f} workers: an ended task {ended_us:.2f} µs, a look {look_us:.0f} µs".format(**row)
+        )
+    rows = []
+    for graph, number in product((pairs, tree), numbers):
+        rows.append(row := compared(graph, number, tasks, repeat))
+        click.echo(
+            "{graph} on {workers}: {stock_us:.1f} µs a task, gated {gated_us:.1f}, {difference_us:+.1f} "
+            "({least_us:.1f} to {most_us:.1f})".format(**row)
+        )
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": {"tasks": tasks, "repeat": repeat},
+        "load": os.getloadavg()[0],
+        **environment(),
+        "parts": alone,
+        "rows": rows,
+    }
+    write(results, output)
+
+
+if __name__ == "__main__":
+    main()

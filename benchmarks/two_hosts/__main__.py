@@ -1,0 +1,208 @@
+"""Placement on two hosts with a link of a known speed between them, measured and simulated.
+
+    python -m benchmarks.two_hosts --pairs 10 --json two-hosts.json
+
+Two clusters are up at the same time on the same two hosts, network namespaces of this machine: with placement
+and without, the runtime on in both. They take turns, every other turn the other way round. Results have to be
+the same. After its pairs each workload is run three times more without placement, to record its graphs, which
+are then simulated: on links as fast as those measured, with tasks as long as those recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from dask.utils import parse_bytes
+from distributed import Client
+from rich.console import Console
+
+import dask_gpurt
+from benchmarks.common.commandline import split_list, write
+from benchmarks.placement.simulator import measure_overheads
+from benchmarks.two_hosts import simulated
+from benchmarks.two_hosts.clusters import MEMORY_LIMIT, SIDES, addresses, clusters, measure_links
+from benchmarks.two_hosts.figures import Run, by_link, cell, table
+from benchmarks.two_hosts.hosts import LINK
+from benchmarks.two_hosts.recorded import Recorder, Recording, take
+from benchmarks.two_hosts.workloads import WORKLOADS, Setting
+from dask_gpurt.cli.environment import environment
+
+#: Bytes per second of the link in one direction, by name.
+LINKS: Mapping[str, int | None] = {"0.1": 10**8, "1": 10**9, "unlimited": None}
+#: In place of a link: all workers on one host.
+SAME_HOST = "same-host"
+#: The pairs of each workload that are run once more without placement, to be recorded and simulated.
+RECORDED = 3
+#: The width of the table, in characters: on a terminal, and in a file too.
+WIDTH = 130
+
+
+@contextmanager
+def prepared(
+    client: Client, name: str, scale: float, turn: int, scratch: Path
+) -> Iterator[tuple[Setting, Any]]:
+    """Keep the data of a workload for as long as it runs; on the same workers on both sides in a turn."""
+    setting = Setting(client, addresses(client), scale, turn, scratch)
+    with client.as_current():
+        yield setting, WORKLOADS[name].prepare(setting)
+
+
+def timed(client: Client, name: str, scale: float, side: str, turn: int, scratch: Path) -> tuple[Run, int]:
+    """Run a workload, and return what it computed, too."""
+    with prepared(client, name, scale, turn, scratch) as (setting, data):
+        before = counts(client)
+        start = time.perf_counter()
+        result = WORKLOADS[name].run(setting, data)
+        seconds = time.perf_counter() - start
+        cores, sent, decisions = (now - then for now, then in zip(counts(client), before, strict=True))
+    return Run(side, turn, seconds, cores, int(sent), int(decisions)), result
+
+
+def counts(client: Client) -> tuple[float, int, int]:
+    """Return the seconds of cores, the bytes between the hosts, and the decisions of placement until now."""
+    one, *_ = addresses(client)
+    workers: Mapping[str, float] = client.run(time.process_time)
+    scheduler: float = client.run_on_scheduler(time.process_time)
+    sent = client.run(_sent_and_received, workers=[one])[one]
+    return scheduler + sum(workers.values()), sent, client.run_on_scheduler(_decisions)
+
+
+def _decisions(dask_scheduler: Any) -> int:
+    known = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
+    return int(known.get("placement.decisions", 0))
+
+
+def _sent_and_received() -> int:
+    counts = Path(f"/sys/class/net/{LINK}/statistics")
+    return sum(int((counts / f"{way}_bytes").read_text()) for way in ("rx", "tx"))
+
+
+def measure(sides: Mapping[str, Client], name: str, pairs: int, scale: float, scratch: Path) -> list[Run]:
+    """Run a workload on both sides in turn.
+
+    Raises
+    ------
+    ValueError
+        When the sides have computed different results.
+    """
+    runs: list[Run] = []
+    for turn in range(pairs + 1):
+        results = set()
+        for side in SIDES if turn % 2 else reversed(SIDES):
+            run, result = timed(sides[side], name, scale, side, turn, scratch)
+            runs.append(run)
+            results.add(result)
+        if len(results) > 1:
+            raise ValueError(f"{name}: the sides have computed {results}")
+    return runs
+
+
+def record(client: Client, name: str, scale: float, turn: int, scratch: Path) -> Recording:
+    """Run a workload once more and return its tasks."""
+    with prepared(client, name, scale, turn, scratch) as (setting, data):
+        client.register_plugin(Recorder(), name=Recorder.name)
+        try:
+            WORKLOADS[name].run(setting, data)
+            recording: Recording = client.run_on_scheduler(take)
+        finally:
+            client.unregister_scheduler_plugin(Recorder.name)
+    return recording
+
+
+def on_link(link: str, names: Sequence[str], pairs: int, scale: float, always: bool) -> dict[str, Any]:
+    """Return the cells of a link, the bandwidths that were measured, and the choices that failed."""
+    cells, said = [], Console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        clusters(Path(folder), LINKS.get(link), always, one_host=link == SAME_HOST) as sides,
+    ):
+        with sides["off"].as_current():
+            speeds, overheads = measure_links(sides["off"]), measure_overheads(sides["off"])
+        for name in names:
+            runs = measure(sides, name, pairs, scale, Path(folder))
+            recordings = [
+                record(sides["off"], name, scale, turn, Path(folder))
+                for turn in range(1, min(pairs, RECORDED) + 1)
+            ]
+            virtual = [
+                simulated.seconds(
+                    name, each, addresses(sides["off"]), speeds, overheads, parse_bytes(MEMORY_LIMIT), always
+                )
+                for each in recordings
+            ]
+            cells.append(cell(link, name, runs, virtual))
+            ratio = cells[-1]["measured"]["ratio"]
+            said.print(f"{link}, {name}: {ratio:.2f}, simulated {cells[-1]['simulated']:.2f}", style="dim")
+        return {
+            "cells": cells,
+            "bandwidths": {where: speed.bandwidth for where, speed in speeds.items()},
+            "reasons": sides["on"].run_on_scheduler(_reasons),
+            "fallbacks": fallbacks(sides["on"]),
+        }
+
+
+def _reasons(dask_scheduler: Any) -> dict[str, float]:
+    """Return how often placement has begun to choose, by reason."""
+    known = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
+    return {name: count for name, count in known.items() if name.startswith("placement.engaged.")}
+
+
+def fallbacks(client: Client) -> dict[str, Any]:
+    """Return the decisions that were left to Dask since they failed."""
+    known = dask_gpurt.report(client).fallbacks.to_dict()
+    return {what: told for what, told in known.items() if what.startswith("placement")}
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--pairs", default=10, show_default=True, type=click.IntRange(min=2), help="After the first.")
+@click.option(
+    "--links",
+    default=",".join(LINKS),
+    show_default=True,
+    callback=split_list([*LINKS, SAME_HOST]),
+    help=f"In GB/s; {SAME_HOST} has all workers on one.",
+)
+@click.option(
+    "--workloads",
+    "names",
+    default=",".join(WORKLOADS),
+    show_default=True,
+    callback=split_list(list(WORKLOADS)),
+)
+@click.option("--scale", default=1.0, show_default=True, help="How much larger the data are than usual.")
+@click.option("--always", is_flag=True, help="Placement chooses also where it would leave that to Dask.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
+def main(
+    pairs: int, links: Sequence[str], names: Sequence[str], scale: float, always: bool, output: Path | None
+) -> None:
+    began = os.getloadavg()
+    found = {link: on_link(link, names, pairs, scale, always) for link in links}
+    cells = [each for of in found.values() for each in of.pop("cells")]
+    console = Console(width=WIDTH)
+    console.print(table(cells))
+    for link, means in by_link(cells).items():
+        console.print(
+            f"{link}: {means['measured']:.2f} measured, {means['simulated']:.2f} simulated (geometric "
+            f"means), the worst {means['worst']:.2f}"
+        )
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "parameters": {"pairs": pairs, "scale": scale, "always": always},
+        "load": {"before": began, "after": os.getloadavg()},
+        "links": {link: {**means, **found[link]} for link, means in by_link(cells).items()},
+        "cells": cells,
+        **environment(),
+    }
+    write(results, output)
+
+
+if __name__ == "__main__":
+    main()

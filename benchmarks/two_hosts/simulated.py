@@ -1,0 +1,54 @@
+"""Simulate a recorded run on two hosts, with placement and without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from benchmarks.two_hosts.hosts import host_of
+from benchmarks.two_hosts.recorded import Recording, replayed
+from dask_gpurt.simulate import Capacity, Cluster, Machine, Overheads
+from dask_gpurt.simulate.placements import simulate
+from dask_gpurt.topology import Link, Place, Speed
+
+#: The placement that is simulated, by side.
+PLACEMENTS = {"off": "stock", "on": "gated"}
+
+
+def seconds(
+    name: str,
+    recording: Recording,
+    workers: Sequence[str],
+    links: Mapping[str, Speed],
+    overheads: Overheads,
+    memory: int,
+    always: bool = False,
+) -> dict[str, float]:
+    """Return the virtual seconds of a recorded run, by side.
+
+    The processor time of decisions is measured in a first simulation, and charged in a second.
+
+    Parameters
+    ----------
+    workers
+        The addresses that the recording has, those of the first host first.
+    links
+        The speed of a transfer ``between`` the hosts and ``within`` one.
+    overheads
+        As they were measured.
+    memory
+        Bytes of each worker.
+    always
+        Whether placement chooses also where it would leave that to Dask.
+    """
+    machines = [Machine(Place(host_of(worker)), Capacity(0, 0, memory)) for worker in workers]
+    within = dict.fromkeys((Link.SHARED_MEMORY, Link.LOOPBACK), links["within"])
+    cluster = Cluster("two-hosts", machines, speeds={**within, Link.TCP: links["between"]})
+    workload, found = replayed(name, recording, workers), {}
+    placements = {**PLACEMENTS, "on": "placement"} if always else PLACEMENTS
+    for side, placement in placements.items():
+        free = simulate(cluster, workload, placement, overheads=overheads)
+        charged = replace(overheads, decision=free.result.decision_us / 1e6)
+        ends = simulate(cluster, workload, placement, overheads=charged).ends
+        found[side] = ends[-1] - ends[-2]
+    return found

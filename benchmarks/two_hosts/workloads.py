@@ -1,0 +1,275 @@
+"""Build the workloads that run on two hosts: all of them compute, none sleeps.
+
+Each is a pair of functions: one puts data on the workers before the clock starts, the other is timed and
+returns a number, which is the same wherever tasks ran.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+from dask._task_spec import Task, TaskRef
+from distributed import Client, wait
+
+PARTITIONS = 16
+#: Keys of the small side of joins, and the exponent by which few of them have most rows of a skewed side.
+KEYS, ZIPF = 50_000, 1.3
+#: Rows of a dataset of scale 1, of 24 bytes each.
+ROWS = 4_000_000
+#: The share of the data that one worker has in ``uneven-reuse``, and the passes over them.
+UNEVEN_SHARE, PASSES = 0.9, 2
+#: The layers of the random graph, its tasks in each, and the largest number of inputs of one.
+LAYERS, WIDTH, MAX_INPUTS = 8, 16, 3
+#: The bytes of the mean result there, at scale 1.
+RESULT_BYTES = 3_000_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a workload runs.
+
+    Parameters
+    ----------
+    client
+        Of the cluster.
+    workers
+        Its addresses, those of the first host first.
+    scale
+        How much larger the data are than usual.
+    seed
+        Of what is left to chance.
+    scratch
+        A folder that all workers read.
+    """
+
+    client: Client
+    workers: Sequence[str]
+    scale: float
+    seed: int
+    scratch: Path
+
+    def random(self) -> random.Random:
+        """Return random numbers, the same each time."""
+        return random.Random(self.seed)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a dataset."""
+        return round(ROWS * self.scale)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A workload.
+
+    Parameters
+    ----------
+    prepare
+        Puts data on the workers.
+    run
+        Is timed; takes what was prepared.
+    """
+
+    prepare: Callable[[Setting], Any]
+    run: Callable[[Setting, Any], int]
+
+
+# ---- data ------------------------------------------------------------------------------
+
+
+def even(rows: int, part: int) -> pd.DataFrame:
+    """Make a partition whose keys are all as frequent."""
+    draw = np.random.default_rng(part)
+    return pd.DataFrame(
+        {
+            "key": draw.integers(0, KEYS, rows),
+            "payload": draw.integers(0, 2**40, rows),
+            "row": draw.integers(0, 2**62, rows),
+        }
+    )
+
+
+def skewed(rows: int, part: int) -> pd.DataFrame:
+    """Make a partition in which few keys have most rows."""
+    frame = even(rows, part)
+    draw = np.random.default_rng(part)
+    return frame.assign(key=np.minimum(draw.zipf(ZIPF, rows) - 1, KEYS - 1))
+
+
+def weights(part: int) -> pd.DataFrame:
+    """Make a partition of the side of a join that has each key once."""
+    keys = np.arange(part, KEYS, PARTITIONS // 2)
+    return pd.DataFrame({"key": keys, "weight": keys % 97})
+
+
+def shares(parts: int) -> list[float]:
+    """Return sizes of partitions of which the first has a third of all."""
+    sizes = np.arange(1, parts + 1) ** -1.0
+    return list(sizes / sizes.sum())
+
+
+def hold(setting: Setting, made: Sequence[Any], homes: Sequence[str], meta: Any = None) -> Any:
+    """Compute each on its worker, and return them as a collection, or without ``meta`` as they are."""
+    held = [setting.client.persist(one, workers=[home]) for one, home in zip(made, homes, strict=True)]
+    wait(held)
+    if meta is None:
+        return held
+    collection = dd.from_delayed(held, meta=meta, verify_meta=False).persist()
+    wait(collection)
+    return collection
+
+
+# ---- joins -----------------------------------------------------------------------------
+
+
+def in_turns(workers: Sequence[str], parts: int) -> list[str]:
+    return [workers[part % len(workers)] for part in range(parts)]
+
+
+def prepare_join(setting: Setting) -> Any:
+    """Deal both sides of a join evenly."""
+    rows = setting.rows // PARTITIONS
+    left = [dask.delayed(even)(rows, part) for part in range(PARTITIONS)]
+    return _sides(setting, left, in_turns(setting.workers, PARTITIONS))
+
+
+def prepare_skewed_join(setting: Setting) -> Any:
+    """Deal partitions of very different sizes by chance."""
+    left = [
+        dask.delayed(skewed)(round(share * setting.rows), part)
+        for part, share in enumerate(shares(PARTITIONS))
+    ]
+    chance = setting.random()
+    return _sides(setting, left, [chance.choice(setting.workers) for _ in left])
+
+
+def _sides(setting: Setting, left: Sequence[Any], homes: Sequence[str]) -> Any:
+    right = [dask.delayed(weights)(part) for part in range(PARTITIONS // 2)]
+    return (
+        hold(setting, left, homes, even(1, 0).iloc[:0]),
+        hold(setting, right, in_turns(setting.workers, len(right)), weights(0).iloc[:0]),
+    )
+
+
+def join(setting: Setting, sides: Any) -> int:
+    """Join both sides, shuffled, and add up."""
+    left, right = sides
+    merged = left.merge(right, on="key", broadcast=False, shuffle_method="gpurt")
+    return int((merged.payload % 1000 * merged.weight).sum().compute())
+
+
+# ---- data on one worker ----------------------------------------------------------------
+
+
+def numbers(nbytes: int, part: int) -> np.ndarray:
+    return np.random.default_rng(part).integers(0, 2**62, nbytes // 8)
+
+
+def prepare_uneven(setting: Setting) -> Any:
+    """Have nine tenths of the data on one worker."""
+    nbytes = 8 * setting.rows // PARTITIONS
+    made = [dask.delayed(numbers)(nbytes, part) for part in range(PARTITIONS)]
+    first, *others = setting.workers
+    full = round(UNEVEN_SHARE * PARTITIONS)
+    return hold(setting, made, [first] * full + in_turns(others, PARTITIONS - full))
+
+
+def distinct(data: np.ndarray, turn: int) -> int:
+    """Count numbers that differ in their upper bits: a sort, which takes far longer than a copy."""
+    return len(np.unique(data >> (20 + turn)))
+
+
+def reuse(setting: Setting, data: Any) -> int:
+    """Pass over the data some times."""
+    total = 0
+    for turn in range(PASSES):
+        total += sum(
+            setting.client.gather(setting.client.compute([dask.delayed(distinct)(one, turn) for one in data]))
+        )
+    return total
+
+
+# ---- files -----------------------------------------------------------------------------
+
+
+def prepare_files(setting: Setting) -> Path:
+    """Write a table to files, which workers of both hosts read."""
+    folder = setting.scratch / f"table-{setting.rows}"
+    if not folder.exists():
+        folder.mkdir()
+        for part in range(PARTITIONS):
+            even(setting.rows // PARTITIONS, part).to_parquet(folder / f"part.{part:02}.parquet")
+    return folder
+
+
+def read_join_groupby(setting: Setting, folder: Path) -> int:
+    """Read a table, join it and group it."""
+    read = dd.read_parquet(folder, columns=["key", "payload"])
+    right = dd.from_map(weights, range(PARTITIONS // 2), meta=weights(0).iloc[:0])
+    merged = read.merge(right, on="key", broadcast=False, shuffle_method="gpurt")
+    grouped = merged.assign(payload=merged.payload % 1000).groupby("key").payload.sum(split_out=4)
+    return int(grouped.sum().compute())
+
+
+# ---- a random graph --------------------------------------------------------------------
+
+
+def mixed(nbytes: int, seed: int, *inputs: np.ndarray) -> np.ndarray:
+    """Sort what came, and make a result of so many bytes of it: the time follows from the bytes."""
+    drawn = np.random.default_rng(seed).integers(0, 2**62, nbytes // 8)
+    if inputs:
+        ordered = np.sort(np.concatenate([each[: 1 + nbytes // 8] for each in inputs]))
+        drawn ^= np.resize(ordered, drawn.shape)
+    return drawn
+
+
+def random_graph(setting: Setting) -> tuple[dict[str, Task], list[str]]:
+    """Return layers of tasks, each with some inputs out of the two layers before."""
+    chance, graph = setting.random(), {}
+    layers: list[list[str]] = []
+    for level in range(LAYERS):
+        before = [key for layer in layers[-2:] for key in layer]
+        layers.append([])
+        for place in range(WIDTH):
+            key = f"('layer{level}-x{setting.seed}', {place})"
+            nbytes = 8 + int(RESULT_BYTES * setting.scale * chance.lognormvariate(-0.5, 1))
+            inputs = chance.sample(before, min(len(before), chance.randint(1, MAX_INPUTS)))
+            number = level * WIDTH + place
+            graph[key] = Task(key, mixed, nbytes, number, *map(TaskRef, inputs), _data_producer=not inputs)
+            layers[-1].append(key)
+    needed = {need for task in graph.values() for need in task.dependencies}
+    ends = [key for key in graph if key not in needed]
+    for key in ends:
+        graph[f"end-{key}"] = Task(f"end-{key}", checksum, TaskRef(key))
+    return graph, [f"end-{key}" for key in ends]
+
+
+def checksum(data: np.ndarray) -> int:
+    return int(np.bitwise_xor.reduce(data))
+
+
+def run_random(setting: Setting, _: None) -> int:
+    """Run the random graph."""
+    graph, wanted = random_graph(setting)
+    return sum(setting.client.gather(setting.client.get(graph, wanted, sync=False)))
+
+
+def prepare_nothing(setting: Setting) -> None:
+    """Leave the workers empty."""
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "shuffle-join": Workload(prepare_join, join),
+    "skewed-join": Workload(prepare_skewed_join, join),
+    "uneven-reuse": Workload(prepare_uneven, reuse),
+    "read-join-groupby": Workload(prepare_files, read_join_groupby),
+    "random-dag": Workload(prepare_nothing, run_random),
+}

@@ -1,0 +1,106 @@
+"""Move the shards of the runtime's shuffles in virtual time: past Dask, from worker to worker."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from dask_gpurt.simulate.network import Network
+from dask_gpurt.simulate.scheduler import VirtualScheduler
+from dask_gpurt.simulate.work import Work
+
+#: Takes the barrier of a shuffle and the owners of its outputs that Dask has chosen, and returns others.
+ChooseOwners = Callable[[Any, dict[int, str]], dict[int, str]]
+
+
+class VirtualShuffles:
+    """Send the shards of each transfer to the owners of outputs, which wait for them.
+
+    Owners are chosen when the first transfer of a shuffle starts, as on a cluster: by Dask's rule, or by
+    placement. Both sides of a join have the same ones. Shards go out as soon as their transfer has ended.
+
+    Their memory is not counted, and shards that are lost with a worker are not made again.
+
+    Parameters
+    ----------
+    works
+        All tasks. Those with :attr:`Work.shards` are outputs, in the order of their partitions.
+    scheduler
+        Is told where outputs run.
+    network
+        Moves the bytes.
+
+    Attributes
+    ----------
+    choose
+        Chooses the owners in place of Dask.
+    """
+
+    def __init__(self, works: Mapping[str, Work], scheduler: VirtualScheduler, network: Network):
+        self._works = works
+        self._scheduler = scheduler
+        self._network = network
+        self.choose: ChooseOwners = _dasks
+        #: Bytes of shards by transfer and output; the owners of outputs, and the shards that they still lack.
+        self._sent: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self._owners: dict[str, str] = {}
+        self._missing: Counter[str] = Counter()
+        self._waiting: dict[str, Callable[[], None]] = {}
+        self._turns = count()
+        for work in works.values():
+            self._missing[work.key] = len(work.shards)
+            for transfer, nbytes in work.shards.items():
+                self._sent[transfer][work.key] = nbytes
+
+    def on_start(self, work: Work) -> None:
+        """Choose owners if a task is the first transfer of a shuffle."""
+        outputs = self._sent.get(work.key)
+        if not outputs or next(iter(outputs)) in self._owners:
+            return
+        tasks = self._scheduler.tasks
+        barrier = next(
+            need for need in self._works[next(iter(outputs))].needs if work.key in self._works[need].needs
+        )
+        chosen = self.choose(tasks[barrier], self._in_ranges(len(outputs)))
+        for number, output in enumerate(outputs):
+            self._owners[output] = chosen[number]
+            self._scheduler.set_restrictions({output: chosen[number]})
+
+    def _in_ranges(self, outputs: int) -> dict[int, str]:
+        """Return Dask's choice of owners: as many outputs each, and shuffles begin at workers in turn."""
+        workers: Sequence[str] = list(self._scheduler.workers)
+        first = next(self._turns) % len(workers)
+        turned = [*workers[first:], *workers[:first]]
+        return {number: turned[len(turned) * number // outputs] for number in range(outputs)}
+
+    def on_end(self, work: Work, worker: str) -> None:
+        """Send the shards of a task that has ended on a worker, if it is a transfer."""
+        by_owner: defaultdict[str, list[str]] = defaultdict(list)
+        for output in self._sent.get(work.key, ()):
+            by_owner[self._owners[output]].append(output)
+        for owner, outputs in by_owner.items():
+            nbytes = sum(self._sent[work.key][output] for output in outputs)
+            if owner == worker:
+                self._arrived(outputs)
+            else:
+                self._network.send(worker, owner, nbytes, lambda outputs=outputs: self._arrived(outputs))  # type: ignore[misc]
+
+    def _arrived(self, outputs: Sequence[str]) -> None:
+        for output in outputs:
+            self._missing[output] -= 1
+            if not self._missing[output] and (begin := self._waiting.pop(output, None)) is not None:
+                begin()
+
+    def when_there(self, work: Work, begin: Callable[[], None]) -> None:
+        """Begin a task once all of its shards have arrived: at once if it takes none."""
+        if self._missing[work.key] > 0:
+            self._waiting[work.key] = begin
+        else:
+            begin()
+
+
+def _dasks(barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+    """Return the owners that Dask has chosen."""
+    return chosen

@@ -1,0 +1,272 @@
+"""Placement chooses only while workers differ, and leaves the choice to Dask otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.placement import decisions as bare
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import GatedPlacement, Placement
+from dask_gpurt.placement.engagement import (
+    Holding,
+    Reason,
+    UsualTask,
+    headroom_differs,
+    is_short,
+    lie_unevenly,
+    links_differ,
+    speeds_differ,
+)
+from dask_gpurt.placement.gate import HOLD_S, RECHECK_S, SAMPLED_TASKS
+from dask_gpurt.topology import Place, Topology
+from tests.helpers.placed_cluster import GB, Rooms
+
+MB = 10**6
+
+
+# ---- the rule --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "differ"),
+    [([], False), ([0.1], False), ([0.1, 0.19], False), ([0.1, 0.2], True), ([0.0, 0.0], False)],
+)
+def test_links_differ_from_twice_as_slow_on(seconds: list[float], differ: bool) -> None:
+    assert links_differ(seconds, None) is differ
+
+
+def test_a_slow_link_matters_for_results_that_take_long_beside_their_tasks() -> None:
+    links = [0.001, 0.010]
+    assert links_differ(links, UsualTask(seconds=0.1, nbytes=MB))
+    assert not links_differ(links, UsualTask(seconds=1.0, nbytes=MB))
+
+
+def test_speeds_differ_by_slow_workers_and_by_fast_ones() -> None:
+    assert not speeds_differ([])
+    assert not speeds_differ([1.0, 1.4])
+    assert speeds_differ([1.5])
+    assert speeds_differ([0.6])
+
+
+def test_data_lie_unevenly_by_threads() -> None:
+    assert not lie_unevenly([])
+    assert not lie_unevenly([Holding(4 * MB, 1), Holding(3 * MB, 1)])
+    assert lie_unevenly([Holding(9 * MB, 1), Holding(MB, 1)])
+    assert not lie_unevenly([Holding(9 * MB, 9), Holding(MB, 1)])
+    assert not lie_unevenly([Holding(900, 1), Holding(100, 1)])  # it takes no time to move them
+
+
+def test_headroom_differs_unless_all_or_none_are_short() -> None:
+    assert is_short(19, 100)
+    assert not is_short(20, 100)
+    assert is_short(0, 0)
+    assert not is_short(1, float("inf"))
+    assert [headroom_differs(short, 4) for short in range(5)] == [False, True, True, True, False]
+
+
+# ---- on a scheduler --------------------------------------------------------------------
+
+
+class Gated:
+    """A bare scheduler with a gate, and a clock that a test moves."""
+
+    def __init__(self, workers: int = 4, *, hosts: int = 1):
+        self.state = bare.BareState(workers)
+        self.addresses = list(self.state.workers)
+        self.rooms, self.metrics, self.now = Rooms(), Metrics(), 0.0
+        for address in self.addresses:
+            self.rooms.live[address] = 80 * GB
+        self.topology = Topology()
+        for number, address in enumerate(self.addresses):
+            self.topology.add(address, Place(f"host{number % hosts}", by_tcp=True))
+        placement = Placement(self.state, self.topology, self.rooms, self.metrics)
+        self.gate = GatedPlacement(
+            placement, self.state, self.topology, self.rooms, self.metrics, lambda: self.now
+        )
+        self.gate.bind()
+
+    @property
+    def is_bound(self) -> bool:
+        return "decide_worker_non_rootish" in vars(self.state)
+
+    def later(self, seconds: float = RECHECK_S) -> None:
+        self.now += seconds
+        self.gate.on_graph([])
+
+    def transfers(self, nbytes: int, seconds: float) -> None:
+        """Let the link between the first two workers show how fast it is."""
+        for _ in range(20):
+            self.topology.observe(self.addresses[0], self.addresses[1], nbytes, seconds, by_comms=True)
+
+    def task(self, number: int, seconds: float, nbytes: int) -> None:
+        """Run a task on a worker, of which the gate is told."""
+        key = ("work", self.state.n_tasks)
+        self.state.submit(*bare.graph_of({key: []}))
+        ((_, address),) = self.state.run()
+        self.state.tasks[key].set_nbytes(nbytes)
+        for _ in range(SAMPLED_TASKS):
+            self.gate.on_task_ended(key, self.addresses[number], seconds)
+        assert address in self.addresses
+
+
+def reasons(gated: Gated) -> dict[str, float]:
+    found: dict[str, Any] = gated.metrics.snapshot()["counters"]
+    return {name.rpartition(".")[2]: n for name, n in found.items() if name.startswith("placement.engaged")}
+
+
+def test_on_equal_workers_dasks_own_methods_stay() -> None:
+    gated = Gated()
+    before = dict(vars(gated.state))
+    for _ in range(5):
+        gated.later()
+        for address in gated.addresses:
+            gated.gate.on_memory_reported(address)
+    assert gated.gate.reason is None
+    assert not gated.is_bound
+    assert vars(gated.state).keys() == before.keys()
+    assert not reasons(gated)
+
+
+def test_a_link_that_is_found_to_be_slow_engages_it() -> None:
+    gated = Gated(hosts=2)
+    gated.later()
+    assert gated.gate.reason is None  # 1.1 GB/s between hosts, for two workers, beside 1 within
+    gated.transfers(10 * MB, 1.0)
+    gated.later()
+    assert gated.gate.reason is Reason.LINKS
+    assert gated.is_bound
+    assert reasons(gated) == {"links": 1}
+
+
+def test_a_link_on_which_results_take_long_engages_it_whatever_of_that_is_latency() -> None:
+    gated = Gated(hosts=2)
+    gated.transfers(MB // 2, 0.04)  # too small to tell the bandwidth
+    gated.later()
+    assert gated.gate.reason is Reason.LINKS
+
+
+def test_a_slow_link_does_not_matter_for_long_tasks_with_small_results() -> None:
+    gated = Gated(hosts=2)
+    gated.task(0, seconds=1.0, nbytes=1000)
+    gated.transfers(10 * MB, 1.0)
+    gated.later()
+    assert gated.gate.reason is None
+
+
+def test_a_slow_worker_engages_it() -> None:
+    gated = Gated()
+    for _ in range(12):
+        for number in range(4):
+            gated.task(number, seconds=0.4 if number else 1.0, nbytes=1000)
+    gated.later()
+    assert gated.gate.reason is Reason.SPEEDS
+
+
+def test_data_on_one_worker_engage_it_when_a_graph_arrives() -> None:
+    gated = Gated()
+    ts = gated.state.new_task("data", None, "released")
+    ts.state = "memory"
+    ts.set_nbytes(GB)
+    gated.state.add_replica(ts, gated.state.workers[gated.addresses[0]])
+    assert gated.gate.reason is None
+    gated.later()
+    assert gated.gate.reason is Reason.RESIDENCY
+
+
+def test_reports_of_memory_do_not_keep_it_from_looking_at_data() -> None:
+    gated = Gated()
+    gated.later()
+    ts = gated.state.new_task("data", None, "released")
+    ts.state = "memory"
+    ts.set_nbytes(GB)
+    gated.state.add_replica(ts, gated.state.workers[gated.addresses[0]])
+    gated.now += RECHECK_S
+    gated.gate.on_memory_reported(gated.addresses[0])
+    assert gated.gate.reason is None  # tasks that run make data uneven all the time
+    gated.later(0)
+    assert gated.gate.reason is Reason.RESIDENCY
+
+
+def test_a_worker_on_a_slow_host_is_noticed_with_the_next_graph() -> None:
+    gated = Gated()
+    gated.later()
+    gated.topology.add(gated.addresses[3], Place("far", by_tcp=True))
+    for _ in range(20):
+        gated.topology.observe(gated.addresses[0], gated.addresses[3], 10 * MB, 20.0, by_comms=True)
+    gated.gate.on_place_changed(gated.addresses[3])
+    gated.later(0)
+    assert gated.gate.reason is Reason.LINKS
+
+
+def test_pressure_on_one_worker_engages_it_at_once_and_on_all_it_does_not() -> None:
+    gated = Gated()
+    gated.rooms.free[gated.addresses[0]] = GB
+    gated.gate.on_memory_reported(gated.addresses[0])
+    assert gated.gate.reason is Reason.HEADROOM
+    for address in gated.addresses:
+        gated.rooms.free[address] = GB
+        gated.gate.on_memory_reported(address)
+    gated.later(HOLD_S)
+    assert gated.gate.reason is None
+
+
+def test_it_goes_on_for_a_while_after_nothing_differs_and_then_leaves_everything_to_dask() -> None:
+    gated = Gated()
+    before = vars(gated.state).keys()
+    gated.rooms.free[gated.addresses[0]] = GB
+    gated.gate.on_memory_reported(gated.addresses[0])
+    del gated.rooms.free[gated.addresses[0]]
+    gated.gate.on_memory_reported(gated.addresses[0])
+    assert gated.is_bound
+    gated.later(HOLD_S)
+    assert not gated.is_bound
+    assert vars(gated.state).keys() == before
+    gated.rooms.free[gated.addresses[1]] = GB
+    gated.gate.on_memory_reported(gated.addresses[1])
+    assert gated.is_bound
+    assert reasons(gated) == {"headroom": 2}
+
+
+def test_a_worker_alone_has_nothing_to_differ_from() -> None:
+    gated = Gated(workers=1)
+    gated.rooms.free[gated.addresses[0]] = 0
+    gated.gate.on_memory_reported(gated.addresses[0])
+    assert gated.gate.reason is None
+
+
+def test_graphs_run_while_it_engages_and_leaves() -> None:
+    gated = Gated(hosts=2)
+    done = 0
+    for turn in range(4):
+        if turn % 2:
+            gated.rooms.free[gated.addresses[0]] = GB
+        else:
+            gated.rooms.free.pop(gated.addresses[0], None)
+        gated.gate.on_memory_reported(gated.addresses[0])
+        gated.later(HOLD_S)
+        assert gated.is_bound is bool(turn % 2)
+        keys = {
+            (f"{kind}{turn}", i): [(f"load{turn}", i)] if kind == "add" else []
+            for kind in ("load", "add")
+            for i in range(40)
+        }
+        gated.state.submit(*bare.graph_of(keys))
+        done += len(gated.state.run())
+    assert done == 4 * 80
+    assert not gated.metrics.snapshot()["fallbacks"]
+
+
+def test_when_a_full_worker_leaves_nothing_differs() -> None:
+    gated = Gated()
+    full = gated.addresses[0]
+    gated.rooms.free[full] = GB
+    gated.gate.on_memory_reported(full)
+    assert gated.gate.reason is Reason.HEADROOM
+    gated.state.leave(full)
+    gated.topology.remove(full)
+    gated.gate.on_worker_removed(full)
+    gated.later(HOLD_S)
+    assert gated.gate.reason is None
+    assert not gated.is_bound
