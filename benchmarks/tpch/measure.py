@@ -12,9 +12,10 @@ import pandas as pd
 from distributed import Client
 from distributed.metrics import time
 
-from .budget import budget, take_log
+from dask_gpurt.bench.budget import budget, take_log
+from dask_gpurt.bench.counters import difference, read_counters
+
 from .contenders import Contender
-from .counters import difference, read_counters
 from .gpu import begin_trace, end_trace, take_utilisation
 from .queries import QUERIES, Query
 from .reference import check, collected

@@ -1,0 +1,1 @@
+"""Measure where the time of queries goes on a cluster."""
