@@ -141,7 +141,7 @@ def demo(
 
 
 def _tiers(client: Client) -> pd.DataFrame:
-    return dask_gpurt.memory_usage(client).to_pandas(names="metrics")
+    return dask_gpurt.memory_usage(client).to_pandas()
 
 
 def preview(client: Client, methods: Sequence[str], repeat: int) -> str:
