@@ -94,7 +94,7 @@ def _total(digests: Mapping[Any, float], label: str, unit: str, of: str | None =
             return False
         if key[0] != "p2p":
             return True
-        return key[2] == ("background-comms" if label == "process" else "background-disk")
+        return bool(key[2] == ("background-comms" if label == "process" else "background-disk"))
 
     return sum(value for key, value in digests.items() if counts(key))
 

@@ -56,12 +56,13 @@ def measure(
 
     In each round the runtime is switched on and all queries are run, and switched off and all are run; the
     next round begins with the other one. Each query is run twice, and the second run counts. The cluster is
-    left as it was found. Where the runtime had been on before, it stays on, and nothing is compared with it.
+    left as it was found. Where the runtime had been on before, it stays on, also for this client, and nothing
+    is compared with it.
 
     Parameters
     ----------
     client
-        Of an idle cluster.
+        Of an idle cluster; not an asynchronous one.
     scale
         Of the tables; 1 has 6 million items, as TPC-H.
     partitions
@@ -73,8 +74,8 @@ def measure(
     backend
         ``pandas`` or ``cudf``.
     folder
-        Where the tables are written once, and read by each query: a place that the client and all workers
-        reach by this name. Without one each query makes them.
+        In a folder ``gpurt-bench`` there the tables are written once, and read by each query: it is a place
+        that the client and all workers reach by this name. Without one each query makes them.
     queries
         All of them if not given.
     on_run
@@ -82,6 +83,8 @@ def measure(
 
     Raises
     ------
+    ValueError
+        When the cluster has no workers.
     BusyError
         When the cluster holds tasks of others.
     WrongResultError
@@ -90,8 +93,10 @@ def measure(
         When the runtime can not be switched on, or off.
     """
     contenders = (GPURT, against or configured_method())
-    _require_idle(client)
     threads = sum(client.nthreads().values())
+    if not threads:
+        raise ValueError("the cluster has no workers")
+    _require_idle(client)
     tables = Tables(TableSize(scale, partitions or max(4, 2 * threads)), backend, folder)
     was_on = dask_gpurt.report(client).enabled
     compared = contenders[:1] if was_on else contenders
@@ -161,9 +166,9 @@ class _Bench:
 
     @contextmanager
     def chosen(self, contender: str, *, switch: bool) -> Iterator[None]:
-        """Shuffle with a contender while the body runs; switch the runtime on before, and off afterwards."""
-        if contender == GPURT and switch:
-            dask_gpurt.enable(self.client)
+        """Shuffle with a contender while the body runs; with ``switch`` the runtime is off afterwards."""
+        if contender == GPURT:
+            dask_gpurt.enable(self.client)  # where it is on already, for this client
         try:
             with dask.config.set({METHOD_KEY: contender}):
                 yield
@@ -222,8 +227,10 @@ def observe(client: Client) -> Observed:
     """Return what the runtime reports."""
     report = dask_gpurt.report(client)
     fallbacks: dict[str, int] = {}
-    for one in (report, *report.workers.values(), *report.departed):
-        for id, known in one.fallbacks.items():
+    there = [one.fallbacks for one in report.workers.values()]
+    gone = [one.fallbacks for one in report.departed]
+    for counted in (report.fallbacks, *there, *gone):
+        for id, known in counted.items():
             fallbacks[id] = fallbacks.get(id, 0) + known.count
     return Observed(dict(report.counters), fallbacks, len(report.departed))
 

@@ -55,9 +55,9 @@ class Spent:
         cls, spent: Mapping[str, Any], counted: Mapping[str, float], peak: int | None, threads: int
     ) -> Spent:
         """Return it from a :func:`~dask_gpurt.bench.budget.budget`, and from what was counted meanwhile."""
-        seconds, idle = spent["seconds"], spent["gaps"]["seconds_a_thread"]
-        busy = max(0.0, seconds["computing"] - idle)
-        # Readers of tasks that have left their slot may be more threads than the workers have.
+        seconds = spent["seconds"]
+        # Tasks that have left their slot for a read may be more than the workers have threads.
+        busy = seconds["computing"] * min(1.0, spent["thread_busy"])
         reading = min(busy, counted["read_seconds"] / threads)
         return cls(
             planning=planning(seconds),
@@ -299,7 +299,9 @@ class BenchResult:
     def cells(self, parts: Sequence[str]) -> list[list[str]]:
         """Return rows of text: query, contender, and columns of :meth:`to_pandas`."""
         frame = self.to_pandas()[["query", "contender", *parts]]
-        return [[readable(name, value) for name, value in row.items()] for row in frame.to_dict("records")]
+        return [
+            [readable(str(name), value) for name, value in row.items()] for row in frame.to_dict("records")
+        ]
 
     def __repr__(self) -> str:
         lines = [f"<BenchResult: {self.heading()}"]

@@ -28,6 +28,8 @@ FIRST_DAY, DAYS = np.datetime64("1992-01-01", "us"), 2406
 LAST_DAY = np.datetime64("1995-06-17", "us")
 ONE_DAY = np.timedelta64(1, "D")
 TABLES = ("customer", "orders", "lineitem")
+#: In the folder of the user, which may have tables of the same names.
+SUBFOLDER = "gpurt-bench"
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,12 @@ class Tables:
     backend
         ``pandas`` or ``cudf``.
     folder
-        Where they are written to, and read from; without one each query makes them.
+        Where there is a folder of its own for them; without one each query makes them.
     """
 
     def __init__(self, size: TableSize, backend: str = "pandas", folder: str | None = None) -> None:
         self.size = size
-        self.folder = folder
+        self.folder = None if folder is None else f"{folder.rstrip('/')}/{SUBFOLDER}"
         self._backend = backend
 
     def write(self) -> None:

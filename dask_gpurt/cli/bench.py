@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import dask_gpurt
 from dask_gpurt.bench import BenchResult, measure
 from dask_gpurt.bench.measure import METHODS
 from dask_gpurt.bench.results import SECONDS, SIZES, Run
@@ -41,8 +42,8 @@ from dask_gpurt.cli.environment import environment
 @click.option(
     "--data",
     metavar="FOLDER",
-    help="Where all workers write the tables, and read them. [default: a temporary folder for a cluster "
-    "here; else none, and each query makes them]",
+    help="All workers write tables into gpurt-bench there, and read them. [default: a temporary folder for a "
+    "cluster here; else none, and each query makes them]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def bench(
@@ -73,8 +74,13 @@ def bench(
         try:
             with _progress(quiet=as_json) as on_run:
                 result = measure(client, backend=backend, folder=data, on_run=on_run, **options)
-        except (RuntimeError, ValueError, ImportError, OSError) as error:
-            raise click.ClickException(f"{error}") from error
+        except ImportError as error:
+            raise click.ClickException(
+                f"{error}: dask-gpurt {dask_gpurt.__version__} has to be installed on the scheduler and all "
+                "workers too"
+            ) from error
+        except (RuntimeError, ValueError, OSError) as error:
+            raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(result.to_dict() | environment()))
     else:

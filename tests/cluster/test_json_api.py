@@ -174,8 +174,11 @@ def test_it_comes_and_goes_with_the_runtime() -> None:
 
 def own(scheduler: Any) -> list[Any]:
     """Return the applications of a scheduler that are not its dashboard's."""
-    applications = scheduler.http_application.applications
-    return [one for one in applications if not type(one).__module__.startswith("bokeh.")]
+
+    def is_dashboard(application: Any) -> bool:
+        return any(kind.__module__.startswith("bokeh.") for kind in type(application).__mro__)
+
+    return [one for one in scheduler.http_application.applications if not is_dashboard(one)]
 
 
 def test_a_scheduler_that_is_told_to_has_it_from_its_start_at_its_prefix() -> None:

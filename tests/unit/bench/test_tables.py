@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
@@ -35,9 +37,10 @@ def test_a_partition_is_the_same_each_time_and_has_the_columns_that_are_asked_fo
     pd.testing.assert_frame_equal(one[one.columns[:1]], again)
 
 
-def test_what_is_written_is_what_is_made(tmp_path: object) -> None:
+def test_what_is_written_is_what_is_made(tmp_path: Path) -> None:
     written, made = Tables(SIZE, folder=str(tmp_path)), Tables(SIZE)
     written.write()
+    assert [path.name for path in tmp_path.iterdir()] == ["gpurt-bench"]
     for name in TABLES:
         found, wanted = (each[name].compute(scheduler="sync") for each in (written, made))
         pd.testing.assert_frame_equal(found.reset_index(drop=True), wanted.reset_index(drop=True))
