@@ -8,7 +8,7 @@ from dataclasses import dataclass
 #: Shares of the seconds of all queries from which on a part of them is worth a sentence.
 PLANNING_SHARE, STARTING_SHARE, READING_SHARE, IDLE_SHARE = 0.3, 0.2, 0.4, 0.3
 #: Tasks that are shorter than this, on average, are too short for what each costs the scheduler.
-SHORT_TASK_S = 0.02
+SHORT_TASK_S = 0.1
 #: The share of its limit from which on a worker's memory is short.
 MEMORY_SHARE = 0.8
 #: The share of threads' time for which producers may wait for room in the pool.

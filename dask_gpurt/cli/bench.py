@@ -23,6 +23,19 @@ from dask_gpurt.bench.results import SECONDS, SIZES, Run
 from dask_gpurt.cli.cluster import choose_backend, connected, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
 
+#: Headings of columns that would not fit beside each other into 80 columns.
+SHORT = {
+    "planning": "plan",
+    "starting": "start",
+    "reading": "read",
+    "computing": "compute",
+    "collecting": "collect",
+    "read_bytes": "read",
+    "moved_bytes": "moved",
+    "spilled_bytes": "spilled",
+    "peak_bytes": "peak",
+}
+
 
 @click.command()
 @click.option("--scheduler", metavar="ADDRESS", help="Your own idle cluster. [default: one on this machine]")
@@ -142,9 +155,7 @@ def _table(result: BenchResult, parts: Sequence[str], caption: str) -> Table:
     for heading in ("query", "by"):
         table.add_column(heading, no_wrap=True)
     for heading in parts:
-        # The longest of them cut in two, so that they fit into 80 columns.
-        folded = heading.removesuffix("_bytes").replace("ning", "-\nning").replace("ting", "-\nting")
-        table.add_column(folded, justify="right", no_wrap=True)
+        table.add_column(SHORT.get(heading, heading), justify="right", no_wrap=True)
     for row in result.cells(parts):
         table.add_row(*row, end_section=row[1] == result.contenders[-1])
     return table
