@@ -123,9 +123,14 @@ def test_the_flag_of_the_scheduler_is_enough(tmp_path: Path) -> None:
 
 @contextmanager
 def ignorant(address: str) -> Iterator[Client]:
-    """Yield a client that does not know the runtime, which is on."""
+    """Yield a client that does not know the runtime, once it is on on all workers."""
+
+    def on(client: Client) -> bool:
+        report = dask_gpurt.report(client)
+        return report.enabled and all(worker.error is None for worker in report.workers.values())
+
     with dask.config.set({"distributed.client.preload": []}), Client(address) as client:
-        until(lambda: dask_gpurt.report(client).enabled)
+        until(lambda: on(client))
         yield client
 
 

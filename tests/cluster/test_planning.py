@@ -11,9 +11,8 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from tests.helpers.clusters import Library
+from tests.helpers.clusters import Library, cluster
 from tests.helpers.planned import tables
-from tests.helpers.shared_cluster import SharedCluster
 
 PLANS = "planning.plans.reused"
 
@@ -42,25 +41,27 @@ def reused(client: Client) -> float:
     return float(dask_gpurt.report(client).counters.get(PLANS, 0))
 
 
-def tasks(client: Client) -> int:
-    """Return the number of tasks of the last computation."""
-    return int(
-        client.run_on_scheduler(lambda dask_scheduler: sum(map(len, dask_scheduler.computations[-1].groups)))
-    )
+def test_plans_are_reused_and_give_the_same(client: Client, library: Library, path: Path) -> None:
+    before = reused(client)
+    # A setting that changes, as the backend, has everything dropped.
+    with dask.config.set({"dataframe.backend": library.name}):
+        first, second = result(path, library.name), result(path, library.name)
+    assert reused(client) > before
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        expected = result(path, library.name)
+    for found in (first, second):
+        assert found.equals(expected) or (found - expected).abs().max().max() < 1e-9
 
 
-# First the tests that switch it on and off: the others hold the shared cluster as long as they run.
-
-
-def test_that_it_can_be_switched_off(shared_cluster: SharedCluster, path: Path) -> None:
-    with shared_cluster.client(planning__cache=False) as client:
+def test_that_it_can_be_switched_off(path: Path) -> None:
+    with dask.config.set({"gpurt.planning.cache": False}), cluster("pandas") as client:
         before = reused(client)
         assert result(path, "pandas").equals(result(path, "pandas"))
         assert reused(client) == before
 
 
-def test_that_nothing_is_kept_once_the_runtime_is_off(shared_cluster: SharedCluster, path: Path) -> None:
-    with shared_cluster.client() as client:
+def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
+    with cluster("pandas") as client:
         enabled = result(path, "pandas")
         before = reused(client)
         dask_gpurt.disable(client)
@@ -72,10 +73,15 @@ def test_that_nothing_is_kept_once_the_runtime_is_off(shared_cluster: SharedClus
         assert reused(client) == before  # it was dropped
 
 
-def test_computations_have_fewer_tasks_and_the_same_results(
-    shared_cluster: SharedCluster, path: Path
-) -> None:
-    with shared_cluster.client(planning__fuse=False) as client:
+def tasks(client: Client) -> int:
+    """Return the number of tasks of the last computation."""
+    return int(
+        client.run_on_scheduler(lambda dask_scheduler: sum(map(len, dask_scheduler.computations[-1].groups)))
+    )
+
+
+def test_computations_have_fewer_tasks_and_the_same_results(path: Path) -> None:
+    with cluster("pandas", planning__fuse=False) as client:
         expected = result(path, "pandas")
         unfused = tasks(client)
         dask_gpurt.disable(client)
@@ -86,18 +92,6 @@ def test_computations_have_fewer_tasks_and_the_same_results(
         dask_gpurt.disable(client)
         assert result(path, "pandas").equals(expected)
         assert tasks(client) >= unfused
-
-
-def test_plans_are_reused_and_give_the_same(client: Client, library: Library, path: Path) -> None:
-    before = reused(client)
-    # A setting that changes, as the backend, has everything dropped.
-    with dask.config.set({"dataframe.backend": library.name}):
-        first, second = result(path, library.name), result(path, library.name)
-    assert reused(client) > before
-    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        expected = result(path, library.name)
-    for found in (first, second):
-        assert found.equals(expected) or (found - expected).abs().max().max() < 1e-9
 
 
 def test_that_every_way_to_compute_gives_the_same(client: Client, library: Library, path: Path) -> None:
