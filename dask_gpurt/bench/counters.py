@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,18 @@ def count_worker(dask_worker: Any) -> dict[str, float]:
     }
 
 
-def begin_peaks(client: Client) -> None:
-    """Begin to look for the most memory that the process of each worker has."""
-    client.run(_begin_peak)
+def begin_peaks(client: Client) -> bool:
+    """Begin to look for the most memory of each worker process; return whether that can be told."""
+    return all(client.run(_begin_peak).values())
 
 
-def _begin_peak() -> None:
-    # The kernel's own high-water mark, see proc(5); some containers do not let a process set it back.
-    with suppress(OSError):
+def _begin_peak() -> bool:
+    """Set the kernel's high-water mark back, see proc(5); some containers do not let a process do that."""
+    try:
         Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def peak_memory(client: Client) -> int | None:

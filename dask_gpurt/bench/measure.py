@@ -190,7 +190,7 @@ class _Bench:
         forget(client)
         client.run(gc.collect)
         counted = self._counters(contender)
-        begin_peaks(client)
+        has_peaks = begin_peaks(client)
         take_log(client)
         began = time()
         lazy = query.build(self.tables)
@@ -198,6 +198,7 @@ class _Bench:
         found = query.collected(lazy.compute())
         ended = time()
         spent = budget(began, built, ended, take_log(client), self.threads)
+        peak = peak_memory(client) if has_peaks else None
         meanwhile = difference(counted, self._counters(contender))
         self._check(query, contender, found)
         return Run(
@@ -206,7 +207,7 @@ class _Bench:
             round=number,
             warm=warm,
             seconds=ended - began,
-            spent=Spent.of(spent, meanwhile, peak_memory(client), self.threads),
+            spent=Spent.of(spent, meanwhile, peak, self.threads),
         )
 
     def _counters(self, contender: str) -> dict[str, float]:
