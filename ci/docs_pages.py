@@ -20,7 +20,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dask_gpurt"
 
 #: The modules whose public names the API reference lists, with its headings.
-API = {"dask_gpurt": "On and off", "dask_gpurt.overlap": "Residency caps", "dask_gpurt.simulate": "Simulator"}
+API = {
+    "dask_gpurt": "On and off",
+    "dask_gpurt.bench": "Bench",
+    "dask_gpurt.overlap": "Residency caps",
+    "dask_gpurt.simulate": "Simulator",
+}
 
 SETTINGS_INTRODUCTION = """\
 # Settings

@@ -21,6 +21,7 @@ from dask_gpurt.observe.chrome_trace import chrome_trace
 from dask_gpurt.observe.performance import Observed, page
 from dask_gpurt.observe.recording import RING_EVENTS, Event
 from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.shown_tiers import shown_tiers
 from dask_gpurt.observe.trace import ProcessTrace, Trace
 
 #: Seconds between two questions for events.
@@ -257,9 +258,10 @@ class performance_report(distributed.performance_report):
     async def _observed(self, collector: Collector) -> Observed:
         client: Any = default_client()
         found = await collector.end()
+        rows = await client.scheduler.gpurt_memory(by="tier")
         return Observed(
             trace=found,
             before=self._before,
             after=await _report(client),
-            memory=await client.scheduler.gpurt_memory(by="tier"),
+            memory=list(shown_tiers(rows, await client.scheduler.gpurt_shared_memory())),
         )

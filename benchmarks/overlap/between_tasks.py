@@ -46,7 +46,7 @@ from rich.table import Table
 
 import dask_gpurt
 from benchmarks.common.commandline import split_list, write
-from benchmarks.tpch.budget import Step, TaskLog, take_log
+from dask_gpurt.bench.budget import Step, TaskLog, take_log
 from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
 

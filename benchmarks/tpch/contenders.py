@@ -11,9 +11,9 @@ import dask
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.bench.budget import TaskLog
 from dask_gpurt.cli.cluster import local_cluster
 
-from .budget import TaskLog
 from .gpu import Utilisation, wait_until_idle
 
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .budget import PHASES, planning
+from dask_gpurt.bench.budget import PHASES, planning
+
 from .measure import Run
 
 #: Of intervals.

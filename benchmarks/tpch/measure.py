@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
-from distributed import Client
 from distributed.metrics import time
 
-from .budget import budget, take_log
+from dask_gpurt.bench.budget import budget, take_log
+from dask_gpurt.bench.counters import difference, read_counters
+from dask_gpurt.bench.measure import forget
+
 from .contenders import Contender
-from .counters import difference, read_counters
 from .gpu import begin_trace, end_trace, take_utilisation
 from .queries import QUERIES, Query
 from .reference import check, collected
 from .tables import ParquetTables
-
-FORGET_TIMEOUT_S, FORGET_POLL_INTERVAL_S = 30.0, 0.005
 
 
 @dataclass
@@ -116,16 +114,3 @@ def traced_run(contender: Contender, query: Query, tables: ParquetTables) -> dic
     with contender.chosen():
         query.build(tables).compute()
     return end_trace(contender.client)
-
-
-def forget(client: Client) -> None:
-    """Wait until the scheduler has no task left, so that no result of a run before is used again."""
-    client.run_on_scheduler(_forgotten)
-
-
-async def _forgotten(dask_scheduler: Any) -> None:
-    deadline = time() + FORGET_TIMEOUT_S
-    while dask_scheduler.tasks:
-        if time() > deadline:
-            raise TimeoutError(f"the scheduler still has {len(dask_scheduler.tasks)} tasks of a run before")
-        await asyncio.sleep(FORGET_POLL_INTERVAL_S)

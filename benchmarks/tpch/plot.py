@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .budget import PHASES
+from dask_gpurt.bench.budget import PHASES
 
 #: Computing is cut in two: a task thread has a task, or none.
 PARTS = (*PHASES[:4], "busy", "idle", PHASES[5])

@@ -11,6 +11,7 @@ from dask_gpurt import __version__
 
 #: The commands, and the names that they have in the modules of the same name.
 COMMANDS: Mapping[str, str] = {
+    "bench": "bench",
     "calibrate": "calibrate",
     "chaos": "chaos",
     "demo": "demo",

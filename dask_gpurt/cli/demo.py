@@ -48,6 +48,7 @@ NEXT = """
 What next:
   your own program:  DASK_GPURT__ENABLED=true python script.py, or dask_gpurt.enable(client) in it
   your own cluster:  dask worker SCHEDULER --preload dask_gpurt
+  would it gain:     dask gpurt bench --scheduler ADDRESS
   look into it:      dask gpurt doctor --scheduler ADDRESS, and print(dask_gpurt.report(client))
   what it risks:     "Risks and limits" in the README, and docs/guides/switch-on.md"""
 
@@ -141,7 +142,7 @@ def demo(
 
 
 def _tiers(client: Client) -> pd.DataFrame:
-    return dask_gpurt.memory_usage(client).to_pandas(names="metrics")
+    return dask_gpurt.memory_usage(client).to_pandas()
 
 
 def preview(client: Client, methods: Sequence[str], repeat: int) -> str:

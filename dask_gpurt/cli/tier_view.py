@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 from dask.utils import format_bytes
 
-from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe.shown_tiers import SHOWN
 
-COLOURS = {
-    Tier.DEVICE: "var(--gpurt)",
-    Tier.PINNED: "#22a06b",
-    Tier.HOST: "#e2803a",
-    Tier.DISK: "#c9475f",
-}
+COLOURS = dict(
+    zip(SHOWN, ("var(--gpurt)", "var(--gpurt)", "#64a5ab", "#22a06b", "#e2803a", "#c9475f"), strict=True)
+)
 #: The plot's edges in the picture.
 LEFT, RIGHT, TOP, BOTTOM = 90, 730, 8, 228
 
@@ -38,7 +35,7 @@ class TierSampler:
     Parameters
     ----------
     read
-        Returns what :func:`dask_gpurt.memory_usage` does.
+        Returns the frame of :func:`dask_gpurt.memory_usage`.
     period
         Seconds between two samples.
     most
@@ -78,7 +75,7 @@ class TierSampler:
     def _take(self, began: float) -> None:
         try:
             rows = self._read()
-            used = _by_tier(rows, rows["partitions"] + rows["shards"])
+            used = _by_tier(rows, rows["capacity"] - rows["headroom"])
             capacity = _by_tier(rows, rows["capacity"])
         # The demo goes on without the sample, and counts it at the end.
         except Exception as error:
@@ -104,10 +101,9 @@ class TierSampler:
         samples = self._samples
         return {
             "seconds": [round(sample.seconds, 3) for sample in samples],
-            "used": {str(tier): [sample.used.get(tier, 0) for sample in samples] for tier in Tier},
+            "used": {tier: [sample.used.get(tier, 0) for sample in samples] for tier in SHOWN},
             "capacity": {
-                str(tier): max((sample.capacity.get(tier, 0) for sample in samples), default=0)
-                for tier in Tier
+                tier: max((sample.capacity.get(tier, 0) for sample in samples), default=0) for tier in SHOWN
             },
             "starts": [[round(seconds, 3), name] for seconds, name in self._starts],
             "failed": self._failed,
@@ -147,7 +143,7 @@ def tier_chart(seen: Mapping[str, Any]) -> dict[str, Any]:
             "limit": y(capacity) if 0 < (capacity := seen["capacity"][tier]) <= top else None,
             "capacity": capacity,
         }
-        for tier in Tier
+        for tier in SHOWN
     ]
     return {
         "lines": lines,

@@ -13,6 +13,7 @@ from dask_gpurt.dashboard.sampler import Sampler
 from dask_gpurt.dashboard.traffic import MAX_ENDS
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.observe.shown_tiers import shown_tiers
 from dask_gpurt.plugins.progress_reports import METRIC as PROGRESS
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
@@ -83,8 +84,9 @@ class Collector(SchedulerPlugin):
         return {address: str(ws.name) for address, ws in self._scheduler.workers.items()}
 
     def tiers(self) -> Iterable[Mapping[str, Any]]:
-        """Return a row for each worker and tier."""
-        return self.runtime.cluster_memory.rows()
+        """Return a row for each worker and tier, by the names that are shown."""
+        memory = self.runtime.cluster_memory
+        return shown_tiers(memory.rows(), memory.shared_memory())
 
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """Return the last report of each worker."""

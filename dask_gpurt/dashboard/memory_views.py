@@ -30,10 +30,13 @@ from dask_gpurt.dashboard.components import (
     put,
 )
 from dask_gpurt.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, WorkerSample
+from dask_gpurt.observe.shown_tiers import SHOWN
 
 #: Workers in a figure with a row for each; the fullest come first.
 MAX_WORKERS = 32
-TIER_COLOURS = {"device": "#e2803a", "pinned": "#d4a72c", "host": "#3d7fc1", "disk": "#8a5bb5"}
+TIER_COLOURS = dict(
+    zip(SHOWN, ("#e2803a", "#22a06b", "#64a5ab", "#d4a72c", "#3d7fc1", "#8a5bb5"), strict=True)
+)
 RATE_COLOURS = {SPILLED: "#c9475f", UNSPILLED: "#22a06b"}
 
 
@@ -60,7 +63,7 @@ class OverTime(FigureComponent):
         }
         hover = HoverTool(
             renderers=list(self.lines.values())[:1],
-            tooltips=[("time", "@time{%H:%M:%S}"), *((name, f"@{name}{{0.00 b}}") for name in colours)],
+            tooltips=[("time", "@time{%H:%M:%S}"), *((name, f"@{{{name}}}{{0.00 b}}") for name in colours)],
             formatters={"@time": "datetime"},
             mode="vline",
         )

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 from dask_gpurt.dashboard.series import History
 from dask_gpurt.dashboard.shuffles import ShuffleLog
 from dask_gpurt.dashboard.traffic import TrafficMatrix
-from dask_gpurt.memory.ledger import PARTITIONS, RESERVATIONS, SHARDS
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe.shown_tiers import SHOWN
 
 #: Workers that have left whose history is kept; beyond that the ones that left first are forgotten.
 MAX_GONE = 32
@@ -27,7 +27,7 @@ class Level(NamedTuple):
     Attributes
     ----------
     used
-        By data of tasks, pulled shards and reservations.
+        By data of tasks, pulled shards and reservations; of shared memory by published shards.
     capacity
         The limit.
     """
@@ -43,7 +43,7 @@ class View(Protocol):
         """Return the names of the workers that are there, by address."""
 
     def tiers(self) -> Iterable[Mapping[str, Any]]:
-        """Return the rows of :meth:`~dask_gpurt.memory.ledger.ClusterMemory.rows`."""
+        """Return what :func:`~dask_gpurt.observe.shown_tiers.shown_tiers` does, of all workers."""
 
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """Return the last :mod:`report <dask_gpurt.plugins.progress_reports>` of workers, by address."""
@@ -56,7 +56,7 @@ class WorkerSample:
     Attributes
     ----------
     levels
-        By tier, without tiers that it has not.
+        By tier, as it is shown, without tiers that it has not.
     gone_at
         When it has left, in seconds since the epoch; None while it is there.
     overlap, counters
@@ -124,14 +124,14 @@ class Sampler:
         gone.sort(key=lambda address: self.workers[address].gone_at or 0.0)
         for address in gone[: max(0, len(gone) - MAX_GONE)]:
             del self.workers[address]
-            self.used.forget([(address, str(tier)) for tier in Tier])
+            self.used.forget([(address, tier) for tier in SHOWN])
             self.rates.forget([(address, direction) for direction in (SPILLED, UNSPILLED)])
 
     def _sample_tiers(self, at: float, rows: Iterable[Mapping[str, Any]]) -> None:
         values: dict[tuple[str, str], float] = {}
         for row in rows:
             address, tier, capacity = row["worker"], row["tier"], row["capacity"]
-            used = row[PARTITIONS] + row[SHARDS] + row[RESERVATIONS]
+            used = capacity - row["headroom"]
             worker = self.workers.get(address)
             if worker is None or not (capacity or used):
                 continue

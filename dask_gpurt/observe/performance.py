@@ -35,7 +35,7 @@ class Observed:
     before, after
         The reports of the cluster.
     memory
-        A row for each worker and tier at the end, as :func:`dask_gpurt.memory_usage` has them.
+        A row for each worker and tier at the end, as :func:`dask_gpurt.memory_usage` shows them.
     """
 
     trace: Trace

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
-Row = Mapping[str, Any]
+from dask_gpurt.observe.shown_tiers import Row, shown_tiers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,8 +83,7 @@ class MemoryUsage(Table):
     ----------
     shared_memory
         By worker without a GPU, the bytes that its exchange pool may take. There the tiers are called by
-        what they are: ``memory``, ``shared memory`` and ``disk``. Metrics have names that are the same on all
-        workers: the tier in which tasks compute is ``device``, and the pools are ``published`` bytes of it.
+        what they are, see :mod:`~dask_gpurt.observe.shown_tiers`.
     """
 
     shared_memory: Mapping[str, int] = field(default_factory=dict)
@@ -101,36 +100,8 @@ class MemoryUsage(Table):
             raise ValueError(f"names={names!r}: expected 'shown' or 'metrics'")
         if names == "metrics":
             return self._frame()
-        return pd.DataFrame(list(self._shown()), columns=list(self.columns))
-
-    def _shown(self) -> Iterator[Row]:
-        beside: dict[str, Row] = {row["worker"]: row for row in self.rows if row["tier"] == "host"}
-        for row in self.rows:
-            worker, tier = row["worker"], row["tier"]
-            if worker not in self.shared_memory or tier == "disk":
-                yield row
-            elif "prefix" in row:
-                yield {**row, "tier": "memory"} if tier == "device" else row
-            elif tier == "device":
-                # What the process has besides is in the same memory, and counts for the tier below it.
-                own = {kind: row[kind] + beside[worker][kind] for kind in ("cudf", "unmanaged")}
-                yield {**row, **own, "tier": "memory", "published": 0}
-                yield self._pool(row)
-            elif row["capacity"]:  # set by the user, else there is none
-                yield {**row, "cudf": 0, "unmanaged": 0}
-
-    def _pool(self, row: Row) -> Row:
-        capacity = self.shared_memory[row["worker"]]
-        nothing = dict.fromkeys(self.columns, 0)
-        free = capacity - row["published"]
-        return {
-            **nothing,
-            "worker": row["worker"],
-            "tier": "shared memory",
-            "capacity": capacity,
-            "headroom": free,
-            "published": row["published"],
-        }
+        shown = shown_tiers(self.rows, self.shared_memory)
+        return pd.DataFrame(list(shown), columns=list(self.columns))
 
     def _title(self) -> str:
         return f"MemoryUsage of {len({row['worker'] for row in self.rows})} workers"

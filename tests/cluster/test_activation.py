@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dask
@@ -18,6 +19,7 @@ from dask_gpurt.api import teach_method
 from dask_gpurt.config import ConfigError
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, started
 from tests.helpers.in_process import state
+from tests.helpers.waiting import until
 
 #: What a user may have written before the runtime was there, with a question about it at the end.
 SCRIPT = """\
@@ -33,12 +35,6 @@ def shuffled():
     frame = pd.DataFrame({"key": range(500), "value": 1.5})
     result = dd.from_pandas(frame, npartitions=4).shuffle("key").compute()
     return result.sort_values("key").reset_index(drop=True).equals(frame)
-
-def enabled(address):
-    import dask_gpurt
-    with Client(address) as client:
-        dask_gpurt.enable(client)
-        return {"right": shuffled(), "runs": list(client.run(count).values())}
 
 def main():
     BEFORE
@@ -125,7 +121,20 @@ def test_the_flag_of_the_scheduler_is_enough(tmp_path: Path) -> None:
     assert said == {"right": True, "runs": [1], "knows": False, "after": None}
 
 
-def test_the_flag_of_a_worker_is_enough_for_all(tmp_path: Path) -> None:
+@contextmanager
+def ignorant(address: str) -> Iterator[Client]:
+    """Yield a client that does not know the runtime, once it is on on all workers."""
+
+    def on(client: Client) -> bool:
+        report = dask_gpurt.report(client)
+        return report.enabled and all(worker.error is None for worker in report.workers.values())
+
+    with dask.config.set({"distributed.client.preload": []}), Client(address) as client:
+        until(lambda: on(client))
+        yield client
+
+
+def test_the_flag_of_a_worker_is_enough_for_all() -> None:
     with (
         cluster_of_commands(workers=1) as (address, _),
         started(
@@ -133,16 +142,21 @@ def test_the_flag_of_a_worker_is_enough_for_all(tmp_path: Path) -> None:
         ) as late,
     ):
         late.wait_for("Registered to:")
-        said = answer(write(tmp_path), address, **IGNORANT)
-    assert said == {"right": True, "runs": [1, 1], "knows": False, "after": None}
+        with ignorant(address) as client:
+            assert shuffle_runs(client) == 2
 
 
-def test_takeover_can_be_forbidden(tmp_path: Path) -> None:
+def test_takeover_can_be_forbidden() -> None:
     flags = ("--preload", "dask_gpurt")
-    with cluster_of_commands(worker=flags, workers=1, DASK_GPURT__TAKEOVER="false") as (address, _):
+    with (
+        cluster_of_commands(worker=flags, workers=1, DASK_GPURT__TAKEOVER="false") as (address, _),
+        ignorant(address) as client,
+    ):
+        assert shuffle_runs(client) == 0
         # A client that has it switched on, later, is served all the same.
-        said = answer(write(tmp_path, after="enabled(address)"), address, **IGNORANT)
-    assert said == {"right": True, "runs": [0], "knows": False, "after": {"right": True, "runs": [1]}}
+        dask_gpurt.enable(client)
+        assert shuffle_runs(client) == 1
+        dask_gpurt.disable(client)
 
 
 def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +196,8 @@ def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Pa
         started(sys.executable, nanny, address, DASK_GPURT__ENABLED="true") as worker,
     ):
         worker.wait_for("Registered to:")
-        said = answer(write(tmp_path), address, **IGNORANT)
-    assert said == {"right": True, "runs": [1], "knows": False, "after": None}
+        with ignorant(address) as client:
+            assert shuffle_runs(client) == 1
 
 
 # ---- in code -------------------------------------------------------------------------

@@ -195,8 +195,8 @@ def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
     with cluster(failures=0, **TIGHT) as client:
         read = InMemory("part")
         client.cluster.scheduler.add_plugin(read)
-        frame = dd.from_map(part, range(80))  # 80 MiB, through 16
-        assert frame.shuffle("key").payload.sum().compute() == 80 * 2**16
+        frame = dd.from_map(part, range(48))  # 48 MiB, through 16
+        assert frame.shuffle("key").payload.sum().compute() == 48 * 2**16
     assert 0 < read.most <= 8, "per worker the ones in use, those next, and no more"
 
 

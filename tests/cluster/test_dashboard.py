@@ -12,6 +12,9 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
+
+pytest.importorskip("bokeh", reason="the dashboard needs it")
+
 from bokeh.document import Document
 from bokeh.server.tornado import BokehTornado
 from distributed import Client, LocalCluster, Worker, wait

@@ -301,7 +301,7 @@ def test_a_random_workload(library: Library, seed: int, paths: Any) -> None:
     seen: Counter[str] = Counter()
     with cluster(library.name, **SMALL, exchange__paths=paths) as client:
         walk = Walk(client, library, random.Random(seed))
-        for _ in range(6):
+        for _ in range(4):
             with witnessed(client):
                 for _ in range(6):
                     walk.step()

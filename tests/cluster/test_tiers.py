@@ -117,8 +117,9 @@ def test_peers_read_what_is_spilled_without_making_it_live(small: Client, librar
 @pytest.mark.parametrize("tier", ["pinned", "host", "disk"])
 def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None:
     """Neither on the device nor anywhere else on the worker where it lies."""
-    first = {f"memory__{name}": 32 * MIB if name == tier else 0 for name in ("pinned", "host")}
-    frame = pd.DataFrame({"key": np.arange(MIB) % 7, "text": [str(i) for i in range(MIB)]})
+    first = {f"memory__{name}": 8 * MIB if name == tier else 0 for name in ("pinned", "host")}
+    rows = 2**17
+    frame = pd.DataFrame({"key": np.arange(rows) % 7, "text": [str(i) for i in range(rows)]})
 
     def puts_nothing_together(dask_worker: Any) -> str:
         from dask_gpurt.memory import reading
@@ -127,7 +128,7 @@ def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None
         dask_worker.data.spill(1 << 40)
         return str(dask_worker.data.tier(key))
 
-    with cluster(library.name, memory__tiers=True, memory__device=64 * MIB, **first) as client:
+    with cluster(library.name, memory__tiers=True, memory__device=16 * MIB, **first) as client:
         here, there = client.nthreads()
         made = client.submit(library.frame, frame, workers=[here], pure=False)
         wait(made)

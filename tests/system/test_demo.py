@@ -129,6 +129,11 @@ def tier_plot(html: str) -> Any:
     return plot
 
 
+def live_tier(results: dict[str, Any]) -> str:
+    """Return the name of the tier in which tasks compute."""
+    return {"pandas": "memory", "cudf": "device"}[results["backend"]]
+
+
 def dashed(plot: Any) -> list[str]:
     lines = plot.getElementsByTagName("line")
     return [line.firstChild.firstChild.data for line in lines if line.hasAttribute("stroke-dasharray")]
@@ -140,8 +145,9 @@ def test_report_draws_what_the_tiers_held(results: dict[str, Any], page: Path) -
     assert [name for _, name in seen["starts"]] == [known.name for known in OPERATIONS for _ in range(2)]
     assert len(seen["seconds"]) >= 2 * len(seen["starts"])
     assert seen["seconds"] == sorted(seen["seconds"])
-    tables, most = min(seen["used"]["device"]), max(seen["used"]["device"])
-    assert 0 < tables < most < seen["capacity"]["device"]
+    live = live_tier(results)
+    tables, most = min(seen["used"][live]), max(seen["used"][live])
+    assert 0 < tables < most < seen["capacity"][live]
 
     plot = tier_plot(page.read_text())
     drawn = {
@@ -150,10 +156,10 @@ def test_report_draws_what_the_tiers_held(results: dict[str, Any], page: Path) -
         ]
         for line in plot.getElementsByTagName("polyline")
     }
-    assert set(drawn) == {tier for tier, capacity in seen["capacity"].items() if capacity} >= {"device"}
+    assert set(drawn) == {tier for tier, capacity in seen["capacity"].items() if capacity} >= {live}
     assert all(len(points) == len(seen["seconds"]) for points in drawn.values())
-    highest = min(range(len(drawn["device"])), key=lambda i: drawn["device"][i][1])
-    assert seen["used"]["device"][highest] == pytest.approx(most, rel=0.01)
+    highest = min(range(len(drawn[live])), key=lambda i: drawn[live][i][1])
+    assert seen["used"][live][highest] == pytest.approx(most, rel=0.01)
     bands = {band.firstChild.firstChild.data for band in plot.getElementsByTagName("rect")}
     assert bands == {operation.name for operation in OPERATIONS}
 
@@ -166,21 +172,21 @@ def test_report_draws_what_has_been_spilled(
     small = {"DASK_GPURT__MEMORY__DEVICE": "16MiB", "DASK_GPURT__MEMORY__PINNED": "8MiB"}
     done = run("-m", "dask_gpurt", "demo", "--json", *data, *only, "--report", page, **small)
     results = json.loads(done.stdout)
-    workers, seen = results["workers"], results["tiers"]
+    workers, seen, live = results["workers"], results["tiers"], live_tier(results)
     assert results["passed"]
-    assert (seen["capacity"]["device"], seen["capacity"]["pinned"]) == (workers << 24, workers << 23)
+    assert (seen["capacity"][live], seen["capacity"]["pinned"]) == (workers << 24, workers << 23)
     below = [max(seen["used"][tier]) for tier in ("pinned", "host", "disk")]
     assert below[0] > 0
     assert below[1] + below[2] > 0
-    assert set(dashed(tier_plot(page.read_text()))) == {"capacity of device", "capacity of pinned"}
+    assert set(dashed(tier_plot(page.read_text()))) == {f"capacity of {live}", "capacity of pinned"}
 
 
 def test_report_dashes_a_capacity_that_is_in_the_picture(results: dict[str, Any], page: Path) -> None:
     assert dashed(tier_plot(page.read_text())) == []
-    seen = results["tiers"]
-    full = {**seen["capacity"], "device": max(seen["used"]["device"])}
+    seen, live = results["tiers"], live_tier(results)
+    full = {**seen["capacity"], live: max(seen["used"][live])}
     html = render_report({**results, "tiers": {**seen, "capacity": full}})
-    assert dashed(tier_plot(html)) == ["capacity of device"]
+    assert dashed(tier_plot(html)) == [f"capacity of {live}"]
 
 
 def test_a_sample_that_fails_is_told(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +217,7 @@ def test_samples_are_bounded_and_still_span_the_run() -> None:
         if count == 40:
             enough.set()
         place = {"tier": ["device", "device"], "capacity": [100, 50]}
-        return pd.DataFrame({**place, "partitions": [count, 1], "shards": [0, 2]})
+        return pd.DataFrame({**place, "headroom": [100 - count, 50 - 3]})
 
     sampler = TierSampler(read, period=1e-6, most=8)
     with sampler.watching("a join"):

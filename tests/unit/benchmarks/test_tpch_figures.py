@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tpch.budget import Logged, Step, budget
 from benchmarks.tpch.cudf_polars import read_records
 from benchmarks.tpch.figures import ratios, spread, summarise
 from benchmarks.tpch.measure import Run
+from dask_gpurt.bench.budget import Logged, Step, budget
 
 durations = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=8)
 

@@ -14,6 +14,7 @@ from dask_gpurt.dashboard.traffic import OTHERS, TrafficMatrix
 from dask_gpurt.memory.ledger import ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe.progress import MAX_RUNS, Figures, RecentRuns, RunProgress
+from dask_gpurt.observe.shown_tiers import shown_tiers
 
 
 class Cluster:
@@ -31,7 +32,7 @@ class Cluster:
     def tiers(self) -> Iterable[Mapping[str, Any]]:
         for address, ledger in self.ledgers.items():
             self.memory.apply(address, ledger.snapshot())
-        return self.memory.rows()
+        return shown_tiers(self.memory.rows(), self.memory.shared_memory())
 
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         for address in self.ledgers:
@@ -53,6 +54,26 @@ def test_the_history_of_a_worker_outlives_it() -> None:
     assert sampler.used.values((ALL, "host")) == [40, 0]
     assert sampler.workers["tcp://1"].gone_at == 2.0
     assert (sampler.capacity("host"), sampler.capacity("host", "tcp://1")) == (100, 100)
+
+
+def test_without_a_gpu_tiers_have_the_names_of_the_tables() -> None:
+    cluster, sampler = Cluster(1), Sampler()
+    (ledger,) = cluster.ledgers.values()
+    ledger.shared_memory = 70
+    for tier in (Tier.PINNED, Tier.HOST):
+        ledger.set_capacity(tier, 0)
+    ledger.set(Tier.DEVICE, "partitions", 40)
+    ledger.set(Tier.DEVICE, "published", 30)
+    sampler.sample(1.0, cluster)
+    levels = sampler.workers["tcp://0"].levels
+    assert levels == {"memory": (40, 100), "shared memory": (30, 70), "disk": (0, 100)}
+    assert [sampler.capacity(tier) for tier in levels] == [100, 70, 100]
+    cluster.kill("tcp://0")
+    for at in range(MAX_GONE + 1):
+        cluster.ledgers = {f"tcp://{at + 1}": Ledger(dict.fromkeys(Tier, 100))}
+        sampler.sample(2.0 + at, cluster)
+    sampler.sample(100.0, Cluster(0))
+    assert "tcp://0" not in {address for address, _ in sampler.used.names}
 
 
 def test_of_workers_that_have_left_the_last_are_kept() -> None:

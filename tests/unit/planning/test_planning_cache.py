@@ -25,6 +25,14 @@ from dask_gpurt.planning.schemas import CATEGORIES_LIMIT, schema_of
 from tests.helpers.planned import Planner
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collect_only_what_is_new() -> Iterator[None]:
+    """Leave out of collections what was there before: late in a run they would take a second each."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def planner() -> Iterator[Planner]:
     planner = Planner()

@@ -70,6 +70,8 @@ def test_as_many_workers_as_you_like() -> None:
         "tree-reduction",
         "--partitions",
         "256",
+        "--placement",
+        "stock",
         "--json",
     )
     assert json.loads(done.stdout)["results"][0]["workers"] == 1024
@@ -87,7 +89,7 @@ def test_a_picture(tmp_path: Path) -> None:
 
 
 def test_what_dask_gives_up_is_said_with_its_reason() -> None:
-    done = command("--workload", "tree-reduction", "--workers", "256", "--partitions", "8")
+    done = command("--workload", "tree-reduction", "--workers", "64", "--partitions", "4")
     assert done.exit_code == 1
     assert "tree-reduction on rdma with gpurt: ('tree-level0', 0) was given up" in done.output
     assert "worth of input dependencies" in done.output

@@ -51,7 +51,7 @@ class Logged:
 class TaskLog(SchedulerPlugin):
     """Keep the steps of all tasks, and when graphs came."""
 
-    name = "tpch-task-log"
+    name = "gpurt-bench-tasks"
 
     def __init__(self) -> None:
         self._graphs: list[tuple[float, float]] = []

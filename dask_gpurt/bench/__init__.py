@@ -1,0 +1,11 @@
+"""Measure what the runtime gains on a cluster, where the time goes, and what would help.
+
+``dask gpurt bench`` does it on the command line; :func:`measure` for a client.
+"""
+
+from __future__ import annotations
+
+from dask_gpurt.bench.measure import measure
+from dask_gpurt.bench.results import BenchResult
+
+__all__ = ["BenchResult", "measure"]

@@ -1,0 +1,332 @@
+"""Type the result of a bench: its runs, their figures, what the runtime gains, and what would help."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import pandas as pd
+from dask.utils import format_bytes
+
+from dask_gpurt.bench.advice import Advice, Findings, advise
+from dask_gpurt.bench.budget import planning
+
+#: The contender with the runtime.
+GPURT = "gpurt"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Tell what a run was spent on.
+
+    Parameters
+    ----------
+    planning, starting, reading, computing, idle, collecting
+        Seconds that add up to those of the run: until the scheduler has its tasks; until the first of them
+        begins; then, of a mean task thread, in readers of files, in the rest of tasks, and without a task;
+        and from the end of the last task until the result is with the client.
+    tasks
+        How many there were.
+    longest_gap
+        Seconds of the longest time in which a thread had no task.
+    read_bytes, moved_bytes, spilled_bytes
+        Of all workers: from files, to other processes, and down the memory tiers or to disk.
+    peak_bytes
+        The most memory that the process of a worker had; None where the system does not tell.
+    """
+
+    planning: float
+    starting: float
+    reading: float
+    computing: float
+    idle: float
+    collecting: float
+    tasks: int
+    longest_gap: float
+    read_bytes: float
+    moved_bytes: float
+    spilled_bytes: float
+    peak_bytes: int | None
+
+    @classmethod
+    def of(
+        cls, spent: Mapping[str, Any], counted: Mapping[str, float], peak: int | None, threads: int
+    ) -> Spent:
+        """Return it from a :func:`~dask_gpurt.bench.budget.budget`, and from what was counted meanwhile."""
+        seconds = spent["seconds"]
+        # Tasks that have left their slot for a read may be more than the workers have threads.
+        busy = seconds["computing"] * min(1.0, spent["thread_busy"])
+        reading = min(busy, counted["read_seconds"] / threads)
+        return cls(
+            planning=planning(seconds),
+            starting=seconds["first_task"],
+            reading=reading,
+            computing=busy - reading,
+            idle=seconds["computing"] - busy,
+            collecting=seconds["collect"],
+            tasks=sum(int(kind["count"]) for kind in spent["tasks"].values()),
+            longest_gap=spent["gaps"]["longest"],
+            read_bytes=counted["read_bytes"],
+            moved_bytes=counted["moved_bytes"],
+            spilled_bytes=counted["spilled_bytes"],
+            peak_bytes=peak,
+        )
+
+
+#: The parts of a run's seconds, in the order of time.
+PARTS = ("planning", "starting", "reading", "computing", "idle", "collecting")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Record a run of a query.
+
+    Parameters
+    ----------
+    query, contender
+        Which, by which method.
+    round
+        The number of its round.
+    warm
+        Whether it is the second one of its round, which is timed. The first one makes what is made once.
+    seconds
+        From the first expression until the result is on the client.
+    """
+
+    query: str
+    contender: str
+    round: int
+    warm: bool
+    seconds: float
+    spent: Spent
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Tell how many times as long the other method takes as the runtime.
+
+    Parameters
+    ----------
+    value
+        The median of the rounds; of a round it is the geometric mean of the queries.
+    low, high
+        The least and the largest of the rounds.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Describe the cluster that was measured.
+
+    Parameters
+    ----------
+    workers, threads, hosts
+        How many there are of each.
+    memory_limit
+        Bytes of the worker that has least; 0 where there is no limit.
+    backend
+        ``pandas`` or ``cudf``.
+    """
+
+    workers: int
+    threads: int
+    hosts: int
+    memory_limit: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Hold what the runtime reported after its last round.
+
+    Parameters
+    ----------
+    counters, fallbacks
+        Of the cluster: metrics by name, and how often something fell back, by id.
+    departed
+        Workers that have left.
+    """
+
+    counters: Mapping[str, float]
+    fallbacks: Mapping[str, int]
+    departed: int
+
+
+@dataclass(frozen=True, repr=False)
+class BenchResult:
+    """Tell what the runtime gains on a cluster, where the time goes, and what would help.
+
+    Parameters
+    ----------
+    machine
+        The cluster.
+    tables
+        The tables, in words.
+    from_files
+        Whether they were read from files, and not made by each query; making counts as reading then.
+    contenders
+        ``gpurt``, and the shuffle method that it was compared with; ``gpurt`` alone where the runtime had
+        been on before.
+    runs
+        All of them, in order. Each result was equal to the first one of its query.
+    observed
+        Of the runtime.
+    """
+
+    machine: Machine
+    tables: str
+    from_files: bool
+    contenders: tuple[str, ...]
+    runs: tuple[Run, ...]
+    observed: Observed
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """Return what the runtime gains; None where there is nothing to compare it with."""
+        if len(self.contenders) == 1:
+            return None
+        ours, theirs = (self._seconds(name) for name in self.contenders)
+        of_rounds = [
+            statistics.geometric_mean(theirs[query, number] / ours[query, number] for query in self.queries)
+            for number in sorted({number for _, number in ours})
+        ]
+        return Ratio(statistics.median(of_rounds), min(of_rounds), max(of_rounds))
+
+    def _seconds(self, contender: str) -> dict[tuple[str, int], float]:
+        """Return the seconds of warm runs, by query and round."""
+        return {(run.query, run.round): run.seconds for run in self.runs if self._is(run, contender)}
+
+    @staticmethod
+    def _is(run: Run, contender: str, *, warm: bool = True) -> bool:
+        return run.contender == contender and run.warm is warm
+
+    @property
+    def queries(self) -> list[str]:
+        """Return the names of the queries, in order."""
+        return list(dict.fromkeys(run.query for run in self.runs))
+
+    def typical(self, query: str, contender: str) -> Run:
+        """Return the warm run of median length, whole, so that its parts add up."""
+        mine = [run for run in self.runs if run.query == query and self._is(run, contender)]
+        return sorted(mine, key=lambda run: run.seconds)[(len(mine) - 1) // 2]
+
+    def first_seconds(self, query: str, contender: str) -> float:
+        """Return the median seconds of the first run of each round."""
+        return statistics.median(
+            run.seconds for run in self.runs if run.query == query and self._is(run, contender, warm=False)
+        )
+
+    @property
+    def findings(self) -> Findings:
+        """Return the figures of the runtime that advice is made of, summed up over the queries."""
+        spent = [self.typical(query, GPURT).spent for query in self.queries]
+        limit = self.machine.memory_limit
+        peaks = [one.peak_bytes for one in spent if one.peak_bytes is not None]
+        return Findings(
+            **{name: sum(getattr(one, name) for one in spent) for name in PARTS},
+            tasks=sum(one.tasks for one in spent),
+            longest_gap=max(one.longest_gap for one in spent),
+            threads=self.machine.threads,
+            hosts=self.machine.hosts,
+            spilled_bytes=sum(one.spilled_bytes for one in spent),
+            peak_share=max(peaks) / limit if peaks and limit else 0.0,
+            counters=self.observed.counters,
+            fallbacks=self.observed.fallbacks,
+            departed=self.observed.departed,
+            from_files=self.from_files,
+            against=self.contenders[-1],
+            ratio=None if self.ratio is None else (self.ratio.value, self.ratio.low, self.ratio.high),
+        )
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """Return what would help, the weightiest first."""
+        return tuple(advise(self.findings))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a frame with a row for each query and contender, in seconds and bytes.
+
+        Returns
+        -------
+        pandas.DataFrame
+            ``first`` and ``warm`` seconds, the median of rounds; and the fields of :class:`Spent` of the warm
+            run of median length.
+        """
+        return pd.DataFrame(
+            [
+                {
+                    "query": query,
+                    "contender": contender,
+                    "first": self.first_seconds(query, contender),
+                    "warm": statistics.median(
+                        seconds for (of, _), seconds in self._seconds(contender).items() if of == query
+                    ),
+                    **asdict(self.typical(query, contender).spent),
+                }
+                for query in self.queries
+                for contender in self.contenders
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it all as values that JSON holds."""
+        plain = {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+        return plain | {"ratio": _plain(self.ratio), "advice": _plain(self.advice)}
+
+    def verdict(self) -> str:
+        """Say what the runtime gains, in a sentence."""
+        if self.ratio is None:
+            return "The runtime had been on before and was left on: there is nothing to compare it with."
+        ratio, other = self.ratio, self.contenders[-1]
+        rounds = len({run.round for run in self.runs})
+        return (
+            f"{other} takes {ratio.value:.2f} times as long as the runtime ({ratio.low:.2f} to "
+            f"{ratio.high:.2f} in {rounds} round{'s' * (rounds != 1)}; geometric mean of "
+            f"{len(self.queries)} queries)."
+        )
+
+    def heading(self) -> str:
+        """Say what was measured, in a line."""
+        of = self.machine
+        return f"{of.workers} workers, {of.threads} threads, {of.backend}; {self.tables}"
+
+    def cells(self, parts: Sequence[str]) -> list[list[str]]:
+        """Return rows of text: query, contender, and columns of :meth:`to_pandas`."""
+        frame = self.to_pandas()[["query", "contender", *parts]]
+        return [
+            [readable(str(name), value) for name, value in row.items()] for row in frame.to_dict("records")
+        ]
+
+    def __repr__(self) -> str:
+        lines = [f"<BenchResult: {self.heading()}"]
+        for names in (SECONDS, SIZES):
+            frame = pd.DataFrame(self.cells(names), columns=["query", "contender", *names])
+            lines.append(frame.to_string(index=False))
+        lines += [self.verdict(), *(f"- {one}" for one in self.advice)]
+        return "\n".join(lines) + ">"
+
+
+#: The columns that are printed, in two tables, so that each fits into a terminal.
+SECONDS = ("first", "warm", *PARTS)
+SIZES = ("tasks", "read_bytes", "moved_bytes", "spilled_bytes", "peak_bytes")
+
+
+def readable(name: str, value: Any) -> str:
+    """Return a value of a column as text: seconds in hundredths, bytes with their unit."""
+    if value is None or value != value:
+        return "-"
+    if name.endswith("_bytes"):
+        return format_bytes(int(value))
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,161 @@
+"""Run ``dask gpurt bench``: a few queries with the runtime and without, the budget of each, and advice."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import click
+from distributed import Client
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import dask_gpurt
+from dask_gpurt.bench import BenchResult, measure
+from dask_gpurt.bench.measure import METHODS
+from dask_gpurt.bench.results import SECONDS, SIZES, Run
+from dask_gpurt.cli.cluster import choose_backend, connected, default_workers, local_cluster
+from dask_gpurt.cli.environment import environment
+
+#: Headings of columns that would not fit beside each other into 80 columns.
+SHORT = {
+    "planning": "plan",
+    "starting": "start",
+    "reading": "read",
+    "computing": "comp",
+    "collecting": "coll",
+    "read_bytes": "read",
+    "moved_bytes": "moved",
+    "spilled_bytes": "spilled",
+    "peak_bytes": "peak",
+}
+
+
+@click.command()
+@click.option("--scheduler", metavar="ADDRESS", help="Your own idle cluster. [default: one on this machine]")
+@click.option("--workers", type=click.IntRange(min=1), help="Of a cluster here. [default: 2, or one per GPU]")
+@click.option("--protocol", help="Protocol of a cluster here, such as tcp or ucx.")
+@click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
+@click.option(
+    "--scale",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.1,
+    show_default=True,
+    help="Size of the tables: 1 has 6 million items of orders.",
+)
+@click.option("--partitions", type=click.IntRange(min=1), help="Of large tables. [default: 2 a thread]")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--against", type=click.Choice(METHODS), help="[default: the method that you have configured]")
+@click.option(
+    "--data",
+    metavar="FOLDER",
+    help="All workers write tables into gpurt-bench there, and read them. [default: a temporary folder for a "
+    "cluster here; else none, and each query makes them]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def bench(
+    scheduler: str | None,
+    workers: int | None,
+    protocol: str | None,
+    backend: str,
+    data: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure what the runtime gains on a cluster, where the time goes, and what would help.
+
+    Four queries over tables that the workers make, with the runtime and with the shuffle that you have now,
+    in turns; all results are compared. On your own cluster the runtime is switched on and off, and left as it
+    was.
+    """
+    if scheduler is not None and (workers or protocol):
+        raise click.UsageError("--workers and --protocol are of a cluster here, and not of --scheduler")
+    with ExitStack() as stack:
+        if scheduler is not None:
+            client = stack.enter_context(connected(scheduler))
+            backend = _backend_of(client) if backend == "auto" else choose_backend(backend)
+        else:
+            backend = choose_backend(backend)
+            client = stack.enter_context(_here(backend, workers, protocol))
+            data = data or stack.enter_context(tempfile.TemporaryDirectory(prefix="gpurt-bench-"))
+        try:
+            with _progress(quiet=as_json) as on_run:
+                result = measure(client, backend=backend, folder=data, on_run=on_run, **options)
+        except ImportError as error:
+            raise click.ClickException(
+                f"{error}: dask-gpurt {dask_gpurt.__version__} has to be installed on the scheduler and all "
+                "workers too"
+            ) from error
+        except (RuntimeError, ValueError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(result.to_dict() | environment()))
+    else:
+        print_result(result)
+
+
+@contextmanager
+def _here(backend: str, workers: int | None, protocol: str | None) -> Iterator[Client]:
+    """Start a cluster on this machine, with a client that is not the default one."""
+    count = workers or default_workers(backend)
+    with (
+        local_cluster(backend, count, protocol) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        client.wait_for_workers(count)
+        yield client
+
+
+def _backend_of(client: Client) -> str:
+    """Return the library of a cluster: cudf where each worker has a GPU, and this process can use it too."""
+    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    has_gpus = bool(workers) and all(worker.get("gpu") for worker in workers)
+    return "cudf" if has_gpus and importlib.util.find_spec("dask_cudf") is not None else "pandas"
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[Run, int], None]]:
+    """Show how many runs have ended; yield what is told of each."""
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        bar = progress.add_task("starting", total=None)
+        yield lambda run, total: progress.update(
+            bar, advance=1, total=total, description=f"{run.query}, {run.contender}"
+        )
+
+
+def print_result(result: BenchResult) -> None:
+    """Print the tables of a result, what the runtime gains, and what would help."""
+    console = Console(highlight=False)
+    console.print(result.heading(), markup=False)
+    console.print(
+        _table(
+            result,
+            SECONDS,
+            "Seconds of the first and the second run, and the parts of the second: until there are tasks, "
+            "until the first begins; of a mean task thread reading, the rest of tasks, none; and collecting",
+        )
+    )
+    sizes = "Of the same run: tasks, bytes of all workers, and the most memory of one"
+    console.print(_table(result, SIZES, sizes))
+    console.print(result.verdict(), markup=False)
+    for advice in result.advice:
+        console.print(f"- {advice.figure}: {advice.do}", markup=False)
+        console.print(f"  {advice.see}", style="dim", markup=False)
+
+
+def _table(result: BenchResult, parts: Sequence[str], caption: str) -> Table:
+    table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("query", "by"):
+        table.add_column(heading, no_wrap=True)
+    for heading in parts:
+        table.add_column(SHORT.get(heading, heading), justify="right", no_wrap=True)
+    for row in result.cells(parts):
+        table.add_row(*row, end_section=row[1] == result.contenders[-1])
+    return table
