@@ -28,7 +28,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import RENEW
-from dask_gpurt.shuffle.spec import output_partition
+from dask_gpurt.shuffle.spec import outputs_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Recovery:
         """Keep the results of the tasks of a run."""
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
-        outputs = {task.key: output_partition(task.run_spec) for task in barrier.dependents}
+        outputs = {task.key: output for task, output in outputs_of(barrier)}
         # Where a part of what is made of outputs was lost, the other outputs are not needed,
         # and stay so for as long as the collection is kept.
         pending = {task.key for task in barrier.dependents if task.state not in IDLE}
@@ -480,8 +480,7 @@ class Recovery:
         self._read[shuffle].difference_update(to)
         run.participating_workers.update(to.values())
         moved = {**to, **idle}
-        for task in self._barrier(shuffle).dependents:
-            partition = output_partition(task.run_spec)
+        for task, partition in outputs_of(self._barrier(shuffle)):
             if partition is None or partition in moved:
                 restrict_again(self._extension, task, None if partition is None else moved[partition])
         self._send_owners(shuffle, run.participating_workers)
@@ -550,9 +549,15 @@ def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
         than one task, and by none yet.
     """
     needed, others = set[int | None](), set[int | None]()
-    for task in barrier.dependents:
-        (needed if is_unfinished(task) else others).add(output_partition(task.run_spec))
+    for task, output in outputs_of(barrier):
+        (needed if is_unfinished(task) else others).add(output)
     return set(outputs) - (others - needed)
+
+
+def asked_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
+    """Return those of some outputs that have a task; all where a task does not show which is its own."""
+    asked = {output for _, output in outputs_of(barrier)}
+    return {output for output in outputs if output in asked or None in asked}
 
 
 def sharing_outputs(barrier: Any) -> set[Any]:

@@ -15,10 +15,10 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
-from dask_gpurt.frames import Packed, Piece, Routed, Table
+from dask_gpurt.frames import Packed, Packer, Piece
 from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.shuffle.owners import Owners, Share
-from dask_gpurt.shuffle.spec import ShuffleSpec
+from dask_gpurt.shuffle.spec import Input, RunSpec
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sender:
 
     def __init__(
         self,
-        spec: ShuffleSpec,
+        spec: RunSpec,
         run: RunKey,
         owners: Owners,
         exchange: Exchange,
@@ -77,7 +77,7 @@ class Sender:
         self._published: dict[int, _Published] = {}
         self._retries = itertools.count()
 
-    def add(self, frame: Any, source: int, dispatch: int) -> Attempt:
+    def add(self, data: Any, source: int, dispatch: int) -> Attempt:
         """Split an input partition and publish its shards, and a commit for each share.
 
         Blocks while the exchange pool is full.
@@ -93,33 +93,24 @@ class Sender:
             The one that has succeeded.
         """
         attempt = Attempt(dispatch, next(self._retries))
-        frame = self._validated(frame, source)
-        plain = frame.frame if isinstance(frame, Routed) else frame
-        table = self.exchange.table(plain)
-        outbox = self.exchange.pools.outbox(table.device.kind)
+        ready = self.spec.input(data, source, self.exchange)
+        outbox = self.exchange.pools.outbox(ready.packer.device.kind)
         metrics = self.exchange.metrics
-        metrics.add("shuffle.rows", len(plain))
+        ready.count(metrics)
         owners = self.owners
         shares = _beginning_after(self.exchange.me.address, owners.open_shares())
         if not shares:  # all that is needed of it has been received
             return attempt
         groups = [(share, share.outputs) for share in shares]
-        if self._will_spill(plain, table.device.kind, len(groups)):
+        if self._will_spill(ready, len(groups)):
             groups = [(share, (output,)) for share, outputs in groups for output in outputs]
         timed = metrics.seconds("shuffle.seconds.splitting", source)
         with timed, self.progress.seconds("splitting"):
-            pieces = table.split(
-                frame,
-                self.spec.column,
-                [list(outputs) for _, outputs in groups],
-                self.spec.npartitions,
-                drop_column=self.spec.drop_column,
-                ignore_index=self.spec.ignore_index,
-            )
+            pieces = ready.split([outputs for _, outputs in groups])
         owned = [
             (share, piece) for (share, _), piece in zip(groups, pieces, strict=True) if piece is not None
         ]
-        packing = _Packing(self, table, outbox, source, attempt)
+        packing = _Packing(self, ready.packer, outbox, source, attempt)
         packing.publish_all(owned)
         outputs = frozenset(output for share in shares for output in share.outputs)
         published = _Published(source, attempt, outputs, outbox, tuple(packing.shards))
@@ -165,37 +156,14 @@ class Sender:
                 self.offer(share.owner, replace(shard, share=share.id, part=part))
             self.offer(share.owner, Commit(share.id, published.source, published.attempt, len(shards)))
 
-    def _will_spill(self, frame: Any, kind: str, shares: int) -> bool:
+    def _will_spill(self, ready: Input, shares: int) -> bool:
         """Return whether owners can hardly keep live all that is shuffled, if other inputs are like this one.
 
         A section that has been spilled is read as a whole for each output in it. So each output
         gets a section of its own then; otherwise fewer and larger ones are cheaper.
         """
-        share = sizeof(frame) * self.spec.npartitions // max(1, shares)
-        return not self.exchange.landing.keeps(share, kind)
-
-    def _validated(self, frame: Any, source: int) -> Any:
-        """Return the partition with its columns in order; refuses it before anything of it is published."""
-        if isinstance(frame, Routed):
-            plain = self._in_order(
-                frame.frame, [c for c in self.spec.columns if c != self.spec.column], source
-            )
-            if plain is frame.frame:
-                return frame
-            return replace(frame, frame=plain, assign=lambda: frame.assign()[list(self.spec.columns)])
-        return self._in_order(frame, list(self.spec.columns), source)
-
-    def _in_order(self, frame: Any, columns: list[Any], source: int) -> Any:
-        if list(frame.columns) == columns:
-            return frame
-        missing = sorted(map(str, set(columns) - set(frame.columns)))
-        extra = sorted(map(str, set(frame.columns) - set(columns)))
-        if missing or extra:
-            raise ValueError(
-                f"input partition {source} of shuffle {self.spec.id} has other columns than the collection "
-                f"says: missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
-            )
-        return frame[columns]
+        share = sizeof(ready.data) * self.spec.ninputs // max(1, shares)
+        return not self.exchange.landing.keeps(share, ready.packer.device.kind)
 
 
 def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
@@ -214,9 +182,9 @@ class _Packing:
     after that has no commit, and a later one takes the place of what it has published.
     """
 
-    def __init__(self, sender: Sender, table: Table, outbox: Outbox, source: int, attempt: Attempt):
+    def __init__(self, sender: Sender, packer: Packer, outbox: Outbox, source: int, attempt: Attempt):
         self.sender = sender
-        self.table = table
+        self.packer = packer
         self.outbox = outbox
         self.source = source
         self.attempt = attempt
@@ -245,7 +213,7 @@ class _Packing:
 
     def _give_back(self) -> None:
         if self._packed:
-            self.table.settle()  # nothing may write into these blocks when they are used next
+            self.packer.settle()  # nothing may write into these blocks when they are used next
             for _, _, packed in self._packed:
                 self.outbox.give_back(packed.block)
 
@@ -256,10 +224,10 @@ class _Packing:
         except PoolFull as full:
             if len(piece) < 2:
                 raise ValueError(
-                    f"one row of shuffle {self.sender.spec.id} takes {full.nbytes} bytes, "
+                    f"{self.sender.spec.smallest} takes {full.nbytes} bytes, "
                     f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least that"
                 ) from full
-            for half in piece.halves(self.table.cut):
+            for half in piece.halves(self.packer.cut):
                 if len(half):
                     self._pack(share, half)
         else:
@@ -270,13 +238,13 @@ class _Packing:
             self.sender.check()
             seen = self.outbox.freed
             try:
-                return self.table.pack(piece, self.outbox)
+                return self.packer.pack(piece, self.outbox)
             except PoolFull as full:
                 self._publish()
                 self.outbox.wait_for_room(full.nbytes, seen, self.sender.check)
 
     def _publish(self) -> None:
-        self.table.settle()
+        self.packer.settle()
         packed, self._packed = self._packed, []
         sections: dict[Share, list[tuple[Piece, Packed]]] = {}
         for share, piece, one in packed:
@@ -299,7 +267,7 @@ class _Packing:
         return Shard(
             id=id_,
             producer=self.sender.exchange.me,
-            device=self.table.device.kind,
+            device=self.packer.device.kind,
             share=share.id,
             source=self.source,
             attempt=self.attempt,
