@@ -1,12 +1,13 @@
-"""Time rechunks of an array by method, side by side on one cluster, and compare every chunk.
+"""Time rechunks of an array by method, side by side on two clusters, and compare every chunk.
 
     python -m benchmarks.array --size 2GiB --chunks 16 --workers 2 --repeat 5 --json results.json
 
 The array is of random float64, cut into rows, and is on the workers before the clock starts. ``rechunk`` cuts
 it into columns, ``transpose`` its transpose into rows. Timed is building the graph, ``persist`` and ``wait``.
-The methods take turns; each turn begins with another one. ``gpurt`` is ``p2p`` with the runtime on; for the
-others it is off: ``p2p`` is Dask's own as shipped, which writes to files, ``p2p-memory`` is the same with
-``distributed.p2p.storage.disk: false``, and ``tasks`` has no barrier.
+The methods take turns; each turn begins with another one. ``gpurt`` is ``p2p`` on a cluster with the runtime
+on. The others run on a cluster where it never was on, which has the same array: ``p2p`` is Dask's own as
+shipped, which writes to files, ``p2p-memory`` is the same with ``distributed.p2p.storage.disk: false``, and
+``tasks`` has no barrier. One cluster computes at a time.
 
 Besides seconds it tells processor seconds, of all workers and of the process of client and scheduler, since
 these say more on a machine that computes other things too. Ratios are medians of the turns, each method
@@ -17,10 +18,12 @@ chunk has to be the same for all methods.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,18 +75,27 @@ class Run:
 
 
 def measure(
-    client: Client, size: int, chunks: int, methods: Sequence[str], operations: Sequence[str], repeat: int
+    clients: Mapping[str, Client],
+    size: int,
+    chunks: int,
+    methods: Sequence[str],
+    operations: Sequence[str],
+    repeat: int,
 ) -> list[Run]:
-    """Run every operation with every method, taking turns."""
+    """Run every operation with every method, each with its client, taking turns."""
     runs = []
-    rows = random_rows(size, chunks).persist()
-    wait(rows)
+    arrays: dict[Client, da.Array] = {}
+    for client in set(clients.values()):
+        arrays[client] = client.persist(random_rows(size, chunks))
+        with client.as_current():
+            wait(arrays[client])
     for operation in operations:
         expected: list[int] = []
         for turn in range(repeat + 1):
             first = turn % len(methods)
             for method in [*methods[first:], *methods[:first]]:
-                run, checksums = timed_run(client, operation, method, turn, rows, chunks)
+                client = clients[method]
+                run, checksums = timed_run(client, operation, method, turn, arrays[client], chunks)
                 expected = expected or checksums
                 if checksums != expected:
                     raise ValueError(f"{operation}: {method} gives other chunks than {methods[0]}")
@@ -106,26 +118,18 @@ def timed_run(
     client: Client, operation: str, method: str, turn: int, rows: da.Array, chunks: int
 ) -> tuple[Run, list[int]]:
     """Time an operation with one method; also return the checksums of its chunks."""
-    if method == OURS:
-        dask_gpurt.enable(client)
-    storage = {"distributed.p2p.storage.disk": method != "p2p-memory"}
-    try:
-        client.run(gc.collect)
-        take_peaks(client)
-        with dask.config.set(storage):
-            before, began = processor_seconds(client), time.perf_counter()
-            how = "tasks" if method == "tasks" else "p2p"
-            result = OPERATIONS[operation](rows, chunks, how).persist()
-            wait(result)
-            seconds = time.perf_counter() - began
-        used = processor_seconds(client) - before
-        run = Run(operation, method, turn, seconds, used, take_peaks(client))
-        checksums = dask.compute(*(dask.delayed(checksum)(block) for block in result.to_delayed().ravel()))
-        del result
-        return run, list(checksums)
-    finally:
-        if method == OURS:
-            dask_gpurt.disable(client)
+    client.run(gc.collect)
+    take_peaks(client)
+    with client.as_current(), dask.config.set({"distributed.p2p.storage.disk": method != "p2p-memory"}):
+        before, began = processor_seconds(client), time.perf_counter()
+        how = "tasks" if method == "tasks" else "p2p"
+        result = client.persist(OPERATIONS[operation](rows, chunks, how))
+        wait(result)
+        seconds = time.perf_counter() - began
+    used = processor_seconds(client) - before
+    run = Run(operation, method, turn, seconds, used, take_peaks(client))
+    blocks = [dask.delayed(checksum)(block) for block in result.to_delayed().ravel()]
+    return run, client.gather(client.compute(blocks))
 
 
 def processor_seconds(client: Client) -> float:
@@ -174,6 +178,18 @@ def compare(values: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _client(workers: int) -> Iterator[Client]:
+    """Yield the client of a cluster of its own."""
+    options: dict[str, Any] = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(processes=True, silence_logs=logging.ERROR, **options) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        client.register_plugin(PeakMemory())
+        yield client
+
+
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--size", default="2GiB", show_default=True, callback=in_bytes)
 @click.option("--chunks", type=click.IntRange(min=1), default=16, show_default=True)
@@ -191,10 +207,11 @@ def main(
     repeat: int,
     output: Path | None,
 ) -> None:
-    options: dict[str, Any] = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": ":0"}
-    with LocalCluster(processes=True, **options) as cluster, Client(cluster) as client:
-        client.register_plugin(PeakMemory())
-        runs = measure(client, size, chunks, methods, operation, repeat)
+    with ExitStack() as stack:
+        ours, theirs = (stack.enter_context(_client(workers)) for _ in range(2))
+        dask_gpurt.enable(ours)
+        clients = {method: ours if method == OURS else theirs for method in methods}
+        runs = measure(clients, size, chunks, methods, operation, repeat)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": {

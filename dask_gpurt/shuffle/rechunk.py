@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,7 +88,7 @@ class ChunkInput:
     plan: Plan
 
     def count(self, metrics: Metrics) -> None:
-        metrics.add("shuffle.elements", self.data.size)
+        metrics.add("shuffle.elements", math.prod(self.data.shape))
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Piece | None]:
         return self.packer.split(self.data, self.plan.boxes(self.source, self.data.shape), groups)

@@ -159,6 +159,15 @@ def with_runs(block: np.ndarray, kind: str) -> np.ndarray:
     return block
 
 
+def test_chunks_that_were_culled_are_received_when_they_are_asked_for(client: Client) -> None:
+    """Two graphs share a rechunk: the second one needs chunks that nobody wanted as the run began."""
+    result = array().rechunk(COLUMNS, method="p2p")
+    first = result[:, :18].persist()
+    wait(first)
+    np.testing.assert_array_equal(result.compute(), numbers())
+    np.testing.assert_array_equal(first.compute(), numbers()[:, :18])
+
+
 # ---- a worker is lost ------------------------------------------------------------------------------
 
 
