@@ -25,7 +25,7 @@ from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment, installed_versions
 
 from ..common.commandline import split_list, write
-from .contenders import CONTENDERS, CUDF_POLARS, GPURT, P2P, TASKS, ClusterOptions, clusters_of, start
+from .contenders import CONTENDERS, CUDF_POLARS, GPURT, P2P, SHARED, TASKS, ClusterOptions, clusters_of, start
 from .cudf_polars import is_installed, run_polars
 from .figures import print_summary, ratios, rounded, summarise
 from .gpu import can_trace
@@ -47,9 +47,8 @@ def _numbers(_: Any, __: Any, text: str) -> list[int]:
 def run_rounds(parameters: dict[str, Any], plan: Plan) -> Iterator[Run]:
     """Start clusters, as many times as there are rounds, and run all queries on them."""
     names = parameters["contenders"]
-    options = ClusterOptions(
-        **{name: parameters[name] for name in ("backend", "workers", "threads", "protocol", "rmm_pool_size")}
-    )
+    names_of_options = ("backend", "workers", "threads", "protocol", "rmm_pool_size", "concurrency")
+    options = ClusterOptions(**{name: parameters[name] for name in names_of_options})
     groups = clusters_of(names)
     on_host = options.backend == "pandas"
     for number in range(parameters["rounds"]):
@@ -96,6 +95,13 @@ def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=2),
+    default=2,
+    show_default=True,
+    help=f"Workers of {SHARED} in place of each one.",
+)
 @click.option("--repeat", type=click.IntRange(min=0), default=3, show_default=True, help="Warm runs.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")

@@ -17,7 +17,7 @@ from .budget import TaskLog
 from .gpu import Utilisation, wait_until_idle
 
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
-#: The runtime with two workers in place of each one.
+#: The runtime with several workers in place of each one.
 SHARED = "gpurt-shared"
 #: The runtime, which leaves each operation of a query a task of its own. Run it and the runtime as it is one
 #: after the other: what a client plans with is kept until another one is the current one.
@@ -28,7 +28,6 @@ CONTENDERS = (GPURT, UNFUSED, SHARED, TASKS, P2P, CUDF_POLARS)
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     SHARED: {
         "gpurt.enabled": True,
-        "gpurt.compute.concurrency": 2,
         # As in the file that `pip install` puts into Dask's configuration.
         "distributed.nanny.preload": ["dask_gpurt.preload"],
     },
@@ -46,6 +45,12 @@ class ClusterOptions:
     threads: int
     protocol: str | None
     rmm_pool_size: str | float | None
+    concurrency: int = 2
+
+    def settings(self, name: str) -> Mapping[str, Any]:
+        """Return the settings of a contender."""
+        shared = {"gpurt.compute.concurrency": self.concurrency} if name == SHARED else {}
+        return {**SETTINGS.get(name, {}), **shared}
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
     with ExitStack() as stack:
         found: list[Contender] = []
         for names in groups:
-            with dask.config.set(SETTINGS.get(names[0], {})):
+            with dask.config.set(options.settings(names[0])):
                 cluster = stack.enter_context(
                     local_cluster(
                         options.backend,
@@ -96,7 +101,7 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
                     )
                 )
                 client: Any = stack.enter_context(Client(cluster, set_as_default=False))
-                client.wait_for_workers(options.workers * (2 if SHARED in names else 1))
+                client.wait_for_workers(options.workers * (options.concurrency if SHARED in names else 1))
                 if names[0] in WITH_RUNTIME:
                     dask_gpurt.enable(client)
             client.register_plugin(TaskLog(), name=TaskLog.name)

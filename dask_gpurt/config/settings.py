@@ -66,10 +66,10 @@ class ComputeSettings:
     Parameters
     ----------
     concurrency
-        Workers in place of each one that is started, which share its GPU.
+        Workers in place of each one that is started, which share its GPU; None leaves it to what the GPU is.
     """
 
-    concurrency: int = _setting(values.positive)
+    concurrency: int | None = _setting(values.positive_or_auto)
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,17 @@ class CudfTable:
             self.fence()()
         pool.close()
 
+    def warm_up_operators(self) -> None:
+        """Compile what cudf's own operators would compile on first use, and keep on disk.
+
+        A division looks for zeros and infinities with cupy, whose reductions take seconds to compile: the
+        first mean of a groupby took 7 s on an H200.
+        """
+        numbers, counts = cudf.Series([1.0, 2.0]), cudf.Series([1, 2])
+        for dividend in (numbers, counts):
+            for divisor in (numbers, counts, 2.0):
+                dividend / divisor
+
 
 class _Spare:
     """Room in a pool of its own."""

@@ -100,3 +100,17 @@ def warm_up(devices: Mapping[str, Device]) -> None:
         from dask_gpurt.frames.cudf import CudfTable
 
         CudfTable(devices["cuda"]).warm_up()
+
+
+def warm_up_operators(devices: Mapping[str, Device]) -> None:
+    """Compile what the operators of a library of GPU frames would compile on first use. Blocks, for seconds.
+
+    Parameters
+    ----------
+    devices
+        Those of this worker, by kind.
+    """
+    if "cuda" in devices:
+        from dask_gpurt.frames.cudf import CudfTable
+
+        CudfTable(devices["cuda"]).warm_up_operators()

@@ -21,9 +21,12 @@ from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.dask_hooks.nanny import another_nanny, require_free_address
 from dask_gpurt.device.base import COLOCATED
 from dask_gpurt.device.mps import MpsError, MultiProcessService
+from dask_gpurt.topology.detect import memory_of, nvml_library
 
 logger = logging.getLogger(__name__)
 
+#: What ``auto`` starts on a GPU on which each of them has as much memory as a whole one of 32 GiB.
+AUTO, ROOMY_BYTES = 2, 64 * 2**30
 #: Tells a worker why it is alone although the settings want more.
 ALONE = "GPURT_ALONE"
 #: Sizes that dask-cuda gives to the pool of a worker, or takes for its limits.
@@ -47,8 +50,7 @@ async def colocate(nanny: Any) -> None:
     nanny
         Of dask-cuda or of Dask; its worker has not been started yet.
     """
-    count = config.load().compute.concurrency
-    if count == 1 or nanny in _beside:
+    if nanny in _beside or (count := await _count(nanny)) == 1:
         return
     try:
         require_free_address(nanny)
@@ -65,6 +67,33 @@ async def colocate(nanny: Any) -> None:
     for other in others:
         other.pre_spawn_env |= nanny.pre_spawn_env
     _colocated[nanny] = {other: asyncio.create_task(_start(other)) for other in others}
+
+
+async def _count(nanny: Any) -> int:
+    """Return how many workers there are to be in place of one."""
+    given = config.load().compute.concurrency
+    if given is not None:
+        return given
+    if not has_gpu(nanny):
+        return 1
+    device = nanny.env["CUDA_VISIBLE_DEVICES"].partition(",")[0].strip()
+    return default_count(await asyncio.to_thread(lambda: memory_of(device, nvml_library())))
+
+
+def default_count(memory: int | None) -> int:
+    """Return what ``auto`` starts on a GPU.
+
+    Parameters
+    ----------
+    memory
+        Bytes of the GPU; None where it has none of its own, or is not known.
+
+    Examples
+    --------
+    >>> default_count(141 * 2**30), default_count(24 * 2**30), default_count(None)
+    (2, 1, 1)
+    """
+    return AUTO if memory is not None and memory >= ROOMY_BYTES else 1
 
 
 async def _start(nanny: Nanny) -> None:

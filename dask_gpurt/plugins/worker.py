@@ -26,7 +26,7 @@ from dask_gpurt.device import Device
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.frames.registry import import_backends, warm_up
+from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins.colocation import ALONE
@@ -164,7 +164,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.reads.install()
         testing.instrument(self, settings)
         self.is_on = True
-        call_soon(worker, self.exchange.offload, _warm_up, self.exchange.pools.devices)
+        call_soon(worker, self._warm_up)
+
+    async def _warm_up(self) -> None:
+        for load in (_load_kernels, warm_up_operators):
+            await self.exchange.offload(load, self.exchange.pools.devices)
 
     def _ignore_calls(self) -> None:
         """Have a worker that closes answer nothing to a scheduler that does not know that yet.
@@ -283,7 +287,7 @@ async def _ignore(**_: Any) -> None:
     """Handle a call by no answer, as where the runtime is off."""
 
 
-def _warm_up(devices: Mapping[str, Device]) -> None:
+def _load_kernels(devices: Mapping[str, Device]) -> None:
     """Load what the first shuffle would wait for, and have it looked through for garbage no more.
 
     A full collection goes through all that cudf, cupy and Dask consist of and keeps every thread

@@ -91,6 +91,31 @@ def nvml_missing() -> str | None:
     return reasons.get(nvml.NVML_STATE, "there is no NVIDIA driver that it can ask")
 
 
+def memory_of(device: str, library: Any | None) -> int | None:
+    """Return the bytes of a GPU's memory.
+
+    Parameters
+    ----------
+    device
+        As ``CUDA_VISIBLE_DEVICES`` names it: its index, or its id, of a MIG instance too.
+    library
+        The one of :func:`nvml_library`.
+
+    Returns
+    -------
+    int or None
+        None where NVML is not there, has no such device, or says that its memory is not its own.
+    """
+    if library is None:
+        return None
+    by_index, by_id = library.nvmlDeviceGetHandleByIndex, library.nvmlDeviceGetHandleByUUID
+    try:
+        handle = by_index(int(device)) if device.isdecimal() else by_id(device)
+        return int(library.nvmlDeviceGetMemoryInfo(handle).total)
+    except library.NVMLError:
+        return None
+
+
 class Nvml:
     """Ask NVML about GPUs and their links. Features that a driver or device lacks count as absent.
 

@@ -22,6 +22,7 @@ class FakeGpu:
     pcie: tuple[int, int] = (5, 16)
     mig: list[str] = field(default_factory=list)
     fabric: tuple[bytes, int] | None = None
+    memory: int | None = 141 * 2**30  # None where it is the host's
 
     @property
     def uuid(self) -> str:
@@ -66,7 +67,20 @@ class FakeNvml:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        if index >= len(self.gpus):
+            raise self.NVMLError("invalid argument")
         return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu
+        raise self.NVMLError("not found")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
+        if handle.memory is None:
+            raise self.NVMLError("not supported")
+        return SimpleNamespace(total=handle.memory)
 
     def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
         return handle if isinstance(handle, str) else handle.uuid

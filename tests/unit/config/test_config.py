@@ -202,7 +202,7 @@ def test_good_values(key: str, value: object, expected: object) -> None:
         ("gpurt.shuffle", 5),
         ("gpurt.compute.concurrency", 0),
         ("gpurt.compute.concurrency", True),
-        ("gpurt.compute.concurrency", "auto"),
+        ("gpurt.compute.concurrency", "many"),
         ("gpurt.reads.threads", 0),
         ("gpurt.reads.beside", -1),
         ("gpurt.overlap.mode", "always"),
