@@ -237,8 +237,7 @@ class ChunkTable(ABC):
         boxes: list[tuple[Target, Array]] = []
         pickles = defaultdict[Index, list[Any]](list)
         for part in parts:
-            layout = layout_of(part)
-            starts = layout.starts()
+            layout, starts = opened(part)
             for at in range(*part.offsets[part.index : part.index + 2]):
                 if isinstance(layout, PlainLayout):
                     target = layout.targets[at]
@@ -264,12 +263,13 @@ class ChunkTable(ABC):
         return filled
 
 
-def layout_of(part: Part) -> PlainLayout | PickledLayout:
-    """Return the layout of the buffer that a part lies in, which is unpickled once."""
-    if "layout" not in part.memo:
-        part.memo["layout"] = pickle.loads(part.header)
-    layout: PlainLayout | PickledLayout = part.memo["layout"]
-    return layout
+def opened(part: Part) -> tuple[PlainLayout | PickledLayout, list[int]]:
+    """Return the layout of the buffer that a part lies in, and where what it has begins; read once."""
+    if "opened" not in part.memo:
+        layout = pickle.loads(part.header)
+        part.memo["opened"] = layout, layout.starts()
+    found: tuple[PlainLayout | PickledLayout, list[int]] = part.memo["opened"]
+    return found
 
 
 def _piece(

@@ -11,7 +11,7 @@ from typing import Any
 from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec, old_to_new
 from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, array_library
 from dask_gpurt.frames.boxes import Chunks, Grid, Plan
-from dask_gpurt.frames.chunks import layout_of
+from dask_gpurt.frames.chunks import opened
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.spec import RunSpec, Tables
 
@@ -102,7 +102,7 @@ class ChunkAssembler:
 
     def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
         """Return a new chunk that consists of the boxes of some parts."""
-        libraries = {layout_of(part).library for part in parts}
+        libraries = {opened(part)[0].library for part in parts}
         if len(libraries) > 1:
             raise TypeError(f"the chunks of an array are of different libraries: {sorted(libraries)}")
         table = self.tables.chunk_table(libraries.pop())

@@ -178,33 +178,47 @@ def own(library: Library) -> Iterator[Client]:
         yield client
 
 
-def waits(block: np.ndarray, part: int, block_id: Any = None) -> np.ndarray:
+def waits(block: np.ndarray, part: tuple[int, int], block_id: Any = None) -> np.ndarray:
     """Have one chunk wait for an event, and say where it does."""
-    if block_id is not None and block_id[0] == part and not Event("go").is_set():
+    if block_id == part and not Event("go").is_set():
         Variable("worker").set(get_worker().address)
         Event("reached").set()
         Event("go").wait(timeout=60)
     return block
 
 
-@pytest.mark.parametrize("victim", ["the one that waits", "another"])
+VICTIMS = ("the one that waits", "another")
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_worker_is_killed_during_transfer(own: Client, victim: str) -> None:
-    held = array().map_blocks(waits, 7, dtype="f8")
-    result = held.rechunk(COLUMNS, method="p2p").persist()
-    Event("reached", client=own).wait(timeout=60)
-    busy = Variable("worker", client=own).get()
-    address = busy if victim == "the one that waits" else next(w for w in own.nthreads() if w != busy)
-    pid = own.run(os.getpid, workers=[address])[address]
-    os.kill(pid, signal.SIGKILL)
-    Event("go", client=own).set()
+    held = array().map_blocks(waits, (7, 0), dtype="f8")
+    assert_right_after_a_kill(own, held.rechunk(COLUMNS, method="p2p").persist(), victim)
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_worker_is_killed_between_two_rechunks(own: Client, victim: str) -> None:
+    """Dask makes one task of what unpacks a chunk and what transfers it for the next rechunk."""
+    held = array().rechunk(COLUMNS, method="p2p").map_blocks(waits, (0, 2), dtype="f8")
+    assert_right_after_a_kill(own, held.rechunk((8, 36), method="p2p").persist(), victim)
+
+
+def assert_right_after_a_kill(client: Client, result: da.Array, victim: str) -> None:
+    Event("reached", client=client).wait(timeout=60)
+    busy = Variable("worker", client=client).get()
+    kill(client, busy if victim == VICTIMS[0] else next(w for w in client.nthreads() if w != busy))
+    Event("go", client=client).set()
     np.testing.assert_array_equal(result.compute(), numbers())
-    assert counters(own)["shuffle.taken-over"] >= 1
+    assert counters(client)["shuffle.taken-over"] >= 1
+
+
+def kill(client: Client, address: str) -> None:
+    pid = client.run(os.getpid, workers=[address])[address]
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_worker_is_killed_with_outputs(own: Client) -> None:
     result = array().rechunk(COLUMNS, method="p2p").persist()
     wait(result)
-    address = next(iter(own.nthreads()))
-    pid = own.run(os.getpid, workers=[address])[address]
-    os.kill(pid, signal.SIGKILL)
+    kill(own, next(iter(own.nthreads())))
     np.testing.assert_array_equal(result.compute(), numbers())
