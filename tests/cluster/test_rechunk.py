@@ -117,14 +117,14 @@ def test_chunks_are_those_of_tasks(client: Client, library: Library, program: st
 
 def test_dask_chooses_which_rechunks_go_through_the_runtime(client: Client) -> None:
     """A small graph is left to ``tasks``, as is what asks for it; with the take-over off all are Dask's."""
-    many, few = (4, 400), (400, 4)
-    values = numbers((400, 400))
+    many, few = (8, 160), (160, 8)
+    values = numbers((160, 160))
     before = counters(client).get("shuffle.taken-over", 0)
     result = array(many, values).rechunk(few)
     assert result.name.startswith("rechunk-p2p")
     np.testing.assert_array_equal(result.compute(), values)
     assert counters(client)["shuffle.taken-over"] == before + 1
-    for left in (array(many, values).rechunk((200, 400)), array(many, values).rechunk(few, method="tasks")):
+    for left in (array(many, values).rechunk((80, 160)), array(many, values).rechunk(few, method="tasks")):
         np.testing.assert_array_equal(left.compute(), values)
     assert counters(client)["shuffle.taken-over"] == before + 1
 
@@ -190,13 +190,13 @@ def waits(block: np.ndarray, part: tuple[int, int], block_id: Any = None) -> np.
 VICTIMS = ("the one that waits", "another")
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("victim", [VICTIMS[0], pytest.param(VICTIMS[1], marks=pytest.mark.slow)])
 def test_a_worker_is_killed_during_transfer(own: Client, victim: str) -> None:
     held = array().map_blocks(waits, (7, 0), dtype="f8")
     assert_right_after_a_kill(own, held.rechunk(COLUMNS, method="p2p").persist(), victim)
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("victim", [pytest.param(VICTIMS[0], marks=pytest.mark.slow), VICTIMS[1]])
 def test_a_worker_is_killed_between_two_rechunks(own: Client, victim: str) -> None:
     """Dask makes one task of what unpacks a chunk and what transfers it for the next rechunk."""
     held = array().rechunk(COLUMNS, method="p2p").map_blocks(waits, (0, 2), dtype="f8")
