@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed import WorkerPlugin
 from distributed.worker_state_machine import ExecuteFailureEvent
@@ -25,11 +25,13 @@ from dask_gpurt.config import Settings
 from dask_gpurt.device import Device, Pool
 from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.copies import address
-from dask_gpurt.frames import Packed, Part, Piece, Table
+from dask_gpurt.frames import ChunkTable, Packed, Part, Piece, Table
 from dask_gpurt.observe import Fallback
 
 #: Methods of a device that allocate memory of it and may raise MemoryError, where it has them.
 ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")
+
+AnyTable = TypeVar("AnyTable", Table, ChunkTable)
 
 #: The first byte, and the one behind the last.
 AddressRange = tuple[int, int]
@@ -289,10 +291,16 @@ class HandoverChecker:
             outbox = exchange.pools.known(kind)
             self.watch_frees(outbox.pool, lambda block: [block.buffer])
             self._watch_publishing(outbox)
-        table, release_soon = exchange.table, exchange._release_soon
+        table, chunk_table = exchange.table, exchange.chunk_table
+        release_soon = exchange._release_soon
 
         def watched_table(frame: Any) -> Table:
-            return watch_table(table(frame), self)
+            found: Table = table(frame)
+            return watch_table(found, self)
+
+        def watched_chunk_table(library: str) -> ChunkTable:
+            found: ChunkTable = chunk_table(library)
+            return watch_table(found, self)
 
         def watched_release_soon(path: Any, shard: Any) -> None:
             if path.mapping is not None:
@@ -300,7 +308,8 @@ class HandoverChecker:
                 self.hand_over("a shard is let go", blocks)
             release_soon(path, shard)
 
-        exchange.table, exchange._release_soon = watched_table, watched_release_soon
+        exchange.table, exchange.chunk_table = watched_table, watched_chunk_table
+        exchange._release_soon = watched_release_soon
 
     def _watch_publishing(self, outbox: Any) -> None:
         publish = outbox.publish
@@ -381,7 +390,7 @@ class HandoverChecker:
         return watched
 
 
-def watch_table(table: Table, checker: HandoverChecker) -> Table:
+def watch_table(table: AnyTable, checker: HandoverChecker) -> AnyTable:
     """Watch the blocks that a backend packs into until it settles, and those it reads until its fence."""
     pack, settle, assemble, fence = table.pack, table.settle, table.assemble, table.fence
     stream = None if table.device.on_host else COMPUTE
@@ -397,16 +406,16 @@ def watch_table(table: Table, checker: HandoverChecker) -> Table:
         settle()
         _end_all(packing)
 
-    def watched_assemble(parts: Sequence[Part], meta: Any, **options: Any) -> Any:
+    def watched_assemble(parts: Sequence[Part], *args: Any, **options: Any) -> Any:
         buffers = {id(part.buffer): part.buffer for part in parts}
         end = checker.begin("putting an output together", reads=buffers.values(), stream=stream)
         try:
-            frame = assemble(parts, meta, **options)
+            output = assemble(parts, *args, **options)
         except BaseException:
             end()
             raise
         reading.append(end)
-        return frame
+        return output
 
     def watched_fence() -> Callable[[], None] | None:
         read, found = list(reading), fence()

@@ -34,7 +34,7 @@ from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.exchange.traffic import IN_PLACE, Traffic
-from dask_gpurt.frames import Table, backend_for
+from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
@@ -191,6 +191,10 @@ class Exchange:
     def table(self, frame: Any) -> Table:
         """Return the backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
         return backend_for(frame, self.pools.device)
+
+    def chunk_table(self, library: str) -> ChunkTable:
+        """Return what packs chunks; see :func:`~dask_gpurt.frames.chunk_table`."""
+        return chunk_table(library, self.pools.device)
 
     # ---- reading ---------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
-"""Split, pack, unpack and concatenate partitions, on pandas and on cudf."""
+"""Split, pack, unpack and concatenate partitions, on pandas and on cudf; and chunks, on numpy and on cupy."""
 
 from dask_gpurt.frames.backend import (
     BlockAllocator,
     Hashed,
     Packed,
+    Packer,
     Part,
     Piece,
     Ranged,
@@ -11,18 +12,23 @@ from dask_gpurt.frames.backend import (
     Table,
     halves,
 )
-from dask_gpurt.frames.registry import backend_for, library
+from dask_gpurt.frames.chunks import ChunkTable
+from dask_gpurt.frames.registry import array_library, backend_for, chunk_table, library
 
 __all__ = [
     "BlockAllocator",
+    "ChunkTable",
     "Hashed",
     "Packed",
+    "Packer",
     "Part",
     "Piece",
     "Ranged",
     "Routed",
     "Table",
+    "array_library",
     "backend_for",
+    "chunk_table",
     "halves",
     "library",
 ]

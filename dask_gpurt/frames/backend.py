@@ -179,13 +179,39 @@ def giving_back(block: Block, allocator: BlockAllocator) -> Iterator[None]:
         raise
 
 
-class Table(Protocol):
-    """A dataframe library, on a device."""
+class Packer(Protocol):
+    """Pack pieces, on a device."""
 
     name: str
 
     @property
     def device(self) -> Device: ...
+
+    def cut(self, rows: Any, start: int, stop: int) -> Any:
+        """Return some rows of ``Piece.rows``."""
+        ...
+
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
+        """Write a piece into one block, complete after the next :meth:`settle`.
+
+        Raises
+        ------
+        PoolFull
+            When ``allocator`` has no block of the size.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that this thread has packed is there for peers to read."""
+        ...
+
+    def fence(self) -> Callable[[], None] | None:
+        """Return what waits, when called, until everything assembled so far has been read; None: it has."""
+        ...
+
+
+class Table(Packer, Protocol):
+    """A dataframe library, on a device."""
 
     def split(
         self,
@@ -217,24 +243,6 @@ class Table(Protocol):
         """
         ...
 
-    def cut(self, rows: Any, start: int, stop: int) -> Any:
-        """Return some rows of ``Piece.rows``."""
-        ...
-
-    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
-        """Write a piece into one block, complete after the next :meth:`settle`.
-
-        Raises
-        ------
-        PoolFull
-            When ``allocator`` has no block of the size.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Wait until all that this thread has packed is there for peers to read."""
-        ...
-
     def assemble(
         self, parts: Sequence[Part], meta: Frame, *, ignore_index: bool, order_by: Any = None
     ) -> Frame:
@@ -246,8 +254,4 @@ class Table(Protocol):
         The result shares no memory with the buffers. They may be read until the
         :meth:`fence` that is asked for next has been passed.
         """
-        ...
-
-    def fence(self) -> Callable[[], None] | None:
-        """Return what waits, when called, until everything assembled so far has been read; None: it has."""
         ...

@@ -98,7 +98,7 @@ class Chunks:
             parts = [_dumps_objects(objects, a, b) if objects else b"" for a, b in pairwise(offsets)]
         else:
             front = [b"", b""]
-            parts = [_dumps(rows.iloc[a:b]) for a, b in pairwise(offsets)]
+            parts = [dumps(rows.iloc[a:b]) for a, b in pairwise(offsets)]
         self._header = pickle.dumps(Pickled(len(arrays)))
         self._chunks: list[Any] = [*front, *arrays, *parts]
         sizes = [len(chunk) for chunk in self._chunks]
@@ -235,10 +235,10 @@ def _out_of_band(arrays: list[memoryview] | None) -> dict[str, Any]:
 
 
 def _dumps_objects(values: Sequence[Any], start: int, stop: int) -> bytes:
-    return _dumps([_between(each, start, stop) for each in values])
+    return dumps([_between(each, start, stop) for each in values])
 
 
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
     """Return a pickle of Python objects; as Dask pickles them where they take more than pickle can do."""
     try:
         return pickle.dumps(value, protocol=5)

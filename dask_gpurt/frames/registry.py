@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from dask_gpurt.device import Device
 from dask_gpurt.frames.backend import Frame, Table
+from dask_gpurt.frames.chunks import ChunkTable
+from dask_gpurt.frames.numpy import NumpyChunks
 
 
 def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
@@ -51,6 +54,30 @@ def library(frame: Frame) -> str | None:
         if root in ("pandas", "cudf"):
             return root
     return None
+
+
+def array_library(chunk: Any) -> str:
+    """Return the name of the :func:`chunk_table` for a chunk: numpy's unless it is cupy's own array."""
+    kind = type(chunk)
+    is_cupy = kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray"
+    return "cupy" if is_cupy else "numpy"
+
+
+def chunk_table(library: str, devices: Callable[[str], Device]) -> ChunkTable:
+    """Return what packs the chunks of an array library.
+
+    Parameters
+    ----------
+    library
+        "numpy" or "cupy".
+    devices
+        As in :func:`backend_for`.
+    """
+    if library == "cupy":
+        from dask_gpurt.frames.cupy import CupyChunks
+
+        return CupyChunks(devices("cuda"))
+    return NumpyChunks(devices("host"))
 
 
 def import_backends(devices: Mapping[str, Device]) -> None:

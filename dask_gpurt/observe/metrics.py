@@ -164,6 +164,7 @@ METRICS: Mapping[str, Metric] = {
             on=Server.SCHEDULER,
         ),
         _counter("shuffle.runs.restarted", "runs that began again as a whole", on=Server.SCHEDULER),
+        _counter("shuffle.elements", "elements of input chunks of rechunks"),
         _counter("shuffle.inputs.missing", "inputs that were missing at a barrier, and transferred again"),
         _counter("shuffle.lost.shards", "shards that an owner had taken and could not read"),
         _counter("shuffle.recovered.shards", "shards offered to the owners of new shares"),
@@ -180,7 +181,7 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter(
             "shuffle.taken-over",
-            "runs of `p2p` shuffles in whose place the runtime served",
+            "runs of `p2p` shuffles and rechunks in whose place the runtime served",
             on=Server.SCHEDULER,
         ),
         _counter(

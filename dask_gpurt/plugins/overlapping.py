@@ -44,7 +44,16 @@ from dask_gpurt.plugins.switching import Layer
 
 #: Prefixes of tasks that are communication themselves; "operation" chooses output partitions.
 COMMUNICATION_PREFIXES = frozenset(
-    {"operation", "shuffle-transfer", "shuffle-barrier", "hash-join-transfer", "gpurtshuffle", "p2pshuffle"}
+    {
+        "operation",
+        "shuffle-transfer",
+        "shuffle-barrier",
+        "hash-join-transfer",
+        "gpurtshuffle",
+        "p2pshuffle",
+        "rechunk-transfer",
+        "rechunk-p2p",
+    }
 )
 #: Libraries that launch kernels; their versions are part of the cache key.
 KERNEL_LIBRARIES = ("cudf", "cupy", "pandas")

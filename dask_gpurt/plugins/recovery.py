@@ -29,7 +29,7 @@ from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import RENEW
-from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
+from dask_gpurt.shuffle.spec import RunSpec, outputs_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Recovery:
         """Keep the results of the tasks of a run."""
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
-        outputs = {task.key: output_partition(task.run_spec) for task in barrier.dependents}
+        outputs = {task.key: output for task, output in outputs_of(barrier)}
         # Where a part of what is made of outputs was lost, the other outputs are not needed,
         # and stay so for as long as the collection is kept.
         pending = {task.key for task in barrier.dependents if task.state not in IDLE}
@@ -481,8 +481,7 @@ class Recovery:
         self._read[shuffle].difference_update(to)
         run.participating_workers.update(to.values())
         moved = {**to, **idle}
-        for task in self._barrier(shuffle).dependents:
-            partition = output_partition(task.run_spec)
+        for task, partition in outputs_of(self._barrier(shuffle)):
             if partition is None or partition in moved:
                 restrict_again(self._extension, task, None if partition is None else moved[partition])
         self._send_owners(shuffle, run.participating_workers)
@@ -532,7 +531,7 @@ class Recovery:
         return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
 
 
-def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[ShuffleSpec]) -> list[str]:
+def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
     """Return the workers that can put outputs of all of some shuffles together, and may.
 
     They have the runtime and the device of the frames, and meet the restrictions that a user has given the
@@ -541,7 +540,8 @@ def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[ShuffleSpe
     """
     found = list(scheduler.workers)
     for spec in specs:
-        able, allowed = workers.ready_with(spec.device), _allowed(scheduler, barrier_key(spec.id))
+        able = workers.ready if spec.device is None else workers.ready_with(spec.device)
+        allowed = _allowed(scheduler, barrier_key(spec.id))
         found = [worker for worker in found if worker in able and (allowed is None or worker in allowed)]
     return found
 
@@ -573,9 +573,15 @@ def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
         than one task, and by none yet.
     """
     needed, others = set[int | None](), set[int | None]()
-    for task in barrier.dependents:
-        (needed if is_unfinished(task) else others).add(output_partition(task.run_spec))
+    for task, output in outputs_of(barrier):
+        (needed if is_unfinished(task) else others).add(output)
     return set(outputs) - (others - needed)
+
+
+def asked_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
+    """Return those of some outputs that have a task; all where a task does not show which is its own."""
+    asked = {output for _, output in outputs_of(barrier)}
+    return {output for output in outputs if output in asked or None in asked}
 
 
 def sharing_outputs(barrier: Any) -> set[Any]:

@@ -15,6 +15,7 @@ from distributed.metrics import time
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec
 from dask_gpurt.dask_hooks.shuffle import (
     DataFrameShuffleSpec,
     P2PConsistencyError,
@@ -34,6 +35,7 @@ from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import (
     SHUFFLE_TOPIC,
     Recovery,
+    asked_outputs,
     is_unfinished,
     needed_outputs,
     possible_owners,
@@ -42,8 +44,9 @@ from dask_gpurt.plugins.recovery import (
 from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
+from dask_gpurt.shuffle.rechunk import RechunkSpec
 from dask_gpurt.shuffle.retries import RunsInARow
-from dask_gpurt.shuffle.spec import ShuffleSpec, output_partition
+from dask_gpurt.shuffle.spec import RunSpec, ShuffleSpec, outputs_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,20 +113,20 @@ class SchedulerShuffles:
         self._patches.restore()
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
         for shuffle_id, run in list(extension.active_shuffles.items()):
-            if isinstance(run.run_spec.spec, ShuffleSpec) and self._is_dasks(shuffle_id):
+            if isinstance(run.run_spec.spec, RunSpec) and self._is_dasks(shuffle_id):
                 message = f"the runtime was switched off during {run}"
                 restart_without(extension, self._scheduler, run, message, stimulus_id)
 
     def _is_dasks(self, shuffle_id: Any) -> bool:
         spec = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec.spec
-        return type(spec) is DataFrameShuffleSpec
+        return type(spec) in (DataFrameShuffleSpec, ArrayRechunkSpec)
 
     def active(self) -> dict[Any, Any]:
         """Return the runs that go through the runtime now, as Dask's extension has them, by shuffle."""
         return {
             shuffle_id: run
             for shuffle_id, run in self._extension.active_shuffles.items()
-            if isinstance(run.run_spec.spec, ShuffleSpec)
+            if isinstance(run.run_spec.spec, RunSpec)
         }
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
@@ -141,17 +144,17 @@ class SchedulerShuffles:
     def _retrieve_spec(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def retrieve(shuffle_id: Any) -> Any:
             spec = original(shuffle_id)
-            if type(spec) is not DataFrameShuffleSpec:
+            if type(spec) not in (DataFrameShuffleSpec, ArrayRechunkSpec):
                 return spec
             if not self._settings.takeover:
                 MethodChoice.TAKEOVER_OFF.count(self._metrics)
                 return spec
-            if library(spec.meta) is None:
+            if type(spec) is DataFrameShuffleSpec and library(spec.meta) is None:
                 reason = f"{type(spec.meta)} is not a frame of pandas or cudf"
                 self._metrics.fallback(Fallback.SHUFFLE_UNSUPPORTED_FRAMES, reason)
                 return spec
             self._metrics.add("shuffle.taken-over")
-            return ShuffleSpec.of(spec)
+            return RechunkSpec.of(spec) if type(spec) is ArrayRechunkSpec else ShuffleSpec.of(spec)
 
         return retrieve
 
@@ -159,7 +162,7 @@ class SchedulerShuffles:
         def create(shuffle_id: Any, key: Any, worker: str) -> Any:
             self._refuse_after_retries(shuffle_id)
             run = original(shuffle_id, key, worker)
-            if isinstance(run.spec, ShuffleSpec):
+            if isinstance(run.spec, RunSpec):
                 self._metrics.add("shuffle.runs")
                 barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
                 # Dask ends the run of a barrier that failed. Tried again, it would find no run, and say that
@@ -179,14 +182,17 @@ class SchedulerShuffles:
     def _calculate_worker_for(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def calculate(spec: Any) -> dict[Any, str]:
             chosen: dict[Any, str] = original(spec)
-            if not isinstance(spec, ShuffleSpec):
+            if not isinstance(spec, RunSpec):
                 return chosen
             barrier = self._scheduler.tasks[barrier_key(spec.id)]
             placement = self._placement()
             if placement is not None and not _has_partner(barrier, self._extension.active_shuffles):
                 chosen = placement.owners(barrier, chosen)
             chosen = self._among_possible(spec, chosen)
-            return Owners.begin(chosen, chosen.keys() & needed_outputs(barrier, chosen))
+            wanted = needed_outputs(barrier, chosen)
+            if isinstance(spec, RechunkSpec):  # of which Dask does not say which chunks were culled
+                wanted = asked_outputs(barrier, wanted)
+            return Owners.begin(chosen, wanted)
 
         return calculate
 
@@ -207,7 +213,7 @@ class SchedulerShuffles:
 
     def _is_ours(self, shuffle_id: Any) -> bool:
         run = self._extension.active_shuffles.get(shuffle_id)
-        return run is not None and isinstance(run.run_spec.spec, ShuffleSpec)
+        return run is not None and isinstance(run.run_spec.spec, RunSpec)
 
     def _restart_shuffle(self, original: Callable[..., None]) -> Callable[..., None]:
         def begin_again(id: Any, scheduler: Any, *, stimulus_id: str) -> None:
@@ -244,7 +250,7 @@ class SchedulerShuffles:
     def _restart_recommendations(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def recommend(shuffle_id: Any) -> dict[Key, str]:
             runs = runs_of(self._extension, shuffle_id)
-            if any(isinstance(run.run_spec.spec, ShuffleSpec) for run in runs):
+            if any(isinstance(run.run_spec.spec, RunSpec) for run in runs):
                 # Dask recommends nothing where an output has failed. Other outputs, asked of a run that has
                 # to begin again, would be rescheduled for ever.
                 return self._releases(shuffle_id)
@@ -263,7 +269,7 @@ class SchedulerShuffles:
             if task.state != "erred"
         }
 
-    def _among_possible(self, spec: ShuffleSpec, chosen: dict[int, str]) -> dict[int, str]:
+    def _among_possible(self, spec: RunSpec, chosen: dict[int, str]) -> dict[int, str]:
         """Choose other owners than workers that can not put outputs together, or have not switched on yet."""
         possible = possible_owners(self._scheduler, self._workers, [spec])
         if not possible or all(worker in possible for worker in chosen.values()):
@@ -280,9 +286,8 @@ class SchedulerShuffles:
 
     def _send_outputs_to_owners(self, shuffle_id: Any, worker_for: dict[int, str]) -> None:
         """Restrict output tasks before they start; Dask lets them start anywhere and moves them then."""
-        for task in self._scheduler.tasks[barrier_key(shuffle_id)].dependents:
+        for task, partition in outputs_of(self._scheduler.tasks[barrier_key(shuffle_id)]):
             name_workers(self._scheduler, task)
-            partition = output_partition(task.run_spec)
             if partition in worker_for and task.state in ("released", "waiting"):
                 set_restriction(self._extension, task, worker_for[partition])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from dask_gpurt.frames import Part
 from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.shuffle.inputs import Inputs, Offered
 from dask_gpurt.shuffle.owners import Owners, Share
-from dask_gpurt.shuffle.spec import ShuffleSpec
+from dask_gpurt.shuffle.spec import Assembler, RunSpec
 
 
 class NotReceived(Exception):
@@ -62,7 +61,7 @@ class Receiver:
 
     def __init__(
         self,
-        spec: ShuffleSpec,
+        spec: RunSpec,
         run: RunKey,
         owners: Owners,
         exchange: Exchange,
@@ -226,7 +225,7 @@ class Receiver:
     # ---- outputs ---------------------------------------------------------------------
 
     def assemble(self, partition: int, key: Key) -> Any:
-        """Concatenate the rows of an output partition, in the order of the inputs.
+        """Put an output together, of what each input has of it, in their order.
 
         Parameters
         ----------
@@ -250,7 +249,6 @@ class Receiver:
             places = list(received.outputs[partition].items())
         places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
         wanted = [(incoming, which, at) for incoming, mine in places for which, at in mine]
-        table = self.exchange.table(self._meta)
         metrics = self.exchange.metrics
         landing = self.exchange.landing
         sections = [(incoming, which) for incoming, which, _ in wanted]
@@ -264,24 +262,19 @@ class Receiver:
                 _part(incoming.shard.sections[which], at, *bytes_)
                 for (incoming, which, at), bytes_ in zip(wanted, found, strict=True)
             ]
-            frame = table.assemble(
-                parts, self._meta, ignore_index=self.spec.ignore_index, order_by=self.spec.order_by
-            )
-            fence = table.fence()
+            output, packer = self._assembler.assemble(parts)
+            fence = packer.fence()
             for incoming, _ in places:
                 incoming.read_until(fence)
         self._progress.assembled(
             partition, sum(_rows(incoming.shard.sections[which], at) for incoming, which, at in wanted)
         )
-        return frame
+        return output
 
     @cached_property
-    def _meta(self) -> Any:
-        """Return the empty output partition."""
-        meta = pickle.loads(self.spec.meta)
-        if self.spec.drop_column:
-            meta = meta.drop(columns=self.spec.column)
-        return meta.reset_index(drop=True) if self.spec.ignore_index else meta
+    def _assembler(self) -> Assembler:
+        # Not before it is needed: this may import libraries.
+        return self.spec.assembler(self.exchange)
 
     def task_done(self, key: Key) -> list[IncomingShard]:
         """Note that a task is in memory; returns the incoming shards that are needed no more."""

@@ -32,7 +32,7 @@ from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
 from dask_gpurt.shuffle.sender import Sender
-from dask_gpurt.shuffle.spec import ShuffleSpec
+from dask_gpurt.shuffle.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class ShuffleRun:
 
     def __init__(
         self,
-        spec: ShuffleSpec,
+        spec: RunSpec,
         run_id: int,
         span_id: str | None,
         owners: Owners,
@@ -153,6 +153,7 @@ class ShuffleRun:
         exchange: Exchange,
     ):
         self.id = spec.id
+        self._spec = spec
         self.run_id = run_id
         self.span_id = span_id
         self.closed = False
@@ -374,18 +375,19 @@ class ShuffleRun:
 
     # ---- producing -------------------------------------------------------------------
 
-    def add_partition(self, data: Any, partition_id: int, **_: Any) -> int:
+    def add_partition(self, data: Any, partition_id: Any, **_: Any) -> int:
         """Publish an input partition. On the thread of a transfer task."""
         self.raise_if_closed()
+        source = self._spec.source_of(partition_id)
         # The scheduler counts the times that it sends a task to a worker.
         task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
         try:
-            attempt = self._sender.add(data, partition_id, -1 if task is None else int(task.run_id))
+            attempt = self._sender.add(data, source, -1 if task is None else int(task.run_id))
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
         key = getattr(thread_state, "key", "")
-        result = Transferred(self.run_id, partition_id, attempt, key, self._worker.address)
+        result = Transferred(self.run_id, source, attempt, key, self._worker.address)
         if task is not None:
             result.note(task.metadata)
         return result
@@ -546,22 +548,23 @@ class ShuffleRun:
             raise
         return []
 
-    def get_output_partition(self, partition_id: int, key: Key, **_: Any) -> Any:
+    def get_output_partition(self, partition_id: Any, key: Key, **_: Any) -> Any:
         """Put an output partition together. On the thread of an unpack task."""
         self.raise_if_closed()
-        self._ensure_owner(partition_id, key)
+        output = self._spec.output_of(partition_id)
+        self._ensure_owner(output, key)
         try:
-            frame = self._receiver.assemble(partition_id, key)
+            assembled = self._receiver.assemble(output, key)
         except (NotReceived, PeerLost, ExchangeClosed) as error:
             self.raise_if_closed()
-            sync(self._worker.loop, self._recover, str(error), outputs=[partition_id])
+            sync(self._worker.loop, self._recover, str(error), outputs=[output])
             raise Reschedule(str(error)) from None
         except Exception:
             self.raise_if_closed()  # what was read of a run that had ended may have made no sense
             raise
         # What was read of a run that had ended meanwhile may be anything.
         self.raise_if_closed()
-        return frame
+        return assembled
 
     def _ensure_owner(self, partition: int, key: Key) -> None:
         """Send a task that was started on another worker than its owner there."""

@@ -15,12 +15,12 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
-from dask_gpurt.frames import Packed, Piece, Routed, Table, halves
+from dask_gpurt.frames import Packed, Packer, Piece
 from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.shuffle.owners import Owners, Share
-from dask_gpurt.shuffle.spec import ShuffleSpec
+from dask_gpurt.shuffle.spec import Input, RunSpec
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,7 +63,7 @@ class Sender:
 
     def __init__(
         self,
-        spec: ShuffleSpec,
+        spec: RunSpec,
         run: RunKey,
         owners: Owners,
         exchange: Exchange,
@@ -82,7 +82,7 @@ class Sender:
         self._published: dict[int, _Published] = {}
         self._retries = itertools.count()
 
-    def add(self, frame: Any, source: int, dispatch: int) -> Attempt:
+    def add(self, data: Any, source: int, dispatch: int) -> Attempt:
         """Split an input partition and publish its shards, and a commit for each share.
 
         Blocks while the exchange pool is full.
@@ -98,38 +98,29 @@ class Sender:
             The one that has succeeded.
         """
         attempt = Attempt(dispatch, next(self._retries))
-        frame = self._validated(frame, source)
-        plain = frame.frame if isinstance(frame, Routed) else frame
-        table = self.exchange.table(plain)
-        outbox = self.exchange.pools.outbox(table.device.kind)
+        ready = self.spec.input(data, source, self.exchange)
+        outbox = self.exchange.pools.outbox(ready.packer.device.kind)
         metrics = self.exchange.metrics
-        metrics.add("shuffle.rows", len(plain))
+        ready.count(metrics)
         owners = self.owners
         shares = _beginning_after(self.exchange.me.address, owners.open_shares())
         if not shares:  # all that is needed of it has been received
             return attempt
         groups = [(share, share.outputs) for share in shares]
-        if self._will_spill(plain, table.device.kind, len(groups)):
+        if self._will_spill(ready, len(groups)):
             groups = [(share, (output,)) for share, outputs in groups for output in outputs]
 
-        def split(rows: Any) -> list[tuple[Share, Piece]]:
+        def split(part: Input) -> list[tuple[Share, Piece]]:
             timed = metrics.seconds("shuffle.seconds.splitting", source)
             with timed, self.progress.seconds("splitting"):
-                pieces = table.split(
-                    rows,
-                    self.spec.column,
-                    [list(outputs) for _, outputs in groups],
-                    self.spec.npartitions,
-                    drop_column=self.spec.drop_column,
-                    ignore_index=self.spec.ignore_index,
-                )
+                pieces = part.split([outputs for _, outputs in groups])
             shares_of = zip((share for share, _ in groups), pieces, strict=True)
             return [(share, piece) for share, piece in shares_of if piece is not None]
 
-        packing = _Packing(self, table, outbox, source, attempt)
+        packing = _Packing(self, ready.packer, outbox, source, attempt)
         # Halves of an input are parts of one attempt, in the order of its rows: the first is published, and
         # its memory free, before the second is split.
-        for owned in self.in_parts(split, frame, halves, source):
+        for owned in self.in_parts(split, ready, lambda part: part.halves(), source):
             packing.publish_all(owned)
             owned.clear()
         outputs = frozenset(output for share in shares for output in share.outputs)
@@ -193,39 +184,14 @@ class Sender:
                 self.offer(share.owner, replace(shard, share=share.id, part=part))
             self.offer(share.owner, Commit(share.id, published.source, published.attempt, len(shards)))
 
-    def _will_spill(self, frame: Any, kind: str, shares: int) -> bool:
+    def _will_spill(self, ready: Input, shares: int) -> bool:
         """Return whether owners can hardly keep live all that is shuffled, if other inputs are like this one.
 
         A section that has been spilled is read as a whole for each output in it. So each output
         gets a section of its own then; otherwise fewer and larger ones are cheaper.
         """
-        share = sizeof(frame) * self.spec.npartitions // max(1, shares)
-        return not self.exchange.landing.keeps(share, kind)
-
-    def _validated(self, frame: Any, source: int) -> Any:
-        """Return the partition with its columns in order; refuses it before anything of it is published."""
-        if isinstance(frame, Routed):
-            plain = self._in_order(
-                frame.frame, [c for c in self.spec.columns if c != self.spec.column], source
-            )
-            if plain is frame.frame:
-                return frame
-            return replace(
-                frame, frame=plain, assign=lambda rows: frame.assign(rows)[list(self.spec.columns)]
-            )
-        return self._in_order(frame, list(self.spec.columns), source)
-
-    def _in_order(self, frame: Any, columns: list[Any], source: int) -> Any:
-        if list(frame.columns) == columns:
-            return frame
-        missing = sorted(map(str, set(columns) - set(frame.columns)))
-        extra = sorted(map(str, set(frame.columns) - set(columns)))
-        if missing or extra:
-            raise ValueError(
-                f"input partition {source} of shuffle {self.spec.id} has other columns than the collection "
-                f"says: missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
-            )
-        return frame[columns]
+        share = sizeof(ready.data) * self.spec.ninputs // max(1, shares)
+        return not self.exchange.landing.keeps(share, ready.packer.device.kind)
 
 
 def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
@@ -251,9 +217,9 @@ class _Packing:
     after that has no commit, and a later one takes the place of what it has published.
     """
 
-    def __init__(self, sender: Sender, table: Table, outbox: Outbox, source: int, attempt: Attempt):
+    def __init__(self, sender: Sender, packer: Packer, outbox: Outbox, source: int, attempt: Attempt):
         self.sender = sender
-        self.table = table
+        self.packer = packer
         self.outbox = outbox
         self.source = source
         self.attempt = attempt
@@ -282,7 +248,7 @@ class _Packing:
 
     def _give_back(self) -> None:
         if self._packed:
-            self.table.settle()  # nothing may write into these blocks when they are used next
+            self.packer.settle()  # nothing may write into these blocks when they are used next
             for _, _, packed in self._packed:
                 self.outbox.give_back(packed.block)
 
@@ -296,19 +262,19 @@ class _Packing:
                 self._packed.append((share, part, packed))
         except PoolFull as full:
             raise ValueError(
-                f"one row of shuffle {self.sender.spec.id} takes {full.nbytes} bytes, "
+                f"{self.sender.spec.smallest} takes {full.nbytes} bytes, "
                 f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least that"
             ) from full
 
     def _halves(self, piece: Piece) -> Sequence[Piece]:
-        return piece.halves(self.table.cut) if len(piece) > 1 else ()
+        return piece.halves(self.packer.cut) if len(piece) > 1 else ()
 
     def _pack_whole(self, piece: Piece) -> tuple[Piece, Packed]:
         while True:
             self.sender.check()
             seen = self.outbox.freed
             try:
-                return piece, self.table.pack(piece, self.outbox)
+                return piece, self.packer.pack(piece, self.outbox)
             except MemoryError as error:
                 raise _NotPacked(*error.args) from error
             except PoolFull as full:
@@ -316,7 +282,7 @@ class _Packing:
                 self.outbox.wait_for_room(full.nbytes, seen, self.sender.check)
 
     def _publish(self) -> None:
-        self.table.settle()
+        self.packer.settle()
         packed, self._packed = self._packed, []
         sections: dict[Share, list[tuple[Piece, Packed]]] = {}
         for share, piece, one in packed:
@@ -339,7 +305,7 @@ class _Packing:
         return Shard(
             id=id_,
             producer=self.sender.exchange.me,
-            device=self.table.device.kind,
+            device=self.packer.device.kind,
             share=share.id,
             source=self.source,
             attempt=self.attempt,

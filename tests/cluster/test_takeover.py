@@ -156,11 +156,11 @@ def test_the_name_is_a_method(client: Client) -> None:
     assert_same_partitions(ours, theirs, in_order=False)
 
 
-def test_bags_and_arrays_are_left_alone(client: Client) -> None:
+def test_bags_and_tasks_of_arrays_are_left_alone(client: Client) -> None:
     before = counters(client)
     with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": "all"}):
         grouped = dict(db.from_sequence(range(10), npartitions=2).groupby(lambda number: number % 2))
-        turned = da.ones((8, 8), chunks=(1, 8)).rechunk((8, 1)).sum().compute()
+        turned = da.ones((8, 8), chunks=(1, 8)).rechunk((8, 1), method="tasks").sum().compute()
     assert {key: sorted(numbers) for key, numbers in grouped.items()} == {
         0: [0, 2, 4, 6, 8],
         1: [1, 3, 5, 7, 9],

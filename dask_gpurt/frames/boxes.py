@@ -1,0 +1,186 @@
+"""Plan which elements of an old chunk of an array belong to which new chunk. Pure.
+
+Along each axis the edges of old and new chunks cut an array into intervals. An interval of each axis together
+make a *box*: a rectangle of elements that one old chunk and one new chunk have in common.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+#: The numbers of a chunk, or of an element, along each axis.
+Index = tuple[int, ...]
+#: The sizes of the chunks along each axis; NaN where they are not known.
+Chunks = tuple[tuple[float, ...], ...]
+#: As Dask has it: along each axis, for each new chunk, the old chunks it is made of, and a slice of each.
+OldToNew = Sequence[Sequence[Sequence[tuple[int, slice]]]]
+
+
+class Interval(NamedTuple):
+    """Elements along one axis that an old chunk and a new chunk have in common.
+
+    Parameters
+    ----------
+    chunk
+        The number of the new chunk.
+    place
+        Which of the intervals of the new chunk it is.
+    start
+        The element of the new chunk that it begins with.
+    within
+        Where it is in the old chunk. The end is None where the size is not known: then it is all of it.
+    """
+
+    chunk: int
+    place: int
+    start: int
+    within: slice
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements that an old chunk and a new chunk have in common, or some of them.
+
+    Attributes
+    ----------
+    output
+        The number of the new chunk.
+    place
+        Which of the boxes of the new chunk it is a part of, along each axis.
+    start
+        The element of the new chunk that it begins with.
+    within
+        Where it is in the old chunk.
+    """
+
+    output: int
+    place: Index
+    start: Index
+    within: tuple[slice, ...]
+
+    @property
+    def shape(self) -> Index:
+        """Return its number of elements along each axis."""
+        return tuple(interval.stop - interval.start for interval in self.within)
+
+    def divided(self, itemsize: int, most: int) -> Iterator[Box]:
+        """Yield boxes of at most so many bytes that it consists of, cut along the outer axes.
+
+        An element is not divided, however large it is.
+        """
+        shape = self.shape
+        nbytes = math.prod(shape) * itemsize
+        axis = next((axis for axis, number in enumerate(shape) if number > 1), None)
+        if nbytes <= most or axis is None:
+            yield self
+            return
+        number = max(1, shape[axis] * most // nbytes)
+        first = self.within[axis].start
+        for begin in range(0, shape[axis], number):
+            end = min(begin + number, shape[axis])
+            within = _with(self.within, axis, slice(first + begin, first + end))
+            start = _with(self.start, axis, self.start[axis] + begin)
+            yield from replace(self, within=within, start=start).divided(itemsize, most)
+
+
+def _with(values: tuple[T, ...], at: int, value: T) -> tuple[T, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Number the chunks of an array, the last axis first, as C does.
+
+    Attributes
+    ----------
+    shape
+        How many there are along each axis.
+    """
+
+    shape: Index
+
+    @classmethod
+    def of(cls, chunks: Chunks) -> Grid:
+        """Return the grid of some chunks."""
+        return cls(tuple(len(axis) for axis in chunks))
+
+    def __len__(self) -> int:
+        return math.prod(self.shape)
+
+    def number(self, index: Index) -> int:
+        """Return the number of a chunk."""
+        number = 0
+        for at, length in zip(index, self.shape, strict=True):
+            number = number * length + at
+        return number
+
+    def index(self, number: int) -> Index:
+        """Return where the chunk of a number is."""
+        index: list[int] = []
+        for length in reversed(self.shape):
+            number, at = divmod(number, length)
+            index.append(at)
+        return tuple(reversed(index))
+
+
+class Plan:
+    """Know the boxes of each old chunk.
+
+    Parameters
+    ----------
+    old
+        The numbers of old chunks.
+    new
+        The numbers of new chunks.
+    old_to_new
+        What each new chunk is made of, along each axis.
+    """
+
+    def __init__(self, old: Grid, new: Grid, old_to_new: OldToNew):
+        self.old = old
+        self.new = new
+        #: The intervals of each old chunk, by axis.
+        self._intervals: list[list[list[Interval]]] = []
+        for chunks, number in zip(old_to_new, old.shape, strict=True):
+            self._intervals.append(_by_old_chunk(chunks, number))
+
+    def boxes(self, source: int, shape: Index) -> Iterator[Box]:
+        """Yield the boxes of an old chunk.
+
+        Parameters
+        ----------
+        source
+            The number of the chunk.
+        shape
+            Its number of elements along each axis.
+        """
+        axes = zip(self._intervals, self.old.index(source), strict=True)
+        for intervals in itertools.product(*(axis[at] for axis, at in axes)):
+            within = tuple(
+                slice(*interval.within.indices(length)[:2])
+                for interval, length in zip(intervals, shape, strict=True)
+            )
+            yield Box(
+                self.new.number(tuple(interval.chunk for interval in intervals)),
+                tuple(interval.place for interval in intervals),
+                tuple(interval.start for interval in intervals),
+                within,
+            )
+
+
+def _by_old_chunk(chunks: Sequence[Sequence[tuple[int, slice]]], number: int) -> list[list[Interval]]:
+    """Return the intervals of each old chunk along one axis."""
+    found: list[list[Interval]] = [[] for _ in range(number)]
+    for chunk, pieces in enumerate(chunks):
+        start = 0
+        for place, (old, within) in enumerate(pieces):
+            found[old].append(Interval(chunk, place, start, within))
+            if within.stop is not None:  # else there is no other one
+                start += within.stop - within.start
+    return found

@@ -1,0 +1,302 @@
+"""Cut, pack and put together chunks of arrays, box by box.
+
+A piece consists of boxes for one owner. Those of plain arrays lie one behind the other in its block, as the
+elements that they are, each written by one copy and read by one. Boxes of any other array (masked, sparse, of
+Python objects) are pickled, and Dask concatenates what comes of them.
+
+What a piece, and the offsets of a section, count are boxes and not elements: one without elements tells an
+owner the shape and the type of an output too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_gpurt.dask_hooks.arrays import concatenate
+from dask_gpurt.device import Device
+from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.base import Buffer
+from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, Piece
+from dask_gpurt.frames.boxes import Box, Index
+from dask_gpurt.frames.pickled import dumps
+
+Array = Any
+#: The most bytes of a box. Larger ones are divided, so that pieces can be cut for a pool with little room.
+MAX_BOX_BYTES = 2**24
+
+
+class Target(NamedTuple):
+    """Locate a box in the new chunk.
+
+    Parameters
+    ----------
+    place
+        Which of the boxes of the chunk it is a part of, along each axis.
+    start, stop
+        The element that it begins with, and the one behind its last.
+    """
+
+    place: Index
+    start: Index
+    stop: Index
+
+    @property
+    def shape(self) -> Index:
+        """Return its number of elements along each axis."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    def slices(self, origin: Index) -> tuple[slice, ...]:
+        """Return where it is in an array that begins with the element ``origin`` of the new chunk."""
+        return tuple(
+            slice(start - first, stop - first)
+            for start, stop, first in zip(self.start, self.stop, origin, strict=True)
+        )
+
+
+# ---- what is packed --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlainLayout:
+    """Describe boxes that lie one behind the other in a buffer: the content of a header.
+
+    Attributes
+    ----------
+    library
+        The name of the table that reads them.
+    dtype
+        Of the elements.
+    targets
+        One for each box.
+    """
+
+    library: str
+    dtype: np.dtype[Any]
+    targets: tuple[Target, ...]
+
+    def starts(self) -> list[int]:
+        """Return where each box begins in a buffer, and where the last one ends."""
+        sizes = (math.prod(target.shape) * self.dtype.itemsize for target in self.targets)
+        return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+@dataclass(frozen=True)
+class PickledLayout:
+    """Describe stretches of pickles that lie one behind the other in a buffer: the content of a header.
+
+    Attributes
+    ----------
+    library
+        As of :class:`PlainLayout`.
+    stretches
+        For each the place of its box in the new chunk, and its bytes.
+    """
+
+    library: str
+    stretches: tuple[tuple[Index, int], ...]
+
+    def starts(self) -> list[int]:
+        """Return where each stretch begins in a buffer, and where the last one ends."""
+        return list(itertools.accumulate((size for _, size in self.stretches), initial=0))
+
+
+@dataclass(frozen=True)
+class PlainBoxes:
+    """Hold boxes of a chunk whose elements are copied as they are."""
+
+    chunk: Array
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class PickledBoxes:
+    """Hold stretches of pickled boxes, each with the place of its box in the new chunk."""
+
+    stretches: tuple[tuple[Index, memoryview], ...]
+
+
+# ---- tables ----------------------------------------------------------------------------------------
+
+
+class ChunkTable(ABC):
+    """Pack the arrays of one library, on a device; see :class:`~dask_gpurt.frames.backend.Packer`."""
+
+    #: The name of the library.
+    name: str
+
+    def __init__(self, device: Device):
+        self.device = device
+
+    @abstractmethod
+    def is_plain(self, chunk: Array) -> bool:
+        """Return whether the elements of a chunk can be copied as they are."""
+
+    @abstractmethod
+    def write(self, buffer: Buffer, starts: Sequence[int], boxes: Sequence[Array]) -> None:
+        """Copy arrays into a buffer, in the order of C; complete after the next :meth:`settle`."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until all that this thread has packed is there for peers to read."""
+
+    @abstractmethod
+    def view(self, buffer: Buffer, start: int, shape: Index, dtype: np.dtype[Any]) -> Array:
+        """Return elements where they lie in a buffer."""
+
+    @abstractmethod
+    def empty(self, shape: Index, dtype: np.dtype[Any]) -> Array:
+        """Return a new array, whatever is in it."""
+
+    @abstractmethod
+    def fence(self) -> Callable[[], None] | None:
+        """Return what waits, when called, until everything assembled so far has been read; None: it has."""
+
+    def split(
+        self, chunk: Array, boxes: Iterable[Box], groups: Sequence[Sequence[int]]
+    ) -> list[Piece | None]:
+        """Cut a chunk into a piece for each group of new chunks.
+
+        Parameters
+        ----------
+        boxes
+            All boxes of the chunk.
+        groups
+            The new chunks of each owner, by number. Boxes for a chunk in no group are dropped.
+
+        Returns
+        -------
+        list
+            As long as ``groups``; None where there are no boxes.
+        """
+        rows = self._plain if self.is_plain(chunk) else self._pickled
+        of_output = defaultdict[int, list[Box]](list)
+        for box in boxes:
+            of_output[box.output].append(box)
+        return [
+            rows(chunk, {output: of_output[output] for output in outputs if output in of_output})
+            for outputs in groups
+        ]
+
+    def _plain(self, chunk: Array, boxes: Mapping[int, Sequence[Box]]) -> Piece | None:
+        found = [
+            [part for box in of_output for part in box.divided(chunk.dtype.itemsize, MAX_BOX_BYTES)]
+            for of_output in boxes.values()
+        ]
+        return _piece(boxes, found, lambda joined: PlainBoxes(chunk, joined))
+
+    def _pickled(self, chunk: Array, boxes: Mapping[int, Sequence[Box]]) -> Piece | None:
+        found = [
+            [(box.place, stretch) for box in of_output for stretch in _stretches(dumps(chunk[box.within]))]
+            for of_output in boxes.values()
+        ]
+        return _piece(boxes, found, PickledBoxes)
+
+    def cut(self, rows: PlainBoxes | PickledBoxes, start: int, stop: int) -> PlainBoxes | PickledBoxes:
+        """Return some of the boxes of a piece."""
+        if isinstance(rows, PlainBoxes):
+            return replace(rows, boxes=rows.boxes[start:stop])
+        return PickledBoxes(rows.stretches[start:stop])
+
+    def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
+        """Write a piece into one block; see :meth:`~dask_gpurt.frames.backend.Packer.pack`."""
+        rows: PlainBoxes | PickledBoxes = piece.rows
+        if isinstance(rows, PickledBoxes):
+            return self._pack_pickled(rows, allocator)
+        targets = tuple(
+            Target(box.place, box.start, tuple(map(sum, zip(box.start, box.shape, strict=True))))
+            for box in rows.boxes
+        )
+        layout = PlainLayout(self.name, rows.chunk.dtype, targets)
+        starts = layout.starts()
+        block = allocator.allocate(max(1, starts[-1]))
+        self.write(block.buffer, starts, [rows.chunk[box.within] for box in rows.boxes])
+        return Packed(block, pickle.dumps(layout))
+
+    def _pack_pickled(self, rows: PickledBoxes, allocator: BlockAllocator) -> Packed:
+        layout = PickledLayout(self.name, tuple((place, len(each)) for place, each in rows.stretches))
+        starts = layout.starts()
+        block = allocator.allocate(starts[-1])
+        for start, (_, stretch) in zip(starts, rows.stretches, strict=False):
+            block.buffer[start : start + len(stretch)] = np.frombuffer(stretch, np.uint8)
+        return Packed(block, pickle.dumps(layout))
+
+    def assemble(self, parts: Sequence[Part]) -> Array:
+        """Return a new chunk, which shares no memory with the buffers of its parts.
+
+        These may be read until the :meth:`fence` that is asked for next has been passed.
+        """
+        boxes: list[tuple[Target, Array]] = []
+        pickles = defaultdict[Index, list[Any]](list)
+        for part in parts:
+            layout, starts = opened(part)
+            for at in range(*part.offsets[part.index : part.index + 2]):
+                if isinstance(layout, PlainLayout):
+                    target = layout.targets[at]
+                    boxes.append((target, self.view(part.buffer, starts[at], target.shape, layout.dtype)))
+                else:
+                    pickles[layout.stretches[at][0]].append(part.buffer[starts[at] : starts[at + 1]])
+        if not pickles:
+            return self._filled(boxes)
+        by_place = {place: pickle.loads(b"".join(stretches)) for place, stretches in pickles.items()}
+        for place, mine in itertools.groupby(sorted(boxes, key=_place), key=_place):
+            by_place[place] = self._filled(list(mine))
+        return concatenate(_nested(by_place))
+
+    def _filled(self, boxes: Sequence[tuple[Target, Array]]) -> Array:
+        """Return an array that consists of some boxes."""
+        origin = tuple(map(min, zip(*(target.start for target, _ in boxes), strict=True)))
+        end = tuple(map(max, zip(*(target.stop for target, _ in boxes), strict=True)))
+        _, first = min(boxes, key=_place)
+        shape = tuple(stop - start for start, stop in zip(origin, end, strict=True))
+        filled = self.empty(shape, first.dtype)
+        for target, box in boxes:
+            filled[target.slices(origin)] = box
+        return filled
+
+
+def opened(part: Part) -> tuple[PlainLayout | PickledLayout, list[int]]:
+    """Return the layout of the buffer that a part lies in, and where what it has begins; read once."""
+    if "opened" not in part.memo:
+        layout = pickle.loads(part.header)
+        part.memo["opened"] = layout, layout.starts()
+    found: tuple[PlainLayout | PickledLayout, list[int]] = part.memo["opened"]
+    return found
+
+
+def _piece(
+    outputs: Iterable[int], found: Sequence[Sequence[Any]], rows: Callable[[tuple[Any, ...]], Any]
+) -> Piece | None:
+    """Return a piece of what was found for each output, None where that is nothing."""
+    if not found:
+        return None
+    joined = tuple(itertools.chain.from_iterable(found))
+    return Piece(rows(joined), tuple(outputs), tuple(itertools.accumulate(map(len, found), initial=0)))
+
+
+def _stretches(pickled: bytes) -> Iterator[memoryview]:
+    """Yield a pickle in parts of at most ``MAX_BOX_BYTES``."""
+    view = memoryview(pickled)
+    for start in range(0, len(view), MAX_BOX_BYTES):
+        yield view[start : start + MAX_BOX_BYTES]
+
+
+def _place(box: tuple[Target, Array]) -> Index:
+    return box[0].place
+
+
+def _nested(by_place: Mapping[Index, Array], prefix: Index = ()) -> Any:
+    """Return arrays as lists of lists, by their place along each axis."""
+    if prefix in by_place:
+        return by_place[prefix]
+    at = len(prefix)
+    number = 1 + max(place[at] for place in by_place if place[:at] == prefix)
+    return [_nested(by_place, (*prefix, each)) for each in range(number)]

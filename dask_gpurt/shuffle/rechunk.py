@@ -1,0 +1,112 @@
+"""Describe a rechunk of an array: its old chunks are the inputs of a run, and its new chunks the outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec, old_to_new
+from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, array_library
+from dask_gpurt.frames.boxes import Chunks, Grid, Plan
+from dask_gpurt.frames.chunks import opened
+from dask_gpurt.observe import Metrics
+from dask_gpurt.shuffle.spec import RunSpec, Tables
+
+
+@dataclass(frozen=True)
+class RechunkSpec(RunSpec):
+    """A rechunk of an array, or of a part of one whose new chunks need no others of the old ones.
+
+    Attributes
+    ----------
+    old, new
+        The sizes of the chunks along each axis.
+    """
+
+    old: Chunks
+    new: Chunks
+
+    @classmethod
+    def of(cls, spec: ArrayRechunkSpec) -> RechunkSpec:
+        """Return our spec for the rechunk that a spec of Dask's p2p describes."""
+        return cls(id=spec.id, disk=False, npartitions=len(Grid.of(spec.new)), old=spec.old, new=spec.new)
+
+    @property
+    def ninputs(self) -> int:
+        return len(Grid.of(self.old))
+
+    @property
+    def output_partitions(self) -> Generator[int, None, None]:
+        yield from range(self.npartitions)
+
+    @property
+    def smallest(self) -> str:
+        return f"a part of a chunk of rechunk {self.id}"
+
+    def source_of(self, input_id: Any) -> int:
+        return Grid.of(self.old).number(input_id)
+
+    def output_of(self, output_id: Any) -> int:
+        return Grid.of(self.new).number(output_id)
+
+    def input(self, data: Any, source: int, tables: Tables) -> ChunkInput:
+        self._validate(data, source)
+        return ChunkInput(tables.chunk_table(array_library(data)), data, source, _plan(self.old, self.new))
+
+    def _validate(self, chunk: Any, source: int) -> None:
+        """Refuse a chunk of another shape than the array says."""
+        index = Grid.of(self.old).index(source)
+        known = tuple(axis[at] for axis, at in zip(self.old, index, strict=True))
+        # A size that is not known is not equal to itself.
+        if len(chunk.shape) != len(known) or any(
+            size != length and size == size for size, length in zip(known, chunk.shape, strict=True)
+        ):
+            raise ValueError(
+                f"chunk {index} of rechunk {self.id} has the shape {chunk.shape}, the array says {known}"
+            )
+
+    def assembler(self, tables: Tables) -> ChunkAssembler:
+        return ChunkAssembler(tables)
+
+
+@lru_cache(16)
+def _plan(old: Chunks, new: Chunks) -> Plan:
+    """Return the plan of a rechunk: the same for all inputs, and long where there are many."""
+    return Plan(Grid.of(old), Grid.of(new), old_to_new(old, new))
+
+
+@dataclass(frozen=True)
+class ChunkInput:
+    """An old chunk of a rechunk."""
+
+    packer: ChunkTable
+    data: Any
+    source: int
+    plan: Plan
+
+    def count(self, metrics: Metrics) -> None:
+        metrics.add("shuffle.elements", math.prod(self.data.shape))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Piece | None]:
+        return self.packer.split(self.data, self.plan.boxes(self.source, self.data.shape), groups)
+
+    def halves(self) -> Sequence[ChunkInput]:
+        return ()  # boxes are views of the chunk: cutting takes no memory of its size
+
+
+@dataclass(frozen=True)
+class ChunkAssembler:
+    """Put the new chunks of a rechunk together."""
+
+    tables: Tables
+
+    def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
+        """Return a new chunk that consists of the boxes of some parts."""
+        libraries = {opened(part)[0].library for part in parts}
+        if len(libraries) > 1:
+            raise TypeError(f"the chunks of an array are of different libraries: {sorted(libraries)}")
+        table = self.tables.chunk_table(libraries.pop())
+        return table.assemble(parts), table

@@ -1,0 +1,224 @@
+"""Rechunks of arrays go through the runtime, and give the chunks that ``tasks`` gives to the last bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, Event, Variable, get_worker, wait
+
+import dask_gpurt
+from tests.helpers.clusters import Library, cluster, counters
+
+SHAPE = (48, 36)
+ROWS, COLUMNS = (6, 36), (48, 9)
+
+
+def numbers(shape: tuple[int, ...] = SHAPE, dtype: Any = "f8") -> np.ndarray:
+    random = np.random.default_rng(5)
+    return random.integers(0, 100, shape).astype(dtype)
+
+
+def array(chunks: Any = ROWS, values: np.ndarray | None = None) -> da.Array:
+    return da.from_array(numbers() if values is None else values, chunks=chunks)
+
+
+def objects(block: np.ndarray) -> np.ndarray:
+    return np.array([[(int(n), str(n)) for n in row] for row in block], "i4,O")["f1"]
+
+
+def of_unknown_length(method: str) -> Any:
+    """Rechunk along one axis while the sizes along the other are not known."""
+    values = array(ROWS)
+    return values[values[:, 0] > 20].rechunk({1: 9}, method=method)
+
+
+#: Programs that rechunk by a method.
+PROGRAMS: dict[str, Callable[[str], Any]] = {
+    "rows to columns": lambda how: array().rechunk(COLUMNS, method=how),
+    "parts apart": lambda how: array((12, 6)).rechunk((4, 18), method=how),
+    "a transposed array": lambda how: array().T.rechunk((9, 48), method=how),
+    "in the order of Fortran": lambda how: array().map_blocks(np.asfortranarray).rechunk(COLUMNS, method=how),
+    "three axes": lambda how: array((2, 9, 4), numbers((8, 9, 12))).rechunk((8, 3, 2), method=how),
+    "some chunks alone": lambda how: array().rechunk(COLUMNS, method=how)[:, 20:],
+    "chunks without elements": lambda how: array(((6, 0, 20, 0, 22), (36,))).rechunk(
+        ((48,), (9, 0, 18, 9)), method=how
+    ),
+    "of lengths that are not known": of_unknown_length,
+    "one after the other": lambda how: (array().rechunk(COLUMNS, method=how) + 1).rechunk(
+        (16, 12), method=how
+    ),
+    "two that are added": lambda how: (
+        array().rechunk(COLUMNS, method=how) + array((12, 12)).rechunk(COLUMNS, method=how)
+    ),
+    "few bits": lambda how: array(values=numbers(dtype="?")).rechunk(COLUMNS, method=how),
+    "dates": lambda how: array(values=numbers(dtype="M8[s]")).rechunk(COLUMNS, method=how),
+    "records": lambda how: array(values=numbers(dtype="i4,f8")).rechunk(COLUMNS, method=how),
+    "objects": lambda how: array().map_blocks(objects, dtype="O").rechunk(COLUMNS, method=how),
+    "masked": lambda how: da.ma.masked_less(array(), 50).rechunk(COLUMNS, method=how),
+}
+#: Those that cupy has nothing for.
+ON_HOST = ("dates", "records", "objects", "masked", "in the order of Fortran")
+
+
+def chunks_of(collection: da.Array) -> dict[tuple[int, ...], Any]:
+    """Return the chunks of an array as the workers have them, by their numbers."""
+    persisted = collection.persist()
+    wait(persisted)
+    blocks = persisted.to_delayed()
+    values = dask.compute(*blocks.ravel().tolist())
+    return dict(zip(np.ndindex(blocks.shape), values, strict=True))
+
+
+def assert_same_chunks(ours: da.Array, theirs: da.Array) -> None:
+    found, expected = chunks_of(ours), chunks_of(theirs)
+    assert found.keys() == expected.keys()
+    for index, chunk in expected.items():
+        mine = found[index]
+        assert (type(mine), mine.shape, mine.dtype) == (type(chunk), chunk.shape, chunk.dtype), index
+        if isinstance(chunk, np.ma.MaskedArray):
+            np.testing.assert_array_equal(np.ma.getmaskarray(mine), np.ma.getmaskarray(chunk))
+            mine, chunk = mine.filled(0), chunk.filled(0)
+        if chunk.dtype.hasobject:
+            assert mine.tolist() == chunk.tolist()
+        else:
+            assert mine.tobytes() == chunk.tobytes()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks() -> Iterator[None]:
+    """Have Dask not put all chunks together first, as it does with chunks as small as these."""
+    with dask.config.set({"array.chunk-size": "1 B"}):
+        yield
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_chunks_are_those_of_tasks(client: Client, library: Library, program: str) -> None:
+    if library.name == "cudf":
+        if program in ON_HOST:
+            pytest.skip("cupy has no such arrays")
+        backend = "cupy"
+    else:
+        backend = "numpy"
+    before = counters(client)
+    with dask.config.set({"array.backend": backend}):
+        ours, theirs = PROGRAMS[program]("p2p"), PROGRAMS[program]("tasks")
+        assert_same_chunks(ours, theirs)
+    after = counters(client)
+    assert after["shuffle.runs"] > before.get("shuffle.runs", 0)
+    assert after["shuffle.elements"] > before.get("shuffle.elements", 0)
+
+
+def test_dask_chooses_which_rechunks_go_through_the_runtime(client: Client) -> None:
+    """A small graph is left to ``tasks``, as is what asks for it; with the take-over off all are Dask's."""
+    many, few = (8, 160), (160, 8)
+    values = numbers((160, 160))
+    before = counters(client).get("shuffle.taken-over", 0)
+    result = array(many, values).rechunk(few)
+    assert result.name.startswith("rechunk-p2p")
+    np.testing.assert_array_equal(result.compute(), values)
+    assert counters(client)["shuffle.taken-over"] == before + 1
+    for left in (array(many, values).rechunk((80, 160)), array(many, values).rechunk(few, method="tasks")):
+        np.testing.assert_array_equal(left.compute(), values)
+    assert counters(client)["shuffle.taken-over"] == before + 1
+
+
+def test_a_chunk_of_another_shape_than_the_array_says_is_refused(client: Client) -> None:
+    wrong = array().map_blocks(lambda block: block[1:], dtype="f8", chunks=array().chunks)
+    with pytest.raises(RuntimeError, match="failed during transfer") as raised:
+        wrong.rechunk(COLUMNS, method="p2p").compute()
+    told = raised.value.__cause__
+    assert "has the shape (10, 36), the array says (12, 36)" in str(told)
+
+
+# ---- switched off ----------------------------------------------------------------------------------
+
+
+def test_rechunks_are_dasks_where_the_runtime_is_off(client: Client) -> None:
+    dask_gpurt.disable(client)
+    try:
+        result = array().rechunk(COLUMNS, method="p2p").map_blocks(with_runs, "ArrayRechunkRun", dtype="f8")
+        np.testing.assert_array_equal(result.compute(), numbers())
+    finally:
+        dask_gpurt.enable(client)
+    result = array().rechunk(COLUMNS, method="p2p").map_blocks(with_runs, "ShuffleRun", dtype="f8")
+    np.testing.assert_array_equal(result.compute(), numbers())
+
+
+def with_runs(block: np.ndarray, kind: str) -> np.ndarray:
+    """Make sure that the runs of this worker are of a kind."""
+    if block.size:  # else Dask looks for the type of the result
+        runs = get_worker().plugins["shuffle"].shuffle_runs._active_runs.values()
+        assert {type(run).__name__ for run in runs} == {kind}
+    return block
+
+
+def test_chunks_that_were_culled_are_received_when_they_are_asked_for(client: Client) -> None:
+    """Two graphs share a rechunk: the second one needs chunks that nobody wanted as the run began."""
+    result = array().rechunk(COLUMNS, method="p2p")
+    first = result[:, :18].persist()
+    wait(first)
+    np.testing.assert_array_equal(result.compute(), numbers())
+    np.testing.assert_array_equal(first.compute(), numbers()[:, :18])
+
+
+# ---- a worker is lost ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(library: Library) -> Iterator[Client]:
+    """Yield a cluster of three that a test may damage."""
+    with cluster(library.name, workers=3) as client:
+        yield client
+
+
+def waits(block: np.ndarray, part: tuple[int, int], block_id: Any = None) -> np.ndarray:
+    """Have one chunk wait for an event, and say where it does."""
+    if block_id == part and not Event("go").is_set():
+        Variable("worker").set(get_worker().address)
+        Event("reached").set()
+        Event("go").wait(timeout=60)
+    return block
+
+
+VICTIMS = ("the one that waits", "another")
+
+
+@pytest.mark.parametrize("victim", [VICTIMS[0], pytest.param(VICTIMS[1], marks=pytest.mark.slow)])
+def test_a_worker_is_killed_during_transfer(own: Client, victim: str) -> None:
+    held = array().map_blocks(waits, (7, 0), dtype="f8")
+    assert_right_after_a_kill(own, held.rechunk(COLUMNS, method="p2p").persist(), victim)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(VICTIMS[0], marks=pytest.mark.slow), VICTIMS[1]])
+def test_a_worker_is_killed_between_two_rechunks(own: Client, victim: str) -> None:
+    """Dask makes one task of what unpacks a chunk and what transfers it for the next rechunk."""
+    held = array().rechunk(COLUMNS, method="p2p").map_blocks(waits, (0, 2), dtype="f8")
+    assert_right_after_a_kill(own, held.rechunk((8, 36), method="p2p").persist(), victim)
+
+
+def assert_right_after_a_kill(client: Client, result: da.Array, victim: str) -> None:
+    Event("reached", client=client).wait(timeout=60)
+    busy = Variable("worker", client=client).get()
+    kill(client, busy if victim == VICTIMS[0] else next(w for w in client.nthreads() if w != busy))
+    Event("go", client=client).set()
+    np.testing.assert_array_equal(result.compute(), numbers())
+    assert counters(client)["shuffle.taken-over"] >= 1
+
+
+def kill(client: Client, address: str) -> None:
+    pid = client.run(os.getpid, workers=[address])[address]
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_worker_is_killed_with_outputs(own: Client) -> None:
+    result = array().rechunk(COLUMNS, method="p2p").persist()
+    wait(result)
+    kill(own, next(iter(own.nthreads())))
+    np.testing.assert_array_equal(result.compute(), numbers())
