@@ -7,6 +7,7 @@ messages. What is not: connections, threads (all is done on the event loop) and 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import itertools
 import pickle
@@ -191,7 +192,7 @@ class Process:
         self.scheduler = scheduler
         self.batched_stream = SimpleNamespace(send=scheduler.hear)
         self._ongoing_background_tasks = AsyncTaskGroup()
-        self._loop, self._network = loop, network
+        self._loop, self._network, self._context = loop, network, contextvars.copy_context()
         self.alive, self.status = True, Status.running
         #: Handlers that are under way, which end with their process.
         self.handling: set[asyncio.Future[Any]] = set()
@@ -232,7 +233,8 @@ class Process:
             if self.alive:
                 self._ongoing_background_tasks.call_soon(call)
 
-        self._loop.call_soon_threadsafe(soon)
+        # Not in the context of a task, whose allocations a test may have fail.
+        self._loop.call_soon_threadsafe(soon, context=self._context)
 
     def _remove_worker(self, worker: str) -> None:
         self.exchange.on_worker_removed(worker)
