@@ -45,9 +45,13 @@ def whole_frame(spec: FrameSpec, row: str, backend: str) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def to_pandas(frame: Any) -> Any:
-    """Copy a frame to the host, where it is not there."""
-    return frame.to_pandas() if hasattr(frame, "to_pandas") else frame
+def to_pandas(part: Any) -> Any:
+    """Return a frame or the chunk of an array as a frame on the host."""
+    if isinstance(part, (pd.DataFrame, pd.Series)):
+        return part
+    if hasattr(part, "to_pandas"):
+        return part.to_pandas()
+    return pd.DataFrame(part.get() if hasattr(part, "get") else part)
 
 
 def _rows_of(spec: FrameSpec, number: int) -> tuple[int, int]:

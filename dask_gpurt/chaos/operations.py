@@ -1,14 +1,15 @@
-"""Compute each operation on a cluster, and the same in pandas."""
+"""Compute each operation on a cluster, and the same in pandas or numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import dask.dataframe as dd
 import pandas as pd
 
+from dask_gpurt.chaos.arrays import Rechunk
 from dask_gpurt.chaos.compare import difference
 from dask_gpurt.chaos.frames import KEY, OTHER_ROW, ROW, make_partition, whole_frame
 from dask_gpurt.chaos.plan import FrameSpec, OperationSpec
@@ -20,43 +21,49 @@ How = Literal["inner", "left", "right", "outer"]
 HOWS: tuple[How, ...] = ("inner", "left", "right", "outer")
 
 
+class Operation(Protocol):
+    """An operation."""
+
+    def build(self, spec: OperationSpec, backend: str) -> Any:
+        """Make the collection; its inputs are made on the workers."""
+        ...
+
+    def check(self, spec: OperationSpec, parts: Sequence[pd.DataFrame], backend: str) -> str | None:
+        """Say what is wrong with the partitions of a result, None where nothing is."""
+        ...
+
+
 @dataclass(frozen=True)
-class Operation:
-    """An operation.
+class FrameOperation:
+    """An operation on frames.
 
     Attributes
     ----------
-    build
+    apply
         Makes the collection, given those of its inputs.
-    check
+    compare
         Says what is wrong with the partitions of the result, given its inputs in pandas.
     narrow
         Changes what is drawn to what makes sense here.
     """
 
-    build: Callable[[OperationSpec, Frame, Frame], Frame]
-    check: Callable[
+    apply: Callable[[OperationSpec, Frame, Frame], Frame]
+    compare: Callable[
         [OperationSpec, Sequence[pd.DataFrame], pd.DataFrame, Callable[[], pd.DataFrame]], str | None
     ]
     narrow: Callable[[OperationSpec], OperationSpec] = lambda spec: spec
 
+    def build(self, spec: OperationSpec, backend: str) -> Frame:
+        spec = self.narrow(spec)
+        frame, other = collection(spec.frame, ROW, backend), collection(spec.other, OTHER_ROW, backend)
+        if spec.persisted:
+            frame = frame.persist()
+        return self.apply(spec, frame, other)
 
-def build(spec: OperationSpec, backend: str) -> Frame:
-    """Make the collection of an operation; its inputs are made on the workers."""
-    operation = OPERATIONS[spec.kind]
-    spec = operation.narrow(spec)
-    frame, other = collection(spec.frame, ROW, backend), collection(spec.other, OTHER_ROW, backend)
-    if spec.persisted:
-        frame = frame.persist()
-    return operation.build(spec, frame, other)
-
-
-def check(spec: OperationSpec, parts: Sequence[pd.DataFrame], backend: str) -> str | None:
-    """Say what is wrong with a result, None where nothing is."""
-    operation = OPERATIONS[spec.kind]
-    spec = operation.narrow(spec)
-    frame = whole_frame(spec.frame, ROW, backend)
-    return operation.check(spec, parts, frame, lambda: whole_frame(spec.other, OTHER_ROW, backend))
+    def check(self, spec: OperationSpec, parts: Sequence[pd.DataFrame], backend: str) -> str | None:
+        spec = self.narrow(spec)
+        frame = whole_frame(spec.frame, ROW, backend)
+        return self.compare(spec, parts, frame, lambda: whole_frame(spec.other, OTHER_ROW, backend))
 
 
 def collection(spec: FrameSpec, row: str, backend: str) -> Frame:
@@ -189,10 +196,11 @@ def _check_drop_duplicates(
 
 
 OPERATIONS: dict[str, Operation] = {
-    "shuffle": Operation(_shuffle, _check_shuffle),
-    "join": Operation(_join, _check_join, _narrow_join),
-    "set_index": Operation(_set_index, _check_set_index, _sortable),
-    "sort_values": Operation(_sort_values, _check_sort_values, _sortable),
-    "groupby": Operation(_groupby, _check_groupby, _sortable),
-    "drop_duplicates": Operation(_drop_duplicates, _check_drop_duplicates),
+    "shuffle": FrameOperation(_shuffle, _check_shuffle),
+    "join": FrameOperation(_join, _check_join, _narrow_join),
+    "set_index": FrameOperation(_set_index, _check_set_index, _sortable),
+    "sort_values": FrameOperation(_sort_values, _check_sort_values, _sortable),
+    "groupby": FrameOperation(_groupby, _check_groupby, _sortable),
+    "drop_duplicates": FrameOperation(_drop_duplicates, _check_drop_duplicates),
+    "rechunk": Rechunk(),
 }

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from dask.delayed import delayed
 from distributed import Client
@@ -21,7 +22,7 @@ import dask_gpurt
 from dask_gpurt.chaos import leftovers, watchdog
 from dask_gpurt.chaos.faults import CHECKS_THE_CHECKER, FAULTS, Fault, Site
 from dask_gpurt.chaos.frames import to_pandas
-from dask_gpurt.chaos.operations import build, check
+from dask_gpurt.chaos.operations import OPERATIONS
 from dask_gpurt.chaos.plan import FaultSpec, OperationSpec, Plan, Step
 from dask_gpurt.chaos.report import Ending, Outcome, Report
 from dask_gpurt.chaos.worker_side import NAME, ChaosWorkerPlugin
@@ -68,11 +69,11 @@ class _RunningOperation:
 
     def _compute(self) -> list[pd.DataFrame]:
         with self.client.as_current():
-            collection = build(self.spec, self.backend)
+            collection = OPERATIONS[self.spec.kind].build(self.spec, self.backend)
             self.built.set()
             self.submit.wait()
             persisted = collection.persist(retries=self.spec.retries)
-            parts = [delayed(to_pandas)(part) for part in persisted.to_delayed()]
+            parts = [delayed(to_pandas)(part) for part in _flat(persisted.to_delayed())]
             return list(self.client.gather(self.client.compute(parts, retries=self.spec.retries)))
 
 
@@ -234,7 +235,7 @@ class Chaos:
         parts = operation.done.result()
         if any(spec.kind == CHECKS_THE_CHECKER for spec in faults):
             parts = _without_a_row(parts)
-        problem = check(operation.spec, parts, self.backend)
+        problem = OPERATIONS[operation.spec.kind].check(operation.spec, parts, self.backend)
         return (Ending.RIGHT, "") if problem is None else (Ending.WRONG, problem)
 
     # ---- at the end ------------------------------------------------------------------
@@ -263,6 +264,11 @@ class Chaos:
         path = self.dumps / f"gpurt-chaos-{self.plan.seed}-{step}.txt"
         path.write_text(f"{why}\n\n{self.plan.step(step)}\n\n{watchdog.describe(self.site)}")
         self.report.dumps.append(str(path))
+
+
+def _flat(parts: Any) -> list[Any]:
+    """Return the partitions of a collection one after the other, also those of an array."""
+    return parts.ravel().tolist() if isinstance(parts, np.ndarray) else list(parts)
 
 
 def _without_a_row(parts: list[pd.DataFrame]) -> list[pd.DataFrame]:
