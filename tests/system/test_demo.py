@@ -315,13 +315,6 @@ def test_methods_are_split_and_speedups_are_geometric_means() -> None:
     assert speedups(seconds) == pytest.approx({"tasks": 4.0})
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_examples_run(example: Path) -> None:
-    printed = run(example).stdout
-    assert printed
-    assert "off" not in printed
-
-
 def test_shuffle_benchmark_checks_and_writes_its_results(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     arguments = ("--size", "4MiB", "--partitions", "4", "--workers", "2", "--backend", "pandas")

@@ -53,6 +53,11 @@ def test_an_example(name: str, arguments: Callable[[Path], list[str]], said: str
     assert said in done.stdout
 
 
+def test_each_example_is_run() -> None:
+    (runs,) = (mark for mark in test_an_example.pytestmark if mark.name == "parametrize")
+    assert {name for name, *_ in runs.args[1]} == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
 def test_the_notebook(tmp_path: Path) -> None:
     # Its cells one after the other, as Jupyter runs them: that takes no Jupyter.
     notebook = json.loads((EXAMPLES / "tpch.ipynb").read_text())
