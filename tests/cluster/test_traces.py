@@ -69,7 +69,9 @@ def test_each_phase_of_a_shuffle_is_seen(client: Client, tmp_path: Path) -> None
     check(trace)
     counts = Counter(one.name for one in slices(trace))
     assert counts.keys() >= STEPS
-    assert counts["split"] == counts["pack"] == counts["shuffle-transfer"] == PARTITIONS
+    assert counts["shuffle-transfer"] == PARTITIONS
+    # A step that finds no memory is tried again.
+    assert counts["split"] >= PARTITIONS <= counts["pack"]
     assert counts["assemble"] == PARTITIONS
     waits = Counter(event["name"] for event in trace["traceEvents"] if event["ph"] == "b")
     assert waits["fetch"] > 0
