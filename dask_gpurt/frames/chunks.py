@@ -25,7 +25,7 @@ from dask_gpurt.dask_hooks.arrays import concatenate
 from dask_gpurt.device import Device
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.base import Buffer
-from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, Piece
+from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, Piece, giving_back
 from dask_gpurt.frames.boxes import Box, Index
 from dask_gpurt.frames.pickled import dumps
 
@@ -218,16 +218,18 @@ class ChunkTable(ABC):
         layout = PlainLayout(self.name, rows.chunk.dtype, targets)
         starts = layout.starts()
         block = allocator.allocate(max(1, starts[-1]))
-        self.write(block.buffer, starts, [rows.chunk[box.within] for box in rows.boxes])
-        return Packed(block, pickle.dumps(layout))
+        with giving_back(block, allocator):
+            self.write(block.buffer, starts, [rows.chunk[box.within] for box in rows.boxes])
+            return Packed(block, pickle.dumps(layout))
 
     def _pack_pickled(self, rows: PickledBoxes, allocator: BlockAllocator) -> Packed:
         layout = PickledLayout(self.name, tuple((place, len(each)) for place, each in rows.stretches))
         starts = layout.starts()
         block = allocator.allocate(starts[-1])
-        for start, (_, stretch) in zip(starts, rows.stretches, strict=False):
-            block.buffer[start : start + len(stretch)] = np.frombuffer(stretch, np.uint8)
-        return Packed(block, pickle.dumps(layout))
+        with giving_back(block, allocator):
+            for start, (_, stretch) in zip(starts, rows.stretches, strict=False):
+                block.buffer[start : start + len(stretch)] = np.frombuffer(stretch, np.uint8)
+            return Packed(block, pickle.dumps(layout))
 
     def assemble(self, parts: Sequence[Part]) -> Array:
         """Return a new chunk, which shares no memory with the buffers of its parts.

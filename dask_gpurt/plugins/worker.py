@@ -25,7 +25,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing, put_results
 from dask_gpurt.device import Device
 from dask_gpurt.device.discover import kinds
-from dask_gpurt.exchange import Exchange
+from dask_gpurt.exchange import Exchange, ExchangeClosed
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
@@ -173,8 +173,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
         call_soon(worker, self._warm_up)
 
     async def _warm_up(self) -> None:
-        for load in (_load_kernels, warm_up_operators):
-            await self.exchange.offload(load, self.exchange.pools.devices)
+        """Load, and then compile, what first programs would wait for, until the runtime is switched off."""
+        with contextlib.suppress(ExchangeClosed):
+            for load in (_load_kernels, warm_up_operators):
+                await self.exchange.offload(load, self.exchange.pools.devices)
 
     def _ignore_calls(self) -> None:
         """Have a worker that closes answer nothing to a scheduler that does not know that yet.

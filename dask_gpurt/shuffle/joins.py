@@ -121,9 +121,8 @@ def join_in_pieces(
 def _put_together(pieces: list[Any]) -> Any:
     """Return frames one behind the other, their rows numbered anew."""
     rows = concat(pieces, ignore_index=True)
-    rows.reset_index(
-        drop=True, inplace=True
-    )  # where there are categories, Dask's function keeps the old numbers
+    # Where there are categories, Dask's function keeps the old numbers.
+    rows.reset_index(drop=True, inplace=True)
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,3 +199,20 @@ def test_chunks_of_other_types_become_what_dask_makes_of_them() -> None:
     np.testing.assert_array_equal(left.mask, masked[:, :2].mask)
     np.testing.assert_array_equal(left.data, masked[:, :2].data)
     np.testing.assert_array_equal(right.mask, np.ma.getmaskarray(masked)[:, 2:])
+
+
+def test_a_block_that_could_not_be_filled_is_given_back() -> None:
+    class Failing(frames_numpy.NumpyChunks):
+        def write(self, *_: Any) -> None:
+            raise MemoryError
+
+    device = HostDevice(2**20)
+    pool = device.create_pool(2**16)
+    room: Any = SimpleNamespace(allocate=pool.allocate, give_back=pool.free)
+    table, plan = Failing(device), plan_of(((4,), (4,)), ((4,), (2, 2)))
+    (piece,) = table.split(np.ones((4, 4)), plan.boxes(0, (4, 4)), [(0, 1)])
+    assert piece is not None
+    with pytest.raises(MemoryError):
+        table.pack(piece, room)
+    assert pool.used == 0
+    pool.close()
