@@ -22,7 +22,7 @@ from dask_gpurt.dask_hooks.scheduler import require_replicas
 from dask_gpurt.dask_hooks.shuffle import id_from_key
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.run import Transferred
+from dask_gpurt.shuffle.transferred import Transferred
 
 #: The stream operation by which the scheduler sends results to a worker.
 RESULTS = "gpurt-results"

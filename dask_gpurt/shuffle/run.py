@@ -25,7 +25,6 @@ from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
-from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
@@ -33,6 +32,7 @@ from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import RunSpec
+from dask_gpurt.shuffle.transferred import Transferred
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,6 @@ SEALED = "gpurt-sealed"
 RENEW = "gpurt-renew"
 
 
-#: Among the metadata of a task, the note of what a transfer has returned.
-NOTE = "gpurt-transferred"
-
-
 class RunInterrupted(ShuffleClosedError, Reschedule):
     """Tell the tasks of a run that begins again that they are to be scheduled again.
 
@@ -80,54 +76,6 @@ class RunInterrupted(ShuffleClosedError, Reschedule):
 
 class Stale(Exception):
     """The barrier was begun with other owners than there are now."""
-
-
-class Transferred(int):
-    """The result of a transfer task: the id of its run, and which attempt at which input has succeeded.
-
-    Attributes
-    ----------
-    source, attempt
-        The input, and the attempt.
-    key
-        The task.
-    producer
-        The address of its worker.
-    """
-
-    source: int
-    attempt: Attempt
-    key: Key
-    producer: str
-
-    def __new__(cls, run_id: int, source: int, attempt: Attempt, key: Key, producer: str) -> Transferred:
-        self = super().__new__(cls, run_id)
-        self.source, self.attempt, self.key, self.producer = source, attempt, key, producer
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Transferred, (int(self), self.source, self.attempt, self.key, self.producer)
-
-    def note(self, metadata: dict[str, Any]) -> None:
-        """Note the result in what a worker tells the scheduler with the end of its task."""
-        metadata[NOTE] = int(self), self.source, *self.attempt, self.producer
-
-    @classmethod
-    def of_task(cls, task: SchedulerTask, run_id: int) -> Transferred | None:
-        """Return the result of a task in memory, as its worker has noted it; None if that can not be told.
-
-        Parameters
-        ----------
-        run_id
-            The run that it has to be of.
-        """
-        if task.state != "memory" or (note := (task.metadata or {}).get(NOTE)) is None:
-            return None
-        of_run, source, dispatch, retry, producer = note
-        # A task that was sent to a worker again may have the note of the time before.
-        if of_run != run_id or dispatch != task.run_id:
-            return None
-        return cls(run_id, source, Attempt(dispatch, retry), task.key, producer)
 
 
 class ShuffleRun:

@@ -17,7 +17,7 @@ from dask_gpurt.dask_hooks import seams
 from dask_gpurt.dask_hooks.worker import put_results
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.small_results import SmallResults
-from dask_gpurt.shuffle.run import NOTE, Transferred
+from dask_gpurt.shuffle.transferred import NOTE, Transferred
 from tests.helpers.in_process import on_cluster, until
 
 PARTS, ROWS = 6, 60
