@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from dask_gpurt.bench.parts import Parts
+
 #: Shares of the seconds of all queries from which on a part of them is worth a sentence.
 PLANNING_SHARE, STARTING_SHARE, READING_SHARE, IDLE_SHARE = 0.3, 0.2, 0.4, 0.3
 #: Tasks that are shorter than this, on average, are too short for what each costs the scheduler.
@@ -16,13 +18,11 @@ WAITING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class Findings:
+class Findings(Parts):
     """Hold the figures that advice is made of: of the runtime, summed up over the queries.
 
     Parameters
     ----------
-    planning, starting, reading, computing, idle, collecting, tasks, longest_gap, spilled_bytes
-        As of :class:`~dask_gpurt.bench.results.Spent`.
     threads, hosts
         Of the cluster.
     peak_share
@@ -40,17 +40,8 @@ class Findings:
         nothing was compared.
     """
 
-    planning: float
-    starting: float
-    reading: float
-    computing: float
-    idle: float
-    collecting: float
-    tasks: int
-    longest_gap: float
     threads: int
     hosts: int
-    spilled_bytes: float
     peak_share: float
     counters: Mapping[str, float]
     fallbacks: Mapping[str, int]
@@ -58,12 +49,6 @@ class Findings:
     from_files: bool
     against: str
     ratio: tuple[float, float, float] | None
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all queries."""
-        parts = (self.planning, self.starting, self.reading, self.computing, self.idle, self.collecting)
-        return sum(parts)
 
     @property
     def task_seconds(self) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.memory.tiers import Tier
 
 #: The memory tiers of the runtime, from the top down.
-TIERS = ("device", "pinned", "host", "disk")
+TIERS = tuple(Tier)
 SPILL_PREFIX, EXCHANGE_PREFIX = "memory.spill.bytes.", "exchange.bytes."
 
 
@@ -113,7 +114,7 @@ def spilled(counters: Mapping[str, float]) -> Iterable[float]:
     for name, nbytes in counters.items():
         if name.startswith(SPILL_PREFIX):
             source, _, target = name.removeprefix(SPILL_PREFIX).partition(".")
-            if source == "exchange" or TIERS.index(target) > TIERS.index(source):
+            if source == "exchange" or TIERS.index(Tier(target)) > TIERS.index(Tier(source)):
                 yield nbytes
 
 

@@ -12,42 +12,26 @@ from dask.utils import format_bytes
 
 from dask_gpurt.bench.advice import Advice, Findings, advise
 from dask_gpurt.bench.budget import planning
+from dask_gpurt.bench.parts import PARTS, Parts
 
 #: The contender with the runtime.
 GPURT = "gpurt"
 
 
 @dataclass(frozen=True)
-class Spent:
+class Spent(Parts):
     """Tell what a run was spent on.
 
     Parameters
     ----------
-    planning, starting, reading, computing, idle, collecting
-        Seconds that add up to those of the run: until the scheduler has its tasks; until the first of them
-        begins; then, of a mean task thread, in readers of files, in the rest of tasks, and without a task;
-        and from the end of the last task until the result is with the client.
-    tasks
-        How many there were.
-    longest_gap
-        Seconds of the longest time in which a thread had no task.
-    read_bytes, moved_bytes, spilled_bytes
-        Of all workers: from files, to other processes, and down the memory tiers or to disk.
+    read_bytes, moved_bytes
+        Of all workers: from files, and to other processes.
     peak_bytes
         The most memory that the process of a worker had; None where the system does not tell.
     """
 
-    planning: float
-    starting: float
-    reading: float
-    computing: float
-    idle: float
-    collecting: float
-    tasks: int
-    longest_gap: float
     read_bytes: float
     moved_bytes: float
-    spilled_bytes: float
     peak_bytes: int | None
 
     @classmethod
@@ -73,10 +57,6 @@ class Spent:
             spilled_bytes=counted["spilled_bytes"],
             peak_bytes=peak,
         )
-
-
-#: The parts of a run's seconds, in the order of time.
-PARTS = ("planning", "starting", "reading", "computing", "idle", "collecting")
 
 
 @dataclass(frozen=True)
