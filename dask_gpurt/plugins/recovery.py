@@ -351,6 +351,43 @@ class Recovery:
             by_owner[most] -= 1
         return taken
 
+    # ---- outputs that move for balance -----------------------------------------------
+
+    def movable(self, shuffle: Any) -> dict[int, str]:
+        """Return the outputs that may move before they are put together, with their owners.
+
+        They are those of a shuffle and of the other side of a join. There are none where it is too late, and
+        where a side is read by other tasks too.
+        """
+        shuffles = self._sharing(shuffle)
+        barriers = [self._barrier(each) for each in shuffles]
+        runs = [self._extension.active_shuffles[each].run_spec.worker_for for each in shuffles]
+        waits = any(barrier.state == "waiting" for barrier in barriers)
+        alike = all(barrier.dependents == barriers[0].dependents for barrier in barriers)
+        if not waits or not alike or any(each in self._losses for each in shuffles):
+            return {}
+        outputs = set.intersection(*(self._unfinished(each, runs[0]) for each in shuffles))
+        owners = {output: runs[0][output] for output in outputs}
+        same = all(run.get(output) == owner for run in runs for output, owner in owners.items())
+        return owners if same else {}
+
+    def balance(self, shuffle: Any, to: Mapping[int, str], reason: str) -> None:
+        """Give outputs that are movable to other owners. May be called within a transition.
+
+        The worker of a barrier that waits for transfers hears of it before the barrier. Where the other side
+        of a join has passed its own, that is run again.
+        """
+        shuffles = self._sharing(shuffle)
+        for each in shuffles:
+            logger.info("Shuffle %s goes on: %s", each, reason)
+            self._tell(each, "balances", reason, len(to))
+            self._in_a_row.moves(each)
+            self._move(each, to, (), {})
+        self._metrics.add("shuffle.outputs.moved", len(to))
+        passed = [key for key in map(barrier_key, shuffles) if self._is(key, "memory", "processing")]
+        if passed:  # but not within a transition
+            self._scheduler.loop.add_callback(self._release, passed, "memory", "processing")
+
     # ---- mending ---------------------------------------------------------------------
 
     def _note(self, shuffles: Collection[Any], outputs: Collection[int], reason: str) -> _Loss:
@@ -504,6 +541,10 @@ class Recovery:
 
     def _barrier(self, shuffle: Any) -> Any:
         return self._scheduler.tasks[barrier_key(shuffle)]
+
+    def candidates(self, shuffle: Any) -> list[str]:
+        """Return the workers that may own outputs of a shuffle, and of the other side of a join."""
+        return self._candidates(*self._sharing(shuffle))
 
     def _candidates(self, *shuffles: Any) -> list[str]:
         """Return the workers that may own outputs of all of some shuffles."""

@@ -22,6 +22,7 @@ from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
+from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import METRIC, OP
@@ -135,7 +136,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
         self.shuffles = SchedulerShuffles(
-            self.scheduler, settings, self.metrics, lambda: self.placement, self.workers
+            self.scheduler,
+            settings,
+            self.metrics,
+            lambda: self.placement,
+            self.workers,
+            LedgerHeadroom(self.cluster_memory, self.scheduler.workers),
         )
         self.json_api = JsonApi(self)
 
