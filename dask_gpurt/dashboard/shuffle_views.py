@@ -96,7 +96,9 @@ class ShuffleTable(TableComponent):
             "bytes": format_bytes(row["bytes"]), "rows": f"{row['rows']:,}",
             "skew": "" if skew is None else f"{skew:.2f} (output {row['largest']})",
             **seconds, "restarts": str(row["restarts"]),
-            "recoveries": f"{row['recoveries']} ({row['moved']} outputs)" if row["recoveries"] else "0",
+            "recoveries": (
+                f"{row['recoveries']} ({row['moved']} outputs)" if row["recoveries"] or row["moved"] else "0"
+            ),
             "reason": row["reason"],
         }  # fmt: skip
 

@@ -27,6 +27,9 @@ from dask_gpurt.shuffle.transferred import sizes_of_task
 LOOKS = (0.125, 0.5, 1.0)
 #: Inputs below which nothing is known of the others.
 MIN_INPUTS = 4
+#: Seconds that transfers usually take that make one sample of the speed of a worker. One that is stopped, and
+#: goes on, many times a second would be found to be either in a sample of less.
+POOLED_S = 0.04
 #: The most times that the outputs of a run move.
 MAX_MOVES = 2
 
@@ -43,8 +46,8 @@ class _Watch:
         How many there are.
     nbytes
         The estimate of the bytes of its outputs.
-    paces
-        Of transfers that have not been compared yet: the worker, seconds, and bytes.
+    paces, compared
+        The worker, seconds and bytes of each transfer; and how many of these have been compared.
     whole
         Whether all that was published is still there to be offered to others.
     looks, moves
@@ -55,6 +58,7 @@ class _Watch:
     inputs: int
     nbytes: OutputBytes
     paces: list[tuple[str, float, int]] = field(default_factory=list)
+    compared: int = 0
     whole: bool = True
     looks: int = 0
     moves: int = 0
@@ -91,6 +95,8 @@ class Balancing:
         #: The outputs that placement has given to each worker, by shuffle, where it has.
         self._placed: dict[Any, Mapping[str, int]] = {}
         self._slowdown = WorkerSlowdown()
+        #: The seconds, and the usual seconds, of transfers of each worker that make no sample yet.
+        self._pooled: dict[str, tuple[float, float]] = {}
 
     def placed(self, shuffle: Any, owners: Mapping[int, str]) -> None:
         """Take notice of owners that placement has chosen for a run that is about to begin."""
@@ -120,13 +126,14 @@ class Balancing:
     def on_worker_removed(self, worker: str) -> None:
         """Forget how fast a worker was."""
         self._slowdown.on_worker_removed(worker)
+        self._pooled.pop(worker, None)
 
     def in_memory(self, key: Key) -> None:
         """Take notice that a task has ended. Within its transition: no worker has the barrier yet."""
         if (shuffle := self._shuffle_of.get(key)) is None:
             return
         watch, task = self._watched[shuffle], self._scheduler.tasks[key]
-        if (told := sizes_of_task(task, watch.run)) is None:
+        if (told := sizes_of_task(task, watch.run)) is None or not self._recovery.goes_on(shuffle, watch.run):
             return
         source, sizes = told
         watch.nbytes.add(source, sizes)
@@ -154,9 +161,8 @@ class Balancing:
                 for watch in watches:
                     watch.moves += 1
                 times = moves.before / moves.after
-                self._recovery.balance(
-                    shuffle, moves.to, f"its last worker will be done {times:.1f} times as early"
-                )
+                reason = f"outputs or workers differ: the last worker is done {times:.1f} times as early"
+                self._recovery.balance(shuffle, moves.to, reason)
         if due == len(LOOKS):
             for each in together:
                 self._stop(each)
@@ -165,9 +171,14 @@ class Balancing:
         """Learn how slow workers are from how long their transfers took, by the bytes of each."""
         if watch.paces:
             usual = median(seconds / nbytes for _, seconds, nbytes in watch.paces)
-            for worker, seconds, nbytes in watch.paces:
-                self._slowdown.observe(worker, seconds, usual * nbytes)
-            watch.paces.clear()
+            for worker, seconds, nbytes in watch.paces[watch.compared :]:
+                before = self._pooled.pop(worker, (0.0, 0.0))
+                pooled = before[0] + seconds, before[1] + usual * nbytes
+                if pooled[1] < POOLED_S:
+                    self._pooled[worker] = pooled
+                else:
+                    self._slowdown.observe(worker, *pooled)
+            watch.compared = len(watch.paces)
 
     def _decide(self, shuffle: Any, together: Collection[Any]) -> Moves:
         owners = self._recovery.movable(shuffle)

@@ -353,6 +353,10 @@ class Recovery:
 
     # ---- outputs that move for balance -----------------------------------------------
 
+    def goes_on(self, shuffle: Any, run_id: int) -> bool:
+        """Return whether a run is the current one of its shuffle."""
+        return self._owners(shuffle, run_id) is not None
+
     def movable(self, shuffle: Any) -> dict[int, str]:
         """Return the outputs that may move before they are put together, with their owners.
 

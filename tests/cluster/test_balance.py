@@ -183,7 +183,7 @@ def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch,
         "join": (lambda: left().merge(right(), on="key"), joined),
     }[side]
 
-    @on_cluster(workers=4, **{"gpurt.shuffle.retries": 1})
+    @on_cluster(workers=4)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
         out = persisted(client, collection)
         assert_same(await client.compute(out), expected())
@@ -238,6 +238,31 @@ def test_outputs_stay_whose_shards_are_gone(monkeypatch: pytest.MonkeyPatch) -> 
         out = persisted(client, lambda: left().shuffle("key"))
         await wait(out)
         assert not counted(scheduler, MOVED)
+        del out
+
+    run()
+
+
+def test_shards_are_reused_right_as_outputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their inputs are transferred again, and that is not held against the run."""
+    balance, boxes = Recovery.balance, list[Any]()
+
+    def without_shards(self: Recovery, shuffle: Any, to: Any, reason: str) -> None:
+        for box in boxes:  # as where other runs need the room
+            box.reclaim_all()
+        balance(self, shuffle, to, reason)
+
+    monkeypatch.setattr(Recovery, "balance", without_shards)
+    monkeypatch.setattr("dask_gpurt.plugins.balancing.LOOKS", (1.0,))
+
+    @on_cluster(workers=4, **{"gpurt.shuffle.retries": 0, "gpurt.exchange.paths": ["comms"]})
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        boxes.extend(worker.plugins["gpurt"].exchange.pools.known("host") for worker in workers)
+        out = persisted(client, lambda: left().shuffle("key"))
+        assert_same(await client.compute(out), local())
+        assert counted(scheduler, MOVED) == 7
+        assert counted(scheduler, "shuffle.runs.recovered")
+        assert not counted(scheduler, "shuffle.runs.restarted")
         del out
 
     run()
