@@ -17,9 +17,8 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.placement import Headroom
-from dask_gpurt.placement.durations import WorkerSlowdown
 from dask_gpurt.plugins.recovery import Recovery, sharing_outputs
-from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, balanced
+from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, WorkerSpeeds, balanced
 from dask_gpurt.shuffle.transferred import sizes_of_task
 
 #: The shares of the inputs of a run after which its outputs are looked at: the fewer, the less has been
@@ -27,9 +26,6 @@ from dask_gpurt.shuffle.transferred import sizes_of_task
 LOOKS = (0.125, 0.5, 1.0)
 #: Inputs below which nothing is known of the others.
 MIN_INPUTS = 4
-#: Seconds that transfers usually take that make one sample of the speed of a worker. One that is stopped, and
-#: goes on, many times a second would be found to be either in a sample of less.
-POOLED_S = 0.04
 #: The most times that the outputs of a run move.
 MAX_MOVES = 2
 
@@ -52,6 +48,8 @@ class _Watch:
         Whether all that was published is still there to be offered to others.
     looks, moves
         How often its outputs were looked at, and moved.
+    together
+        Its shuffle and those that share its outputs, once that was asked for.
     """
 
     run: int
@@ -62,6 +60,7 @@ class _Watch:
     whole: bool = True
     looks: int = 0
     moves: int = 0
+    together: Collection[Any] = ()
 
     @property
     def due(self) -> int:
@@ -94,9 +93,7 @@ class Balancing:
         self._shuffle_of: dict[Key, Any] = {}
         #: The outputs that placement has given to each worker, by shuffle, where it has.
         self._placed: dict[Any, Mapping[str, int]] = {}
-        self._slowdown = WorkerSlowdown()
-        #: The seconds, and the usual seconds, of transfers of each worker that make no sample yet.
-        self._pooled: dict[str, tuple[float, float]] = {}
+        self._speeds = WorkerSpeeds()
 
     def placed(self, shuffle: Any, owners: Mapping[int, str]) -> None:
         """Take notice of owners that placement has chosen for a run that is about to begin."""
@@ -125,8 +122,7 @@ class Balancing:
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget how fast a worker was."""
-        self._slowdown.on_worker_removed(worker)
-        self._pooled.pop(worker, None)
+        self._speeds.on_worker_removed(worker)
 
     def in_memory(self, key: Key) -> None:
         """Take notice that a task has ended. Within its transition: no worker has the barrier yet."""
@@ -147,8 +143,8 @@ class Balancing:
 
     def _look(self, shuffle: Any) -> None:
         """Look at the outputs of a run, once all sides of a join are so far."""
-        together = sharing_outputs(self._scheduler.tasks[barrier_key(shuffle)]) | {shuffle}
-        watches = [self._watched[each] for each in together if each in self._watched]
+        together = self._together(shuffle)
+        watches = [self._watched[each] for each in together if self._is_watched(each)]
         due = min(watch.due for watch in watches)
         if len(watches) < len(together) or due <= max(watch.looks for watch in watches):
             return
@@ -156,53 +152,71 @@ class Balancing:
             watch.looks = due
             self._compare(watch)
         if all(watch.whole and watch.moves < MAX_MOVES for watch in watches):
-            moves = self._decide(shuffle, together)
+            moves = self._decide(together)
             if moves.to:
                 for watch in watches:
                     watch.moves += 1
                 times = moves.before / moves.after
                 reason = f"outputs or workers differ: the last worker is done {times:.1f} times as early"
-                self._recovery.balance(shuffle, moves.to, reason)
+                self._recovery.balance(together, moves.to, reason)
         if due == len(LOOKS):
             for each in together:
                 self._stop(each)
 
+    def _together(self, shuffle: Any) -> Collection[Any]:
+        """Return a shuffle and those that share its outputs, which stay the same while it runs."""
+        watch = self._watched[shuffle]
+        if not watch.together:
+            watch.together = sharing_outputs(self._scheduler.tasks[barrier_key(shuffle)]) | {shuffle}
+        return watch.together
+
+    def _is_watched(self, shuffle: Any) -> bool:
+        watch = self._watched.get(shuffle)
+        return watch is not None and self._recovery.goes_on(shuffle, watch.run)
+
     def _compare(self, watch: _Watch) -> None:
         """Learn how slow workers are from how long their transfers took, by the bytes of each."""
-        if watch.paces:
-            usual = median(seconds / nbytes for _, seconds, nbytes in watch.paces)
-            for worker, seconds, nbytes in watch.paces[watch.compared :]:
-                before = self._pooled.pop(worker, (0.0, 0.0))
-                pooled = before[0] + seconds, before[1] + usual * nbytes
-                if pooled[1] < POOLED_S:
-                    self._pooled[worker] = pooled
-                else:
-                    self._slowdown.observe(worker, *pooled)
-            watch.compared = len(watch.paces)
+        if not watch.paces:
+            return
+        usual = median(seconds / nbytes for _, seconds, nbytes in watch.paces)
+        # Of small inputs the seconds are mostly those of the calls.
+        least = median(nbytes for _, _, nbytes in watch.paces) / 2
+        for worker, seconds, nbytes in watch.paces[watch.compared :]:
+            if nbytes >= least:
+                self._speeds.observe(worker, seconds, usual * nbytes)
+        watch.compared = len(watch.paces)
 
-    def _decide(self, shuffle: Any, together: Collection[Any]) -> Moves:
-        owners = self._recovery.movable(shuffle)
-        if not owners:
-            return Moves({})
-        nbytes, held = defaultdict[int, float](float), defaultdict[str, float](float)
+    def _decide(self, together: Collection[Any]) -> Moves:
+        """Return the outputs of shuffles that have the same ones that are to move now."""
+        nbytes = defaultdict[int, float](float)
         for each in together:
             for output, estimate in self._watched[each].nbytes.estimate().items():
                 nbytes[output] += estimate
+        # Which of them may move takes far longer to find out than that, as mostly, none has to.
+        moves = self._moves(together, nbytes, self._recovery.owners_of(next(iter(together))))
+        if moves.to:
+            moves = self._moves(together, nbytes, self._recovery.movable(together))
+        return moves
+
+    def _moves(
+        self, together: Collection[Any], nbytes: Mapping[int, float], owners: Mapping[int, str]
+    ) -> Moves:
+        held = defaultdict[str, float](float)
         for output, owner in owners.items():
             held[owner] += nbytes[output]
-        possible = self._recovery.candidates(shuffle)
-        threads = self._threads({*possible, *held}, together)
-        owners = {output: owner for output, owner in owners.items() if owner in threads}
+        possible = set(self._recovery.candidates(*together))
+        threads = self._threads(possible | held.keys(), together)
         capacities = [
             Capacity(
                 worker,
                 threads[worker],
-                1 / self._slowdown.of(worker),
+                self._speeds.of(worker),
                 self._room(worker, held[worker]) if worker in possible else 0.0,
             )
             for worker in sorted(threads)
         ]
-        return balanced(nbytes, owners, capacities)
+        known = {output: owner for output, owner in owners.items() if owner in threads}
+        return balanced(nbytes, known, capacities) if known else Moves({})
 
     def _threads(self, workers: Collection[str], together: Collection[Any]) -> dict[str, float]:
         """Return the threads of workers; where placement has dealt outputs out, in proportion to its shares.

@@ -210,8 +210,7 @@ class SchedulerShuffles:
     def _placed(self, placement: SchedulerPlacement, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
         """Return the owners that placement chooses, if it does; balance keeps its shares."""
         owners = placement.owners(barrier, chosen)
-        if owners is not chosen:
-            self._balancing.placed(id_from_key(barrier.key), owners)
+        self._balancing.placed(id_from_key(barrier.key), {} if owners is chosen else owners)
         return owners
 
     def _transition(self, original: Callable[..., None]) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,8 +23,13 @@ from dask_gpurt.exchange.shard import Section
 
 #: The most outputs of which a transfer tells the bytes, and how many times the mean these have at least.
 MAX_TOLD, HEAVY = 32, 1.25
-#: Standard errors of the share of an output that count as chance.
+#: Standard errors of an estimate that count as chance.
 CHANCE_ERRORS = 2.0
+#: The last transfers that the speed of a worker is estimated from; how many there have to be, and how many
+#: seconds they usually take together.
+SPEED_WINDOW_TRANSFERS, MIN_TRANSFERS, MIN_USUAL_S = 32, 3, 0.02
+#: Limits to a slowdown.
+FASTEST, SLOWEST = 0.25, 10.0
 #: Outputs move if the last worker is done so many times as early thereby, and so many bytes of one thread.
 MIN_GAIN, MIN_GAIN_BYTES = 1.2, 2**20
 #: How much later than possible the last worker may be done, for fewer moves.
@@ -164,6 +169,43 @@ class OutputBytes:
             error = math.sqrt(variance * unseen) / (nbytes / number) if unseen else 0.0
             shares[output] = share, error
         return shares
+
+
+# ---- speeds of workers ---------------------------------------------------------------------------------
+
+
+class WorkerSpeeds:
+    """Estimate how fast the threads of workers are, relative to the usual, from how long transfers took.
+
+    A worker that is stopped, and goes on, many times a second is found to be either by each of its transfers.
+    So the sums of them are compared; and of the difference only what is beyond chance counts, else outputs
+    would move to whichever of equal workers was luckier.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, deque[tuple[float, float]]] = {}
+
+    def observe(self, worker: str, seconds: float, usual: float) -> None:
+        """Learn from a transfer that took ``seconds`` where such ones usually take ``usual``."""
+        if usual > 0:
+            known = self._workers.setdefault(worker, deque(maxlen=SPEED_WINDOW_TRANSFERS))
+            known.append((seconds, usual))
+
+    def of(self, worker: str) -> float:
+        """Return the speed closest to 1 within the confidence margin; below 1 is slow."""
+        known = self._workers.get(worker, ())
+        number, usual = len(known), sum(usual for _, usual in known)
+        if number < MIN_TRANSFERS or usual < MIN_USUAL_S:
+            return 1.0
+        slowdown = sum(seconds for seconds, _ in known) / usual
+        residual = sum((seconds - slowdown * usual) ** 2 for seconds, usual in known)
+        error = math.sqrt(residual * number / (number - 1)) / usual
+        beyond_chance = max(0.0, abs(slowdown - 1) - CHANCE_ERRORS * error)
+        return 1 / min(max(1 + math.copysign(beyond_chance, slowdown - 1), FASTEST), SLOWEST)
+
+    def on_worker_removed(self, worker: str) -> None:
+        """Forget a worker."""
+        self._workers.pop(worker, None)
 
 
 # ---- owners --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from dask_gpurt.shuffle.balance import (
     Capacity,
     InputSizes,
     OutputBytes,
+    WorkerSpeeds,
     balanced,
 )
 
@@ -97,6 +98,48 @@ def test_of_nothing_nothing_is_known() -> None:
     assert outputs.estimate() == dict.fromkeys(range(4), 0.0)
     outputs.add(0, input_of(dict.fromkeys(range(4), 0)))
     assert outputs.estimate() == dict.fromkeys(range(4), 0.0)
+
+
+# ---- speeds ----------------------------------------------------------------------------
+
+
+def speed_after(seconds: list[float], usual: float = 0.02) -> float:
+    speeds = WorkerSpeeds()
+    for each in seconds:
+        speeds.observe("a", each, usual)
+    return speeds.of("a")
+
+
+def test_a_worker_is_as_fast_as_usual_until_it_shows() -> None:
+    assert WorkerSpeeds().of("a") == 1
+    assert speed_after([0.04, 0.04]) == 1
+    assert speed_after([0.04] * 4) == pytest.approx(0.5)
+    assert speed_after([0.01] * 4) == pytest.approx(2.0)
+    assert speed_after([0.0004] * 4, 0.0002) == 1, "so short transfers tell little"
+
+
+def test_a_worker_that_is_stopped_half_of_the_time_is_found_slow() -> None:
+    """For 20 ms of 40: a transfer of 12 ms takes 12 or 32."""
+    chance = random.Random(0)
+    speeds = [
+        speed_after([chance.choice([0.012, 0.032, 0.032]) for _ in range(16)], 0.012) for _ in range(99)
+    ]
+    assert all(0.4 < speed < 0.9 for speed in speeds)
+
+
+def test_of_equal_workers_none_is_preferred_by_chance() -> None:
+    chance = random.Random(0)
+    speeds = [speed_after([0.02 * chance.lognormvariate(0, 0.5) for _ in range(16)]) for _ in range(200)]
+    assert all(0.7 < speed < 1 / 0.7 for speed in speeds)
+
+
+def test_a_worker_that_has_left_is_forgotten() -> None:
+    speeds = WorkerSpeeds()
+    for _ in range(9):
+        speeds.observe("a", 1.0, 0.1)
+    assert speeds.of("a") < 0.2
+    speeds.on_worker_removed("a")
+    assert speeds.of("a") == 1
 
 
 # ---- owners ----------------------------------------------------------------------------
