@@ -53,8 +53,6 @@ OPERATIONS: Mapping[str, Callable[[da.Array, int, str], da.Array]] = {
 }
 #: Draws for the intervals of ratios.
 RESAMPLES = 2000
-#: The part of each GPU that a cluster's rmm pool takes; there are two clusters.
-POOL_SHARE = 0.35
 
 
 @dataclass(frozen=True)
@@ -183,17 +181,17 @@ def compare(values: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 
 
 @contextmanager
-def _client(workers: int, backend: str, protocol: str | None) -> Iterator[Client]:
+def _client(workers: int, backend: str, protocol: str | None, pool: int) -> Iterator[Client]:
     """Yield the client of a cluster of its own."""
     with (
-        _cluster(workers, backend, protocol) as cluster,
+        _cluster(workers, backend, protocol, pool) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
         client.register_plugin(PeakMemory())
         yield client
 
 
-def _cluster(workers: int, backend: str, protocol: str | None) -> SpecCluster:
+def _cluster(workers: int, backend: str, protocol: str | None, pool: int) -> SpecCluster:
     options: dict[str, Any] = {
         "n_workers": workers,
         "threads_per_worker": 1,
@@ -205,7 +203,7 @@ def _cluster(workers: int, backend: str, protocol: str | None) -> SpecCluster:
         return LocalCluster(processes=True, **options)
     from dask_cuda import LocalCUDACluster
 
-    return LocalCUDACluster(rmm_pool_size=POOL_SHARE, **options)
+    return LocalCUDACluster(rmm_pool_size=pool, **options)
 
 
 @click.command(help=__doc__.partition("\n")[0])
@@ -214,6 +212,7 @@ def _cluster(workers: int, backend: str, protocol: str | None) -> SpecCluster:
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--backend", type=click.Choice(["numpy", "cupy"]), default="numpy", show_default=True)
 @click.option("--protocol", help="Of the workers' addresses, such as ucx; Dask's default otherwise.")
+@click.option("--pool", default="24GiB", show_default=True, callback=in_bytes, help="Of each GPU worker.")
 @click.option("--methods", default=",".join(METHODS), show_default=True, callback=split_list(METHODS))
 @click.option("--operation", default=",".join(OPERATIONS), callback=split_list(list(OPERATIONS)))
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Warm runs.")
@@ -224,6 +223,7 @@ def main(
     workers: int,
     backend: str,
     protocol: str | None,
+    pool: int,
     methods: list[str],
     operation: list[str],
     repeat: int,
@@ -231,7 +231,7 @@ def main(
 ) -> None:
     with ExitStack() as stack:
         stack.enter_context(dask.config.set({"array.backend": backend}))
-        ours, theirs = (stack.enter_context(_client(workers, backend, protocol)) for _ in range(2))
+        ours, theirs = (stack.enter_context(_client(workers, backend, protocol, pool)) for _ in range(2))
         dask_gpurt.enable(ours)
         clients = {method: ours if method == OURS else theirs for method in methods}
         runs = measure(clients, size, chunks, methods, operation, repeat)
