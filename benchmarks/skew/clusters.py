@@ -127,3 +127,15 @@ def peaks(client: Client) -> dict[str, dict[str, int]]:
 
 def _take_peaks(dask_worker: Any) -> Any:
     return dask_worker.plugins[PeakMemory.name].take()
+
+
+def outputs_moved(client: Client) -> int:
+    """Return how many outputs have got other owners until now since their sizes were known."""
+    found: int = client.run_on_scheduler(_outputs_moved)
+    return found
+
+
+def _outputs_moved(dask_scheduler: Any) -> int:
+    runtime = dask_scheduler.extensions.get("gpurt")
+    counters = runtime.metrics.snapshot()["counters"] if runtime is not None else {}
+    return int(counters.get("shuffle.outputs.moved", 0))

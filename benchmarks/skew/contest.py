@@ -14,7 +14,7 @@ import dask
 from distributed import Client, futures_of, wait
 from rich.console import Console
 
-from benchmarks.skew.clusters import peaks, pids, processor_seconds, shuffle_method
+from benchmarks.skew.clusters import outputs_moved, peaks, pids, processor_seconds, shuffle_method
 from benchmarks.skew.figures import Run, capacity_left
 from benchmarks.skew.frames import (
     Digest,
@@ -146,7 +146,7 @@ class Contest:
         sides = self._frames[client][cell.keys, cell.persisted]
         client.run(gc.collect)
         peaks(client)
-        threads, used = client.nthreads(), processor_seconds(client)
+        threads, used, moved = client.nthreads(), processor_seconds(client), outputs_moved(client)
         with (
             client.as_current(),
             dask.config.set({"dataframe.shuffle.method": shuffle_method(contender)}),
@@ -169,6 +169,7 @@ class Contest:
             [now[worker] - used[worker] for worker in threads],
             [taken[worker]["host"] for worker in threads],
             [taken[worker]["device"] for worker in threads if "device" in taken[worker]],
+            outputs_moved(client) - moved,
         )
 
     def _checked(self, client: Client, result: Any, run: str) -> list[int]:

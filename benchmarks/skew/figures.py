@@ -37,6 +37,8 @@ class Run:
         memory, in which the shared memory that it touched counts.
     device_bytes
         The most memory of each worker's GPU; empty without.
+    moved
+        Outputs that have got other owners since their sizes were known.
     """
 
     cell: str
@@ -48,6 +50,7 @@ class Run:
     processor_seconds: Sequence[float]
     peak_bytes: Sequence[int]
     device_bytes: Sequence[int] = ()
+    moved: int = 0
 
 
 def capacity_left(workers: int, threads: int, stopped: float, cores: int) -> float:
@@ -90,6 +93,7 @@ def _figure(
         "seconds": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
         "busiest_rows": median(busiest(run.rows) for run in mine.values()),
         "busiest_processor": median(busiest(run.processor_seconds) for run in mine.values()),
+        "outputs_moved": median(run.moved for run in mine.values()),
         "peak_of_limit": max(max(run.peak_bytes) for run in mine.values()) / limit,
     }
     if yardstick is not None:
@@ -126,11 +130,11 @@ def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="Medians of seconds; ratios with intervals of 95%; rows and processor seconds of the busiest "
-        "worker as a multiple of the mean; peak of memory as a share of its limit",
+        "worker as a multiple of the mean; outputs moved; peak of memory as a share of its limit",
     )
     made.add_column("cell", no_wrap=True)
     made.add_column("contender", no_wrap=True)
-    for heading in ("seconds", "of ideal", f"times {ours}", "rows", "processor", "memory"):
+    for heading in ("seconds", "of ideal", f"times {ours}", "rows", "processor", "moved", "memory"):
         made.add_column(heading, justify="right", no_wrap=True)
     for each in found:
         made.add_row(
@@ -141,6 +145,7 @@ def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
             _told(each.get(f"times_{ours}")),
             f"{each['busiest_rows']:.2f}",
             f"{each['busiest_processor']:.2f}",
+            f"{each['outputs_moved']:g}",
             f"{each['peak_of_limit']:.0%}",
         )
     return made
