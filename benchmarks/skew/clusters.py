@@ -17,6 +17,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from benchmarks.common.peaks import PeakMemory
+from dask_gpurt.config import KEYS
 
 OURS, UNBALANCED = "gpurt", "gpurt-unbalanced"
 #: The runtime; the same with owners of outputs that are not moved; and Dask's own methods, on a cluster where
@@ -59,7 +60,7 @@ def require(contenders: Sequence[str]) -> None:
     click.UsageError
         When owners can not be kept from moving.
     """
-    if UNBALANCED in contenders and dask.config.get(BALANCE, None) is None:
+    if UNBALANCED in contenders and BALANCE not in KEYS:
         raise click.UsageError(f"{UNBALANCED} needs the setting {BALANCE}, which this version does not have")
 
 
