@@ -11,7 +11,6 @@ import psutil
 
 #: Seconds for which a process is stopped, and for which it goes on then.
 STOPPED_S, RUNNING_S = 0.02, 0.02
-JOIN_TIMEOUT_S = 10.0
 
 
 class DutyCycle:
@@ -39,10 +38,15 @@ class DutyCycle:
         self._thread = threading.Thread(target=self._run, name="duty-cycle", daemon=True)
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """Return whether the process is still stopped now and then."""
+        return self._thread.is_alive()
+
     def end(self) -> None:
         """Have the process go on for good."""
         self._ended.set()
-        self._thread.join(JOIN_TIMEOUT_S)
+        self._thread.join()
 
     def _run(self) -> None:
         with suppress(psutil.NoSuchProcess):
