@@ -147,10 +147,11 @@ class Contest:
         client.run(gc.collect)
         peaks(client)
         threads, used, moved = client.nthreads(), processor_seconds(client), outputs_moved(client)
+        slow = max(threads) if cell.slow else None
         with (
             client.as_current(),
             dask.config.set({"dataframe.shuffle.method": shuffle_method(contender)}),
-            (slowed if cell.slow else undisturbed)(client) as stopped_seconds,
+            slowed(client, slow) as stopped_seconds,
         ):
             before, began = stopped_seconds(), time.perf_counter()
             result = cell.build(*sides).persist()
@@ -170,6 +171,7 @@ class Contest:
             [taken[worker]["host"] for worker in threads],
             [taken[worker]["device"] for worker in threads if "device" in taken[worker]],
             outputs_moved(client) - moved,
+            None if slow is None else list(threads).index(slow),
         )
 
     def _checked(self, client: Client, result: Any, run: str) -> list[int]:
@@ -197,17 +199,13 @@ def _expected(cells: Sequence[str], size: Size) -> dict[str, Digest]:
 
 
 @contextmanager
-def slowed(client: Client) -> Iterator[Callable[[], float]]:
-    """Have the last worker run for half of the time; yield a function of the seconds that it was stopped."""
-    found = pids(client)
-    with half_speed(found[max(found)]) as cycle:
+def slowed(client: Client, worker: str | None) -> Iterator[Callable[[], float]]:
+    """Have a worker run for half of the time, or none; yield a function of the seconds it was stopped."""
+    if worker is None:
+        yield lambda: 0.0
+        return
+    with half_speed(pids(client)[worker]) as cycle:
         yield lambda: cycle.stopped_seconds
-
-
-@contextmanager
-def undisturbed(_: Client) -> Iterator[Callable[[], float]]:
-    """Leave all workers as they are."""
-    yield lambda: 0.0
 
 
 def rows_by_worker(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -39,6 +39,8 @@ class Run:
         The most memory of each worker's GPU; empty without.
     moved
         Outputs that have got other owners since their sizes were known.
+    slow
+        The position of the worker that was slow; None where none was.
     """
 
     cell: str
@@ -51,6 +53,7 @@ class Run:
     peak_bytes: Sequence[int]
     device_bytes: Sequence[int] = ()
     moved: int = 0
+    slow: int | None = None
 
 
 def capacity_left(workers: int, threads: int, stopped: float, cores: int) -> float:
@@ -91,6 +94,7 @@ def _figure(
         "cell": cell,
         "contender": contender,
         "seconds": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
+        "processor_seconds": median(sum(run.processor_seconds) for run in mine.values()),
         "busiest_rows": median(busiest(run.rows) for run in mine.values()),
         "busiest_processor": median(busiest(run.processor_seconds) for run in mine.values()),
         "outputs_moved": median(run.moved for run in mine.values()),
@@ -100,14 +104,18 @@ def _figure(
         base = _by_turn(warm, yardstick, contender)
         found["yardstick"] = yardstick
         found["capacity"] = fmean(run.capacity for run in mine.values())
-        found["of_ideal"] = _ratio(
-            [mine[turn].seconds * mine[turn].capacity / base[turn].seconds for turn in mine]
-        )
-        found["busiest_processor_seconds"] = _ratio(
-            [max(mine[turn].processor_seconds) / max(base[turn].processor_seconds) for turn in mine]
-        )
+        found["of_ideal"] = _ratio(mine, base, lambda run: run.seconds * run.capacity)
+        found["busiest_processor_seconds"] = _ratio(mine, base, lambda run: max(run.processor_seconds))
+    slow = [
+        run.processor_seconds[run.slow] / fmean(run.processor_seconds)
+        for run in mine.values()
+        if run.slow is not None
+    ]
+    if slow:
+        found["slow_processor"] = median(slow)
     if contender != ours and (theirs := _by_turn(warm, cell, ours)):
-        found[f"times_{ours}"] = _ratio([mine[turn].seconds / theirs[turn].seconds for turn in mine])
+        found[f"times_{ours}"] = _ratio(mine, theirs, lambda run: run.seconds)
+        found[f"processor_times_{ours}"] = _ratio(mine, theirs, lambda run: sum(run.processor_seconds))
     return found
 
 
@@ -115,8 +123,11 @@ def _by_turn(runs: Sequence[Run], cell: str, contender: str) -> dict[int, Run]:
     return {run.turn: run for run in runs if (run.cell, run.contender) == (cell, contender)}
 
 
-def _ratio(ratios: Sequence[float]) -> dict[str, float]:
-    return interval(ratios)._asdict()
+def _ratio(
+    runs: Mapping[int, Run], others: Mapping[int, Run], figure: Callable[[Run], float]
+) -> dict[str, float]:
+    """Compare a figure of runs with that of others in the same turns."""
+    return interval([figure(run) / figure(others[turn]) for turn, run in runs.items()])._asdict()
 
 
 def busiest(loads: Sequence[float]) -> float:
@@ -129,12 +140,24 @@ def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
     made = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="Medians of seconds; ratios with intervals of 95%; rows and processor seconds of the busiest "
-        "worker as a multiple of the mean; outputs moved; peak of memory as a share of its limit",
+        caption="Medians of seconds and processor seconds; ratios with intervals of 95%; as multiples of "
+        "the mean worker: the most rows, the most processor seconds, and those of the slow one; outputs "
+        "moved; peak of memory as a share of its limit",
     )
     made.add_column("cell", no_wrap=True)
     made.add_column("contender", no_wrap=True)
-    for heading in ("seconds", "of ideal", f"times {ours}", "rows", "processor", "moved", "memory"):
+    headings = (
+        "seconds",
+        "of ideal",
+        f"times {ours}",
+        "processor",
+        "rows",
+        "busiest",
+        "slow",
+        "moved",
+        "memory",
+    )
+    for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
     for each in found:
         made.add_row(
@@ -143,8 +166,10 @@ def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
             f"{each['seconds']['median']:.2f}",
             _told(each.get("of_ideal")),
             _told(each.get(f"times_{ours}")),
+            f"{each['processor_seconds']:.2f}",
             f"{each['busiest_rows']:.2f}",
             f"{each['busiest_processor']:.2f}",
+            f"{each['slow_processor']:.2f}" if "slow_processor" in each else "",
             f"{each['outputs_moved']:g}",
             f"{each['peak_of_limit']:.0%}",
         )

@@ -65,7 +65,18 @@ def test_a_digest_tells_rows_but_not_their_order() -> None:
 
 
 def run(cell: str, contender: str, turn: int, seconds: float, capacity: float = 1.0) -> Run:
-    return Run(cell, contender, turn, seconds, capacity, [30, 10], [1.0, seconds], [200, 100], moved=turn)
+    return Run(
+        cell,
+        contender,
+        turn,
+        seconds,
+        capacity,
+        [30, 10],
+        [1.0, seconds],
+        [200, 100],
+        moved=turn,
+        slow=None if capacity == 1 else 0,
+    )
 
 
 def test_cells_are_compared_with_their_yardstick_of_the_same_turn_and_what_was_left() -> None:
@@ -86,8 +97,12 @@ def test_cells_are_compared_with_their_yardstick_of_the_same_turn_and_what_was_l
     assert ours["busiest_processor_seconds"]["ratio"] == pytest.approx(2)
     assert (ours["busiest_rows"], ours["outputs_moved"], ours["peak_of_limit"]) == (1.5, 1.5, 0.5)
     assert ours["seconds"] == {"median": 6, "min": 4, "max": 8}
+    assert ours["slow_processor"] == pytest.approx((1 / 2.5 + 1 / 4.5) / 2)
     assert "of_ideal" not in found["full-speed", "gpurt"]
     assert found["full-speed", "tasks"]["times_gpurt"]["ratio"] == pytest.approx(3)
+    assert found["full-speed", "tasks"]["processor_times_gpurt"]["ratio"] == pytest.approx(
+        (7 / 3 * 13 / 5) ** 0.5
+    )
     assert found["half-speed", "tasks"]["of_ideal"]["ratio"] == pytest.approx(0.75)
 
 
