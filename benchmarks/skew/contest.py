@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import time
@@ -31,6 +32,7 @@ from benchmarks.skew.slowed import half_speed
 
 #: Seconds after which a run counts as hung.
 RUN_TIMEOUT_S = 300.0
+POLL_INTERVAL_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,10 @@ class Contest:
             stopped = (stopped_seconds() - before) / seconds
         now, taken = processor_seconds(client), peaks(client)
         rows = self._checked(client, result, f"{name} by {contender}, run {turn}")
+        outputs = [future.key for future in futures_of(result)]
+        del result
+        gc.collect()
+        client.run_on_scheduler(_until_forgotten, keys=outputs)
         return Run(
             name,
             contender,
@@ -189,6 +195,13 @@ class Contest:
             raise ValueError(f"{run}: {total(digests)}, and pandas has {wanted}")
         rows = [each.rows for each in digests]
         return rows_by_worker(rows, holders, list(client.nthreads()))
+
+
+async def _until_forgotten(keys: Sequence[Any], dask_scheduler: Any) -> None:
+    """Wait until results are gone: the next run may have tasks of the same names, and would not run them."""
+    async with asyncio.timeout(RUN_TIMEOUT_S):
+        while not dask_scheduler.tasks.keys().isdisjoint(keys):
+            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def _expected(cells: Sequence[str], size: Size) -> dict[str, Digest]:
