@@ -290,6 +290,7 @@ READS = SeamGroup(
 EXPRESSIONS = SeamGroup(
     "expressions",
     (
+        Seam("dask._expr:Expr.__dask_graph__", "self"),
         Seam(_EXPR + "_shuffle:Shuffle._lower", "self"),
         Seam(_EXPR + "_reductions:ShuffleReduce._lower", "self"),
         Seam(_EXPR + "_merge:Merge._lower", "self"),

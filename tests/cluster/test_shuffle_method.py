@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import dask
+import dask.array as da
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +18,15 @@ from distributed import Client, wait
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, canonical, counters, partitions
+from tests.helpers.clusters import (
+    Library,
+    assert_same_partitions,
+    by_tasks,
+    canonical,
+    counters,
+    partitions,
+    to_pandas,
+)
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
@@ -398,6 +408,26 @@ def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Libr
     assert new.pop("shuffle-barrier") == 1
     assert new.pop("gpurtshuffle") == 9
     assert sum(new.values()) <= aliases
+
+
+@pytest.mark.filterwarnings("ignore:Computing mixed collections")
+def test_frames_are_computed_beside_what_is_no_frame(client: Client, library: Library) -> None:
+    """Dask puts such graphs together, and takes whatever nothing needs for a result."""
+    frame = library.frame(pd.DataFrame({"key": range(40, 0, -1), "value": range(40)}))
+    df = dd.from_pandas(frame, npartitions=4, sort=False)
+    frames = [
+        df.shuffle("key"),
+        df.shuffle(on_index=True),
+        df.set_index("key", divisions=[1, 20, 40]),
+        df.sort_values("key"),
+        df.sort_values("value", ascending=False),
+    ]
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        *found, number, ones = dask.compute(*frames, dask.delayed(sum)([1, 2]), da.ones(4, chunks=2))
+        expected = dask.compute(*frames)
+    for mine, other in zip(found, expected, strict=True):
+        pd.testing.assert_frame_equal(to_pandas(mine), to_pandas(other))
+    assert (number, ones.tolist()) == (3, [1, 1, 1, 1])
 
 
 columns = st.sampled_from(["int", "float", "str", "category", "nullable"])
