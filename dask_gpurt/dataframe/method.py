@@ -139,6 +139,8 @@ class Lowering:
         if type(expr) is not Shuffle:
             return original(expr)
         choice = self._choose(expr.method, expr.frame)
+        if choice is not None and choice.taken and _has_column_levels(expr.frame):
+            choice = MethodChoice.COLUMN_LEVELS
         if choice is not None:
             self._on_choice(name_of(expr), choice)
         if choice is None or not choice.taken:
@@ -213,6 +215,11 @@ class Lowering:
         if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
             return MethodChoice.UNSUPPORTED_FRAMES
         return choice
+
+
+def _has_column_levels(frame: Any) -> bool:
+    """Tell whether columns have several levels: then Dask names the column of targets ("_partitions", "")."""
+    return bool(frame.ndim == 2 and meta(frame).columns.nlevels > 1)
 
 
 def _but_names(expr: Any) -> Any:
