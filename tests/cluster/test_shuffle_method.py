@@ -10,6 +10,7 @@ from typing import Any
 
 import dask
 import dask.array as da
+import dask.bag as db
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -95,6 +96,8 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
     "a filter": lambda df: _some(df.shuffle("key"), "id"),
     "a filter of the key, without it": lambda df: _some(df.shuffle("key"), "key")[["id"]],
     "one column": lambda df: df[["key"]].shuffle("key"),
+    "beside a column of Dask's name": lambda df: df.assign(_partitions=1).shuffle("key"),
+    "a column of Dask's name": lambda df: df.rename(columns={"key": "_partitions"}).shuffle("_partitions"),
 }
 
 
@@ -110,6 +113,14 @@ def test_shuffle(client: Client, library: Library, what: str) -> None:
     fewer = what == "fewer"  # `tasks` repartitions first there, which changes the order of rows
     in_order = library.name == "pandas" and not fewer
     assert_like_tasks(client, library, build, flights(), in_order=in_order)
+
+
+def test_a_row_that_describes_a_collection_is_in_no_output(client: Client) -> None:
+    """Dask describes a bag as a frame by its first row."""
+    df = db.from_sequence([{"key": number % 3, "row": number} for number in range(12)]).to_dataframe()
+    assert len(df._meta)
+    ours = with_method("gpurt", lambda: df.shuffle("key", npartitions=7))
+    assert sorted(pd.concat(ours).row) == list(range(12))
 
 
 def test_an_index_with_a_name_is_kept_whatever_is_said(client: Client, library: Library) -> None:
