@@ -26,6 +26,7 @@ from dask_gpurt.dask_hooks.planning import (
     name_of,
     rebuild,
     with_operand,
+    with_seed,
 )
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.shuffle import ShuffleSpec
@@ -47,6 +48,7 @@ def fuse(plan: Expr) -> Expr:
     if not is_of_dataframes(plan):
         return plan
     name = name_of(plan)
+    plan = rebuild(plan, with_seed)  # else rows would be sorted into other partitions than Dask's
     own = rebuild(plan, partial(with_operand, parameter=OWN_COMPUTATION, value=name))
     fused = fuse_blockwise(own)
     # Without a shuffle of the runtime there are no chains, and the scheduler need not know of them.
