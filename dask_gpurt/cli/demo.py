@@ -65,7 +65,7 @@ class OperationTiming:
     bytes: dict[str, int] = field(default_factory=dict)
 
 
-@click.command()
+@click.command(short_help="Join, group and sort real flights, timed and checked.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [default: 2, or one per GPU]")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +31,16 @@ from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
-from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
+from dask_gpurt.plugins.switching import (
+    JOIN,
+    LEFT,
+    NAME,
+    READY,
+    REFUSED,
+    Switch,
+    Workers,
+    spare_tracebacks,
+)
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
 from dask_gpurt.plugins.tracing import SchedulerTracing
@@ -44,6 +54,8 @@ logger = logging.getLogger(__name__)
 Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
 #: The name that the plugin has until it is on: Dask takes what has its name already for registered.
 STARTING = "gpurt-starting"
+#: The most seconds that a question for memory waits for workers that have just switched on, and its pause.
+FIRST_REPORT_TIMEOUT_S, FIRST_REPORT_POLL_S = 2.0, 0.02
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
@@ -76,6 +88,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 return  # and Dask leaves the plugin out that is registered already
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
+        spare_tracebacks()
         self.switch = Switch(self._switch_on, self._switch_off)
         await self.switch.on()
 
@@ -158,6 +171,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             LOST: self.lost,
             READY: self.is_ready,
             LEFT: self.workers.has_left,
+            REFUSED: self.refused,
             SEALED: self.shuffles.recovery.sealed,
         }
         patches = dask_hooks.PatchSet()
@@ -180,7 +194,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _bear_with_unreachable(self) -> None:
         # Dask closes workers that send what it does not know, and these have not heard of it yet.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, PLACE, TRAFFIC, SEALED):
+            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:
@@ -199,6 +213,20 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.workers.is_ready(worker, token)
         if worker in self.workers.ready:
             self.shuffles.recovery.joined(worker)
+
+    def refused(self, worker: str, token: str, reason: str) -> None:
+        """Handle a worker that came, and refuses the settings that it has been given.
+
+        Where it is on nowhere, it goes off, so that programs go on by Dask's own. Those that are there when
+        it is switched on answer with the error.
+        """
+        if token != self.workers.token or not self.switch.is_on:
+            return
+        if not self.workers.ready:
+            config.say_once(logger, reason)
+            self._stopping = asyncio.create_task(self.stop())
+        else:
+            logger.error("the runtime is not on at %s, and shuffles that reach it fail: %s", worker, reason)
 
     def restart(self, scheduler: Any) -> None:
         self.shuffles.recovery.restart()
@@ -275,8 +303,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Handle a question for the last decision about a key; None where Dask chooses."""
         return None if self.placement is None else self.placement.explain(key)
 
-    def memory(self, by: str = "tier") -> list[dict[str, Any]]:
-        """Handle a question for memory: a row for each worker and tier, or also for each prefix."""
+    async def memory(self, by: str = "tier") -> list[dict[str, Any]]:
+        """Handle a question for memory: a row for each worker and tier, or also for each prefix.
+
+        A worker that has just switched on is waited for: its answer overtakes its first report.
+        """
+        until = time() + FIRST_REPORT_TIMEOUT_S
+        while not self.workers.ready <= set(self.reported_memory().workers()) and time() < until:
+            await asyncio.sleep(FIRST_REPORT_POLL_S)
         memory = self.reported_memory()
         return memory.rows_by_prefix() if by == "prefix" else memory.rows()
 
