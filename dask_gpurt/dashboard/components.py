@@ -28,8 +28,8 @@ MAX_SHARE = 0.005
 #: Rows of a table.
 MAX_ROWS = 50
 OFF = "the runtime is off"
-#: Where marks of an axis of bytes stand, as on Dask's own pages.
-TICKS_1024 = {"base": 1024, "mantissas": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]}
+#: Where marks of an axis of bytes stand between 1 and 1024 of a unit, as on Dask's own pages.
+POWERS_OF_TWO = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 #: From none to all of something, from white to dark red.
 HEAT = ("#ffffff", *reversed(YlOrRd9))
 #: On shares above this one of :data:`HEAT`, text is white.
@@ -162,7 +162,7 @@ def put(source: ColumnDataSource, data: Data) -> bool:
 
 def bytes_axis(axis: Any) -> None:
     """Have an axis, or a colour bar, show bytes in binary units, with marks at powers of two."""
-    axis.ticker = AdaptiveTicker(**TICKS_1024)
+    axis.ticker = AdaptiveTicker(base=1024, mantissas=POWERS_OF_TWO)
     axis.formatter = NumeralTickFormatter(format="0.[00] b")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -54,8 +55,8 @@ logger = logging.getLogger(__name__)
 Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
 #: The name that the plugin has until it is on: Dask takes what has its name already for registered.
 STARTING = "gpurt-starting"
-#: The most seconds that a question for memory waits for workers that have just switched on, and its pause.
-FIRST_REPORT_TIMEOUT_S, FIRST_REPORT_POLL_S = 2.0, 0.02
+#: The most seconds that a question for memory waits for workers that have just switched on.
+FIRST_REPORT_TIMEOUT_S = 2.0
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
@@ -140,6 +141,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.settings = settings
         self.metrics = Metrics()
         self.cluster_memory = ClusterMemory()
+        self._memory_reported = asyncio.Event()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
         self.learned = SharedStatistics()
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
@@ -237,6 +239,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Handle changes in the tiers of a worker."""
         if worker in self.scheduler.workers:
             self.cluster_memory.apply(worker, message)
+            self._memory_reported.set()
             if self.placement is not None:
                 self.placement.memory_changed(worker)
 
@@ -308,9 +311,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
         A worker that has just switched on is waited for: its answer overtakes its first report.
         """
-        until = time() + FIRST_REPORT_TIMEOUT_S
-        while not self.workers.ready <= set(self.reported_memory().workers()) and time() < until:
-            await asyncio.sleep(FIRST_REPORT_POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_REPORT_TIMEOUT_S):
+                while not self.workers.ready <= set(self.reported_memory().workers()):
+                    self._memory_reported.clear()
+                    await self._memory_reported.wait()
         memory = self.reported_memory()
         return memory.rows_by_prefix() if by == "prefix" else memory.rows()
 
