@@ -148,9 +148,10 @@ def _tiers(client: Client) -> pd.DataFrame:
 def preview(client: Client, methods: Sequence[str], repeat: int) -> str:
     """Say what is going to run, and where to watch it."""
     runs = len(OPERATIONS) * len(methods) * (repeat + 1)
+    timed = "once" if repeat == 1 else f"{repeat} times"
     said = (
         f"{len(client.nthreads())} workers on this machine. {runs} runs: {len(OPERATIONS)} operations by "
-        f"{', '.join(methods)}, each once to warm up and {repeat} times to be timed and checked."
+        f"{', '.join(methods)}, each once to warm up and {timed} to be timed and checked."
     )
     if importlib.util.find_spec("bokeh") is None:
         return f"{said}\nInstall bokeh to watch the next demo on Dask's dashboard."
