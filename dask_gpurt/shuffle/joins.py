@@ -90,7 +90,7 @@ def with_categories_of(other: Any, side: Any) -> Any:
     for name in set(side.columns) & set(other.columns):
         dtype = other.dtypes[name]
         if isinstance(dtype, pd.CategoricalDtype) and isinstance(side.dtypes[name], pd.CategoricalDtype):
-            side = side.assign(**{name: side[name].astype(dtype)})
+            side = side.astype({name: dtype})
     return side
 
 
