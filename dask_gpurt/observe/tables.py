@@ -107,6 +107,8 @@ class MemoryUsage(Table):
         return pd.DataFrame(list(shown), columns=list(self.columns))
 
     def _title(self) -> str:
+        if not self.rows:
+            return "MemoryUsage"
         count = len({row["worker"] for row in self.rows})
         return f"MemoryUsage of {count} worker{'' if count == 1 else 's'}"
 

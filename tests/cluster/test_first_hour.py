@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from click.testing import CliRunner
 
@@ -49,6 +50,19 @@ def test_memory_is_known_as_soon_as_it_is_on() -> None:
         assert set(frame["worker"]) == {a.address, b.address}
         assert set(frame["tier"]) == {"memory", "shared memory", "disk"}
         assert frame["capacity"].min() > 0
+
+
+def test_the_program_in_the_guide_to_arrays_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "arrays.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0].replace("16384", "256").replace("1024", "64")
+    small = program.replace("Client()", "Client(processes=False, n_workers=2, dashboard_address=':0')")
+    names: dict[str, Any] = {}
+    # Of an array as large as in the guide Dask chooses that.
+    with dask.config.set({"array.rechunk.method": "p2p"}):
+        exec(compile(small, "arrays.md", "exec"), names)
+    names["client"].close()
+    names["client"].cluster.close()
+    assert capsys.readouterr().out.startswith(f"{2 * 256 * 256} elements")
 
 
 @pytest.mark.parametrize(
