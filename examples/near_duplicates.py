@@ -149,7 +149,9 @@ def without_near_duplicates(documents: Any, threshold: float = 0.7, bands: Bands
     pairs = similar(candidates(shingles, bands), shingles, threshold)
     pairs = pairs.repartition(npartitions=max(1, shingles.npartitions // 4)).persist()
     marked = documents.merge(components(pairs), on="id", how="left")
-    return marked[marked["label"].isna() | (marked["label"] == marked["id"])][list(documents.columns)]
+    # What is in no pair has no label; there, cudf's ``label.isna() | (label == id)`` is null, and drops it.
+    first = marked["label"].fillna(marked["id"]) == marked["id"]
+    return marked[first][list(documents.columns)]
 
 
 # ---- an example ----------------------------------------------------------------------

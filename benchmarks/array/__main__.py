@@ -7,7 +7,8 @@ it into columns, ``transpose`` its transpose into rows. Timed is building the gr
 The methods take turns; each turn begins with another one. ``gpurt`` is ``p2p`` on a cluster with the runtime
 on. The others run on a cluster where it never was on, which has the same array: ``p2p`` is Dask's own as
 shipped, which writes to files, ``p2p-memory`` is the same with ``distributed.p2p.storage.disk: false``, and
-``tasks`` has no barrier. One cluster computes at a time.
+``tasks`` has no barrier. One cluster computes at a time. With ``--backend cupy`` each worker has a GPU, which
+it shares with a worker of the other cluster.
 
 Besides seconds it tells processor seconds, of all workers and of the process of client and scheduler, since
 these say more on a machine that computes other things too. Ratios are medians of the turns, each method
@@ -35,7 +36,7 @@ import click
 import dask
 import dask.array as da
 import numpy as np
-from distributed import Client, LocalCluster, wait
+from distributed import Client, LocalCluster, SpecCluster, wait
 from rich.console import Console
 
 import dask_gpurt
@@ -137,8 +138,9 @@ def processor_seconds(client: Client) -> float:
     return time.process_time() + sum(client.run(time.process_time).values())
 
 
-def checksum(block: np.ndarray) -> int:
-    """Return the checksum of a chunk, its shape included."""
+def checksum(block: Any) -> int:
+    """Return the checksum of a chunk of numpy's or cupy's, its shape included."""
+    block = block.get() if hasattr(block, "get") else block
     return zlib.crc32(np.ascontiguousarray(block), zlib.crc32(repr(block.shape).encode()))
 
 
@@ -179,21 +181,38 @@ def compare(values: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 
 
 @contextmanager
-def _client(workers: int) -> Iterator[Client]:
+def _client(workers: int, backend: str, protocol: str | None, pool: int) -> Iterator[Client]:
     """Yield the client of a cluster of its own."""
-    options: dict[str, Any] = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
-        LocalCluster(processes=True, silence_logs=logging.ERROR, **options) as cluster,
+        _cluster(workers, backend, protocol, pool) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
         client.register_plugin(PeakMemory())
         yield client
 
 
+def _cluster(workers: int, backend: str, protocol: str | None, pool: int) -> SpecCluster:
+    options: dict[str, Any] = {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "dashboard_address": ":0",
+        "silence_logs": logging.ERROR,
+        "protocol": protocol,
+    }
+    if backend == "numpy":
+        return LocalCluster(processes=True, **options)
+    from dask_cuda import LocalCUDACluster
+
+    return LocalCUDACluster(rmm_pool_size=pool, **options)
+
+
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--size", default="2GiB", show_default=True, callback=in_bytes)
 @click.option("--chunks", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--backend", type=click.Choice(["numpy", "cupy"]), default="numpy", show_default=True)
+@click.option("--protocol", help="Of the workers' addresses, such as ucx; Dask's default otherwise.")
+@click.option("--pool", default="24GiB", show_default=True, callback=in_bytes, help="Of each GPU worker.")
 @click.option("--methods", default=",".join(METHODS), show_default=True, callback=split_list(METHODS))
 @click.option("--operation", default=",".join(OPERATIONS), callback=split_list(list(OPERATIONS)))
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Warm runs.")
@@ -202,13 +221,17 @@ def main(
     size: int,
     chunks: int,
     workers: int,
+    backend: str,
+    protocol: str | None,
+    pool: int,
     methods: list[str],
     operation: list[str],
     repeat: int,
     output: Path | None,
 ) -> None:
     with ExitStack() as stack:
-        ours, theirs = (stack.enter_context(_client(workers)) for _ in range(2))
+        stack.enter_context(dask.config.set({"array.backend": backend}))
+        ours, theirs = (stack.enter_context(_client(workers, backend, protocol, pool)) for _ in range(2))
         dask_gpurt.enable(ours)
         clients = {method: ours if method == OURS else theirs for method in methods}
         runs = measure(clients, size, chunks, methods, operation, repeat)
@@ -218,6 +241,8 @@ def main(
             "size": size,
             "chunks": chunks,
             "workers": workers,
+            "backend": backend,
+            "protocol": protocol,
             "methods": methods,
             "operations": operation,
             "repeat": repeat,

@@ -39,7 +39,12 @@ def spilled(shared_cluster: SharedCluster, library: Library) -> Iterator[tuple[C
         def part(i: int) -> Any:
             return library.frame(pd.DataFrame({"value": np.arange(MIB // 4, dtype="i8") + i}))
 
-        parts = client.map(part, range(16))
+        # Each worker gets half of them, however late it is with its first.
+        parts = [
+            future
+            for half, worker in enumerate(client.nthreads())
+            for future in client.map(part, range(half, 16, 2), workers=[worker], pure=False)
+        ]
         wait(parts)
         yield client, parts
 

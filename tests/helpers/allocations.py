@@ -153,10 +153,10 @@ def _of_rmm(allocations: Allocations) -> Iterator[None]:
             raise MemoryError(f"{nbytes} bytes, injected by a test")
         return int(before.allocate(nbytes, stream))
 
-    def deallocate(ptr: int, nbytes: int, stream: Any) -> None:
-        before.deallocate(ptr, nbytes, stream)
-
-    rmm.mr.set_current_device_resource(rmm.mr.CallbackMemoryResource(allocate, deallocate))
+    # cudf also frees while the error of an allocation is on its way; Python code that is called then fails
+    # with a SystemError, so it is the resource's own method that is called.
+    failing = rmm.mr.CallbackMemoryResource(allocate, before.deallocate)
+    rmm.mr.set_current_device_resource(failing)
     try:
         yield
     finally:
