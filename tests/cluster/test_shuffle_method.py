@@ -478,7 +478,7 @@ def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
 
 
 @given(collections())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_frames(
     client: Client, library: Library, drawn: tuple[list[pd.DataFrame], list[str], int]
 ) -> None:
