@@ -37,6 +37,6 @@ class ThreadTime(NamedTuple):
         return cls(time.perf_counter(), int(ran) / 1e9, int(delayed) / 1e9)
 
     def since(self, before: ThreadTime) -> tuple[float, float]:
-        """Return the seconds since then, and those in which it waited for something else than a processor."""
-        seconds = self.at - before.at
-        return seconds, seconds - (self.ran_s - before.ran_s) - (self.delayed_s - before.delayed_s)
+        """Return the seconds since then but for delays, and those of them in which the thread did not run."""
+        seconds = self.at - before.at - (self.delayed_s - before.delayed_s)
+        return seconds, seconds - (self.ran_s - before.ran_s)

@@ -30,9 +30,9 @@ class ReadTimes:
     Attributes
     ----------
     seconds
-        From the beginning of each to its end.
+        From the beginning of each to its end, but for waits for a processor.
     waited_s
-        In which the thread neither ran nor waited for a processor.
+        In which the thread did not run.
     nbytes
         Of the frames that were read.
     """

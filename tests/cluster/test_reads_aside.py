@@ -330,21 +330,19 @@ def test_with_none_beside_a_task_that_reads_keeps_its_slot(files: str, beside: A
     run()
 
 
-@pytest.mark.parametrize("slow", [True, False])
-def test_a_worker_finds_out_that_files_come_slowly(tmp_path: Path, slow: bool) -> None:
-    """Each file takes 40 ms to open, or none; a partition has 1 MiB."""
+def test_a_worker_finds_out_that_files_come_slowly(tmp_path: Path) -> None:
+    """Each file takes 0.1 s to open; a partition has 1 MiB."""
     frame = pd.DataFrame({"a": range(1 << 17)})
     for part in range(10):
         frame.to_parquet(tmp_path / f"{part}.parquet")
-    delay_s = 0.04 if slow else 0.0
 
     @on_reading_cluster(workers=1, **{"gpurt.reads.beside": "auto"})
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        total = dd.read_parquet(f"late://{tmp_path}", storage_options={"delay_s": delay_s}).a.sum()
+        total = dd.read_parquet(f"late://{tmp_path}", storage_options={"delay_s": 0.1}).a.sum()
         assert await client.compute(total) == 10 * frame.a.sum()
         report = await dask_gpurt.report(client)
-        assert bool(report["workers"][worker.address]["reads"]["beside"]) is slow
-        assert bool(report["counters"].get("reads.aside")) is slow
+        assert report["workers"][worker.address]["reads"]["beside"] > 0
+        assert report["counters"]["reads.aside"] > 0
 
     run()
 
