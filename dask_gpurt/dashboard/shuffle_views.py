@@ -8,10 +8,18 @@ from typing import Any, ClassVar
 
 from bokeh.models import ColumnDataSource, FactorRange, Range1d
 from bokeh.plotting import figure
-from dask.utils import format_bytes, format_time
+from dask.utils import format_bytes
 
 from dask_gpurt.dashboard.collector import Collector
-from dask_gpurt.dashboard.components import MAX_ROWS, Data, FigureComponent, Find, TableComponent, put
+from dask_gpurt.dashboard.components import (
+    MAX_ROWS,
+    Data,
+    FigureComponent,
+    Find,
+    TableComponent,
+    put,
+    short_time,
+)
 
 #: Shuffles in the figure.
 MAX_BARS = 12
@@ -89,7 +97,7 @@ class ShuffleTable(TableComponent):
 
     def _texts(self, row: Mapping[str, Any]) -> dict[str, str]:
         skew = row["skew"]
-        seconds = {name: format_time(row[name]) for name in ("splitting", "packing", "assembling")}
+        seconds = {name: short_time(row[name]) for name in ("splitting", "packing", "assembling")}
         return {
             "shuffle": _short(row), "state": row["state"], "seconds": f"{row['seconds']:.1f} s",
             "inputs": row["inputs"], "outputs": row["outputs"],
