@@ -1,0 +1,241 @@
+"""Run cells by contenders in turns, and compare every result with that of pandas."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+from distributed import Client, futures_of, wait
+from rich.console import Console
+
+from benchmarks.skew.clusters import outputs_moved, peaks, pids, processor_seconds, shuffle_method
+from benchmarks.skew.figures import Run, capacity_left
+from benchmarks.skew.frames import (
+    Digest,
+    Size,
+    delayed_digests,
+    expected,
+    join,
+    join_groupby,
+    left_frame,
+    right_frame,
+    total,
+)
+from benchmarks.skew.slowed import half_speed
+
+#: Seconds after which a run counts as hung.
+RUN_TIMEOUT_S = 300.0
+POLL_INTERVAL_S = 0.005
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Say what is run.
+
+    Parameters
+    ----------
+    build
+        Makes the collection that is timed out of both sides.
+    keys
+        The kind of keys of the left side.
+    persisted
+        Whether both sides are on the workers before the clock starts; otherwise they are made meanwhile.
+    slow
+        Whether one worker is slow meanwhile.
+    counts
+        Whether it is timed; otherwise it only lets the cluster get to know the speeds of its workers.
+    """
+
+    build: Callable[[Any, Any], Any]
+    keys: str = "even"
+    persisted: bool = False
+    slow: bool = False
+    counts: bool = True
+
+
+CELLS: Mapping[str, Cell] = {
+    "even": Cell(join, persisted=True),
+    "zipf": Cell(join, "zipf", persisted=True),
+    "hot": Cell(join, "hot", persisted=True),
+    "settle": Cell(join_groupby, counts=False),
+    "full-speed": Cell(join_groupby),
+    "half-speed": Cell(join_groupby, slow=True),
+    "half-speed-known": Cell(join_groupby, slow=True),
+}
+YARDSTICKS = {
+    "zipf": "even",
+    "hot": "even",
+    "half-speed": "full-speed",
+    "half-speed-known": "full-speed",
+}
+#: What a cell needs to have run before it in its turn.
+BEFORE = {
+    "zipf": ("even",),
+    "hot": ("even",),
+    "half-speed": ("settle", "full-speed"),
+    "half-speed-known": ("settle", "full-speed", "half-speed"),
+}
+
+
+def in_order(cells: Sequence[str]) -> list[str]:
+    """Return the cells of a turn: those that are asked for, with those that they need."""
+    wanted = {each for cell in cells for each in (cell, *BEFORE[cell])}
+    return [cell for cell in CELLS if cell in wanted]
+
+
+class Contest:
+    """Run cells by contenders on their clusters.
+
+    Parameters
+    ----------
+    clients
+        Of the cluster of each contender.
+    size
+        Of the frames.
+    cells
+        In the order of a turn.
+
+    Attributes
+    ----------
+    runs
+        Those that were timed.
+    """
+
+    def __init__(self, clients: Mapping[str, Client], size: Size, cells: Sequence[str]):
+        self.runs: list[Run] = []
+        self._clients = clients
+        self._size = size
+        self._cells = cells
+        self._expected = _expected(cells, size)
+        self._frames = {client: self._frames_on(client) for client in set(clients.values())}
+
+    def _frames_on(self, client: Client) -> dict[tuple[str, bool], tuple[Any, Any]]:
+        """Return both sides for each kind of keys, persisted and as they are made."""
+        found = {}
+        with client.as_current():
+            right = right_frame(self._size)
+            kept = right.persist()
+            for cell in (CELLS[name] for name in self._cells):
+                left = left_frame(cell.keys, self._size)
+                if (cell.keys, cell.persisted) not in found:
+                    sides = (left.persist(), kept) if cell.persisted else (left, right)
+                    found[cell.keys, cell.persisted] = sides
+                    wait(sides)
+        return found
+
+    def turn(self, number: int) -> None:
+        """Run every cell with every contender."""
+        contenders = list(self._clients)
+        first = number % len(contenders)
+        for contender in [*contenders[first:], *contenders[:first]]:
+            for cell in self._cells:
+                run = self._run(cell, contender, number)
+                if CELLS[cell].counts:
+                    self.runs.append(run)
+                    Console(stderr=True).print(
+                        f"{cell}, {contender}, run {number}: {run.seconds:.2f} s", style="dim"
+                    )
+
+    def _run(self, name: str, contender: str, turn: int) -> Run:
+        cell, client = CELLS[name], self._clients[contender]
+        sides = self._frames[client][cell.keys, cell.persisted]
+        client.run(gc.collect)
+        peaks(client)
+        threads, used, moved = client.nthreads(), processor_seconds(client), outputs_moved(client)
+        slow = max(threads) if cell.slow else None
+        with (
+            client.as_current(),
+            dask.config.set({"dataframe.shuffle.method": shuffle_method(contender)}),
+            slowed(client, slow) as stopped_seconds,
+        ):
+            before, began = stopped_seconds(), time.perf_counter()
+            result = cell.build(*sides).persist()
+            wait(result, timeout=RUN_TIMEOUT_S)
+            seconds = time.perf_counter() - began
+            stopped = (stopped_seconds() - before) / seconds
+        now, taken = processor_seconds(client), peaks(client)
+        rows = self._checked(client, result, f"{name} by {contender}, run {turn}")
+        outputs = [future.key for future in futures_of(result)]
+        del result
+        gc.collect()
+        client.run_on_scheduler(_until_forgotten, keys=outputs)
+        return Run(
+            name,
+            contender,
+            turn,
+            seconds,
+            capacity_left(len(threads), max(threads.values()), stopped, len(os.sched_getaffinity(0))),
+            rows,
+            [now[worker] - used[worker] for worker in threads],
+            [taken[worker]["host"] for worker in threads],
+            [taken[worker]["device"] for worker in threads if "device" in taken[worker]],
+            outputs_moved(client) - moved,
+            None if slow is None else list(threads).index(slow),
+        )
+
+    def _checked(self, client: Client, result: Any, run: str) -> list[int]:
+        """Compare a result with that of pandas, and return its rows by worker.
+
+        Raises
+        ------
+        ValueError
+            When they differ.
+        """
+        holders = client.who_has(futures_of(result))
+        digests = client.gather(client.compute(delayed_digests(result)))
+        wanted = self._expected[run.partition(" ")[0]]
+        if total(digests) != wanted:
+            raise ValueError(f"{run}: {total(digests)}, and pandas has {wanted}")
+        rows = [each.rows for each in digests]
+        return rows_by_worker(rows, holders, list(client.nthreads()))
+
+
+async def _until_forgotten(keys: Sequence[Any], dask_scheduler: Any) -> None:
+    """Wait until results are gone: the next run may have tasks of the same names, and would not run them."""
+    async with asyncio.timeout(RUN_TIMEOUT_S):
+        while not dask_scheduler.tasks.keys().isdisjoint(keys):
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def _expected(cells: Sequence[str], size: Size) -> dict[str, Digest]:
+    """Return what each cell has to result in; of cells alike pandas computes one."""
+    kinds = {cell: (CELLS[cell].keys, CELLS[cell].build is join_groupby) for cell in cells}
+    known = {kind: expected(kind[0], size, grouped=kind[1]) for kind in set(kinds.values())}
+    return {cell: known[kind] for cell, kind in kinds.items()}
+
+
+@contextmanager
+def slowed(client: Client, worker: str | None) -> Iterator[Callable[[], float]]:
+    """Have a worker run for half of the time, or none; yield a function of the seconds it was stopped."""
+    if worker is None:
+        yield lambda: 0.0
+        return
+    with half_speed(pids(client)[worker]) as cycle:
+        yield lambda: cycle.stopped_seconds
+
+
+def rows_by_worker(
+    rows: Sequence[int], holders: Mapping[tuple[str, int], Sequence[str]], workers: Sequence[str]
+) -> list[int]:
+    """Add up rows of outputs by worker.
+
+    Parameters
+    ----------
+    rows
+        Of each output.
+    holders
+        The workers that have an output, by its key; of several the first one counts.
+    workers
+        In the order of the result.
+    """
+    found = dict.fromkeys(workers, 0)
+    for (_, output), (holder, *_) in holders.items():
+        found[holder] += rows[output]
+    return list(found.values())

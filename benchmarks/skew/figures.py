@@ -1,0 +1,183 @@
+"""Sum up runs: ratios to the yardstick and to the runtime with their intervals, the load, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from benchmarks.two_hosts.figures import Interval, interval
+
+#: The width of the table, in characters: on a terminal, and in a file too.
+WIDTH = 140
+
+
+@dataclass(frozen=True)
+class Run:
+    """Record one timed run.
+
+    Parameters
+    ----------
+    cell
+        What was run; yardsticks are cells too.
+    contender
+        By which method.
+    turn
+        0 is the first one on its cluster, and counts for nothing.
+    seconds
+        By the clock, from building the graph to the last output.
+    capacity
+        The share of the processors that was left.
+    rows, processor_seconds, peak_bytes
+        Of each worker, in one order: rows of the outputs there, processor seconds, and the most resident
+        memory, in which the shared memory that it touched counts.
+    device_bytes
+        The most memory of each worker's GPU; empty without.
+    moved
+        Outputs that have got other owners since their sizes were known.
+    slow
+        The position of the worker that was slow; None where none was.
+    """
+
+    cell: str
+    contender: str
+    turn: int
+    seconds: float
+    capacity: float
+    rows: Sequence[int]
+    processor_seconds: Sequence[float]
+    peak_bytes: Sequence[int]
+    device_bytes: Sequence[int] = ()
+    moved: int = 0
+    slow: int | None = None
+
+
+def capacity_left(workers: int, threads: int, stopped: float, cores: int) -> float:
+    """Return the share of the processors that is left where one worker is stopped for a share of the time.
+
+    Where workers share processors, others take the time of the one that is stopped.
+    """
+    return min(cores, threads * (workers - stopped)) / min(cores, threads * workers)
+
+
+def figures(
+    runs: Sequence[Run], yardsticks: Mapping[str, str], ours: str, limit: int
+) -> list[dict[str, Any]]:
+    """Return the figures of each cell and contender.
+
+    Parameters
+    ----------
+    yardsticks
+        The cell with which each is compared; a yardstick has none.
+    ours
+        The contender with which others are compared, where it took part.
+    limit
+        The memory limit of a worker, in bytes.
+    """
+    warm = [run for run in runs if run.turn]
+    return [
+        _figure(warm, cell, contender, yardsticks.get(cell), ours, limit)
+        for cell, contender in dict.fromkeys((run.cell, run.contender) for run in warm)
+    ]
+
+
+def _figure(
+    warm: Sequence[Run], cell: str, contender: str, yardstick: str | None, ours: str, limit: int
+) -> dict[str, Any]:
+    mine = _by_turn(warm, cell, contender)
+    seconds = [run.seconds for run in mine.values()]
+    found: dict[str, Any] = {
+        "cell": cell,
+        "contender": contender,
+        "seconds": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
+        "processor_seconds": median(sum(run.processor_seconds) for run in mine.values()),
+        "busiest_rows": median(busiest(run.rows) for run in mine.values()),
+        "busiest_processor": median(busiest(run.processor_seconds) for run in mine.values()),
+        "outputs_moved": median(run.moved for run in mine.values()),
+        "peak_of_limit": max(max(run.peak_bytes) for run in mine.values()) / limit,
+    }
+    if yardstick is not None:
+        base = _by_turn(warm, yardstick, contender)
+        found["yardstick"] = yardstick
+        found["capacity"] = fmean(run.capacity for run in mine.values())
+        found["of_ideal"] = _ratio(mine, base, lambda run: run.seconds * run.capacity)
+        found["busiest_processor_seconds"] = _ratio(mine, base, lambda run: max(run.processor_seconds))
+    slow = [
+        run.processor_seconds[run.slow] / fmean(run.processor_seconds)
+        for run in mine.values()
+        if run.slow is not None
+    ]
+    if slow:
+        found["slow_processor"] = median(slow)
+    if contender != ours and (theirs := _by_turn(warm, cell, ours)):
+        found[f"times_{ours}"] = _ratio(mine, theirs, lambda run: run.seconds)
+        found[f"processor_times_{ours}"] = _ratio(mine, theirs, lambda run: sum(run.processor_seconds))
+    return found
+
+
+def _by_turn(runs: Sequence[Run], cell: str, contender: str) -> dict[int, Run]:
+    return {run.turn: run for run in runs if (run.cell, run.contender) == (cell, contender)}
+
+
+def _ratio(
+    runs: Mapping[int, Run], others: Mapping[int, Run], figure: Callable[[Run], float]
+) -> dict[str, float]:
+    """Compare a figure of runs with that of others in the same turns."""
+    return interval([figure(run) / figure(others[turn]) for turn, run in runs.items()])._asdict()
+
+
+def busiest(loads: Sequence[float]) -> float:
+    """Return the load of the busiest worker as a multiple of the mean one; 1 where there is no load."""
+    return max(loads) / fmean(loads) if any(loads) else 1.0
+
+
+def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
+    """Return the figures in a table for people."""
+    made = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="Medians of seconds and processor seconds; ratios with intervals of 95%; as multiples of "
+        "the mean worker: the most rows, the most processor seconds, and those of the slow one; outputs "
+        "moved; peak of memory as a share of its limit",
+    )
+    made.add_column("cell", no_wrap=True)
+    made.add_column("contender", no_wrap=True)
+    headings = (
+        "seconds",
+        "of ideal",
+        f"times {ours}",
+        "processor",
+        "rows",
+        "busiest",
+        "slow",
+        "moved",
+        "memory",
+    )
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    for each in found:
+        made.add_row(
+            each["cell"],
+            each["contender"],
+            f"{each['seconds']['median']:.2f}",
+            _told(each.get("of_ideal")),
+            _told(each.get(f"times_{ours}")),
+            f"{each['processor_seconds']:.2f}",
+            f"{each['busiest_rows']:.2f}",
+            f"{each['busiest_processor']:.2f}",
+            f"{each['slow_processor']:.2f}" if "slow_processor" in each else "",
+            f"{each['outputs_moved']:g}",
+            f"{each['peak_of_limit']:.0%}",
+        )
+    return made
+
+
+def _told(ratio: Mapping[str, float] | None) -> str:
+    if ratio is None:
+        return ""
+    known = Interval(**ratio)
+    return f"{known.ratio:.2f} ({known.low:.2f} to {known.high:.2f})"

@@ -1,0 +1,43 @@
+"""The benchmark of skewed keys and slow workers runs on a cluster, and checks what its cells result in."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.skew import contest
+from benchmarks.skew.__main__ import main
+from benchmarks.skew.frames import Digest
+
+SMALL = ("--rows", "5000", "--workers", "2", "--partitions", "3", "--repeat", "2", "--backend", "pandas")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cell", "cells"), [("hot", ["even", "hot"]), ("half-speed", ["full-speed", "half-speed"])]
+)
+def test_a_cell_is_run_in_turns_with_its_yardstick(cell: str, cells: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    done = CliRunner().invoke(main, [*SMALL, "--contenders", "gpurt", "--cells", cell, "--json", str(output)])
+    assert done.exit_code == 0, done.output
+    results = json.loads(output.read_text())
+    assert [(run["turn"], run["cell"]) for run in results["runs"]] == list(product(range(3), cells))
+    for run in results["runs"]:
+        assert cell != "hot" or sum(run["rows"]) == 5000
+        assert all(len(run[what]) == 2 for what in ("rows", "processor_seconds", "peak_bytes"))
+        assert min(run["peak_bytes"]) > 0
+        assert (run["slow"] is not None) == (run["cell"] == "half-speed")
+        assert (run["capacity"] < 1) <= (run["slow"] is not None)
+    assert [figure["cell"] for figure in results["figures"] if "of_ideal" in figure] == [cell]
+    assert not results["fallbacks"]["gpurt"]
+
+
+def test_a_wrong_result_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "expected", lambda *_, **__: Digest(5000, 1))
+    done = CliRunner().invoke(main, [*SMALL, "--contenders", "tasks", "--cells", "hot"])
+    assert isinstance(done.exception, ValueError)
+    assert "even by tasks, run 0" in str(done.exception)
