@@ -42,7 +42,17 @@ def __getattr__(name: str) -> Any:
         from dask_gpurt import api
 
         return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
+
+
+def _hint(name: str) -> str:
+    """Ask whether a public name was meant that is spelt alike."""
+    if name.startswith("_"):  # tools try many of these
+        return ""
+    import difflib
+
+    close = difflib.get_close_matches(name, __all__, n=1)
+    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def __dir__() -> list[str]:

@@ -76,7 +76,7 @@ def enable(client: Client | str | None = None) -> Any:
     """
     config.load()  # before a client is connected for it
     if not isinstance(client, str):
-        chosen = _client(client)
+        chosen = _open_client(client)
         return chosen.sync(_enable, chosen)
     connected = Client(client)
     try:
@@ -107,6 +107,20 @@ def _client(client: Client | None) -> Client:
             f"expected a distributed.Client, not {client!r}: connect one with "
             "Client('tcp://HOST:PORT'), or leave it out for the current one"
         )
+    return client
+
+
+def _open_client(client: Client | None) -> Client:
+    """Return the client that is meant, as :func:`_client`.
+
+    Raises
+    ------
+    RuntimeError
+        When it is closed.
+    """
+    client = _client(client)
+    if client.status == "closed":
+        raise RuntimeError("this client is closed: connect another one with Client('tcp://HOST:PORT')")
     return client
 
 
@@ -160,7 +174,7 @@ def report(client: Client | None = None, *, connect: bool = False) -> RuntimeRep
         each worker and metric. What was planned counts for the process that asks, since it was switched on
         first.
     """
-    client = _client(client)
+    client = _open_client(client)
     found: RuntimeReport = client.sync(_report, client, connect)
     return found
 
@@ -209,7 +223,7 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsa
     """
     if by not in _COLUMNS:
         raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
-    client = _client(client)
+    client = _open_client(client)
     found: MemoryUsage = client.sync(_memory_usage, client, by)
     return found
 
@@ -240,7 +254,7 @@ def explain(client: Client | None, key: Key) -> Explanation:
     RuntimeError
         When the runtime does not choose workers on this cluster.
     """
-    client = _client(client)
+    client = _open_client(client)
     found: Explanation = client.sync(_explain, client, key)
     return found
 
@@ -398,7 +412,7 @@ async def _explain(client: Client, key: Key) -> Explanation:
 
 async def _memory_usage(client: Client, by: str) -> MemoryUsage:
     if not await _is_on(client):
-        return MemoryUsage((), _COLUMNS[by])
+        return MemoryUsage((), _COLUMNS[by], enabled=False)
     rows = await _scheduler(client).gpurt_memory(by=by)
     return MemoryUsage(tuple(rows), _COLUMNS[by], await _scheduler(client).gpurt_shared_memory())
 

@@ -11,9 +11,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: What was said about the settings of this process.
-_said: set[str] = set()
-
 
 async def dask_setup(server: Any) -> None:
     """Switch the runtime on where the configuration says so."""
@@ -27,7 +24,7 @@ async def dask_setup(server: Any) -> None:
     from dask_gpurt.dask_hooks import why_unsupported
 
     if found := config.problems():
-        _say_once(server, "; ".join(found))
+        _say_stays_off(server, "; ".join(found))
     elif config.load().enabled:
         await activate(server)
     elif named and (unsupported := why_unsupported(expressions=True)) is not None:
@@ -39,22 +36,19 @@ async def dask_setup(server: Any) -> None:
         api.teach_method()
 
 
-def _say_once(server: Any, problems: str) -> None:
+def _say_stays_off(server: Any, problems: str) -> None:
     """Log what is wrong with the settings, once for a script that starts a cluster in its own process.
 
     Its client, its scheduler and its nannies read one configuration, and its workers that of their nannies.
     """
     import dask
 
+    from dask_gpurt import config
+
     nannies = dask.config.get("distributed.nanny.preload", None) or ()
-    if problems in _said or (getattr(server, "nanny", None) and __name__ in nannies):
-        return
-    _said.add(problems)
     # A hook's own failure is only logged, with a traceback that hides the reason.
-    logger.error(
-        "the runtime stays off: %s (the program goes on without it; `dask gpurt doctor` shows the settings)",
-        problems,
-    )
+    if not (getattr(server, "nanny", None) and __name__ in nannies):
+        config.say_once(logger, problems)
 
 
 async def dask_teardown(server: Any) -> None:
@@ -75,6 +69,9 @@ async def activate(server: Any) -> None:
     server
         A scheduler, worker, nanny or client.
     """
+    import dask
+
+    from dask_gpurt import config
     from dask_gpurt.dask_hooks import UnsupportedError, why_unsupported
 
     if (reason := why_unsupported()) is None:
@@ -83,6 +80,12 @@ async def activate(server: Any) -> None:
             return
         except UnsupportedError as error:  # of another process of the cluster
             reason = str(error)
+        except config.ConfigError as error:  # of this process, or refused by another one
+            if dask.config.get("gpurt.enabled", False):
+                _say_stays_off(server, str(error))
+            else:  # by a flag, which nannies do not have
+                config.say_once(logger, str(error))
+            return
     # A hook's own failure is only logged, with a traceback that hides the reason.
     logger.error("the runtime stays off: %s", reason)
 

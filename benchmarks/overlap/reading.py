@@ -141,7 +141,9 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-def measure(client: Client, folder: Path, beside: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+def measure(
+    client: Client, folder: Path, beside: Sequence[int | str], rounds: int
+) -> Iterator[dict[str, Any]]:
     """Yield one measurement after the other: what, its seconds, and counters of its reads."""
     output, workers = folder / "written", len(client.nthreads())
     expected: float | None = None
@@ -180,7 +182,7 @@ def measure(client: Client, folder: Path, beside: Sequence[int], rounds: int) ->
                 yield {"what": f"disk alone, {state}", "seconds": seconds}
 
 
-def figures(measured: Sequence[dict[str, Any]], beside: Sequence[int]) -> dict[str, Any]:
+def figures(measured: Sequence[dict[str, Any]], beside: Sequence[int | str]) -> dict[str, Any]:
     """Return the spread of each, and of the ratio to no read aside within each round."""
     seconds: dict[str, list[float]] = {}
     for one in measured:
@@ -232,7 +234,7 @@ def print_figures(found: dict[str, Any]) -> None:
 @click.option("--rows", type=click.IntRange(min=100), default=500_000, show_default=True, help="Of a file.")
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
-@click.option("--beside", default="0,1", show_default=True, help="Values of gpurt.reads.beside.")
+@click.option("--beside", default="0,1,auto", show_default=True, help="Values of gpurt.reads.beside.")
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 @click.option("--rate", callback=in_bytes, help="Bytes a second of a slow store.  [default: the disk's]")
 @click.option("--directory", type=click.Path(file_okay=False), help="On the disk to read from.")
@@ -250,7 +252,7 @@ def main(
 ) -> None:
     if rate is not None:
         os.environ[RATE] = str(rate)
-    limits = [int(limit) for limit in beside.split(",")]
+    limits = [limit if limit == "auto" else int(limit) for limit in beside.split(",")]
     with TemporaryDirectory(prefix="gpurt-reading-", dir=directory) as name:
         folder = Path(name)
         make_tables(folder, files, rows)

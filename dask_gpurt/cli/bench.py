@@ -37,7 +37,7 @@ SHORT = {
 }
 
 
-@click.command()
+@click.command(short_help="Compare the runtime with your shuffle on your cluster.")
 @click.option("--scheduler", metavar="ADDRESS", help="Your own idle cluster. [default: one on this machine]")
 @click.option("--workers", type=click.IntRange(min=1), help="Of a cluster here. [default: 2, or one per GPU]")
 @click.option("--protocol", help="Protocol of a cluster here, such as tcp or ucx.")
@@ -138,11 +138,11 @@ def print_result(result: BenchResult) -> None:
         _table(
             result,
             SECONDS,
-            "Seconds of the first and the second run, and the parts of the second: until there are tasks, "
-            "until the first begins; of a mean task thread reading, the rest of tasks, none; and collecting",
+            "Seconds of the first and of the warm run, and the parts of the warm one: planning, starting; "
+            "of a mean task thread reading, computing, idle; and collecting the result",
         )
     )
-    sizes = "Of the same run: tasks, bytes of all workers, and the most memory of one"
+    sizes = "Of the warm run: tasks, bytes of all workers, and the most memory of one"
     console.print(_table(result, SIZES, sizes))
     console.print(result.verdict(), markup=False)
     for advice in result.advice:

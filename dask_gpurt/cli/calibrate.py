@@ -42,7 +42,7 @@ QUERIES: dict[str, Callable[[Frame, Frame], Frame]] = {
 }
 
 
-@click.command()
+@click.command(short_help="Learn what pays beside a shuffle on these GPUs.")
 @click.option(
     "--seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="To learn for."
 )
@@ -60,7 +60,7 @@ def calibrate(seconds: float, size: str, protocol: str | None, learned: Path | N
     """
     workers = visible_gpus()
     if not workers:
-        raise click.ClickException("there is no GPU on this host: what is calibrated is what shares one")
+        raise click.ClickException("there is no GPU on this host, and so nothing to calibrate")
     backend = choose_backend("cudf")
     began = time.time()
     with cluster_of(backend, workers, protocol, learned) as client:

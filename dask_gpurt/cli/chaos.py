@@ -26,7 +26,7 @@ WORKERS = 3
 MAX_ERROR_CHARACTERS = 600
 
 
-@click.command()
+@click.command(short_help="Break a cluster while it computes; check results.")
 @click.option(
     "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="To go on for."
 )

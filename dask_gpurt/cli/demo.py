@@ -65,7 +65,7 @@ class OperationTiming:
     bytes: dict[str, int] = field(default_factory=dict)
 
 
-@click.command()
+@click.command(short_help="Join, group and sort real flights, timed and checked.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [default: 2, or one per GPU]")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
@@ -148,9 +148,10 @@ def _tiers(client: Client) -> pd.DataFrame:
 def preview(client: Client, methods: Sequence[str], repeat: int) -> str:
     """Say what is going to run, and where to watch it."""
     runs = len(OPERATIONS) * len(methods) * (repeat + 1)
+    timed = "once" if repeat == 1 else f"{repeat} times"
     said = (
         f"{len(client.nthreads())} workers on this machine. {runs} runs: {len(OPERATIONS)} operations by "
-        f"{', '.join(methods)}, each once to warm up and {repeat} times to be timed and checked."
+        f"{', '.join(methods)}, each once to warm up and {timed} to be timed and checked."
     )
     if importlib.util.find_spec("bokeh") is None:
         return f"{said}\nInstall bokeh to watch the next demo on Dask's dashboard."

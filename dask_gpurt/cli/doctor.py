@@ -21,7 +21,7 @@ from dask_gpurt.device.host import SHM
 from dask_gpurt.observe import MethodChoice
 
 
-@click.command()
+@click.command(short_help="Say what is on, what falls back, what is set wrong.")
 @click.option(
     "--scheduler", metavar="ADDRESS", help="The cluster to examine. [default: scheduler-address of Dask]"
 )
@@ -85,10 +85,9 @@ def _residency(found: Mapping[str, Any]) -> str:
 
 
 def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Say of each part how many of its seams are as known, and name those that differ."""
-    for part in dict.fromkeys(seam["part"] for seam in seams):
-        states = Counter(seam["state"] for seam in seams if seam["part"] == part)
-        yield "Dask's parts", f"{part}: {', '.join(f'{count} {state}' for state, count in states.items())}"
+    """Say how many seams are as known, and name those that differ, with their part."""
+    states = Counter(seam["state"] for seam in seams)
+    yield "Dask's parts", ", ".join(f"{count} {state}" for state, count in states.items())
     for seam in seams:
         if seam["difference"]:
             yield "Differs", f"{seam['part']}, {seam['difference']}"

@@ -20,6 +20,8 @@ from dask_gpurt.observe.report import Fallbacks, WorkerReport
 from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.interposer import library
 
+#: Values of ``gpurt.enabled`` that ask for nothing, where settings are wrong and none is judged.
+NOT_ENABLED = (False, None, 0, "", "false", "off", "no", "0")
 #: Seconds for all workers to tell their versions.
 VERSIONS_TIMEOUT_S = 2.0
 PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "cudf", "rmm", "dask-cuda", "distributed-ucxx")
@@ -97,7 +99,11 @@ def _unused_parts() -> tuple[dask_hooks.SeamGroup, ...]:
 
 
 def _examine_settings(client: Client | None) -> dict[str, Any]:
-    configured, valid = bool(dask.config.get("gpurt.enabled", False)), not config.problems()
+    valid = not config.problems()
+    # A value from the environment may be a word, such as "off".
+    configured = (
+        config.load().enabled if valid else dask.config.get("gpurt.enabled", False) not in NOT_ENABLED
+    )
     return {
         "configured": configured,
         "valid": valid,

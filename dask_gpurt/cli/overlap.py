@@ -23,7 +23,7 @@ PRINTED_DECISIONS = 10
 COLUMNS = ("setting", "samples", "compute", "adds", "total", "at best … at worst", "why")
 
 
-@click.command()
+@click.command(short_help="Show what was learnt of kernels beside shuffles.")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--scheduler", metavar="ADDRESS", help="Ask the workers of this cluster instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -36,7 +36,7 @@ ALL = "all"
 MIN_BYTES = 1
 
 
-@click.command("simulate")
+@click.command("simulate", short_help="Try workloads on a cluster that you do not have.")
 @click.option(
     "--workload",
     type=click.Choice([*WORKLOADS, ALL]),

@@ -21,7 +21,7 @@ from dask_gpurt.topology.file import Description, TopologyError, as_values, load
 from dask_gpurt.topology.hosts import Gpu, Host, Nic
 
 
-@click.command()
+@click.command(short_help="Show devices, the links between them, their speed.")
 @click.option("--measure", is_flag=True, help="Try out the links of this host, for a few seconds.")
 @click.option(
     "--load", "file", type=click.Path(dir_okay=False, path_type=Path), help="Show what a topology file says."
@@ -138,8 +138,14 @@ def _speeds(description: Description) -> Table:
             )
             if link in speeds
         )
-        table.add_row(link, f"{speed.bandwidth / 1e9:.3g} GB/s", format_time(speed.latency), source)
+        table.add_row(
+            link, f"{_three_digits(speed.bandwidth / 1e9)} GB/s", format_time(speed.latency), source
+        )
     return table
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _workers(description: Description) -> Table:

@@ -19,7 +19,7 @@ from dask_gpurt.observe.performance import lacks
 PRINTED_STEPS = 20
 
 
-@click.command()
+@click.command(short_help="Record a cluster for some seconds, for Perfetto.")
 @click.option("--scheduler", metavar="ADDRESS", required=True, help="The scheduler of the cluster.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True)
 @click.option(

@@ -6,6 +6,7 @@ little.
 """
 
 from dask_gpurt.config.loading import KEYS, load, load_over, problems, set_here, takeover
+from dask_gpurt.config.refusals import say_once
 from dask_gpurt.config.settings import (
     ExchangeSettings,
     MemorySettings,
@@ -37,6 +38,7 @@ __all__ = [
     "load",
     "load_over",
     "problems",
+    "say_once",
     "set_here",
     "takeover",
 ]

@@ -54,9 +54,12 @@ class ShuffleSettings:
     ----------
     retries
         Runs after the first, before the shuffle fails.
+    balance
+        Whether outputs may get other owners once their sizes are known.
     """
 
     retries: int = _setting(values.count)
+    balance: bool = _setting(values.boolean)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from dask.utils import format_bytes, format_time
+from dask.utils import format_bytes
 
 from dask_gpurt.dashboard.collector import Collector
-from dask_gpurt.dashboard.components import MAX_ROWS, TableComponent
+from dask_gpurt.dashboard.components import MAX_ROWS, TableComponent, short_time
 from dask_gpurt.dashboard.sampler import WorkerSample
 
 
@@ -34,10 +35,10 @@ class OverlapTable(TableComponent):
             "worker": worker.name,
             "mode": str(overlap["mode"]),
             "steps": str(overlap["steps"]),
-            "lost": f"{format_time(overlap['lost'])} of {format_time(overlap['elapsed'])}",
+            "lost": f"{short_time(overlap['lost'])} of {short_time(overlap['elapsed'])}",
             "confined": str(counters.get("overlap.confined", 0)),
-            "reading": format_time(counters.get("reads.seconds.reading", 0)),
-            "beside": format_time(counters.get("reads.seconds.beside", 0)),
+            "reading": short_time(counters.get("reads.seconds.reading", 0)),
+            "beside": short_time(counters.get("reads.seconds.beside", 0)),
             "waits": str(counters.get("memory.waits", 0)),
             "last": ": ".join(overlap["last"]),
         }
@@ -84,8 +85,8 @@ class DecisionTable(TableComponent):
         workers = collector.sampler.workers
         self.put_rows([
             {
-                **{n: format_time(row[n]) for n in ("seconds", "waiting", "running", "moving", "room")},
-                "key": row["key"], "why": row["why"], "candidates": str(row["candidates"]),
+                **{n: short_time(row[n]) for n in ("seconds", "waiting", "running", "moving", "room")},
+                "key": _short(row["key"]), "why": row["why"], "candidates": str(row["candidates"]),
                 "worker": workers[row["worker"]].name if row["worker"] in workers else row["worker"],
                 "missing": format_bytes(row["missing"]),
             }
@@ -98,3 +99,8 @@ class DecisionTable(TableComponent):
         if placement is None:
             return "Dask chooses: gpurt.placement.enabled is false"
         return "none yet" if placement.is_choosing else "Dask chooses: workers do not differ enough to matter"
+
+
+def _short(key: str) -> str:
+    """Return a key with a part of the hash in it, as Dask's own pages do."""
+    return re.sub(r"([0-9a-f]{8})[0-9a-f]{24}", r"\1", key)

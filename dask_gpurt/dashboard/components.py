@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from bokeh.core.properties import without_property_validation
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, NumeralTickFormatter
+from bokeh.models import AdaptiveTicker, ColumnDataSource, NumeralTickFormatter
 from bokeh.models.widgets import DataTable, Div, TableColumn
 from bokeh.palettes import YlOrRd9
+from dask.utils import format_bytes, format_time
 from distributed.dashboard.components import DashboardComponent
 
 from dask_gpurt.dashboard.collector import Collector
@@ -27,6 +28,8 @@ MAX_SHARE = 0.005
 #: Rows of a table.
 MAX_ROWS = 50
 OFF = "the runtime is off"
+#: Where marks of an axis of bytes stand between 1 and 1024 of a unit, as on Dask's own pages.
+POWERS_OF_TWO = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 #: From none to all of something, from white to dark red.
 HEAT = ("#ffffff", *reversed(YlOrRd9))
 #: On shares above this one of :data:`HEAT`, text is white.
@@ -157,9 +160,21 @@ def put(source: ColumnDataSource, data: Data) -> bool:
     return True
 
 
-def in_bytes() -> NumeralTickFormatter:
-    """Return a formatter of bytes; each document needs its own."""
-    return NumeralTickFormatter(format="0.0 b")
+def bytes_axis(axis: Any) -> None:
+    """Have an axis, or a colour bar, show bytes in binary units, with marks at powers of two."""
+    axis.ticker = AdaptiveTicker(base=1024, mantissas=POWERS_OF_TWO)
+    axis.formatter = NumeralTickFormatter(format="0.[00] b")
+
+
+def short_bytes(nbytes: float) -> str:
+    """Format bytes with three digits at most before the unit, for places that are narrow."""
+    number, unit = format_bytes(int(nbytes)).split()
+    return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"
+
+
+def short_time(seconds: float) -> str:
+    """Format a time, and nothing as nothing."""
+    return format_time(seconds) if seconds else "0"
 
 
 def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:

@@ -25,9 +25,10 @@ from dask_gpurt.dashboard.components import (
     Data,
     FigureComponent,
     Find,
-    in_bytes,
+    bytes_axis,
     labels,
     put,
+    short_bytes,
 )
 from dask_gpurt.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, WorkerSample
 from dask_gpurt.observe.shown_tiers import SHOWN
@@ -54,7 +55,8 @@ class OverTime(FigureComponent):
             x_range=DataRange1d(range_padding=0),
             sizing_mode="stretch_both",
         )
-        self.figure.yaxis[0].formatter = in_bytes()
+        bytes_axis(self.figure.yaxis[0])
+        self.figure.title.text_font_size = "11px"
         self.lines = {
             name: self.figure.line(
                 "time", name, source=self.source, color=colour, line_width=2, legend_label=name
@@ -113,7 +115,9 @@ class MemoryOverTime(OverTime):
             last = next((nbytes for nbytes in reversed(data[tier]) if not math.isnan(nbytes)), None)
             line.visible = last is not None
             if limit and last is not None:
-                told.append(f"{tier} {format_bytes(int(last))} of {format_bytes(limit)}")
+                told.append(f"{tier} {short_bytes(last)} of {short_bytes(limit)}")
+        for item in self.figure.legend[0].items:  # a line without values has no place there
+            item.visible = item.renderers[0].visible
         self.source.data, self.limits.data = data, limits
         self.say(", ".join(told))
 

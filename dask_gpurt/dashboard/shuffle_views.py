@@ -8,10 +8,18 @@ from typing import Any, ClassVar
 
 from bokeh.models import ColumnDataSource, FactorRange, Range1d
 from bokeh.plotting import figure
-from dask.utils import format_bytes, format_time
+from dask.utils import format_bytes
 
 from dask_gpurt.dashboard.collector import Collector
-from dask_gpurt.dashboard.components import MAX_ROWS, Data, FigureComponent, Find, TableComponent, put
+from dask_gpurt.dashboard.components import (
+    MAX_ROWS,
+    Data,
+    FigureComponent,
+    Find,
+    TableComponent,
+    put,
+    short_time,
+)
 
 #: Shuffles in the figure.
 MAX_BARS = 12
@@ -89,14 +97,16 @@ class ShuffleTable(TableComponent):
 
     def _texts(self, row: Mapping[str, Any]) -> dict[str, str]:
         skew = row["skew"]
-        seconds = {name: format_time(row[name]) for name in ("splitting", "packing", "assembling")}
+        seconds = {name: short_time(row[name]) for name in ("splitting", "packing", "assembling")}
         return {
             "shuffle": _short(row), "state": row["state"], "seconds": f"{row['seconds']:.1f} s",
             "inputs": row["inputs"], "outputs": row["outputs"],
             "bytes": format_bytes(row["bytes"]), "rows": f"{row['rows']:,}",
             "skew": "" if skew is None else f"{skew:.2f} (output {row['largest']})",
             **seconds, "restarts": str(row["restarts"]),
-            "recoveries": f"{row['recoveries']} ({row['moved']} outputs)" if row["recoveries"] else "0",
+            "recoveries": (
+                f"{row['recoveries']} ({row['moved']} outputs)" if row["recoveries"] or row["moved"] else "0"
+            ),
             "reason": row["reason"],
         }  # fmt: skip
 

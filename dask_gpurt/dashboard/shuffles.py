@@ -47,8 +47,8 @@ class ShuffleRecord:
     sealed
         Whether the barrier has one.
     restarts, recoveries, moved
-        How often it began again as a whole, how often a run was mended, and the outputs that got other owners
-        then.
+        How often it began again as a whole, how often a run was mended, and the outputs that got other
+        owners, then or to balance workers.
     reasons
         Of the last of these.
     workers

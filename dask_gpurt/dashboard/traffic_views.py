@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from bokeh.models import BasicTicker, ColumnDataSource, FactorRange, HoverTool, LinearColorMapper
+from bokeh.models import ColumnDataSource, FactorRange, HoverTool, LinearColorMapper
 from bokeh.models.annotations import ColorBar
 from bokeh.plotting import figure
 from dask.utils import format_bytes
@@ -20,10 +20,12 @@ from dask_gpurt.dashboard.components import (
     FigureComponent,
     Find,
     TableComponent,
-    in_bytes,
+    bytes_axis,
     labels,
     put,
+    short_bytes,
 )
+from dask_gpurt.dashboard.traffic import Flow
 
 
 class TrafficHeat(FigureComponent):
@@ -63,9 +65,9 @@ class TrafficHeat(FigureComponent):
             text_font_size="10px",
             text_color="colour",
         )
-        self.root.add_layout(
-            ColorBar(color_mapper=self._mapper, ticker=BasicTicker(), formatter=in_bytes(), width=12), "right"
-        )
+        bar = ColorBar(color_mapper=self._mapper, width=12)
+        bytes_axis(bar)
+        self.root.add_layout(bar, "right")
         self.root.add_tools(
             HoverTool(
                 tooltips=[
@@ -94,7 +96,7 @@ class TrafficHeat(FigureComponent):
             data["target"].append(label[target])
             data["nbytes"].append(flow.nbytes)
             data["total"].append(total)
-            data["paths"].append(", ".join(f"{path} {format_bytes(n)}" for path, n in flow.by_path.items()))
+            data["paths"].append(_by_path(flow))
             data["bandwidth"].append(_rate(speed) if speed else "read in place")
             data["limit"].append(f"{limit[0]}, {_rate(limit[1])}" if limit else "")
             data["text"].append(total if few else "")
@@ -116,10 +118,13 @@ class LinkTable(TableComponent):
         "link": "Link", "limit": "Its speed", "share": "Share",
     }  # fmt: skip
     widths: ClassVar[Mapping[str, int]] = {
-        "paths": 230,
-        "bandwidth": 100,
-        "link": 110,
-        "limit": 100,
+        "source": 60,
+        "target": 60,
+        "nbytes": 75,
+        "paths": 270,
+        "bandwidth": 95,
+        "link": 105,
+        "limit": 80,
         "share": 50,
     }
 
@@ -134,7 +139,7 @@ class LinkTable(TableComponent):
                     "source": named.get(source, source),
                     "target": named.get(target, target),
                     "nbytes": format_bytes(flow.nbytes),
-                    "paths": ", ".join(f"{path} {format_bytes(n)}" for path, n in flow.by_path.items()),
+                    "paths": _by_path(flow),
                     "bandwidth": _rate(speed) if speed else "read in place",
                     "link": limit[0] if limit else "",
                     "limit": _rate(limit[1]) if limit else "",
@@ -145,5 +150,9 @@ class LinkTable(TableComponent):
         self.say("" if rows else "none yet")
 
 
+def _by_path(flow: Flow) -> str:
+    return ", ".join(f"{path} {short_bytes(nbytes)}" for path, nbytes in flow.by_path.items())
+
+
 def _rate(bytes_per_second: float) -> str:
-    return f"{format_bytes(int(bytes_per_second))}/s"
+    return f"{short_bytes(bytes_per_second)}/s"

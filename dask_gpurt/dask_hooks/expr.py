@@ -116,8 +116,9 @@ def replace_lowering(
     reduction: Replacement,
     merge: Replacement,
     is_broadcast_join: Replacement,
+    graph: Replacement,
 ) -> None:
-    """Replace how shuffles, reductions that shuffle and joins are lowered.
+    """Replace how shuffles, reductions that shuffle and joins are lowered, and what their graphs are.
 
     Each replacement is called as ``replacement(original, expr)``, and ends in ``original(expr)`` for whatever
     it does not concern.
@@ -128,6 +129,8 @@ def replace_lowering(
         In the place of ``_lower`` of ``Shuffle``, ``ShuffleReduce`` and ``Merge``.
     is_broadcast_join
         In the place of the property of ``Merge``.
+    graph
+        In the place of ``__dask_graph__``, of all expressions.
 
     Raises
     ------
@@ -140,6 +143,7 @@ def replace_lowering(
             _seam("ShuffleReduce._lower"): _instead(reduction),
             _seam("Merge._lower"): _instead(merge),
             _seam("Merge.is_broadcast_join"): _instead(is_broadcast_join),
+            _seam("Expr.__dask_graph__"): _instead(graph),
         }
     )
 

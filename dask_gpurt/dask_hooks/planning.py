@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import dask
+import numpy as np
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
@@ -19,8 +20,10 @@ from dask.dataframe.dask_expr._expr import Assign, Blockwise, Filter, Projection
 from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr.io import parquet
 from dask.delayed import Delayed
+from dask.tokenize import tokenize
 from dask.typing import Key
 from dask.utils import methodcaller
 
@@ -47,6 +50,7 @@ __all__ = [
     "settings",
     "tell_of_files",
     "with_operand",
+    "with_seed",
 ]
 
 #: A replacement that gets the original as its first argument.
@@ -192,6 +196,16 @@ def with_operand(expr: Expr, parameter: str, value: Hashable) -> Expr:
     """Return an expression with another value of a parameter; the same one where it has no such parameter."""
     other: Expr = expr.substitute_parameters({parameter: value})
     return other
+
+
+def with_seed(expr: Expr) -> Expr:
+    """Return a sample for quantiles with the seed that Dask takes for it; any other expression as it is.
+
+    Dask takes it from the names of the operands, and these are others once operations have been fused.
+    """
+    if type(expr) is not RepartitionQuantiles or expr.random_state is not None:
+        return expr
+    return with_operand(expr, "random_state", int(tokenize(expr.operands), 16) % np.iinfo(np.int32).max)
 
 
 class _Broadcast(FrameExpr):

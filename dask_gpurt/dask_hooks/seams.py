@@ -290,6 +290,7 @@ READS = SeamGroup(
 EXPRESSIONS = SeamGroup(
     "expressions",
     (
+        Seam("dask._expr:Expr.__dask_graph__", "self"),
         Seam(_EXPR + "_shuffle:Shuffle._lower", "self"),
         Seam(_EXPR + "_reductions:ShuffleReduce._lower", "self"),
         Seam(_EXPR + "_merge:Merge._lower", "self"),
@@ -320,6 +321,7 @@ PLANNING = SeamGroup(
         Seam("dask._expr:_ExprSequence"),
         Seam("dask._task_spec:convert_legacy_graph"),
         Seam(_EXPR + "_expr:optimize_blockwise_fusion", "expr"),
+        Seam(_EXPR + "_quantiles:RepartitionQuantiles"),
         Seam(_EXPR + "_merge:Merge._meta", "self", bodies=("7c0a8d4b8c24",)),
         Seam(_EXPR + "_expr:Projection._meta", "self", bodies=("13de50e69369",)),
         Seam(_EXPR + "_expr:Blockwise._meta", "self", bodies=("69e022db907c",)),

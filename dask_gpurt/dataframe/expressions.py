@@ -110,7 +110,10 @@ class HashTargets(AssignPartitioningIndex):
             full = AssignPartitioningIndex.operation(rows, by, name, npartitions, meta, index_shuffle)
             return full if kept is None else full[[*kept, name]]
 
-        return Hashed(frame if kept is None else frame[kept], columns, frame, meta, assign)
+        rows = frame if kept is None else frame[kept]
+        if name in rows.columns:  # the user's, which Dask writes over
+            rows = rows.drop(columns=name)
+        return Hashed(rows, columns, frame, meta, assign)
 
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         if isinstance(parent, Projection) and self.index_name in (columns := parent.operand("columns")):

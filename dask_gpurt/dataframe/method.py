@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import dask
+from dask.core import flatten
+from dask.typing import Key
 
 from dask_gpurt import config
 from dask_gpurt.dask_hooks import PatchSet
@@ -38,7 +40,10 @@ from dask_gpurt.dask_hooks.expr import (
     replace_default_method,
     replace_lowering,
 )
+from dask_gpurt.dask_hooks.graph import convert_legacy_graph
+from dask_gpurt.dask_hooks.planning import keys_of
 from dask_gpurt.dask_hooks.properties import drop_class_lock
+from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dataframe.expressions import (
     GpurtHashJoin,
     GpurtShuffle,
@@ -49,6 +54,8 @@ from dask_gpurt.dataframe.expressions import (
 from dask_gpurt.dataframe.takeover import DISTRIBUTED, METHOD, TASKS, choose_method
 from dask_gpurt.frames import library
 from dask_gpurt.observe import MethodChoice
+from dask_gpurt.planning.fusing import needed_tasks
+from dask_gpurt.shuffle import ShuffleSpec
 
 #: Called with the name of an expression and what was chosen for it, each time that it is lowered.
 OnChoice = Callable[[str, MethodChoice], None]
@@ -78,6 +85,7 @@ def teach(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
         reduction=lowering.reduction,
         merge=lowering.merge,
         is_broadcast_join=_is_broadcast_join,
+        graph=_graph,
     )
 
 
@@ -131,6 +139,8 @@ class Lowering:
         if type(expr) is not Shuffle:
             return original(expr)
         choice = self._choose(expr.method, expr.frame)
+        if choice is not None and choice.taken and _has_column_levels(expr.frame):
+            choice = MethodChoice.COLUMN_LEVELS
         if choice is not None:
             self._on_choice(name_of(expr), choice)
         if choice is None or not choice.taken:
@@ -207,9 +217,28 @@ class Lowering:
         return choice
 
 
+def _has_column_levels(frame: Any) -> bool:
+    """Tell whether columns have several levels: then Dask names the column of targets ("_partitions", "")."""
+    return bool(frame.ndim == 2 and meta(frame).columns.nlevels > 1)
+
+
 def _but_names(expr: Any) -> Any:
     """Return the same under the names that columns had before."""
     return expr.frame if type(expr) is RenameFrame else expr
+
+
+def _graph(original: Callable[[Any], dict[Key, Any]], expr: Any) -> dict[Key, Any]:
+    """Return the graph of an expression, without the tasks that are done within transfers.
+
+    Nothing needs these. But where dataframes are computed beside a Delayed or an array, Dask puts the graphs
+    of both together, and takes whatever nothing needs for a result.
+    """
+    graph = original(expr)
+    if not any(
+        isinstance(task, P2PBarrierTask) and isinstance(task.spec, ShuffleSpec) for task in graph.values()
+    ):
+        return graph
+    return needed_tasks(convert_legacy_graph(graph), flatten(keys_of(expr)))
 
 
 def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:

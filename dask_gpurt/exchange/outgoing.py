@@ -61,6 +61,8 @@ class Outbox:
         self._entries: dict[int, _Publication] = {}
         #: Those without readers, the oldest first.
         self._retained: dict[int, _Publication] = {}
+        #: The runs that go on of which blocks were freed that others could be offered.
+        self._gone: set[RunKey] = set()
         #: Runs of which blocks came or went since the last look.
         self._busy: set[RunKey] = set()
         #: Whether blocks of a run may be read once more. Called under the lock, from any thread.
@@ -179,6 +181,11 @@ class Outbox:
         else:
             self._free([entry])
 
+    def has_all(self, run: RunKey) -> bool:
+        """Return whether all that was published in a run that goes on is still there to be offered."""
+        with self._changed:
+            return run not in self._gone
+
     def owners(self, run: RunKey) -> set[str]:
         """Return the owners that may still read blocks of a run."""
         with self._changed:
@@ -223,6 +230,7 @@ class Outbox:
             ended = [shard for shard, entry in self._retained.items() if entry.run == run]
             self._free([self._retained.pop(shard) for shard in ended])
             self._busy.discard(run)
+            self._gone.discard(run)
 
     def _reclaim(self, nbytes: int, of: Callable[[RunKey], bool]) -> bool:
         """Free the oldest retained blocks of some runs, so many bytes of them; False when there are none."""
@@ -236,7 +244,7 @@ class Outbox:
                 if of(entry.run):
                     oldest.append(shard)
                     found += sum(block.nbytes for block in entry.blocks)
-            self._free([self._retained.pop(shard) for shard in oldest])
+            self._drop_retained(oldest)
         self._metrics.add("exchange.retained.reclaimed", found)
         return bool(oldest)
 
@@ -244,14 +252,19 @@ class Outbox:
         """Free what is retained of runs of which nothing came or went since the last call."""
         with self._changed:
             idle = [shard for shard, entry in self._retained.items() if entry.run not in self._busy]
-            self._free([self._retained.pop(shard) for shard in idle])
+            self._drop_retained(idle)
             self._busy.clear()
 
     def reclaim_all(self) -> None:
         """Free all that is retained."""
         with self._changed:
-            self._free(list(self._retained.values()))
-            self._retained.clear()
+            self._drop_retained(list(self._retained))
+
+    def _drop_retained(self, shards: Iterable[int]) -> None:
+        """Free what is retained of runs that go on. Under the lock."""
+        dropped = [self._retained.pop(shard) for shard in shards]
+        self._gone.update(entry.run for entry in dropped)
+        self._free(dropped)
 
     @property
     def retained(self) -> int:

@@ -139,7 +139,9 @@ class Plan:
     new
         The numbers of new chunks.
     old_to_new
-        What each new chunk is made of, along each axis.
+        What each new chunk is made of, along each axis. More than there are new chunks is left out: where all
+        chunks of a part of an array are without elements, Dask gives the part an old chunk that has some, and
+        says as if there were one new chunk more what these would be for.
     """
 
     def __init__(self, old: Grid, new: Grid, old_to_new: OldToNew):
@@ -147,8 +149,8 @@ class Plan:
         self.new = new
         #: The intervals of each old chunk, by axis.
         self._intervals: list[list[list[Interval]]] = []
-        for chunks, number in zip(old_to_new, old.shape, strict=True):
-            self._intervals.append(_by_old_chunk(chunks, number))
+        for chunks, before, after in zip(old_to_new, old.shape, new.shape, strict=True):
+            self._intervals.append(_by_old_chunk(chunks[:after], before))
 
     def boxes(self, source: int, shape: Index) -> Iterator[Box]:
         """Yield the boxes of an old chunk.

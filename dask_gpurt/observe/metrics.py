@@ -164,6 +164,11 @@ METRICS: Mapping[str, Metric] = {
             on=Server.SCHEDULER,
         ),
         _counter("shuffle.runs.restarted", "runs that began again as a whole", on=Server.SCHEDULER),
+        _counter(
+            "shuffle.outputs.moved",
+            "outputs that got other owners once their sizes were known",
+            on=Server.SCHEDULER,
+        ),
         _counter("shuffle.elements", "elements of input chunks of rechunks"),
         _counter("shuffle.inputs.missing", "inputs that were missing at a barrier, and transferred again"),
         _counter("shuffle.lost.shards", "shards that an owner had taken and could not read"),

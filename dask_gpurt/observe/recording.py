@@ -95,6 +95,7 @@ MARKED = frozenset(
         "memory.waits.overdue",
         "shuffle.inputs.missing",
         "shuffle.lost.shards",
+        "shuffle.outputs.moved",
         "shuffle.runs.recovered",
         "shuffle.runs.restarted",
         "shuffle.tasks.redirected",

@@ -269,7 +269,8 @@ class RuntimeReport(_Record):
     def __repr__(self) -> str:
         if not self.enabled:
             return "<RuntimeReport: the runtime is off>"
-        lines = [f"<RuntimeReport: dask-gpurt {self.version} on {len(self.workers)} workers"]
+        count = len(self.workers)
+        lines = [f"<RuntimeReport: dask-gpurt {self.version} on {count} worker{'' if count == 1 else 's'}"]
         lines += [f"  {name}: {_readable(name, value)}" for name, value in sorted(self.counters.items())]
         lines += [f"  scheduler {_fallback(id, known)}" for id, known in self.fallbacks.items()]
         for address, worker in self.workers.items():

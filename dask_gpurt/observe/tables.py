@@ -84,9 +84,12 @@ class MemoryUsage(Table):
     shared_memory
         By worker without a GPU, the bytes that its exchange pool may take. There the tiers are called by
         what they are, see :mod:`~dask_gpurt.observe.shown_tiers`.
+    enabled
+        Whether the runtime is on.
     """
 
     shared_memory: Mapping[str, int] = field(default_factory=dict)
+    enabled: bool = True
 
     def to_pandas(self, *, names: str = "shown") -> pd.DataFrame:
         """Return a frame of bytes.
@@ -104,7 +107,13 @@ class MemoryUsage(Table):
         return pd.DataFrame(list(shown), columns=list(self.columns))
 
     def _title(self) -> str:
-        return f"MemoryUsage of {len({row['worker'] for row in self.rows})} workers"
+        if not self.rows:
+            return "MemoryUsage"
+        count = len({row["worker"] for row in self.rows})
+        return f"MemoryUsage of {count} worker{'' if count == 1 else 's'}"
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.enabled else "<MemoryUsage: the runtime is off>"
 
     def _format(self, column: str) -> Any:
         return None if column in ("worker", "tier", "kind", "prefix") else lambda n: format_bytes(int(n))

@@ -9,7 +9,7 @@ transfer needs is made within the transfer, and what is made of an output alone 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from dask_gpurt.dask_hooks.planning import (
     name_of,
     rebuild,
     with_operand,
+    with_seed,
 )
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.shuffle import ShuffleSpec
@@ -47,6 +48,7 @@ def fuse(plan: Expr) -> Expr:
     if not is_of_dataframes(plan):
         return plan
     name = name_of(plan)
+    plan = rebuild(plan, with_seed)  # else rows would be sorted into other partitions than Dask's
     own = rebuild(plan, partial(with_operand, parameter=OWN_COMPUTATION, value=name))
     fused = fuse_blockwise(own)
     # Without a shuffle of the runtime there are no chains, and the scheduler need not know of them.
@@ -96,7 +98,7 @@ def fuse_chains(graph: Graph, keys: Collection[Key], computation: str) -> dict[K
     -------
     The tasks that are left, by key. Those that nothing asks for are left out.
     """
-    needed = _needed(graph, keys)
+    needed = needed_tasks(graph, keys)
     dependents: dict[Key, list[Key]] = {key: [] for key in needed}
     for key, node in needed.items():
         for producer in node.dependencies & needed.keys():
@@ -122,7 +124,7 @@ def fuse_chains(graph: Graph, keys: Collection[Key], computation: str) -> dict[K
     return fused
 
 
-def _needed(graph: Graph, keys: Collection[Key]) -> dict[Key, GraphNode]:
+def needed_tasks(graph: Graph, keys: Iterable[Key]) -> dict[Key, GraphNode]:
     """Return the tasks that the results depend on. What futures refer to is not in the graph."""
     needed: dict[Key, GraphNode] = {}
     left = list(keys)

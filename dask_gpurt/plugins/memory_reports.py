@@ -69,6 +69,10 @@ class Reporter:
         except CommClosedError:
             return  # the next heartbeat carries all of it
 
+    def send_now(self) -> None:
+        """Report what there is to report at once. On the event loop."""
+        self._send()
+
     def close(self) -> None:
         """Tell nothing any more."""
         self._closed = True

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
+from dask.sizeof import sizeof
 from dask.system import CPU_COUNT
 from dask.typing import Key
 
@@ -28,13 +30,12 @@ from dask_gpurt.dask_hooks.worker import (
 from dask_gpurt.device.base import workers_of_device
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.switching import Layer
+from dask_gpurt.reads.clock import ThreadTime
+from dask_gpurt.reads.pace import MAX_BESIDE, ReadPace, ReadTimes
 from dask_gpurt.reads.policy import ReadsAside
 from dask_gpurt.reads.threads import GIVEN, NTHREADS, set_threads, threads_of
 from dask_gpurt.reads.turns import Turns
 from dask_gpurt.topology.detect import nvml_library, visible_devices
-
-#: The setting ``gpurt.reads.beside``, where it is left to the worker: see docs/decisions/overlap.md.
-BESIDE = 0
 
 
 @dataclass(eq=False)
@@ -47,12 +48,18 @@ class _Execution:
         Whether the first that it calls is a reader: it needs no turn before.
     is_reading
         Whether its thread is in a reader; readers call each other.
+    times
+        Of its reads.
+    computed_s
+        Processor seconds of its thread.
     """
 
     key: Key
     reads: WorkerReads
     begins_with_read: bool
     is_reading: bool = False
+    times: ReadTimes = field(default_factory=ReadTimes)
+    computed_s: float = 0.0
 
 
 #: The execution of which a coroutine of Dask's is a part, when it hands the task over to a thread.
@@ -81,8 +88,10 @@ class WorkerReads:
     def __init__(self, worker: WorkerServer, settings: ReadSettings, metrics: Metrics) -> None:
         self._worker = worker
         self._metrics = metrics
-        self.limit = BESIDE if settings.beside is None else settings.beside
-        self._aside = ReadsAside(self.limit)
+        #: Learns how many tasks are to leave their slot, unless that is set.
+        self._pace = ReadPace() if settings.beside is None else None
+        self._most = MAX_BESIDE if settings.beside is None else settings.beside
+        self._aside = ReadsAside(settings.beside or 0)
         self._patches = PatchSet(Layer.READS)
         self._undo = ExitStack()
         self._refused = partial(metrics.fallback, Fallback.READS_KEEP_SLOT)
@@ -90,11 +99,11 @@ class WorkerReads:
 
     def install(self) -> None:
         """Begin with the tasks that begin from now on. On the event loop."""
-        if not self.limit:
+        if not self._most:
             return
         try:
             READS.require()
-            self._undo.callback(widen_pool(self._worker, self.limit))
+            self._undo.callback(widen_pool(self._worker, self._most))
         except UnsupportedError as error:
             self._refused(str(error))
             return
@@ -111,7 +120,7 @@ class WorkerReads:
         self._undo.close()
         if self.turns is not None:
             self.turns.close()
-        self.limit = 0
+        self._most = self._aside.limit = 0
 
     def is_aside(self, key: Key) -> bool:
         """Return whether a task has left its slot for a read, and has not ended."""
@@ -120,7 +129,7 @@ class WorkerReads:
     def report(self) -> dict[str, Any]:
         """Return what counts on this worker, as plain values."""
         threads = os.environ.get(NTHREADS)
-        return {"beside": self.limit, "threads": threads and int(threads)}
+        return {"beside": self._aside.limit, "threads": threads and int(threads)}
 
     # ---- on the event loop -------------------------------------------------------------------------
 
@@ -128,19 +137,31 @@ class WorkerReads:
         """Run a task."""
         task = self._worker.state.tasks[key]
         begins = not task.dependencies and self._readers.begins_with_read(task.run_spec)
-        token = _handed_over.set(_Execution(key, self, begins))
+        execution = _Execution(key, self, begins)
+        token = _handed_over.set(execution)
         try:
             return await self._execute(key, stimulus_id=stimulus_id)
         finally:
             _handed_over.reset(token)
             self._leave_slot(self._aside.end(key))
+            self._learn(execution)
+
+    def _learn(self, execution: _Execution) -> None:
+        """Learn from a task that has ended how many are to leave their slot."""
+        if self._pace is None or not self._most:
+            return
+        self._pace.note(execution.times, execution.computed_s)
+        if self._pace.beside != self._aside.limit:
+            self._aside.limit = self._pace.beside
+            while (key := self._aside.next()) is not None:
+                self._leave_slot(key)
 
     def _begin_read(self, key: Key) -> None:
         self._leave_slot(self._aside.begin_read(key))
 
     def _leave_slot(self, key: Key | None) -> None:
         """Have a task leave its slot, or the next that can: one that was cancelled can not."""
-        while key is not None and self.limit:
+        while key is not None and self._most:
             if leave_slot(self._worker, key):
                 self._metrics.add("reads.aside")
                 return
@@ -159,11 +180,23 @@ class WorkerReads:
         if not execution.begins_with_read:
             self.turns.take()
         _thread.execution = execution
+        before = time.thread_time()
         try:
             return function(*args)
         finally:
+            execution.computed_s = time.thread_time() - before
             _thread.execution = None
             self.turns.give()
+
+    def read(self, execution: _Execution, reader: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let others compute while this task reads."""
+        with self.reading(execution):
+            before = ThreadTime.now()
+            result = reader(*args, **kwargs)
+            times = ThreadTime.now().since(before)
+        if self._pace is not None:
+            execution.times.add(*times, sizeof(result))
+        return result
 
     @contextmanager
     def reading(self, execution: _Execution) -> Iterator[None]:
@@ -186,8 +219,7 @@ def _aside(reader: Callable[..., Any]) -> Callable[..., Any]:
         execution = _thread.execution
         if execution is None or execution.is_reading:
             return reader(*args, **kwargs)
-        with execution.reads.reading(execution):
-            return reader(*args, **kwargs)
+        return execution.reads.read(execution, reader, *args, **kwargs)
 
     return read
 

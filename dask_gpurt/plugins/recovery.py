@@ -314,7 +314,7 @@ class Recovery:
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # nothing is needed: its lost transfers need not be run again
                 self.end(shuffle)
-        elif candidates := self._candidates(*shuffles):
+        elif candidates := self.candidates(*shuffles):
             for shuffle in shuffles:
                 self._move(shuffle, {}, {worker}, deal(owned, candidates, {}))
 
@@ -331,7 +331,7 @@ class Recovery:
         self._in_a_row.takes_part(worker)
         for shuffle, run in list(self._extension.active_shuffles.items()):
             owners = run.run_spec.worker_for
-            if not isinstance(owners, Owners) or owners.sealed or worker not in self._candidates(shuffle):
+            if not isinstance(owners, Owners) or owners.sealed or worker not in self.candidates(shuffle):
                 continue
             taken = self._share_for(worker, shuffle, owners)
             if taken and shuffle not in self._losses:
@@ -340,7 +340,7 @@ class Recovery:
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
         """Return the outputs for one worker more: the last of each that has more than its share."""
         waiting = sorted(self._unfinished(shuffle, owners))
-        share = len(waiting) // len(self._candidates(shuffle))
+        share = len(waiting) // len(self.candidates(shuffle))
         if any(owners[output] == worker for output in waiting):
             return set()
         taken: set[int] = set()
@@ -350,6 +350,53 @@ class Recovery:
             taken.add(max(o for o in waiting if owners[o] == most and o not in taken))
             by_owner[most] -= 1
         return taken
+
+    # ---- outputs that move for balance -----------------------------------------------
+
+    def goes_on(self, shuffle: Any, run_id: int) -> bool:
+        """Return whether a run is the current one of its shuffle."""
+        return self._owners(shuffle, run_id) is not None
+
+    def movable(self, shuffles: Collection[Any]) -> dict[int, str]:
+        """Return the outputs that may move before they are put together, with their owners.
+
+        There are none where it is too late, and where one of the shuffles is read by other tasks too.
+
+        Parameters
+        ----------
+        shuffles
+            One whose run goes on, and those that share its outputs, as the other side of a join does.
+        """
+        if self._sharing(next(iter(shuffles))) != set(shuffles):  # Dask's own p2p has one of them
+            return {}
+        barriers = [self._barrier(each) for each in shuffles]
+        runs = [self._extension.active_shuffles[each].run_spec.worker_for for each in shuffles]
+        waits = any(barrier.state == "waiting" for barrier in barriers)
+        alike = all(barrier.dependents == barriers[0].dependents for barrier in barriers)
+        if not waits or not alike or any(each in self._losses for each in shuffles):
+            return {}
+        outputs = set.intersection(*(self._unfinished(each, runs[0]) for each in shuffles))
+        owners = {output: runs[0][output] for output in outputs}
+        same = all(run.get(output) == owner for run in runs for output, owner in owners.items())
+        return owners if same else {}
+
+    def balance(self, shuffles: Collection[Any], to: Mapping[int, str], reason: str) -> None:
+        """Give outputs that are movable to other owners. May be called within a transition.
+
+        The worker of a barrier that waits for transfers hears of it before the barrier. Where the other side
+        of a join has passed its own, that is run again.
+        """
+        for each in shuffles:
+            logger.info("Shuffle %s goes on: %s", each, reason)
+            self._tell(each, "balances", reason, len(to))
+            self._in_a_row.moves(each)
+            self._move(each, to, (), {})
+        for worker in set(to.values()):
+            self._in_a_row.takes_part(worker, shuffles)
+        self._metrics.add("shuffle.outputs.moved", len(to))
+        passed = [key for key in map(barrier_key, shuffles) if self._is(key, "memory", "processing")]
+        if passed:  # but not within a transition
+            self._scheduler.loop.add_callback(self._release, passed, "memory", "processing")
 
     # ---- mending ---------------------------------------------------------------------
 
@@ -379,7 +426,7 @@ class Recovery:
             return
         needed = set().union(*(self._unfinished(shuffle, loss.outputs) for shuffle in shuffles))
         owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles for worker in loss.gone))
-        workers = [worker for worker in self._candidates(*shuffles) if worker not in loss.unreachable]
+        workers = [worker for worker in self.candidates(*shuffles) if worker not in loss.unreachable]
         self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=loss)
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
@@ -505,7 +552,12 @@ class Recovery:
     def _barrier(self, shuffle: Any) -> Any:
         return self._scheduler.tasks[barrier_key(shuffle)]
 
-    def _candidates(self, *shuffles: Any) -> list[str]:
+    def owners_of(self, shuffle: Any) -> Mapping[int, str]:
+        """Return the owner of each output of a run that goes on."""
+        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
+        return owners
+
+    def candidates(self, *shuffles: Any) -> list[str]:
         """Return the workers that may own outputs of all of some shuffles."""
         runs = [self._extension.active_shuffles[shuffle].run_spec for shuffle in shuffles]
         return possible_owners(self._scheduler, self._workers, [run.spec for run in runs])

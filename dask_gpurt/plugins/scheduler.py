@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +24,7 @@ from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
+from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import METRIC, OP
@@ -30,7 +33,16 @@ from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
-from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, Switch, Workers
+from dask_gpurt.plugins.switching import (
+    JOIN,
+    LEFT,
+    NAME,
+    READY,
+    REFUSED,
+    Switch,
+    Workers,
+    spare_tracebacks,
+)
 from dask_gpurt.plugins.topology import SchedulerTopology
 from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
 from dask_gpurt.plugins.tracing import SchedulerTracing
@@ -44,6 +56,8 @@ logger = logging.getLogger(__name__)
 Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
 #: The name that the plugin has until it is on: Dask takes what has its name already for registered.
 STARTING = "gpurt-starting"
+#: The most seconds that a question for memory waits for workers that have just switched on.
+FIRST_REPORT_TIMEOUT_S = 2.0
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
@@ -76,6 +90,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 return  # and Dask leaves the plugin out that is registered already
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
+        spare_tracebacks()
         self.switch = Switch(self._switch_on, self._switch_off)
         await self.switch.on()
 
@@ -127,6 +142,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.settings = settings
         self.metrics = Metrics()
         self.cluster_memory = ClusterMemory()
+        self._memory_reported = asyncio.Event()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
         self.learned = SharedStatistics()
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
@@ -135,7 +151,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
         self.shuffles = SchedulerShuffles(
-            self.scheduler, settings, self.metrics, lambda: self.placement, self.workers
+            self.scheduler,
+            settings,
+            self.metrics,
+            lambda: self.placement,
+            self.workers,
+            LedgerHeadroom(self.cluster_memory, self.scheduler.workers),
         )
         self.json_api = JsonApi(self)
 
@@ -158,6 +179,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             LOST: self.lost,
             READY: self.is_ready,
             LEFT: self.workers.has_left,
+            REFUSED: self.refused,
             SEALED: self.shuffles.recovery.sealed,
         }
         patches = dask_hooks.PatchSet()
@@ -180,7 +202,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _bear_with_unreachable(self) -> None:
         # Dask closes workers that send what it does not know, and these have not heard of it yet.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, PLACE, TRAFFIC, SEALED):
+            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:
@@ -200,6 +222,20 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if worker in self.workers.ready:
             self.shuffles.recovery.joined(worker)
 
+    def refused(self, worker: str, token: str, reason: str) -> None:
+        """Handle a worker that came, and refuses the settings that it has been given.
+
+        Where it is on nowhere, it goes off, so that programs go on by Dask's own. Those that are there when
+        it is switched on answer with the error.
+        """
+        if token != self.workers.token or not self.switch.is_on:
+            return
+        if not self.workers.ready:
+            config.say_once(logger, reason)
+            self._stopping = asyncio.create_task(self.stop())
+        else:
+            logger.error("the runtime is not on at %s, and shuffles that reach it fail: %s", worker, reason)
+
     def restart(self, scheduler: Any) -> None:
         self.shuffles.recovery.restart()
 
@@ -209,6 +245,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Handle changes in the tiers of a worker."""
         if worker in self.scheduler.workers:
             self.cluster_memory.apply(worker, message)
+            self._memory_reported.set()
             if self.placement is not None:
                 self.placement.memory_changed(worker)
 
@@ -275,8 +312,16 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Handle a question for the last decision about a key; None where Dask chooses."""
         return None if self.placement is None else self.placement.explain(key)
 
-    def memory(self, by: str = "tier") -> list[dict[str, Any]]:
-        """Handle a question for memory: a row for each worker and tier, or also for each prefix."""
+    async def memory(self, by: str = "tier") -> list[dict[str, Any]]:
+        """Handle a question for memory: a row for each worker and tier, or also for each prefix.
+
+        A worker that has just switched on is waited for: its answer overtakes its first report.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_REPORT_TIMEOUT_S):
+                while not self.workers.ready <= set(self.reported_memory().workers()):
+                    self._memory_reported.clear()
+                    await self._memory_reported.wait()
         memory = self.reported_memory()
         return memory.rows_by_prefix() if by == "prefix" else memory.rows()
 

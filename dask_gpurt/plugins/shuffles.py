@@ -31,6 +31,8 @@ from dask_gpurt.dask_hooks.shuffle import (
 )
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
+from dask_gpurt.placement import Headroom
+from dask_gpurt.plugins.balancing import Balancing
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import (
     SHUFFLE_TOPIC,
@@ -62,6 +64,8 @@ class SchedulerShuffles:
         What chooses owners now, if anything.
     workers
         Those that have the runtime.
+    headroom
+        The free memory of workers.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class SchedulerShuffles:
         metrics: Metrics,
         placement: Callable[[], SchedulerPlacement | None],
         workers: Workers,
+        headroom: Headroom,
     ):
         self._scheduler = scheduler
         self._extension = scheduler.extensions["shuffle"]
@@ -82,6 +87,7 @@ class SchedulerShuffles:
         self._runs = RunsInARow()
         self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
         self._results = SmallResults(scheduler, workers.ready, metrics)
+        self._balancing = Balancing(scheduler, self.recovery, headroom)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s begins again: %s", shuffle_id, reason)
@@ -137,6 +143,9 @@ class SchedulerShuffles:
         if finish == "forgotten" and isinstance(key, str) and (shuffle_id := id_from_key(key)):
             self._runs.forget(shuffle_id)
             self.recovery.forgotten(shuffle_id)
+            self._balancing.forgotten(shuffle_id)
+        if finish == "memory":
+            self._balancing.in_memory(key)
         self._results.transition(key, finish)
 
     # ---- in the place of the extension's own ---------------------------------------------
@@ -173,6 +182,8 @@ class SchedulerShuffles:
                 )
                 self._send_outputs_to_owners(shuffle_id, run.worker_for)
                 self.recovery.begins(shuffle_id)
+                if self._settings.shuffle.balance:
+                    self._balancing.begins(shuffle_id, run)
                 begins = {"action": "begins", "shuffle": str(shuffle_id), "run": run.run_id, "worker": worker}
                 self._scheduler.log_event(SHUFFLE_TOPIC, begins)
             return run
@@ -187,7 +198,7 @@ class SchedulerShuffles:
             barrier = self._scheduler.tasks[barrier_key(spec.id)]
             placement = self._placement()
             if placement is not None and not _has_partner(barrier, self._extension.active_shuffles):
-                chosen = placement.owners(barrier, chosen)
+                chosen = self._placed(placement, barrier, chosen)
             chosen = self._among_possible(spec, chosen)
             wanted = needed_outputs(barrier, chosen)
             if isinstance(spec, RechunkSpec):  # of which Dask does not say which chunks were culled
@@ -195,6 +206,12 @@ class SchedulerShuffles:
             return Owners.begin(chosen, wanted)
 
         return calculate
+
+    def _placed(self, placement: SchedulerPlacement, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
+        """Return the owners that placement chooses, if it does; balance keeps its shares."""
+        owners = placement.owners(barrier, chosen)
+        self._balancing.placed(id_from_key(barrier.key), {} if owners is chosen else owners)
+        return owners
 
     def _transition(self, original: Callable[..., None]) -> Callable[..., None]:
         def transition(key: Key, start: str, finish: str, *args: Any, **options: Any) -> None:
@@ -228,6 +245,7 @@ class SchedulerShuffles:
     def _remove_worker(self, original: Callable[..., None]) -> Callable[..., None]:
         def remove(scheduler: Any, worker: str, **options: Any) -> None:
             self.recovery.remove_worker(worker)
+            self._balancing.on_worker_removed(worker)
             original(scheduler, worker, **options)
             for heartbeats in self._extension.heartbeats.values():  # of runs that go on without it
                 heartbeats.pop(worker, None)

@@ -14,6 +14,7 @@ When it is told yes, its plugin is known to it already, so that it is told of ev
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from enum import IntEnum
@@ -22,6 +23,7 @@ from typing import Any
 from distributed.core import Status, clean_exception
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
 
+from dask_gpurt.config import ConfigError
 from dask_gpurt.dask_hooks.types import SchedulerServer
 
 #: The name of the runtime among the plugins of schedulers and workers, and the extensions of schedulers.
@@ -29,6 +31,8 @@ NAME = "gpurt"
 #: The handler that a worker calls before it switches on, and the stream operations by which it says that it
 #: has, and that it has switched off again.
 JOIN, READY, LEFT = "gpurt_join", "gpurt-ready", "gpurt-left"
+#: The stream operation by which a worker says that it can not switch on with the settings that it has.
+REFUSED = "gpurt-refused"
 #: Calls to a worker that is registered and does not answer, and the seconds in between.
 ATTEMPTS, PAUSE_S = 5, 0.2
 
@@ -79,6 +83,11 @@ class Switch:
         if not self._on.cancelled() and self._on.exception() is None:
             await self._turn_off()
 
+    @property
+    def is_on(self) -> bool:
+        """Tell whether it is on, and nothing is under way."""
+        return self._off is None and self._on.done() and self._on.exception() is None
+
     async def settled(self) -> bool:
         """Wait for what is under way: whether it is on then. Raises what kept it from going on."""
         if self._off is not None:
@@ -102,6 +111,8 @@ class Workers:
 
     Attributes
     ----------
+    token
+        As given.
     ready
         The workers that have switched on.
     unreachable
@@ -111,7 +122,7 @@ class Workers:
     def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str):
         self._scheduler = scheduler
         self._plugin = plugin
-        self._token = token
+        self.token = token
         self._wanted = False
         self._on: Counter[str] = Counter()  # plugins that have been told yes, and have not left
         self._all_left = asyncio.Event()
@@ -128,7 +139,7 @@ class Workers:
         devices
             The kinds of device that it has.
         """
-        wanted = self._wanted and token == self._token
+        wanted = self._wanted and token == self.token
         if wanted:
             self._on[worker] += 1
             self.note_devices(worker, devices)
@@ -144,12 +155,12 @@ class Workers:
 
     def is_ready(self, worker: str, token: str) -> None:
         """Handle a worker that has switched on."""
-        if token == self._token and worker in self._scheduler.workers:
+        if token == self.token and worker in self._scheduler.workers:
             self.ready.add(worker)
 
     def has_left(self, worker: str, token: str) -> None:
         """Handle a worker that has switched off, and has sent nothing after this."""
-        if token == self._token and self._on[worker]:
+        if token == self.token and self._on[worker]:
             self._on[worker] -= 1
             self._look()
 
@@ -236,6 +247,28 @@ class Workers:
     def _stays(self, worker: str) -> bool:
         state = self._scheduler.workers.get(worker)
         return state is not None and state.status not in (Status.closing, Status.closed)
+
+
+class _WithoutTraceback(logging.Filter):
+    """Drop what Dask logs of errors that are told otherwise, with a traceback from each worker.
+
+    A wrong setting is raised where somebody switches on, and logged in a line where nobody waits. A worker
+    that has no such plugin, or has given it up by itself, is told to remove it all the same.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        has_none = isinstance(error, KeyError) and error.args == (NAME,)
+        return not (isinstance(error, ConfigError) or has_none)
+
+
+_without_traceback = _WithoutTraceback()
+
+
+def spare_tracebacks() -> None:
+    """Keep tracebacks that help nobody out of Dask's logs; again does nothing."""
+    for name in ("distributed.worker", "distributed.core"):
+        logging.getLogger(name).addFilter(_without_traceback)
 
 
 def exception_of(reply: Mapping[str, Any]) -> BaseException:

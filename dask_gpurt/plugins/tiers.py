@@ -119,6 +119,11 @@ class WorkerTiers:
         self._watch.start()
         self._watch_disk.start()
 
+    def report_now(self) -> None:
+        """Report all tiers at once, with the pools that were made meanwhile. On the event loop."""
+        self._look()
+        self.reporter.send_now()
+
     def guard(self) -> None:
         """Have an allocation that fails spill, and try again. Blocks."""
         self._unguard = self.device.guard(self._short)

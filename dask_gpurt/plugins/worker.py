@@ -42,7 +42,7 @@ from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.small_results import RESULTS
-from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY
+from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, REFUSED, spare_tracebacks
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
 from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
@@ -93,6 +93,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.worker = worker
         self._undo = AsyncExitStack()
         self._switching = asyncio.Lock()
+        spare_tracebacks()
         async with self._switching:
             try:
                 dask_hooks.require()
@@ -105,17 +106,19 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 self._undo.callback(self._say, LEFT)
                 await self._switch_on(worker, config.load_over(self.given))
                 self._say(READY)
-            except BaseException:
+            except BaseException as error:
                 self._leave()
+                if isinstance(error, config.ConfigError):
+                    self._say(REFUSED, reason=str(error))
                 try:
                     await self._undo.aclose()
                 except Exception:  # what kept it from going on says more
                     logger.exception("the runtime could not be wholly taken back on %s", worker.address)
                 raise
 
-    def _say(self, what: str) -> None:
+    def _say(self, what: str, **more: str) -> None:
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self.worker.batched_stream.send({"op": what, "token": self.token})
+            self.worker.batched_stream.send({"op": what, "token": self.token, **more})
 
     def _leave(self) -> None:
         """Be no plugin of the worker any more: shuffles look there for the runtime."""
@@ -169,6 +172,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(self.reads.uninstall)
         self.reads.install()
         testing.instrument(self, settings)
+        self.tiers.report_now()  # who has just switched on may ask for it next
         self.is_on = True
         call_soon(worker, self._warm_up)
 

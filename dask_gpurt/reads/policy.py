@@ -19,11 +19,12 @@ class ReadsAside:
     Parameters
     ----------
     limit
-        The most tasks that are begun beyond the slots of the worker.
+        The most tasks that are begun beyond the slots of the worker. Where it is made smaller, those that are
+        aside stay so.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._aside: set[Key] = set()
         #: Those that have a slot, and have begun to read, oldest first.
         self._keeping: dict[Key, None] = {}
@@ -36,16 +37,17 @@ class ReadsAside:
         """Note that a task begins to read; return the task that is to leave its slot, if any."""
         if key not in self._aside:
             self._keeping[key] = None
-        return self._next()
+        return self.next()
 
     def end(self, key: Key) -> Key | None:
         """Note that a task has ended, or has no slot; return the task that is to leave its own, if any."""
         self._aside.discard(key)
         self._keeping.pop(key, None)
-        return self._next()
+        return self.next()
 
-    def _next(self) -> Key | None:
-        if not self._keeping or len(self._aside) >= self._limit:
+    def next(self) -> Key | None:
+        """Return a task that is to leave its slot now, if any; it counts as aside."""
+        if not self._keeping or len(self._aside) >= self.limit:
             return None
         key = next(iter(self._keeping))
         del self._keeping[key]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pandas as pd
 from distributed import get_worker
 
 from dask_gpurt.dask_hooks.expr import convert_to_list
@@ -67,7 +68,7 @@ def merge_unpack(
         )
         exchange.metrics.fallback(Fallback.MEMORY_SPLIT, reason)
 
-    sides = [left, right]
+    sides = [with_categories_of(right, left), with_categories_of(left, right)]
     del left, right
     return join_in_pieces(
         join,
@@ -76,6 +77,21 @@ def merge_unpack(
         make_room=exchange.landing.make_room,
         on_split=on_split,
     )
+
+
+def with_categories_of(other: Any, side: Any) -> Any:
+    """Return a side of a join, with the categories of the other one where it has no rows.
+
+    It is as the description of its collection then, whose categories may not be known: Dask describes them as
+    strings of one type, and unites them with those of the other side, which are of any.
+    """
+    if len(side) or not len(other):
+        return side
+    for name in set(side.columns) & set(other.columns):
+        dtype = other.dtypes[name]
+        if isinstance(dtype, pd.CategoricalDtype) and isinstance(side.dtypes[name], pd.CategoricalDtype):
+            side = side.astype({name: dtype})
+    return side
 
 
 def _has(frame: Any, names: Any) -> bool:

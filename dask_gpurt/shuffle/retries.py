@@ -7,6 +7,9 @@ from collections.abc import Collection, Hashable, Iterable
 
 from dask.typing import Key
 
+#: Stands among the workers that were lost for outputs that were moved without a loss.
+MOVED = "moved"
+
 
 class RunsInARow:
     """Count the runs of shuffles since the last one of each that was completed.
@@ -106,6 +109,11 @@ class LossesInARow(RunsInARow):
             self._wait_for(shuffle, outputs)
         self._lost[shuffle].update(workers)
         self._laid[shuffle].update(missing)
+
+    def moves(self, shuffle: str) -> None:
+        """Note that outputs get other owners with nothing lost: what is missing then is laid to that."""
+        self._lost[shuffle].add(MOVED)
+        self._laid[shuffle].clear()
 
     def takes_part(self, worker: str, shuffles: Iterable[str] | None = None) -> None:
         """Note that a worker takes part again, or another one at its address: it may be lost once more.

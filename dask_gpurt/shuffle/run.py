@@ -32,7 +32,7 @@ from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import RunSpec
-from dask_gpurt.shuffle.transferred import Transferred
+from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +338,15 @@ class ShuffleRun:
         result = Transferred(self.run_id, source, attempt, key, self._worker.address)
         if task is not None:
             result.note(task.metadata)
+            if self._exchange.settings.shuffle.balance:
+                self._note_sizes(task.metadata, result)
         return result
+
+    def _note_sizes(self, metadata: dict[str, Any], result: Transferred) -> None:
+        """Note how large outputs are, while their owners may still change for that."""
+        sizes = self._sender.sizes(result.source, result.attempt)
+        if sizes is not None:
+            note_sizes(metadata, result, sizes)
 
     def _offer(self, owner: str, offer: Shard | Commit) -> None:
         self._worker.loop.add_callback(self._enqueue, owner, offer)

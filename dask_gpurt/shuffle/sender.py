@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, TypeVar
 
 from dask.sizeof import sizeof
@@ -19,6 +20,7 @@ from dask_gpurt.frames import Packed, Packer, Piece
 from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.progress import RunProgress
+from dask_gpurt.shuffle.balance import InputSizes
 from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import Input, RunSpec
 
@@ -36,6 +38,8 @@ class _Published:
         Those that it was cut for.
     shards
         One for each block in the pool, as it was first offered.
+    seconds
+        That it took to split and pack it, without waiting for room.
     """
 
     source: int
@@ -43,6 +47,7 @@ class _Published:
     outputs: frozenset[int]
     outbox: Outbox
     shards: tuple[Shard, ...]
+    seconds: float
 
 
 class Sender:
@@ -97,6 +102,7 @@ class Sender:
         Attempt
             The one that has succeeded.
         """
+        began = perf_counter()
         attempt = Attempt(dispatch, next(self._retries))
         ready = self.spec.input(data, source, self.exchange)
         outbox = self.exchange.pools.outbox(ready.packer.device.kind)
@@ -124,9 +130,20 @@ class Sender:
             packing.publish_all(owned)
             owned.clear()
         outputs = frozenset(output for share in shares for output in share.outputs)
-        published = _Published(source, attempt, outputs, outbox, tuple(packing.shards))
+        seconds = perf_counter() - began - packing.waited_s
+        published = _Published(source, attempt, outputs, outbox, tuple(packing.shards), seconds)
         self._end(published, owners, packing.commits(shares))
         return attempt
+
+    def sizes(self, source: int, attempt: Attempt) -> InputSizes | None:
+        """Return how large the outputs are in an input that this attempt has published, if it has."""
+        with self._lock:
+            published = self._published.get(source)
+        if published is None or published.attempt != attempt:
+            return None
+        sections = (section for shard in published.shards for section in shard.sections)
+        whole = published.outbox.has_all(self.run)
+        return InputSizes.of(sections, len(published.outputs), seconds=published.seconds, whole=whole)
 
     def in_parts(
         self,
@@ -225,6 +242,8 @@ class _Packing:
         self.attempt = attempt
         #: Shards that have been offered.
         self.shards: list[Shard] = []
+        #: Seconds that were spent waiting for room.
+        self.waited_s = 0.0
         self._parts = Counter[int]()
         self._packed: list[tuple[Share, Piece, Packed]] = []
 
@@ -279,7 +298,9 @@ class _Packing:
                 raise _NotPacked(*error.args) from error
             except PoolFull as full:
                 self._publish()
+                began = perf_counter()
                 self.outbox.wait_for_room(full.nbytes, seen, self.sender.check)
+                self.waited_s += perf_counter() - began
 
     def _publish(self) -> None:
         self.packer.settle()

@@ -210,7 +210,8 @@ class ShuffleSpec(RunSpec):
             disk=False,
             npartitions=spec.npartitions,
             column=spec.column,
-            meta=pickle.dumps(spec.meta),
+            # That of a collection made of a bag has a row, which is none of the outputs'.
+            meta=pickle.dumps(spec.meta.iloc[:0]),
             columns=tuple(spec.meta.columns),
             parts_out=tuple(wanted),
             drop_column=spec.drop_column,

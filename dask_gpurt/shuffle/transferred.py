@@ -1,4 +1,4 @@
-"""Tell which attempt at an input has succeeded: the result of a transfer, and its note for the scheduler."""
+"""Tell which attempt at an input has succeeded: the result of a transfer, and its notes for the scheduler."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.exchange import Attempt
+from dask_gpurt.shuffle.balance import InputSizes
 
 #: Among the metadata of a task, the note of what a transfer has returned.
 NOTE = "gpurt-transferred"
+#: The same for how large the outputs are in the input of a transfer.
+SIZES = "gpurt-output-sizes"
 
 
 class Transferred(int):
@@ -59,3 +62,25 @@ class Transferred(int):
         if of_run != run_id or dispatch != task.run_id:
             return None
         return cls(run_id, source, Attempt(dispatch, retry), task.key, producer)
+
+
+def note_sizes(metadata: dict[str, Any], result: Transferred, sizes: InputSizes) -> None:
+    """Note the sizes of outputs in what a worker tells the scheduler with the end of a transfer."""
+    heavy = [number for pair in sizes.heavy.items() for number in pair]
+    which = int(result), result.source, result.attempt.dispatch
+    metadata[SIZES] = *which, sizes.nbytes, sizes.seconds, sizes.whole, heavy
+
+
+def sizes_of_task(task: SchedulerTask, run_id: int) -> tuple[int, InputSizes] | None:
+    """Return the input of a transfer and the sizes of outputs in it, as its worker has noted them.
+
+    None where they can not be told, or are of another run, or of a time before the task was sent to a worker
+    once more.
+    """
+    if (note := (task.metadata or {}).get(SIZES)) is None:
+        return None
+    of_run, source, dispatch, nbytes, seconds, whole, heavy = note
+    if of_run != run_id or dispatch != task.run_id:
+        return None
+    pairs = zip(heavy[::2], heavy[1::2], strict=True)
+    return source, InputSizes(nbytes, dict(pairs), seconds, whole)

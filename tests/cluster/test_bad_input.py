@@ -109,6 +109,25 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
     assert "the program goes on without it" in done.stderr
 
 
+@pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("GPURT__MEMORY__DEVICE", "500 TiB", "'gpurt.memory.device' comes to 500.00 TiB, which is more than"),
+        ("GPURT__TOPOLOGY__FILE", "/nowhere.yaml", "the topology file /nowhere.yaml can not be read"),
+    ],
+)
+def test_a_setting_that_a_server_refuses_is_said_once_and_dask_works(
+    tmp_path: Path, setting: str, value: str, said: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OWN.replace("processes=False", "n_workers=2, threads_per_worker=1"))
+    done = run(sys.executable, script, DASK_GPURT__ENABLED="true", **{f"DASK_{setting}": value})
+    assert done.stdout.split() == ["right", "False"]
+    assert done.stderr.count(f"the runtime stays off: {said}") == done.stderr.count(said) == 1
+    assert "Traceback" not in done.stderr
+
+
 #: Shuffles, and says whether the cluster has the runtime.
 OWN = """\
 import sys

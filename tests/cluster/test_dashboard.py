@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         assert parts["shuffles"].source.data["text"][::2] == ["6 / 6", "6 / 6"]
         assert parts["decisions"].source.data["why"]
         assert all(parts["decisions"].source.data["why"])
+        assert not any(re.search("[0-9a-f]{32}", key) for key in parts["decisions"].source.data["key"])
+        (legend,) = parts["memory"].figure.legend
+        in_legend = [item.label.value for item in legend.items if item.visible]
+        assert in_legend == ["memory", "shared memory", "disk"]
+        assert " of " in parts["memory"].figure.title.text
         assert parts["overlap"].source.data["mode"] == ["off"] * 2
         assert set(parts["workers"].source.data["worker"]) == {str(a.name), str(b.name)}
         await until(lambda: bool(list(now.sampler.traffic.flows())))

@@ -121,6 +121,22 @@ def test_wrong_settings_are_problems(settings: dict[str, Any], said: str) -> Non
     assert "no setting is wrong" not in printed
 
 
+@pytest.mark.parametrize("word", ["off", "no", "false", False])
+def test_a_word_that_means_off_is_off(word: object) -> None:
+    with dask.config.set({"gpurt.enabled": word}):
+        settings, printed = consult()["settings"], doctor().stdout
+        with dask.config.set({"gpurt.takeover": "sometimes"}):
+            assert consult()["settings"]["configured"] is False
+    assert settings["configured"] is settings["enabled"] is False
+    assert settings["shuffles"] == "by Dask's own default"
+    assert "false in this configuration" in printed
+
+
+def test_what_is_as_known_takes_one_line() -> None:
+    (line,) = [line for line in doctor().stdout.splitlines() if "Dask's parts" in line]
+    assert " as known" in line
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import dask
+import pytest
+from click.testing import CliRunner
+
+import dask_gpurt
+from dask_gpurt.cli import COMMANDS, main
 from tests.helpers.commands import answer
+from tests.helpers.in_process import on_cluster, on_plain_cluster
 
 FIRST_JOB = """
 import json, sys
@@ -30,3 +39,59 @@ def test_a_join_and_a_sort_end_where_client_and_scheduler_share_a_process(tmp_pa
     script.write_text(FIRST_JOB)
     # With Python 3.11 Dask's own does not end: see dask_hooks/properties.py.
     assert answer(script, str(tmp_path / "sorted")) == list(range(4_000))
+
+
+def test_memory_is_known_as_soon_as_it_is_on() -> None:
+    @on_plain_cluster()
+    async def test(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        assert repr(await dask_gpurt.memory_usage(client)) == "<MemoryUsage: the runtime is off>"
+        await dask_gpurt.enable(client)
+        frame = (await dask_gpurt.memory_usage(client)).to_pandas()
+        assert set(frame["worker"]) == {a.address, b.address}
+        assert set(frame["tier"]) == {"memory", "shared memory", "disk"}
+        assert frame.loc[frame["tier"] != "shared memory", "capacity"].min() > 0
+
+
+def test_the_program_in_the_guide_to_arrays_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "arrays.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0].replace("16384", "256").replace("1024", "64")
+    small = program.replace("Client()", "Client(processes=False, n_workers=2, dashboard_address=':0')")
+    names: dict[str, Any] = {}
+    # Of an array as large as in the guide Dask chooses that.
+    with dask.config.set({"array.rechunk.method": "p2p"}):
+        exec(compile(small, "arrays.md", "exec"), names)
+    names["client"].close()
+    names["client"].cluster.close()
+    assert capsys.readouterr().out.startswith(f"{2 * 256 * 256} elements")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [dask_gpurt.enable, dask_gpurt.report, dask_gpurt.memory_usage, lambda c: dask_gpurt.explain(c, "key")],
+)
+def test_a_closed_client_says_so(use: Callable[[Any], Any]) -> None:
+    @on_cluster(workers=1)
+    async def test(client: Any, scheduler: Any, a: Any) -> None:
+        async with type(client)(scheduler.address, asynchronous=True, set_as_default=False) as closed:
+            pass
+        with pytest.raises(RuntimeError, match="this client is closed: connect another one"):
+            use(closed)
+        assert dask_gpurt.is_enabled(closed) is False
+
+    test()
+
+
+def test_a_name_that_is_spelt_wrong_gets_a_suggestion() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'enabel': did you mean 'enable'"):
+        dask_gpurt.enabel  # noqa: B018
+    result = CliRunner().invoke(main, ["docter"])
+    assert result.exit_code == 2
+    assert "did you mean 'doctor'?" in result.output
+    assert "did you mean" not in CliRunner().invoke(main, ["xyz"]).output
+
+
+def test_the_list_of_commands_can_be_read() -> None:
+    printed = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    described = [line for line in printed.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
+    assert len(described) == len(COMMANDS)
+    assert all(line.endswith(".") and "..." not in line for line in described)

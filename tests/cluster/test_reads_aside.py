@@ -330,6 +330,23 @@ def test_with_none_beside_a_task_that_reads_keeps_its_slot(files: str, beside: A
     run()
 
 
+def test_a_worker_finds_out_that_files_come_slowly(tmp_path: Path) -> None:
+    """Each file takes 0.1 s to open; a partition has 1 MiB."""
+    frame = pd.DataFrame({"a": range(1 << 17)})
+    for part in range(10):
+        frame.to_parquet(tmp_path / f"{part}.parquet")
+
+    @on_reading_cluster(workers=1, **{"gpurt.reads.beside": "auto"})
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        total = dd.read_parquet(f"late://{tmp_path}", storage_options={"delay_s": 0.1}).a.sum()
+        assert await client.compute(total) == 10 * frame.a.sum()
+        report = await dask_gpurt.report(client)
+        assert report["workers"][worker.address]["reads"]["beside"] > 0
+        assert report["counters"]["reads.aside"] > 0
+
+    run()
+
+
 class PoolOfAnother(ThreadPoolExecutor):
     """A pool that another package has derived from Dask's."""
 

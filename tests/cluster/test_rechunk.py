@@ -50,6 +50,7 @@ PROGRAMS: dict[str, Callable[[str], Any]] = {
     "chunks without elements": lambda how: array(((6, 0, 20, 0, 22), (36,))).rechunk(
         ((48,), (9, 0, 18, 9)), method=how
     ),
+    "to chunks without elements": lambda how: array((12, 12)).rechunk((12, (0, 24, 12, 0)), method=how),
     "of lengths that are not known": of_unknown_length,
     "one after the other": lambda how: (array().rechunk(COLUMNS, method=how) + 1).rechunk(
         (16, 12), method=how

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import dask
+import dask.array as da
+import dask.bag as db
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +19,15 @@ from distributed import Client, wait
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, canonical, counters, partitions
+from tests.helpers.clusters import (
+    Library,
+    assert_same_partitions,
+    by_tasks,
+    canonical,
+    counters,
+    partitions,
+    to_pandas,
+)
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
@@ -85,6 +96,8 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
     "a filter": lambda df: _some(df.shuffle("key"), "id"),
     "a filter of the key, without it": lambda df: _some(df.shuffle("key"), "key")[["id"]],
     "one column": lambda df: df[["key"]].shuffle("key"),
+    "beside a column of Dask's name": lambda df: df.assign(_partitions=1).shuffle("key"),
+    "a column of Dask's name": lambda df: df.rename(columns={"key": "_partitions"}).shuffle("_partitions"),
 }
 
 
@@ -100,6 +113,14 @@ def test_shuffle(client: Client, library: Library, what: str) -> None:
     fewer = what == "fewer"  # `tasks` repartitions first there, which changes the order of rows
     in_order = library.name == "pandas" and not fewer
     assert_like_tasks(client, library, build, flights(), in_order=in_order)
+
+
+def test_a_row_that_describes_a_collection_is_in_no_output(client: Client) -> None:
+    """Dask describes a bag as a frame by its first row."""
+    df = db.from_sequence([{"key": number % 3, "row": number} for number in range(12)]).to_dataframe()
+    assert len(df._meta)
+    ours = with_method("gpurt", lambda: df.shuffle("key", npartitions=7))
+    assert sorted(pd.concat(ours).row) == list(range(12))
 
 
 def test_an_index_with_a_name_is_kept_whatever_is_said(client: Client, library: Library) -> None:
@@ -131,6 +152,19 @@ def test_merge(client: Client, library: Library, on: str, how: str) -> None:
     # A merge on columns numbers its rows as they come, on cudf in any order.
     index = on.startswith("index")
     assert_like_tasks(client, library, build, flights(5, seed=1), right, in_order=False, index=index, runs=2)
+
+
+@pytest.mark.parametrize("how", ["left", "right"])
+def test_a_merge_on_categories_that_are_not_known(client: Client, library: Library, how: str) -> None:
+    """On a side of which few outputs have rows."""
+
+    def build(left: Any, right: Any) -> Any:
+        sides = [side.assign(name=side["name"].astype("category")) for side in (left, right)]
+        return sides[0].merge(sides[1][["name", "key"]], on="name", how=how, broadcast=False)
+
+    few = [frame[frame.name == "ant"].iloc[:1] for frame in flights(2, seed=3)]
+    sides = (flights(5), few) if how == "left" else (few, flights(5))
+    assert_like_tasks(client, library, build, *sides, in_order=False, index=False, runs=2)
 
 
 def test_merge_leftsemi(client: Client, library: Library) -> None:
@@ -400,6 +434,26 @@ def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Libr
     assert sum(new.values()) <= aliases
 
 
+@pytest.mark.filterwarnings("ignore:Computing mixed collections")
+def test_frames_are_computed_beside_what_is_no_frame(client: Client, library: Library) -> None:
+    """Dask puts such graphs together, and takes whatever nothing needs for a result."""
+    frame = library.frame(pd.DataFrame({"key": range(40, 0, -1), "value": range(40)}))
+    df = dd.from_pandas(frame, npartitions=4, sort=False)
+    frames = [
+        df.shuffle("key"),
+        df.shuffle(on_index=True),
+        df.set_index("key", divisions=[1, 20, 40]),
+        df.sort_values("key"),
+        df.sort_values("value", ascending=False),
+    ]
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        *found, number, ones = dask.compute(*frames, dask.delayed(sum)([1, 2]), da.ones(4, chunks=2))
+        expected = dask.compute(*frames)
+    for mine, other in zip(found, expected, strict=True):
+        pd.testing.assert_frame_equal(to_pandas(mine), to_pandas(other))
+    assert (number, ones.tolist()) == (3, [1, 1, 1, 1])
+
+
 columns = st.sampled_from(["int", "float", "str", "category", "nullable"])
 
 
@@ -424,7 +478,7 @@ def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
 
 
 @given(collections())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_frames(
     client: Client, library: Library, drawn: tuple[list[pd.DataFrame], list[str], int]
 ) -> None:

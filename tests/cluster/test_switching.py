@@ -16,12 +16,13 @@ from distributed import Client, Event, Worker
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
+from dask_gpurt.config import ConfigError
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from tests.helpers.exchanges import spec_of
-from tests.helpers.in_process import on_plain_cluster, until, whole_state
+from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
 
 ROWS = 200
 #: Bytes that do not fit into a tier of 1 MiB.
@@ -512,3 +513,42 @@ def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPat
         with client.as_current(), pytest.raises(RuntimeError, match="during barrier phase") as caught:
             await client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"), retries=2)
         assert "injected" in str(caught.value.__cause__)
+
+
+# ---- settings that are refused -----------------------------------------------------------
+
+
+def test_who_switches_on_gets_the_error_of_workers_and_no_tracebacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+    async def test(client: Any, scheduler: Any, *workers: Any) -> None:
+        with (
+            dask.config.set({"gpurt.memory.device": "500 TiB"}),
+            pytest.raises(ConfigError, match="comes to 500"),
+        ):
+            await dask_gpurt.enable(client)
+        assert "gpurt" not in scheduler.extensions
+
+    test()
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    @on_cluster(workers=0)
+    async def test(client: Any, scheduler: Any) -> None:
+        with dask.config.set({"gpurt.memory.device": "499 TiB"}):
+            async with Worker(scheduler.address, nthreads=1):
+                await until(lambda: "gpurt" not in scheduler.extensions)  # it would be on nowhere
+        assert caplog.text.count("the runtime stays off: 'gpurt.memory.device' comes to 499.00 TiB") == 1
+        await dask_gpurt.enable(client)
+        async with Worker(scheduler.address, nthreads=1) as good:
+            await until(lambda: good.address in scheduler.extensions["gpurt"].workers.ready)
+            with dask.config.set({"gpurt.memory.device": "498 TiB"}):
+                async with Worker(scheduler.address, nthreads=1) as bad:
+                    said = f"the runtime is not on at {bad.address}, and shuffles that reach it fail"
+                    await until(lambda: said in caplog.text)
+            assert "gpurt" in scheduler.extensions
+
+    test()
+    assert [record for record in caplog.records if record.exc_info] == []

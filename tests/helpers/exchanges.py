@@ -395,6 +395,20 @@ class Scheduler:
         idle = {output for output in outputs if output in active.outputs}
         workers = sorted(self.workers - {avoiding}) or [str(avoiding)]
         active.owners.move(deal(set(outputs) - idle, workers, {}), gone=gone, idle=deal(idle, workers, {}))
+        self._moved(active)
+
+    def balance(self, shuffle: str, outputs: Iterable[int], owner: str) -> None:
+        """Give outputs that are not there yet to another owner, as where they turn out to be large.
+
+        The barrier runs again if it has passed: the other side of a join may be late.
+        """
+        active = self.active[shuffle]
+        if to := dict.fromkeys(set(outputs) - active.outputs.keys(), owner):
+            active.owners.move(to)
+            self._moved(active)
+
+    def _moved(self, active: Active) -> None:
+        """Have the barrier run again, and tell the workers of the owners."""
         active.sealed = active.done = False
         active.participants |= set(active.owners.values())
         for address in active.participants & self.network.processes.keys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import fsspec
@@ -50,4 +51,25 @@ class GatedFiles(LocalFileSystem):
         return super()._open(path, mode, block_size, **kwargs)
 
 
+class LateFiles(LocalFileSystem):
+    """Local files under ``late://`` that take a while to be opened, as those of a slow store do.
+
+    Parameters
+    ----------
+    delay_s
+        In seconds.
+    """
+
+    protocol = "late"
+
+    def __init__(self, delay_s: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.delay_s = delay_s
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:
+        time.sleep(self.delay_s)
+        return super()._open(path, mode, block_size, **kwargs)
+
+
 fsspec.register_implementation("gated", GatedFiles, clobber=True)
+fsspec.register_implementation("late", LateFiles, clobber=True)

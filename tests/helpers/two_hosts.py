@@ -14,9 +14,9 @@ from distributed import Client
 
 import dask_gpurt
 from benchmarks.two_hosts.hosts import ADDRESSES, LINK, PATIENCE_S, UnsupportedError, host_of, make_hosts
-from tests.helpers.clusters import QUICK, instrument
+from tests.helpers.clusters import QUICK, instrument, nested
 
-__all__ = ["ADDRESSES", "host_of", "on_other_host", "two_hosts"]
+__all__ = ["ADDRESSES", "host_of", "on_other_host", "switched_on", "two_hosts", "two_plain_hosts"]
 
 #: The scheduler's ports by protocol: the client, which is on neither host, takes the first one.
 PORTS = {"tcp": 8786, "ucx": 8788}
@@ -25,10 +25,29 @@ UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 
 
 @contextlib.contextmanager
-def two_hosts(
-    scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp", **settings: Any
+def two_hosts(scratch: Path, **options: Any) -> Iterator[Client]:
+    """Run a cluster with the runtime on; the options are those of :func:`two_plain_hosts`."""
+    with two_plain_hosts(scratch, **options) as client, switched_on(client):
+        yield client
+
+
+@contextlib.contextmanager
+def switched_on(client: Client, **settings: Any) -> Iterator[None]:
+    """Have the runtime on; ``settings`` are keys under ``gpurt``."""
+    with dask.config.set(nested(settings)):
+        dask_gpurt.enable(client)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, TimeoutError):
+            dask_gpurt.disable(client)
+
+
+@contextlib.contextmanager
+def two_plain_hosts(
+    scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp"
 ) -> Iterator[Client]:
-    """Run a cluster with the runtime on, of so many workers on each of two hosts.
+    """Run a cluster without the runtime, of so many workers on each of two hosts.
 
     The scheduler is on the first.
 
@@ -40,11 +59,8 @@ def two_hosts(
         Bytes per second of the link between them in one direction; not limited if not given.
     protocol
         Of the comms of workers; "ucx" goes over TCP.
-    settings
-        Keys under ``gpurt``.
     """
-    nested = {f"gpurt.{name.replace('__', '.')}": value for name, value in settings.items()}
-    with dask.config.set({**QUICK, **nested}), contextlib.ExitStack() as stack:
+    with dask.config.set(QUICK), contextlib.ExitStack() as stack:
         try:
             hosts = make_hosts(stack, rate, UCX)
         except UnsupportedError as error:
@@ -62,12 +78,7 @@ def two_hosts(
             client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE_S))
         client.wait_for_workers(2 * workers, timeout=PATIENCE_S)
         instrument(client)
-        dask_gpurt.enable(client)
-        try:
-            yield client
-        finally:
-            with contextlib.suppress(OSError, TimeoutError):
-                dask_gpurt.disable(client)
+        yield client
 
 
 def _scheduler(protocol: str) -> str:

@@ -14,13 +14,21 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed import Client, Event
+from distributed.protocol.compression import compressions
 
 import dask_gpurt
 from dask_gpurt.device import codecs
 from dask_gpurt.device.base import Codec, CodecError
 from dask_gpurt.device.codecs import host_codecs
 from tests.helpers.clusters import assert_same_partitions, by_tasks, counters, partitions
-from tests.helpers.two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
+from tests.helpers.two_hosts import (
+    ADDRESSES,
+    host_of,
+    on_other_host,
+    switched_on,
+    two_hosts,
+    two_plain_hosts,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +53,9 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forget_codecs() -> None:
-    codecs.compressions = {}
+def have_codecs(found: dict[str, Any] | None) -> None:
+    """Have the codecs of Dask that are given; all of them if None."""
+    codecs.compressions = compressions if found is None else found
 
 
 class OfTheDevice:
@@ -89,6 +98,13 @@ def assert_like_tasks(ours: list[pd.DataFrame], df: Any) -> None:
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Yield two hosts with two workers each, shared by tests that leave them as they are."""
     with two_hosts(tmp_path_factory.mktemp("workers")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def slowly_joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Yield two hosts with a worker each and a slow link, for tests that switch the runtime on and off."""
+    with two_plain_hosts(tmp_path_factory.mktemp("workers"), workers=1, rate=SLOW) as client:
         yield client
 
 
@@ -139,8 +155,8 @@ def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
-def test_over_a_slow_link_shards_are_compressed(tmp_path: Path) -> None:
-    with two_hosts(tmp_path, workers=1, rate=SLOW) as client:
+def test_over_a_slow_link_shards_are_compressed(slowly_joined: Client) -> None:
+    with switched_on(client := slowly_joined):
         partitions(collection(rows=4 * ROWS).shuffle("key"))  # shows how slow it is
         known = counters(client)
         df = collection(rows=6 * ROWS)
@@ -153,8 +169,10 @@ def test_over_a_slow_link_shards_are_compressed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
 @pytest.mark.parametrize("refuses", [False, True])
-def test_where_a_codec_of_the_device_fails_shards_come_otherwise(refuses: bool, tmp_path: Path) -> None:
-    with two_hosts(tmp_path, workers=1, rate=SLOW, exchange__compression="gpu") as client:
+def test_where_a_codec_of_the_device_fails_shards_come_otherwise(
+    refuses: bool, slowly_joined: Client
+) -> None:
+    with switched_on(client := slowly_joined, exchange__compression="gpu"):
         client.run(partial(have_a_codec_of_the_device, refuses))
         partitions(collection(rows=ROWS).shuffle("key"))  # shows how slow it is
         df = collection(rows=2 * ROWS)
@@ -165,20 +183,23 @@ def test_where_a_codec_of_the_device_fails_shards_come_otherwise(refuses: bool, 
             assert ("exchange.compressed-on-host" in found) == refuses
 
 
-def test_switched_off_shards_go_as_they_are(tmp_path: Path) -> None:
-    with two_hosts(tmp_path, workers=1, rate=SLOW, exchange__compression="off") as client:
+def test_switched_off_shards_go_as_they_are(slowly_joined: Client) -> None:
+    with switched_on(client := slowly_joined, exchange__compression="off"):
         for rows in (ROWS, 2 * ROWS):
             df = collection(rows=rows)
             assert_like_tasks(shuffled(df), df)
         assert "exchange.compression.bytes.before" not in counters(client)
 
 
-def test_without_a_codec_that_is_said_once(tmp_path: Path) -> None:
-    with two_hosts(tmp_path, workers=1) as client:
-        client.run(forget_codecs)
-        for seed in (1, 2):
-            shuffled(collection(rows=ROWS + seed))
-        for worker in dask_gpurt.report(client)["workers"].values():
-            fallback = worker["fallbacks"]["exchange.uncompressed"]
-            assert fallback["count"] == 1
-            assert "dask-gpurt[compression]" in fallback["reason"]
+def test_without_a_codec_that_is_said_once(slowly_joined: Client) -> None:
+    with switched_on(client := slowly_joined):
+        client.run(have_codecs, {})
+        try:
+            for seed in (1, 2):
+                shuffled(collection(rows=ROWS + seed))
+            for worker in dask_gpurt.report(client)["workers"].values():
+                fallback = worker["fallbacks"]["exchange.uncompressed"]
+                assert fallback["count"] == 1
+                assert "dask-gpurt[compression]" in fallback["reason"]
+        finally:
+            client.run(have_codecs, None)

@@ -178,6 +178,13 @@ def test_what_was_lost_is_not_done() -> None:
     assert (row["recoveries"], row["moved"], row["reason"]) == (1, 1, "worker a has left")
 
 
+def test_outputs_that_move_for_balance_are_no_recovery() -> None:
+    log = begun()
+    log.event("balances", "s", "outputs differ", 2)
+    (row,) = log.rows(1.0)
+    assert (row["recoveries"], row["moved"], row["reason"]) == (0, 2, "outputs differ")
+
+
 def test_a_shuffle_that_begins_again_stays_one() -> None:
     log = begun()
     log.transition("s-i0", "memory", 1.0)

@@ -167,6 +167,17 @@ def test_frames_of_another_library_are_left_to_dask(monkeypatch: pytest.MonkeyPa
     assert choices == {(shuffle._name, MethodChoice.UNSUPPORTED_FRAMES)}
 
 
+def test_frames_with_levels_of_columns_are_left_to_dask() -> None:
+    """As aggregations of several kinds have them: ``tasks`` shuffles these, and ``p2p`` refuses."""
+    choices = set[tuple[str, MethodChoice]]()
+    lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
+    leveled = FRAME.set_axis(pd.MultiIndex.from_product([["of"], FRAME.columns]), axis=1)
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        shuffle = shuffle_of(dd.from_pandas(leveled, npartitions=3).shuffle(on_index=True))
+        assert lowering.shuffle(original, shuffle) == ("left to Dask", shuffle)
+    assert choices == {(shuffle._name, MethodChoice.COLUMN_LEVELS)}
+
+
 @pytest.mark.parametrize("ignore_index", [True, False])
 def test_a_shuffle_in_the_place_of_tasks_has_its_description(ignore_index: bool) -> None:
     frame = dd.from_pandas(FRAME.set_index("row"), npartitions=3, sort=False)

@@ -2,8 +2,9 @@
 
 Three workers transfer the inputs of two shuffles, one after the other. Messages wait until the machine has
 them delivered, in any order, or lost, before or after they have arrived. Attempts fail in the middle, since
-a pool is full, and are made again elsewhere. Processes are killed, and replaced at the same address. In the
-end everything that waits is delivered: then every row is there once, nothing is held, and nothing waits.
+a pool is full, and are made again elsewhere. Outputs move to other workers, with and without a loss.
+Processes are killed, and replaced at the same address. In the end everything that waits is delivered: then
+every row is there once, nothing is held, and nothing waits.
 """
 
 from __future__ import annotations
@@ -214,6 +215,14 @@ class ExactlyOnce(RuleBasedStateMachine):
         self._check_outputs()
         self.scheduler.end(self.shuffle)
         self._next_shuffle()
+
+    @rule(outputs=st.sets(st.integers(0, OUTPUTS - 1), min_size=1), where=st.integers(0, 2))
+    def balance(self, outputs: set[int], where: int) -> None:
+        """Move outputs that are not there yet, though no worker was lost."""
+        alive = self._alive()
+        if alive:
+            self.scheduler.balance(self.shuffle, outputs, alive[where % len(alive)].address)
+            self._settle()
 
     # ---- messages --------------------------------------------------------------------
 

@@ -58,6 +58,13 @@ def test_chunks_are_numbered_as_numpy_does(shape: list[int], data: st.DataObject
     assert grid.number(grid.index(number)) == number
 
 
+def test_what_no_new_chunk_has_is_left_out() -> None:
+    """Where no new chunk of a part has elements, Dask still gives it an old chunk that has some."""
+    plan = plan_of(((3,), (1,)), ((1, 2), (0,)))
+    boxes = list(plan.boxes(0, (3, 1)))
+    assert [(box.output, box.shape) for box in boxes] == [(0, (1, 0)), (1, (2, 0))]
+
+
 @given(chunkings(), st.integers(1, 40))
 def test_each_element_is_in_one_box(chunkings: tuple[Chunks, Chunks], most: int) -> None:
     old, new = chunkings

@@ -66,7 +66,9 @@ def test_it_prints_all_columns_with_units() -> None:
     assert head == list(COLUMNS)
     assert "30.00 MiB" in printed
     assert "..." not in printed
-    assert repr(MemoryUsage((), COLUMNS)) == "<MemoryUsage of 0 workers: no rows>"
+    assert printed.startswith("<MemoryUsage of 1 worker\n")
+    assert repr(MemoryUsage((), COLUMNS)) == "<MemoryUsage: no rows>"
+    assert repr(MemoryUsage((), COLUMNS, enabled=False)) == "<MemoryUsage: the runtime is off>"
 
 
 def test_an_explanation_prints_times_and_bytes() -> None:

@@ -14,13 +14,15 @@ import pytest
 from dask._expr import FinalizeCompute
 from dask._task_spec import Alias, DataNode, Task, TaskRef, execute_graph
 from dask.core import flatten
+from dask.dataframe.dask_expr._collection import new_collection
+from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.typing import Key
 from distributed.shuffle._core import P2PBarrierTask, ShuffleId
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.dask_hooks.planning import graph_of, rebuild, with_operand
+from dask_gpurt.dask_hooks.planning import graph_of, keys_of, rebuild, with_operand
 from dask_gpurt.planning import fusing
 from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.shuffle import ShuffleSpec
@@ -236,6 +238,17 @@ def test_fused_plans_have_the_same_results(collections: int) -> None:
     assert len(keys) == collections
     for computed, frame in zip(dask.get(tasks_of(found), keys), frames, strict=True):
         assert computed.equals(frame.compute(scheduler="sync"))
+
+
+def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
+    """Where a sort puts a row follows from a sample, which Dask draws by the names of expressions."""
+    numbers = dd.from_pandas(pd.DataFrame({"key": [n * n % 997 for n in range(4000)]}), npartitions=4)
+    quantiles = new_collection(RepartitionQuantiles(((numbers.key + 1) * 2).expr, 5))
+    found = plan(quantiles)
+    fused = fuse(found)
+    assert len(tasks_of(fused)) < len(tasks_of(found))
+    mine, other = (dask.get(tasks_of(each), list(flatten(keys_of(each)))) for each in (fused, found))
+    assert mine[0].tolist() == other[0].tolist()
 
 
 def test_what_several_partitions_need_is_computed_once() -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
-from dask_gpurt.shuffle.joins import PROBE_SIDES, join_in_pieces
+from dask_gpurt.shuffle.joins import PROBE_SIDES, join_in_pieces, with_categories_of
 from tests.helpers.allocations import failing_allocations, larger_ones_fail, nth_fails
 from tests.helpers.clusters import Library, canonical, to_pandas
 
@@ -142,3 +142,19 @@ def test_an_outer_join_is_tried_again_and_not_split() -> None:
     ):
         in_pieces(join, left, right, "outer", memory)
     assert (allocations.failed, memory.rooms, memory.splits) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("how", ["left", "right", "outer"])
+def test_a_side_without_rows_has_the_categories_of_the_other(how: str) -> None:
+    """Dask describes categories that it does not know as strings, whatever they are."""
+    rows = pd.DataFrame({"key": pd.Categorical([3, 5, 3]), "row": [0, 1, 2]})
+    unknown = pd.DataFrame({"key": pd.Categorical([], categories=["__UNKNOWN_CATEGORIES__"])})
+    meta = unknown.assign(row=0).merge(unknown.assign(other=0), on="key")
+    join = partial(merge_chunk, how=how, left_on=["key"], right_on=["key"], result_meta=meta)
+    none = unknown.assign(other=0)
+    left, right = (none, rows) if how == "right" else (rows, none)
+    with pytest.raises(TypeError, match="dtype of categories"):
+        join(left, right)
+    joined = join(with_categories_of(right, left), with_categories_of(left, right))
+    assert sorted(joined["key"]) == [3, 3, 5]
+    assert joined["key"].dtype == rows["key"].dtype

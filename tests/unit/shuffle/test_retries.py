@@ -93,3 +93,22 @@ def test_a_run_is_completed_with_the_outputs_that_were_lost_last() -> None:
     assert losses["a"] == 0
     losses.loses("a", ["x"], [], [3])
     assert losses["a"] == 1
+
+
+def test_what_is_missing_after_a_move_without_a_loss_does_not_count() -> None:
+    losses = LossesInARow()
+    losses.moves("a")
+    losses.loses("a", ["x"], [], ["transfer-1", "transfer-2"])
+    assert losses["a"] == 0
+    losses.loses("a", ["x"], [], ["transfer-1"])  # but it does when it is missing again
+    assert losses["a"] == 1
+    losses.moves("a")
+    losses.loses("a", ["x"], [A], [])  # and so does a worker that is lost
+    assert losses["a"] == 2
+
+
+def test_nothing_is_kept_of_a_move_once_its_shuffle_is_forgotten() -> None:
+    losses = LossesInARow()
+    losses.moves("a")
+    losses.forget("a")
+    assert not any(vars(losses).values())

