@@ -18,7 +18,8 @@ own, as shipped, on a cluster where the runtime never was on. Every row of every
 pandas makes of the same frames.
 
 Besides seconds it tells the load: rows of the outputs and processor seconds by worker, which show an
-imbalance also where workers share processors, and the peak memory of each worker.
+imbalance also where workers share processors, and the peak memory of each worker. On a GPU a stopped worker
+begins nothing, but what it has begun goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rich.console import Console
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
 from benchmarks.skew.clusters import CONTENDERS, OURS, UNBALANCED, Plan, clusters, require
-from benchmarks.skew.contest import BEFORE, YARDSTICKS, Contest, in_order
+from benchmarks.skew.contest import BESIDE, YARDSTICKS, Contest, in_order
 from benchmarks.skew.figures import WIDTH, figures, table
 from benchmarks.skew.frames import Size
 from dask_gpurt.cli.cluster import choose_backend, default_workers
@@ -57,7 +58,7 @@ MIN_WARM_TURNS = 2
 @click.option("--partitions", type=click.IntRange(min=1), help="[default: 8 per worker]")
 @click.option("--workers", type=click.IntRange(min=2), help="[default: 2, or one per GPU]")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
-@click.option("--cells", default=",".join(BEFORE), show_default=True, callback=split_list(list(BEFORE)))
+@click.option("--cells", default=",".join(BESIDE), show_default=True, callback=split_list(list(BESIDE)))
 @click.option("--contenders", default="gpurt,tasks,p2p", show_default=True, callback=split_list(CONTENDERS))
 @click.option("--repeat", type=click.IntRange(min=2), default=5, show_default=True, help="Warm turns.")
 @click.option("--minutes", type=click.FloatRange(min=0), help="No turn begins that may end later than this.")

@@ -50,7 +50,7 @@ class Cell:
     slow
         Whether one worker is slow meanwhile.
     counts
-        Whether it is timed; otherwise it only lets the cluster get to know the speeds of its workers.
+        Whether it is told; otherwise it only lets the cluster find out that no worker is slow any more.
     """
 
     build: Callable[[Any, Any], Any]
@@ -64,10 +64,10 @@ CELLS: Mapping[str, Cell] = {
     "even": Cell(join, persisted=True),
     "zipf": Cell(join, "zipf", persisted=True),
     "hot": Cell(join, "hot", persisted=True),
-    "settle": Cell(join_groupby, counts=False),
     "full-speed": Cell(join_groupby),
     "half-speed": Cell(join_groupby, slow=True),
     "half-speed-known": Cell(join_groupby, slow=True),
+    "settle": Cell(join_groupby, counts=False),
 }
 YARDSTICKS = {
     "zipf": "even",
@@ -75,18 +75,18 @@ YARDSTICKS = {
     "half-speed": "full-speed",
     "half-speed-known": "full-speed",
 }
-#: What a cell needs to have run before it in its turn.
-BEFORE = {
+#: What is run in a turn for the sake of a cell.
+BESIDE = {
     "zipf": ("even",),
     "hot": ("even",),
-    "half-speed": ("settle", "full-speed"),
-    "half-speed-known": ("settle", "full-speed", "half-speed"),
+    "half-speed": ("full-speed", "settle"),
+    "half-speed-known": ("full-speed", "half-speed", "settle"),
 }
 
 
 def in_order(cells: Sequence[str]) -> list[str]:
     """Return the cells of a turn: those that are asked for, with those that they need."""
-    wanted = {each for cell in cells for each in (cell, *BEFORE[cell])}
+    wanted = {each for cell in cells for each in (cell, *BESIDE[cell])}
     return [cell for cell in CELLS if cell in wanted]
 
 

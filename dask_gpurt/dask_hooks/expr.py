@@ -15,7 +15,12 @@ from weakref import WeakValueDictionary
 from dask._expr import Expr, SingletonExpr
 from dask.dataframe.dask_expr import _shuffle
 from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection, RenameFrame, ResetIndex
-from dask.dataframe.dask_expr._merge import HashJoinP2P, Merge, create_assign_index_merge_transfer
+from dask.dataframe.dask_expr._merge import (
+    BlockwiseMerge,
+    HashJoinP2P,
+    Merge,
+    create_assign_index_merge_transfer,
+)
 from dask.dataframe.dask_expr._reductions import ShuffleReduce
 from dask.dataframe.dask_expr._shuffle import (
     AssignPartitioningIndex,
@@ -34,6 +39,7 @@ __all__ = [
     "Assign",
     "AssignPartitioningIndex",
     "Blockwise",
+    "BlockwiseMerge",
     "Fused",
     "HashJoinP2P",
     "Merge",

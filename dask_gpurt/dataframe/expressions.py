@@ -9,6 +9,7 @@ from dask_gpurt.dask_hooks.expr import (
     Assign,
     AssignPartitioningIndex,
     Blockwise,
+    BlockwiseMerge,
     Fused,
     HashJoinP2P,
     P2PShuffle,
@@ -28,7 +29,7 @@ from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, 
 from dask_gpurt.frames import Hashed, Ranged
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.shuffle.joins import merge_unpack
+from dask_gpurt.shuffle.joins import merge_aligned, merge_unpack
 
 
 class GpurtShuffle(P2PShuffle):
@@ -195,6 +196,14 @@ class GpurtHashJoin(HashJoinP2P):
         sides = ((self.left, self.left_on), (self.right, self.right_on))
         by_columns = (set(convert_to_list(on) or ()) <= set(side.columns) for side, on in sides)
         return not self.left_index and not self.right_index and all(by_columns)
+
+
+class GpurtBlockwiseMerge(BlockwiseMerge):
+    """A join of partitions that are aligned, with outputs of a shuffle through the runtime on a side."""
+
+    def _task(self, name: Any, index: int) -> Task:
+        task = super()._task(name, index)
+        return Task(name, merge_aligned, *task.args, **task.kwargs)
 
 
 class _WholeHashJoin(HashJoinP2P):

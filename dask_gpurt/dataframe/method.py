@@ -25,6 +25,7 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.expr import (
     Assign,
     AssignPartitioningIndex,
+    BlockwiseMerge,
     HashJoinP2P,
     Merge,
     RearrangeByColumn,
@@ -45,6 +46,7 @@ from dask_gpurt.dask_hooks.planning import keys_of
 from dask_gpurt.dask_hooks.properties import drop_class_lock
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dataframe.expressions import (
+    GpurtBlockwiseMerge,
     GpurtHashJoin,
     GpurtShuffle,
     GpurtTaskShuffle,
@@ -192,8 +194,9 @@ class Lowering:
         if choice is None or not choice.taken:
             return original(_as_dask_knows(expr, "shuffle_method"))
         for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
-            if is_aligned(expr, side, on):
-                return original(expr)  # only the other side is shuffled, if at all
+            if is_aligned(expr, side, on):  # only the other side is shuffled, if at all
+                aligned = original(expr)
+                return GpurtBlockwiseMerge(*aligned.operands) if type(aligned) is BlockwiseMerge else aligned
         lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
         if type(lowered) is not HashJoinP2P:
             return lowered

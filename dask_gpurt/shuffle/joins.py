@@ -79,13 +79,18 @@ def merge_unpack(
     )
 
 
+def merge_aligned(left: Any, right: Any, **options: Any) -> Any:
+    """Join two partitions as Dask does, with its options; either may be an output of a shuffle."""
+    return merge_chunk(with_categories_of(right, left), with_categories_of(left, right), **options)
+
+
 def with_categories_of(other: Any, side: Any) -> Any:
     """Return a side of a join, with the categories of the other one where it has no rows.
 
     It is as the description of its collection then, whose categories may not be known: Dask describes them as
     strings of one type, and unites them with those of the other side, which are of any.
     """
-    if len(side) or not len(other):
+    if len(side) or not len(other) or not side.ndim == other.ndim == 2:
         return side
     for name in set(side.columns) & set(other.columns):
         dtype = other.dtypes[name]

@@ -154,16 +154,19 @@ def test_merge(client: Client, library: Library, on: str, how: str) -> None:
     assert_like_tasks(client, library, build, flights(5, seed=1), right, in_order=False, index=index, runs=2)
 
 
-@pytest.mark.parametrize("how", ["left", "right"])
+@pytest.mark.parametrize("how", ["left", "right", "left, aligned"])
 def test_a_merge_on_categories_that_are_not_known(client: Client, library: Library, how: str) -> None:
     """On a side of which few outputs have rows."""
+    how, _, aligned = how.partition(", ")
 
     def build(left: Any, right: Any) -> Any:
         sides = [side.assign(name=side["name"].astype("category")) for side in (left, right)]
+        if aligned:
+            sides[0] = sides[0].shuffle("name")
         return sides[0].merge(sides[1][["name", "key"]], on="name", how=how, broadcast=False)
 
     few = [frame[frame.name == "ant"].iloc[:1] for frame in flights(2, seed=3)]
-    sides = (flights(5), few) if how == "left" else (few, flights(5))
+    sides = (few, flights(5)) if how == "right" else (flights(5), few)
     assert_like_tasks(client, library, build, *sides, in_order=False, index=False, runs=2)
 
 

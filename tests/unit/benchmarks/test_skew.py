@@ -121,7 +121,7 @@ def test_rows_count_where_they_are() -> None:
 def test_cells_come_with_what_they_are_compared_with() -> None:
     assert in_order(["hot"]) == ["even", "hot"]
     assert in_order(["half-speed-known", "zipf"])[2:] == [
-        "settle", "full-speed", "half-speed", "half-speed-known",
+        "full-speed", "half-speed", "half-speed-known", "settle",
     ]  # fmt: skip
 
 
