@@ -428,6 +428,10 @@ class Device(Protocol):
         """Return ``source`` as such a comm takes it, without a copy."""
         ...
 
+    def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
+        """Return buffers of what such a comm has brought, without a copy."""
+        ...
+
     def host_codecs(self) -> dict[str, Codec]:
         """Return the codecs for its buffers in host memory, by the name that peers know them by."""
         ...

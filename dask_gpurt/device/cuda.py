@@ -257,6 +257,9 @@ class CudaDevice:
         memory = cupy.cuda.UnownedMemory(source.ptr, source.size, source)
         return cupy.ndarray(source.size, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
+    def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
+        return [DeviceSpan(source.data.ptr, source.nbytes, source) for source in map(cupy.asarray, sources)]
+
     def host_codecs(self) -> dict[str, Codec]:
         return host_codecs(self.to_host)
 
@@ -344,12 +347,15 @@ class CudaDevice:
         self._held = rmm.mr.StatisticsResourceAdaptor(before)
         self._since = rmm.mr.StatisticsResourceAdaptor(self._held)
         self._since.push_counters()
-        ours = rmm.mr.FailureCallbackResourceAdaptor(self._since, short)
+        callback = _Detachable(short)
+        ours = rmm.mr.FailureCallbackResourceAdaptor(self._since, callback)
         rmm.mr.set_per_device_resource(self.index, ours)
-        return lambda: self._give_back(ours, before)
+        return lambda: self._give_back(ours, callback, before)
 
-    def _give_back(self, ours: Any, before: Any) -> None:
+    def _give_back(self, ours: Any, callback: _Detachable, before: Any) -> None:
         self._held = self._since = None
+        callback.detach()
+        _retired.append(ours)
         # A resource that was put on top since keeps what it wraps.
         if rmm.mr.get_per_device_resource(self.index) is ours:
             rmm.mr.set_per_device_resource(self.index, before)
@@ -366,6 +372,26 @@ class CudaDevice:
 
     def close(self) -> None:
         pass
+
+
+class _Detachable:
+    """Call a function for as long as it is attached; then no memory can be had."""
+
+    def __init__(self, function: Callable[[int], bool]) -> None:
+        self._function: Callable[[int], bool] | None = function
+
+    def __call__(self, nbytes: int) -> bool:
+        return self._function is not None and self._function(nbytes)
+
+    def detach(self) -> None:
+        """Let go of the function, and of what it belongs to."""
+        self._function = None
+
+
+#: Memory resources that are not used any more. Memory that was taken through them is given back through them
+#: later, by the garbage collector too: it breaks a cycle in any order, and would free a resource before a
+#: buffer that is from it, which crashes the process.
+_retired: list[Any] = []
 
 
 def _codecs_of(device: CudaDevice) -> dict[str, Codec]:

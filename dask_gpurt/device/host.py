@@ -350,6 +350,9 @@ class HostDevice:
     def for_comm(self, source: Buffer) -> Any:
         return source
 
+    def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
+        return list(sources)
+
     def host_codecs(self) -> dict[str, Codec]:
         return host_codecs(self.to_host)
 

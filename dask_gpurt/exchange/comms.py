@@ -180,10 +180,8 @@ class Comms:
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
         """Return what makes buffers of a device out of fetched sections."""
         if reply["codec"] is not None:
-            there = not self._codecs(device)[reply["codec"]].on_host
-        else:
-            there = self._carries(device) and not reply["staged"]
-        return list if there else device.from_host
+            return device.from_host if self._codecs(device)[reply["codec"]].on_host else list
+        return device.from_comm if self._carries(device) and not reply["staged"] else device.from_host
 
     # ---- serving -----------------------------------------------------------------------
 
