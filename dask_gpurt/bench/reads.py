@@ -14,6 +14,7 @@ from distributed import Client, WorkerPlugin
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.readers import Readers
+from dask_gpurt.plugins.switching import Layer
 
 
 class _Clock(threading.local):
@@ -71,7 +72,8 @@ class ReadClock(WorkerPlugin):
 
     def setup(self, worker: Any) -> None:
         """Begin with the readers that are imported."""
-        self._patches = PatchSet()
+        # That of the runtime, which may be switched on before, and after.
+        self._patches = PatchSet(Layer.READS)
         self._readers = Readers(self._patches, timed, lambda difference: None)
         self.look()
 

@@ -347,15 +347,12 @@ class CudaDevice:
         self._held = rmm.mr.StatisticsResourceAdaptor(before)
         self._since = rmm.mr.StatisticsResourceAdaptor(self._held)
         self._since.push_counters()
-        callback = _Detachable(short)
-        ours = rmm.mr.FailureCallbackResourceAdaptor(self._since, callback)
+        ours = rmm.mr.FailureCallbackResourceAdaptor(self._since, short)
         rmm.mr.set_per_device_resource(self.index, ours)
-        return lambda: self._give_back(ours, callback, before)
+        return lambda: self._give_back(ours, before)
 
-    def _give_back(self, ours: Any, callback: _Detachable, before: Any) -> None:
+    def _give_back(self, ours: Any, before: Any) -> None:
         self._held = self._since = None
-        callback.detach()
-        _retired.append(ours)
         # A resource that was put on top since keeps what it wraps.
         if rmm.mr.get_per_device_resource(self.index) is ours:
             rmm.mr.set_per_device_resource(self.index, before)
@@ -372,26 +369,6 @@ class CudaDevice:
 
     def close(self) -> None:
         pass
-
-
-class _Detachable:
-    """Call a function for as long as it is attached; then no memory can be had."""
-
-    def __init__(self, function: Callable[[int], bool]) -> None:
-        self._function: Callable[[int], bool] | None = function
-
-    def __call__(self, nbytes: int) -> bool:
-        return self._function is not None and self._function(nbytes)
-
-    def detach(self) -> None:
-        """Let go of the function, and of what it belongs to."""
-        self._function = None
-
-
-#: Memory resources that are not used any more. Memory that was taken through them is given back through them
-#: later, by the garbage collector too: it breaks a cycle in any order, and would free a resource before a
-#: buffer that is from it, which crashes the process.
-_retired: list[Any] = []
 
 
 def _codecs_of(device: CudaDevice) -> dict[str, Codec]:

@@ -44,7 +44,8 @@ class Layer(IntEnum):
 
     ``execute`` is called through ``READS``, which counts a task until there is room for its result; then
     through ``DATA``, which waits until a task has room and its inputs are live; then through ``OVERLAP``,
-    which confines what computes, and must not count that waiting; then it is Dask's.
+    which confines what computes, and must not count that waiting; then it is Dask's. The functions that read
+    files are wrapped in ``READS`` alone.
     """
 
     OVERLAP = 1
