@@ -68,10 +68,17 @@ needs_hooks = pytest.mark.skipif(
 
 
 @needs_hooks
-def test_a_yaml_file_switches_an_unchanged_script_on_and_without_a_client_dask_serves(tmp_path: Path) -> None:
+def test_a_yaml_file_switches_an_unchanged_script_on(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text("gpurt: {enabled: true}\n")
-    said = answer(write(tmp_path, after="shuffled()", processes=True), DASK_CONFIG=str(tmp_path / "config"))
+    said = answer(write(tmp_path, processes=True), DASK_CONFIG=str(tmp_path / "config"))
+    assert said["right"]
+    assert said["runs"] == [1, 1]
+
+
+@needs_hooks
+def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: Path) -> None:
+    said = answer(write(tmp_path, after="shuffled()"), DASK_GPURT__ENABLED="true")
     assert said["right"]
     assert said["runs"] == [1, 1]
     assert said["after"], "the client is closed, and the method is still chosen"
