@@ -26,6 +26,23 @@ SHARE = 0.3
 MOVED = "shuffle.outputs.moved"
 
 
+@pytest.fixture(autouse=True)
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the workers whose transfers tell that they took twice as long for a byte as those of others.
+
+    What they really take is what a busy machine leaves, and outputs would move for that.
+    """
+    sizes, slow = Sender.sizes, list[str]()
+
+    def by_its_clock(self: Sender, source: int, attempt: Any) -> InputSizes | None:
+        told = sizes(self, source, attempt)
+        twice = 2 if self.exchange.me.address in slow else 1
+        return told and told._replace(seconds=told.nbytes * 1e-7 * twice)
+
+    monkeypatch.setattr(Sender, "sizes", by_its_clock)
+    return slow
+
+
 def left_part(at: int, share: float) -> pd.DataFrame:
     chance = np.random.default_rng(at)
     keys = chance.integers(0, KEYS, ROWS)
@@ -200,17 +217,7 @@ def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch,
 # ---- slow workers ----------------------------------------------------------------------
 
 
-def test_a_slow_worker_gets_fewer_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its clock it takes twice as long as the others: computing takes what a busy machine leaves."""
-    sizes, slow = Sender.sizes, list[str]()
-
-    def by_its_clock(self: Sender, source: int, attempt: Any) -> InputSizes | None:
-        told = sizes(self, source, attempt)
-        twice = 2 if self.exchange.me.address in slow else 1
-        return told and told._replace(seconds=told.nbytes * 1e-7 * twice)
-
-    monkeypatch.setattr(Sender, "sizes", by_its_clock)
-
+def test_a_slow_worker_gets_fewer_outputs(slow: list[str]) -> None:
     @on_cluster(workers=4)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
         slow.append(workers[0].address)
