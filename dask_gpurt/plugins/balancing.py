@@ -17,7 +17,8 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.placement import Headroom
-from dask_gpurt.plugins.recovery import Recovery, sharing_outputs
+from dask_gpurt.plugins.recovery import Recovery
+from dask_gpurt.plugins.run_outputs import sharing_outputs
 from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, WorkerSpeeds, balanced
 from dask_gpurt.shuffle.transferred import sizes_of_task
 

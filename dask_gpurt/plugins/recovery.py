@@ -22,21 +22,26 @@ from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
+from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.run_outputs import (
+    IDLE,
+    is_unfinished,
+    needed_outputs,
+    possible_owners,
+    sharing_outputs,
+)
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import RENEW
-from dask_gpurt.shuffle.spec import RunSpec, outputs_of
+from dask_gpurt.shuffle.spec import outputs_of
 
 logger = logging.getLogger(__name__)
 
 #: The topic of Dask's events under which the scheduler tells what becomes of runs.
 SHUFFLE_TOPIC = "gpurt-shuffle"
-#: States of outputs that a run has nothing to do for.
-IDLE = ("released", "forgotten", "erred")
 #: For how long outputs that are being put together are waited for, and the pause between looks, in seconds.
 PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
 
@@ -581,65 +586,6 @@ class Recovery:
 
     def _is_ours(self, shuffle: Any) -> bool:
         return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
-
-
-def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
-    """Return the workers that can put outputs of all of some shuffles together, and may.
-
-    They have the runtime and the device of the frames, and meet the restrictions that a user has given the
-    tasks, of which Dask's own shuffles regard only lists of workers. An output with another owner would wait
-    for ever for a worker that is its owner and meets them too.
-    """
-    found = list(scheduler.workers)
-    for spec in specs:
-        able = workers.ready if spec.device is None else workers.ready_with(spec.device)
-        allowed = _allowed(scheduler, barrier_key(spec.id))
-        found = [worker for worker in found if worker in able and (allowed is None or worker in allowed)]
-    return found
-
-
-def _allowed(scheduler: Any, barrier: Key) -> Collection[str] | None:
-    """Return the workers that a barrier is restricted to, which has the restrictions of its outputs."""
-    task = scheduler.tasks[barrier]
-    if not (task.host_restrictions or task.resource_restrictions):
-        only: Collection[str] | None = task.worker_restrictions
-        return only or None
-    # Of these only the running ones. Those that are paused have no free memory for outputs anyhow; where all
-    # are, those are left that run transfers.
-    valid = scheduler.valid_workers(task) or {one.processing_on for one in task.dependencies} - {None}
-    return {ws.address for ws in valid}
-
-
-def is_unfinished(task: Any) -> bool:
-    """Return whether the task of an output is needed, and not in memory."""
-    return task.state not in ("memory", *IDLE)
-
-
-def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
-    """Return those of some outputs that have still to be put together, or may be asked for.
-
-    Parameters
-    ----------
-    barrier
-        The task of the shuffle's barrier. Several graphs may share a shuffle: an output may be read by more
-        than one task, and by none yet.
-    """
-    needed, others = set[int | None](), set[int | None]()
-    for task, output in outputs_of(barrier):
-        (needed if is_unfinished(task) else others).add(output)
-    return set(outputs) - (others - needed)
-
-
-def asked_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
-    """Return those of some outputs that have a task; all where a task does not show which is its own."""
-    asked = {output for _, output in outputs_of(barrier)}
-    return {output for output in outputs if output in asked or None in asked}
-
-
-def sharing_outputs(barrier: Any) -> set[Any]:
-    """Return the shuffles that share outputs with that of a barrier, as the other side of a join does."""
-    others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
-    return {shuffle for key in others if (shuffle := id_from_key(key))}
 
 
 def _client(shuffle: Any) -> str:

@@ -34,9 +34,8 @@ from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.balancing import Balancing
 from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.recovery import (
-    SHUFFLE_TOPIC,
-    Recovery,
+from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
+from dask_gpurt.plugins.run_outputs import (
     asked_outputs,
     is_unfinished,
     needed_outputs,
