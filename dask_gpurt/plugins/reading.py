@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
-from dask.sizeof import sizeof
 from dask.system import CPU_COUNT
 from dask.typing import Key
+from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
@@ -195,7 +195,7 @@ class WorkerReads:
             result = reader(*args, **kwargs)
             times = ThreadTime.now().since(before)
         if self._pace is not None:
-            execution.times.add(*times, sizeof(result))
+            execution.times.add(*times, safe_sizeof(result))
         return result
 
     @contextmanager

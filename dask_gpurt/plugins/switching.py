@@ -253,8 +253,8 @@ class Workers:
 class _WithoutTraceback(logging.Filter):
     """Drop what Dask logs of errors that are told otherwise, with a traceback from each worker.
 
-    A wrong setting is raised where somebody switches on, and logged in a line where nobody waits. A worker
-    that has no such plugin, or has given it up by itself, is told to remove it all the same.
+    A wrong setting is raised by whatever call switches on, and logged in a line where there is none. Dask
+    also has workers remove the plugin that have none, or none any more.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -267,7 +267,7 @@ _without_traceback = _WithoutTraceback()
 
 
 def spare_tracebacks() -> None:
-    """Keep tracebacks that help nobody out of Dask's logs; again does nothing."""
+    """Keep tracebacks of what is told otherwise out of Dask's logs; again does nothing."""
     for name in ("distributed.worker", "distributed.core"):
         logging.getLogger(name).addFilter(_without_traceback)
 

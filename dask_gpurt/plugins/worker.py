@@ -172,7 +172,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(self.reads.uninstall)
         self.reads.install()
         testing.instrument(self, settings)
-        self.tiers.report_now()  # who has just switched on may ask for it next
+        self.tiers.report_now()  # the next question may be for it
         self.is_on = True
         call_soon(worker, self._warm_up)
 

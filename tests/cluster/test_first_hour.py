@@ -82,8 +82,9 @@ def test_a_closed_client_says_so(use: Callable[[Any], Any]) -> None:
 
 
 def test_a_name_that_is_spelt_wrong_gets_a_suggestion() -> None:
+    wrong = "enabel"
     with pytest.raises(AttributeError, match="no attribute 'enabel': did you mean 'enable'"):
-        dask_gpurt.enabel  # noqa: B018
+        getattr(dask_gpurt, wrong)
     result = CliRunner().invoke(main, ["docter"])
     assert result.exit_code == 2
     assert "did you mean 'doctor'?" in result.output

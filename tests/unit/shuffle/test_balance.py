@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
@@ -150,10 +150,10 @@ def dealt(outputs: int, workers: list[str] = WORKERS) -> dict[int, str]:
     return {output: workers[output * len(workers) // outputs] for output in range(outputs)}
 
 
-def loads(nbytes: dict[int, float], owners: dict[int, str]) -> Counter[str]:
-    found = Counter[str]()
+def loads(nbytes: dict[int, float], owners: dict[int, str]) -> dict[str, float]:
+    found = defaultdict[str, float](float)
     for output, owner in owners.items():
-        found[owner] += nbytes[output]  # type: ignore[assignment]
+        found[owner] += nbytes[output]
     return found
 
 
