@@ -13,6 +13,7 @@ from typing import Any
 
 import dask
 import numpy as np
+import pandas as pd
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
@@ -22,16 +23,19 @@ from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, Gr
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr.io import parquet
+from dask.dataframe.dask_expr.io.io import FromMap
 from dask.delayed import Delayed
 from dask.tokenize import tokenize
 from dask.typing import Key
 from dask.utils import methodcaller
+from fsspec import AbstractFileSystem
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
 
 __all__ = [
     "Expr",
+    "a_file_of",
     "deferred_values",
     "files_read",
     "fuse_blockwise",
@@ -45,6 +49,7 @@ __all__ = [
     "metadata",
     "name_of",
     "operands_of",
+    "reads_more_than_operands",
     "rebuild",
     "replace_planning",
     "settings",
@@ -61,6 +66,20 @@ _OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
 
 #: Operands that do not influence these facts.
 _OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
+
+#: The accessors of pandas. Others are of users, who may register another one by the same name.
+_ACCESSORS = frozenset({"str", "dt", "cat", "list", "struct"})
+
+#: The options of pandas by which metadata differ, of those that this pandas has.
+_PANDAS_OPTIONS = tuple(
+    f"{group}.{option}"
+    for group, options in {
+        "mode": ("string_storage",),
+        "future": ("infer_string", "distinguish_nan_and_na", "python_scalars", "no_silent_downcasting"),
+    }.items()
+    for option in options
+    if option in dir(getattr(pd.options, group))
+)
 
 #: The operations whose metadata follow from their operands and from the metadata of their inputs alone, with
 #: the class that says how. An exact class is meant where a subclass may read more.
@@ -105,6 +124,32 @@ def known_of_files(expr: Expr) -> dict[str, Any] | None:
 def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
     """Give an expression that reads files the facts that another one has collected."""
     expr._dataset_info_cache = known
+
+
+def a_file_of(expr: Expr) -> tuple[str, AbstractFileSystem, str] | None:
+    """Return one of the files that an expression reads through fsspec; None for any other expression.
+
+    Returns
+    -------
+    tuple of str, AbstractFileSystem and str, or None
+        The checksum of all files, the file system, and the path of the file.
+    """
+    if not isinstance(expr, parquet.ReadParquetFSSpec):
+        return None
+    facts = expr._dataset_info
+    files = facts["ds"].files
+    return (facts["checksum"], facts["fs"], files[0]) if files else None
+
+
+def reads_more_than_operands(expr: Expr) -> bool:
+    """Tell whether the metadata of an expression may differ the next time, with the same name.
+
+    Without ``meta``, those of ``from_map`` are found by calling the function, as ``pandas.read_pickle``, on
+    what may be another file by then. An accessor is called by its name.
+    """
+    if isinstance(expr, FromMap):
+        return bool(expr.operand("user_meta") is FromMap._defaults["user_meta"])
+    return "accessor" in expr._parameters and expr.operand("accessor") not in _ACCESSORS
 
 
 def is_shared(expr: Expr) -> bool:
@@ -259,7 +304,11 @@ def graph_of(plan: Expr) -> dict[Key, GraphNode]:
 
 
 def settings() -> tuple[str, ...]:
-    """Return the settings that influence planning; equal ones give equal plans and equal metadata."""
+    """Return the settings that influence planning; equal ones give equal plans and equal metadata.
+
+    Besides Dask's own, and pandas', these are those by which a shuffle method is chosen: with a ``scheduler``
+    of this process, or dask-cuda's ``explicit-comms``, shuffles stay with Dask.
+    """
     chosen = dask.config.config
     method = str(vars(_shuffle)["get_default_shuffle_method"]())
     return (
@@ -268,6 +317,9 @@ def settings() -> tuple[str, ...]:
         repr(chosen.get("optimization")),
         repr(chosen.get("annotations")),
         repr(chosen.get("gpurt")),
+        repr(chosen.get("scheduler")),
+        repr(chosen.get("explicit-comms")),
+        repr([pd.get_option(option) for option in _PANDAS_OPTIONS]),
     )
 
 

@@ -331,6 +331,7 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "_groupby:GroupbyAggregation._meta", "self", bodies=("ae71eae6efc9",)),
         Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
+        Seam(_EXPR + "io.io:FromMap"),
     ),
     without="each query is planned anew, and no tasks are fused, as with Dask",
 )

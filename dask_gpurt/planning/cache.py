@@ -22,18 +22,20 @@ from typing import Any
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.planning import (
     Expr,
+    a_file_of,
     files_read,
     is_computation,
     known_of_files,
     metadata,
     name_of,
     operands_of,
+    reads_more_than_operands,
     replace_planning,
     settings,
     tell_of_files,
 )
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.planning.files import FileStates, Source
+from dask_gpurt.planning.files import FileStates, Source, has_version
 from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
@@ -70,11 +72,12 @@ class PlanningCache:
         self._lock = threading.Lock()
         self._settings: tuple[Any, ...] | None = None
         self._changes = 0
-        self._plain = Plain()
+        self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
         self._metadata: LRU[Any] = LRU(METADATA_LIMIT)
         self._plans: LRU[Expr] = LRU(PLANS_LIMIT)
         self._files: LRU[tuple[FileStates, dict[str, Any]]] = LRU(FILES_LIMIT)
+        self._versioned: LRU[bool] = LRU(FILES_LIMIT)
 
     def install(self) -> None:
         """Replace Dask's planning; again does nothing. Where Dask is not as known, it stays as it is."""
@@ -99,7 +102,7 @@ class PlanningCache:
 
     def clear(self) -> None:
         """Drop everything."""
-        for kept in (self._expressions, self._metadata, self._plans, self._files):
+        for kept in (self._expressions, self._metadata, self._plans, self._files, self._versioned):
             kept.clear()
 
     def _generation(self) -> int | None:
@@ -192,6 +195,8 @@ class PlanningCache:
         key = (generation, operands)
         # Looked at before they are read: files that change meanwhile differ from this the next time.
         states = source.states()
+        if states is None:
+            return original(expr)
         before = self._files.get(key)
         if before is not None and before[0] == states:
             known = dict(before[1])
@@ -202,6 +207,19 @@ class PlanningCache:
         self._files.put(key, (states, dict(found)))
         self._metrics.add("planning.files.{outcome}", 1, "read")
         return found
+
+    def _may_change(self, expr: Expr) -> bool:
+        """Tell whether an expression of plain operands may be another one the next time, by the same name."""
+        if reads_more_than_operands(expr):
+            return True
+        if (file := a_file_of(expr)) is None:
+            return False
+        checksum, files, path = file
+        versioned = self._versioned.get(checksum)
+        if versioned is None:  # the files of a table are alike
+            versioned = has_version(files.info(path))
+            self._versioned.put(checksum, versioned)
+        return not versioned
 
 
 def _operation_key(expr: Expr) -> Hashable | None:

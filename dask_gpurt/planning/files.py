@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,14 @@ from fsspec.core import url_to_fs
 FileStates = dict[str, dict[str, Any]]
 
 _PATTERN_CHARACTERS = "*?["
+
+#: What file systems tell of a file that is another one for each content, by its name in lower case.
+_TAGS = frozenset(
+    [
+        *("etag", "content-md5", "digest", "md5", "md5hash", "md5checksum", "crc", "crc32c", "sha", "hex"),
+        *("checksum", "generation", "version_id", "versionid", "blob_id", "oid"),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,31 @@ class Source:
         found = [url_to_fs(path, **(read["storage_options"] or {})) for path in names]
         return cls(found[0][0], tuple(path for _, path in found))
 
-    def states(self) -> FileStates:
-        """Return the state of each file, of those in folders too."""
+    def states(self) -> FileStates | None:
+        """Return the state of each file, of those in folders too; None where one has no version."""
         found: FileStates = {}
         for path in self.paths:
             self.files.invalidate_cache(path)  # listings of an object store may be older than the files
             found |= self.files.find(path, detail=True)
-        return found
+        for name, listed in found.items():
+            # A listing says nothing of a file that is named itself, in some stores; of a link it has the
+            # times, and not those of the file that the link leads to.
+            if not has_version(listed) or listed.get("islink"):
+                found[name] = self.files.info(name)
+        return found if all(map(has_version, found.values())) else None
+
+
+def has_version(state: Mapping[str, Any]) -> bool:
+    """Tell whether the state of a file becomes another one whenever the file is written.
+
+    A time in whole seconds is none: within a second a file may be written twice. Nor is a size.
+    """
+    return any(_is_version(name.lower(), value) for name, value in state.items())
+
+
+def _is_version(name: str, value: object) -> bool:
+    if isinstance(value, float):
+        return not value.is_integer()
+    if isinstance(value, datetime.datetime):
+        return value.microsecond != 0
+    return name in _TAGS and bool(value)

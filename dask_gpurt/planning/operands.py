@@ -10,7 +10,7 @@ import datetime
 import decimal
 import pathlib
 import types
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -47,9 +47,16 @@ _SCALARS = (
 
 
 class Plain:
-    """Know the expressions that hold nothing but plain operands."""
+    """Know the expressions that hold nothing but plain operands.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    may_change
+        Called for whether an expression of plain operands may be another one by the same name all the same.
+    """
+
+    def __init__(self, may_change: Callable[[Expr], bool] = lambda expr: False) -> None:
+        self._may_change = may_change
         # By name: expressions compare as the frames that they stand for.
         self._known: WeakValueDictionary[str, Expr] = WeakValueDictionary()
 
@@ -64,7 +71,8 @@ class Plain:
         return name_of(expr) in self._known or (not is_shared(expr) and self._holds_plain(expr))
 
     def _holds_plain(self, expr: Expr) -> bool:
-        return is_trusted(type(expr)) and all(map(self._is_plain, operands_of(expr)))
+        plain = is_trusted(type(expr)) and all(map(self._is_plain, operands_of(expr)))
+        return plain and not self._may_change(expr)
 
     def _is_plain(self, value: Any) -> bool:
         if isinstance(value, Expr):

@@ -1,0 +1,189 @@
+"""Changes between two queries of the same name are seen: of files, functions, accessors and settings."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import fsspec
+import pandas as pd
+import pytest
+from dask.dataframe.dask_expr._accessor import Accessor
+from fsspec.implementations.local import LocalFileSystem
+
+from dask_gpurt.planning.files import has_version
+from tests.helpers.planned import Planner
+
+
+@pytest.fixture
+def planner() -> Iterator[Planner]:
+    planner = Planner()
+    planner.cache.install()
+    with planner.used(), dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
+        yield planner
+    planner.cache.remove()
+
+
+def computed(make: Callable[[], Any]) -> tuple[list[str], dict[str, list[Any]]]:
+    """Return the columns that Dask plans with, and the rows.
+
+    Nothing of it is left afterwards: Dask itself finds expressions by name as long as they are referenced.
+    """
+    table = make().assign(new=1)
+    found = list(table.columns), table.compute().to_dict("list")
+    del table
+    gc.collect()
+    return found
+
+
+# ---- files ----------------------------------------------------------------------------------------
+
+
+class Sparing(LocalFileSystem):
+    """Say nothing of a file that is listed by its own name, as file systems of the web do."""
+
+    protocol = "gpurt-sparing"
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> list[Any]:
+        if os.path.isfile(self._strip_protocol(path)):
+            raise FileNotFoundError(path)
+        found: list[Any] = super().ls(path, detail, **options)
+        return found
+
+
+class Sizes(LocalFileSystem):
+    """Tell sizes of files and no more, as a server without tags does."""
+
+    protocol = "gpurt-sizes"
+
+    def info(self, path: Any, **options: Any) -> dict[str, Any]:
+        found = super().info(path, **options)
+        return {name: found[name] for name in ("name", "size", "type")}
+
+
+for _kind in (Sparing, Sizes):
+    fsspec.register_implementation(_kind.protocol, _kind, clobber=True)
+
+
+def write(path: Path, **columns: list[int]) -> None:
+    pd.DataFrame(columns).to_parquet(path, compression=None)
+
+
+@pytest.mark.usefixtures("planner")
+@pytest.mark.parametrize("protocol", ["file", Sparing.protocol, Sizes.protocol])
+def test_a_file_of_the_same_size_is_seen(tmp_path: Path, protocol: str) -> None:
+    path = tmp_path / "table.parquet"
+    for number, column in ((1, "a"), (2, "a"), (1, "b")):
+        write(path, key=[number], **{column: [0]})
+        columns, rows = computed(lambda: dd.read_parquet(f"{protocol}://{path}"))
+        assert columns == ["key", column, "new"]
+        assert rows["key"] == [number]
+
+
+@pytest.mark.usefixtures("planner")
+def test_a_file_that_a_link_leads_to_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "table").mkdir()
+    path = tmp_path / "elsewhere.parquet"
+    os.symlink(path, tmp_path / "table" / "part.0.parquet")
+    for first in (0, 100):
+        write(path, key=[first, first + 9], value=[1, 2])
+        table = dd.read_parquet(tmp_path / "table", index="key", calculate_divisions=True)
+        assert table.divisions == (first, first + 9)
+        assert len(table.loc[first:first].compute()) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({}, False),
+        ({"name": "a", "size": 10, "type": "file"}, False),
+        ({"size": 10, "mtime": 1700000000.0, "ino": 7}, False),
+        ({"size": 10, "mtime": 1700000000.0, "created": 1700000000.25}, True),
+        ({"modified": datetime.datetime(2026, 1, 1)}, False),
+        ({"modified": datetime.datetime(2026, 1, 1, microsecond=5)}, True),
+        ({"ETag": None}, False),
+        ({"ETag": '"abc"'}, True),
+    ],
+)
+def test_which_files_have_a_version(state: dict[str, Any], expected: bool) -> None:
+    assert has_version(state) == expected
+
+
+# ---- functions and accessors ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("planner")
+@pytest.mark.parametrize("enforced", [False, True])
+def test_a_function_that_reads_is_asked_again(tmp_path: Path, enforced: bool) -> None:
+    path = tmp_path / "table.pickle"
+    for column in ("a", "b"):
+        pd.DataFrame({column: [1]}).to_pickle(path)
+        columns, rows = computed(lambda: dd.from_map(pd.read_pickle, [str(path)], enforce_metadata=enforced))
+        assert columns == list(rows) == [column, "new"]
+
+
+@pytest.mark.filterwarnings("ignore:registration of accessor")
+@pytest.mark.usefixtures("planner")
+def test_an_accessor_that_is_registered_again_is_seen(tmp_path: Path) -> None:
+    write(tmp_path / "table.parquet", key=[1, 2])
+    try:
+        for dtype in ("int64", "float32"):
+            _register(dtype)
+            planned, found = _dtypes_of_cast(tmp_path / "table.parquet")
+            assert planned == found == dtype
+    finally:
+        for owner in (pd.Series, dd.Series):
+            del owner.gpurt_test
+            owner._accessors.discard("gpurt_test")
+
+
+def _dtypes_of_cast(path: Path) -> list[str]:
+    cast = dd.read_parquet(path).key.gpurt_test.cast().to_frame()
+    found = [str(table.dtypes["key"]) for table in (cast.assign(new=1), cast.compute())]
+    del cast
+    gc.collect()
+    return found
+
+
+def _register(dtype: str) -> None:
+    @pd.api.extensions.register_series_accessor("gpurt_test")
+    class Cast:
+        def __init__(self, series: pd.Series):
+            self._series = series
+
+        def cast(self) -> pd.Series:
+            return self._series.astype(dtype)
+
+    @dd.extensions.register_series_accessor("gpurt_test")
+    class OfDask(Accessor):
+        _accessor_name = "gpurt_test"
+        _accessor_methods = ("cast",)
+        _accessor_properties = ()
+
+
+# ---- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["scheduler", "explicit-comms"])
+def test_settings_by_which_a_method_is_chosen_count(planner: Planner, tmp_path: Path, setting: str) -> None:
+    write(tmp_path / "table.parquet", key=[1, 2])
+    for value in ("threads", "sync"):
+        with dask.config.set({setting: value}):
+            dd.read_parquet(tmp_path / "table.parquet").shuffle("key").optimize()
+    assert planner.count("plans.computed") == 2
+
+
+@pytest.mark.usefixtures("planner")
+def test_options_of_pandas_count(tmp_path: Path) -> None:
+    write(tmp_path / "table.parquet", key=[1, 2])
+    for storage in ("python", "pyarrow"):
+        with pd.option_context("mode.string_storage", storage):
+            table = dd.read_parquet(tmp_path / "table.parquet").astype({"key": "string"})
+            table = table.assign(new=table.key)
+            assert [dtype.storage for dtype in table.dtypes] == [storage] * 2
