@@ -310,6 +310,10 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_collection:get_default_shuffle_method", ""),
         Seam(_EXPR + "_collection:_get_shuffle_preferring_order", "shuffle"),
         Seam(_EXPR + "_util:_convert_to_list", "column"),
+        Seam("dask.base:compute", "args traverse optimize_graph scheduler get kwargs"),
+        Seam("dask.base:persist", "args traverse optimize_graph scheduler kwargs"),
+        Seam("dask.base:get_scheduler", "get scheduler collections cls"),
+        Seam(_EXPR + "_collection:FrameBase.persist", "self fuse kwargs"),
     ),
 )
 #: The planning of a client: expressions, their metadata, plans, and the look at Parquet files.

@@ -22,6 +22,7 @@ from dask.typing import Key
 
 from dask_gpurt import config
 from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.expr import (
     Assign,
     AssignPartitioningIndex,
@@ -213,7 +214,7 @@ class Lowering:
             dask.config.get("dataframe.shuffle.method", None),
             config.takeover(),
             explicit_comms=bool(dask.config.get("explicit-comms", False)),
-            local=isinstance(scheduler, str) and scheduler not in DISTRIBUTED,
+            local=(isinstance(scheduler, str) and scheduler not in DISTRIBUTED) or runs_locally(),
         )
         if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
             return MethodChoice.UNSUPPORTED_FRAMES

@@ -38,7 +38,7 @@ def choose_method(
     explicit_comms
         The setting of dask-cuda, which serves ``tasks`` by itself where it is on.
     local
-        Whether a scheduler of Dask's own in this process is configured, which has no workers.
+        Whether a scheduler of Dask's own in this process is chosen, which has no workers.
 
     Returns
     -------

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     a_file_of,
@@ -157,7 +158,7 @@ class PlanningCache:
         if generation is None or expr not in self._plain:
             return plan_anew()
         self._expressions.put(name_of(expr), expr)
-        key = (generation, name_of(expr), stage, fused)
+        key = (generation, name_of(expr), stage, fused, runs_locally())
         plan = self._plans.get(key)
         if plan is None:
             plan = plan_anew()

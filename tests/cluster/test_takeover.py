@@ -148,6 +148,24 @@ def test_an_argument_is_taken_over_only_where_all_are(client: Client, capsys: An
     assert "shuffle.left.only-configured" in repr(dask_gpurt.report(client))
 
 
+@pytest.mark.parametrize("scheduler", ["threads", "sync", dask.get])
+def test_a_local_scheduler_in_an_argument_keeps_its_tasks(client: Client, scheduler: Any) -> None:
+    table = pd.DataFrame({"key": [1, 2, 3] * 8, "value": range(24)})
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        frame = dd.from_pandas(table, npartitions=4)
+        for asked in (frame.shuffle("key").value.sum(), frame.merge(frame, on="key").key.sum()):
+            before = counters(client).get("shuffle.runs", 0)
+            result = asked.compute()
+            between = counters(client)["shuffle.runs"]
+            assert between > before
+            assert asked.compute(scheduler=scheduler) == result
+            assert asked.persist(scheduler=scheduler).compute() == result
+            assert dask.compute([asked], scheduler=scheduler) == ([result],)
+            assert counters(client)["shuffle.runs"] == between
+            assert asked.compute(scheduler=client) == result
+            assert counters(client)["shuffle.runs"] > between
+
+
 def test_the_name_is_a_method(client: Client) -> None:
     runs = told(client, "shuffle.runs")
     ours = partitions(collection().shuffle("key", shuffle_method="gpurt"))
