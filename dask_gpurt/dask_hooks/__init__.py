@@ -4,26 +4,10 @@ What is imported from here looks at Dask by name. The modules ``expr``, ``graph`
 ``shuffle``, ``worker`` and ``scheduler`` import private parts, and are imported after :func:`require`.
 """
 
+from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup, UnsupportedError, differences
 from dask_gpurt.dask_hooks.patch import PatchOrderError, PatchSet, guarded
-from dask_gpurt.dask_hooks.seams import (
-    CHOICES,
-    EXPRESSIONS,
-    NEWEST,
-    OLDEST,
-    PARTS,
-    PLANNING,
-    READS,
-    REQUIRED,
-    Row,
-    Seam,
-    SeamGroup,
-    State,
-    UnsupportedError,
-    differences,
-    require,
-    table,
-    why_unsupported,
-)
+from dask_gpurt.dask_hooks.seams import CHOICES, EXPRESSIONS, PARTS, PLANNING, READS, REQUIRED
+from dask_gpurt.dask_hooks.support import NEWEST, OLDEST, Row, State, require, table, why_unsupported
 
 __all__ = [
     "CHOICES",

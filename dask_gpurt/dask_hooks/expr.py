@@ -32,8 +32,9 @@ from dask.dataframe.dask_expr._shuffle import (
 from dask.dataframe.dask_expr._shuffle import _SetPartitionsPreSetIndex as SetPartitionsPreSetIndex
 from dask.dataframe.dask_expr._util import _convert_to_list as convert_to_list
 
+from dask_gpurt.dask_hooks.comparison import Seam
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import EXPRESSIONS, Seam
+from dask_gpurt.dask_hooks.seams import EXPRESSIONS
 
 __all__ = [
     "Assign",

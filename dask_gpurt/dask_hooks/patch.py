@@ -22,7 +22,7 @@ from types import FunctionType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from dask_gpurt.dask_hooks.seams import Seam, UnsupportedError
+from dask_gpurt.dask_hooks.comparison import Seam, UnsupportedError
 
 #: A method of Dask's, bound or not, and what is called in its place.
 Method = Callable[..., Any]

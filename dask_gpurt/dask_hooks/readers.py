@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from dask._task_spec import NestedContainer, Task
 
+from dask_gpurt.dask_hooks.comparison import Seam
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import READ_PARQUET, READS, WRITE_PARQUET, Seam
+from dask_gpurt.dask_hooks.seams import READ_PARQUET, READS, WRITE_PARQUET
 
 _DASK_CUDF = "dask_cudf.io.parquet:"
 _EXPR = "dask.dataframe.dask_expr.io."

@@ -15,8 +15,9 @@ from distributed.metrics import time
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 from distributed.worker_state_machine import SecedeEvent, UpdateDataEvent
 
+from dask_gpurt.dask_hooks.comparison import UnsupportedError
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER, UnsupportedError
+from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
 
 #: The states of a server that takes part in nothing any more.
