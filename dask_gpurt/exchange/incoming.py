@@ -62,7 +62,7 @@ class IncomingShard:
         self.device = device
         self.key = f"gpurt-shard-{next(self._keys)}"
         self.state = ShardState.PRODUCER
-        self._landing = landing
+        self.landing = landing
         self._release = release
         self._failed = failed
         self._lock = threading.Condition()
@@ -96,7 +96,7 @@ class IncomingShard:
                 self._forget()
             let_go = self._lets_go()
         if in_vain:
-            self._landing.discard(self.key)
+            self.landing.discard(self.key)
         if let_go:
             self._let_go()
         if not in_vain:
@@ -173,7 +173,7 @@ class IncomingShard:
             self._let_go()
         if before is ShardState.LANDED:
             self._pass_fences()
-            self._landing.discard(self.key)
+            self.landing.discard(self.key)
         self._forget()
 
     def abandon(self) -> None:
