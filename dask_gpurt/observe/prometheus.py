@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from distributed.http.prometheus import PrometheusCollector
 
-from dask_gpurt.observe.metrics import METRICS, READINGS, Kind, Metric, Metrics, Server
+from dask_gpurt.observe.counting import Metrics
+from dask_gpurt.observe.metrics import METRICS, READINGS, Kind, Metric, Server
 
 #: The name of a metric, the values of its labels, and its own.
 Reading = tuple[str, tuple[str, ...], float]
