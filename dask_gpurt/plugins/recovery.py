@@ -25,8 +25,8 @@ from distributed.protocol.serialize import ToPickle
 from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.kept_results import KeptResults
 from dask_gpurt.plugins.run_outputs import (
-    IDLE,
     is_unfinished,
     needed_outputs,
     possible_owners,
@@ -103,114 +103,40 @@ class Recovery:
         self._metrics = metrics
         self._begin_again = begin_again
         self._in_a_row = LossesInARow()
-        #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if
-        #: that can be told.
-        self._kept: dict[Any, dict[Key, int | None]] = {}
-        #: Outputs that have been in memory since they were received.
-        self._read: dict[Any, set[int]] = {}
-        self._shuffles_of: dict[Key, set[Any]] = {}
-        self._pending: dict[Any, set[Key]] = {}
+        self._results = KeptResults(scheduler, self._in_a_row.forget)
         #: Losses that have not been mended yet; shuffles that share outputs share them.
         self._losses: dict[Any, _Loss] = {}
-        #: The workers that have transferred inputs, by task; None before.
-        self._producers: dict[Key, str | None] = {}
 
-    # ---- results that are kept -------------------------------------------------------
+    # ---- the life of runs ------------------------------------------------------------
 
     def begins(self, shuffle: Any) -> None:
         """Take care of a run that begins."""
-        self._read[shuffle] = set()
         self._losses.pop(shuffle, None)  # of the run before
-        self._keep(shuffle)
+        self._results.begins(shuffle)
 
     def forgotten(self, shuffle: Any) -> None:
         """Forget a shuffle with its barrier."""
-        self._read.pop(shuffle, None)
-
-    def _keep(self, shuffle: Any) -> None:
-        """Keep the results of the tasks of a run."""
-        barrier = self._barrier(shuffle)
-        self._forget(shuffle)
-        outputs = {task.key: output for task, output in outputs_of(barrier)}
-        # Where a part of what is made of outputs was lost, the other outputs are not needed,
-        # and stay so for as long as the collection is kept.
-        pending = {task.key for task in barrier.dependents if task.state not in IDLE}
-        self._kept[shuffle], self._pending[shuffle] = outputs, pending
-        for key in outputs:
-            self._shuffles_of.setdefault(key, set()).add(shuffle)
-        transfers = [task.key for task in barrier.dependencies]
-        self._producers |= dict.fromkeys(transfers)
-        # As Dask keeps published datasets.
-        self._scheduler.client_desires_keys([barrier.key, *transfers], _client(shuffle))
+        self._results.forgotten(shuffle)
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
-        """Note what has become of a task; a run ends once none of its outputs is needed.
-
-        Parameters
-        ----------
-        worker
-            The one that has run it, if it is in memory now.
-        """
+        """Note what has become of a task; see :meth:`KeptResults.transition`."""
         if finish in ("memory", "forgotten"):
             self._in_a_row.done(key)
-        if finish == "memory" and key in self._producers:
-            self._producers[key] = worker
-        for shuffle in self._shuffles_of.get(key, ()):
-            pending = self._pending[shuffle]
-            if finish not in IDLE:
-                pending.add(key)
-                if finish == "memory" and (partition := self._kept[shuffle][key]) is not None:
-                    self._read[shuffle].add(partition)
-                continue
-            pending.discard(key)
-            if not pending:  # not within a transition: one of them may be about to be needed again
-                self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
-
-    def _end_unless_needed(self, shuffle: Any) -> None:
-        if shuffle not in self._kept or self._pending[shuffle]:
-            return
-        if self.is_done(shuffle):
-            self.end(shuffle)
-        else:  # a graph that came later needs others of its outputs
-            self._keep(shuffle)
-
-    def end(self, shuffle: Any) -> None:
-        """Keep nothing of a shuffle any more: Dask ends the run, if no output waits for it."""
-        self._in_a_row.forget(shuffle)
-        self._forget(shuffle)
-        if (client := self._scheduler.clients.get(_client(shuffle))) is not None:
-            keys = [task.key for task in client.wants_what]
-            for key in keys:
-                self._producers.pop(key, None)
-            self._scheduler.client_releases_keys(keys, client.client_key, f"gpurt-shuffle-ends-{time()}")
-            self._scheduler.clients.pop(client.client_key, None)
-
-    def _forget(self, shuffle: Any) -> None:
-        self._pending.pop(shuffle, None)
-        for key in self._kept.pop(shuffle, ()):
-            self._shuffles_of[key].discard(shuffle)
-            if not self._shuffles_of[key]:
-                del self._shuffles_of[key]
-
-    def restart(self) -> None:
-        """Forget all tasks, as the scheduler does."""
-        for shuffle in list(self._kept):
-            self._forget(shuffle)
-            self._scheduler.clients.pop(_client(shuffle), None)
-        self._losses.clear()
-        self._producers.clear()
-        self._read.clear()
-
-    def end_all(self) -> None:
-        """Keep nothing of any shuffle."""
-        for shuffle in list(self._kept):
-            self.end(shuffle)
-        self._losses.clear()
-        self._read.clear()
+        self._results.transition(key, finish, worker)
 
     def is_done(self, shuffle: Any) -> bool:
         """Return whether a shuffle has put all of its outputs together that are needed."""
-        return not any(map(is_unfinished, self._barrier(shuffle).dependents))
+        return self._results.is_done(shuffle)
+
+    def restart(self) -> None:
+        """Forget all tasks, as the scheduler does."""
+        self._results.restart()
+        self._losses.clear()
+
+    def end_all(self) -> None:
+        """Keep nothing of any shuffle."""
+        self._results.end_all()
+        self._losses.clear()
 
     # ---- what workers ask ------------------------------------------------------------
 
@@ -264,12 +190,12 @@ class Recovery:
             return
         lost = owners.received(outputs)
         if lost:  # what else has been read, and is needed again, is asked for before long
-            lost |= self._unfinished(id, self._read[id])
+            lost |= self._unfinished(id, self._results.read(id))
         if unreachable is not None:
             lost |= self._unfinished(id, self._owned(id, unreachable))
         if lost or inputs or (outputs and self._is(barrier_key(id), "memory")):
-            if id not in self._kept:  # its outputs had not been needed for a while
-                self._keep(id)
+            if id not in self._results:  # its outputs had not been needed for a while
+                self._results.keep(id)
             loss = self._note(self._sharing(id) if lost else {id}, lost, reason)
             loss.missing.update(outputs, inputs)
             loss.culprits.update(producer for producer in producers if self._leaves(producer))
@@ -318,14 +244,14 @@ class Recovery:
             return
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # nothing is needed: its lost transfers need not be run again
-                self.end(shuffle)
+                self._results.end(shuffle)
         elif candidates := self.candidates(*shuffles):
             for shuffle in shuffles:
                 self._move(shuffle, {}, {worker}, deal(owned, candidates, {}))
 
     def _transferred_by(self, worker: str, shuffle: Any) -> list[Key]:
         tasks = self._barrier(shuffle).dependencies
-        return [task.key for task in tasks if self._producers.get(task.key) == worker]
+        return [task.key for task in tasks if self._results.producer(task.key) == worker]
 
     def _owned(self, shuffle: Any, worker: str) -> set[int]:
         owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
@@ -438,7 +364,7 @@ class Recovery:
         """Return whether outputs are being put together that a loss does not concern."""
         if not self._is(barrier_key(shuffle), "memory"):
             return False
-        outputs = self._kept.get(shuffle, {})
+        outputs = self._results.outputs(shuffle)
         return any(
             partition not in loss.outputs and self._is(key, "processing")
             for key, partition in outputs.items()
@@ -530,7 +456,7 @@ class Recovery:
         run = self._extension.active_shuffles[shuffle]
         owners: Owners = run.run_spec.worker_for
         owners.move(to, gone, idle)
-        self._read[shuffle].difference_update(to)
+        self._results.unread(shuffle, to)
         run.participating_workers.update(to.values())
         moved = {**to, **idle}
         for task, partition in outputs_of(self._barrier(shuffle)):
@@ -586,8 +512,3 @@ class Recovery:
 
     def _is_ours(self, shuffle: Any) -> bool:
         return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
-
-
-def _client(shuffle: Any) -> str:
-    """Return the name under which the scheduler keeps the results of a shuffle."""
-    return f"gpurt-shuffle-{shuffle}"
