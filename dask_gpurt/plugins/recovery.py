@@ -26,12 +26,7 @@ from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.kept_results import KeptResults
-from dask_gpurt.plugins.run_outputs import (
-    is_unfinished,
-    needed_outputs,
-    possible_owners,
-    sharing_outputs,
-)
+from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import LossesInARow
@@ -99,6 +94,7 @@ class Recovery:
         self._scheduler = scheduler
         self._extension = scheduler.extensions["shuffle"]
         self._workers = workers
+        self._runs = ActiveRuns(scheduler, workers)
         self._retries = retries
         self._metrics = metrics
         self._begin_again = begin_again
@@ -190,13 +186,13 @@ class Recovery:
             return
         lost = owners.received(outputs)
         if lost:  # what else has been read, and is needed again, is asked for before long
-            lost |= self._unfinished(id, self._results.read(id))
+            lost |= self._runs.unfinished(id, self._results.read(id))
         if unreachable is not None:
-            lost |= self._unfinished(id, self._owned(id, unreachable))
-        if lost or inputs or (outputs and self._is(barrier_key(id), "memory")):
+            lost |= self._runs.unfinished(id, self._runs.owned(id, unreachable))
+        if lost or inputs or (outputs and self._runs.is_task(barrier_key(id), "memory")):
             if id not in self._results:  # its outputs had not been needed for a while
                 self._results.keep(id)
-            loss = self._note(self._sharing(id) if lost else {id}, lost, reason)
+            loss = self._note(self._runs.sharing(id) if lost else {id}, lost, reason)
             loss.missing.update(outputs, inputs)
             loss.culprits.update(producer for producer in producers if self._leaves(producer))
             if unreachable is not None:
@@ -225,16 +221,16 @@ class Recovery:
                 run.participating_workers.discard(worker)
                 affected.add(shuffle)
         while affected:
-            together = self._sharing(affected.pop())
+            together = self._runs.sharing(affected.pop())
             affected -= together
             self._replace(worker, together)
 
     def _replace(self, worker: str, shuffles: set[Any]) -> None:
         """Give the outputs of a worker that has left to others."""
         reason = f"worker {worker} has left"
-        owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles))
-        lost = set().union(*(self._unfinished(shuffle, owned) for shuffle in shuffles))
-        if lost or not all(map(self._is_sealed, shuffles)):
+        owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in shuffles))
+        lost = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in shuffles))
+        if lost or not all(map(self._runs.is_sealed, shuffles)):
             loss = self._note(shuffles, lost, reason)
             loss.gone.add(worker)
             loss.culprits.add(worker)
@@ -245,33 +241,31 @@ class Recovery:
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # nothing is needed: its lost transfers need not be run again
                 self._results.end(shuffle)
-        elif candidates := self.candidates(*shuffles):
+        elif candidates := self._runs.candidates(*shuffles):
             for shuffle in shuffles:
                 self._move(shuffle, {}, {worker}, deal(owned, candidates, {}))
 
     def _transferred_by(self, worker: str, shuffle: Any) -> list[Key]:
-        tasks = self._barrier(shuffle).dependencies
+        tasks = self._runs.barrier(shuffle).dependencies
         return [task.key for task in tasks if self._results.producer(task.key) == worker]
-
-    def _owned(self, shuffle: Any, worker: str) -> set[int]:
-        owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return {output for output, owner in owners.items() if owner == worker}
 
     def joined(self, worker: str) -> None:
         """Give a worker that has joined its share of the outputs that have not been received yet."""
         self._in_a_row.takes_part(worker)
         for shuffle, run in list(self._extension.active_shuffles.items()):
             owners = run.run_spec.worker_for
-            if not isinstance(owners, Owners) or owners.sealed or worker not in self.candidates(shuffle):
+            if not isinstance(owners, Owners) or owners.sealed:
+                continue
+            if worker not in self._runs.candidates(shuffle):
                 continue
             taken = self._share_for(worker, shuffle, owners)
             if taken and shuffle not in self._losses:
-                self._mend(self._sharing(shuffle), taken, [worker], f"worker {worker} has joined")
+                self._mend(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
         """Return the outputs for one worker more: the last of each that has more than its share."""
-        waiting = sorted(self._unfinished(shuffle, owners))
-        share = len(waiting) // len(self.candidates(shuffle))
+        waiting = sorted(self._runs.unfinished(shuffle, owners))
+        share = len(waiting) // len(self._runs.candidates(shuffle))
         if any(owners[output] == worker for output in waiting):
             return set()
         taken: set[int] = set()
@@ -288,6 +282,14 @@ class Recovery:
         """Return whether a run is the current one of its shuffle."""
         return self._owners(shuffle, run_id) is not None
 
+    def owners_of(self, shuffle: Any) -> Mapping[int, str]:
+        """Return the owner of each output of a run that goes on."""
+        return self._runs.owners(shuffle)
+
+    def candidates(self, *shuffles: Any) -> list[str]:
+        """Return the workers that may own outputs of all of some shuffles."""
+        return self._runs.candidates(*shuffles)
+
     def movable(self, shuffles: Collection[Any]) -> dict[int, str]:
         """Return the outputs that may move before they are put together, with their owners.
 
@@ -298,15 +300,15 @@ class Recovery:
         shuffles
             One whose run goes on, and those that share its outputs, as the other side of a join does.
         """
-        if self._sharing(next(iter(shuffles))) != set(shuffles):  # Dask's own p2p has one of them
+        if self._runs.sharing(next(iter(shuffles))) != set(shuffles):  # Dask's own p2p has one of them
             return {}
-        barriers = [self._barrier(each) for each in shuffles]
+        barriers = [self._runs.barrier(each) for each in shuffles]
         runs = [self._extension.active_shuffles[each].run_spec.worker_for for each in shuffles]
         waits = any(barrier.state == "waiting" for barrier in barriers)
         alike = all(barrier.dependents == barriers[0].dependents for barrier in barriers)
         if not waits or not alike or any(each in self._losses for each in shuffles):
             return {}
-        outputs = set.intersection(*(self._unfinished(each, runs[0]) for each in shuffles))
+        outputs = set.intersection(*(self._runs.unfinished(each, runs[0]) for each in shuffles))
         owners = {output: runs[0][output] for output in outputs}
         same = all(run.get(output) == owner for run in runs for output, owner in owners.items())
         return owners if same else {}
@@ -325,7 +327,8 @@ class Recovery:
         for worker in set(to.values()):
             self._in_a_row.takes_part(worker, shuffles)
         self._metrics.add("shuffle.outputs.moved", len(to))
-        passed = [key for key in map(barrier_key, shuffles) if self._is(key, "memory", "processing")]
+        barriers = map(barrier_key, shuffles)
+        passed = [key for key in barriers if self._runs.is_task(key, "memory", "processing")]
         if passed:  # but not within a transition
             self._scheduler.loop.add_callback(self._release, passed, "memory", "processing")
 
@@ -352,21 +355,21 @@ class Recovery:
         for shuffle in shuffles:
             del self._losses[shuffle]
         active = self._extension.active_shuffles
-        shuffles = [shuffle for shuffle in shuffles if shuffle in active and self._is_ours(shuffle)]
+        shuffles = [shuffle for shuffle in shuffles if shuffle in active and self._runs.has(shuffle)]
         if not shuffles:
             return
-        needed = set().union(*(self._unfinished(shuffle, loss.outputs) for shuffle in shuffles))
-        owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles for worker in loss.gone))
-        workers = [worker for worker in self.candidates(*shuffles) if worker not in loss.unreachable]
+        needed = set().union(*(self._runs.unfinished(shuffle, loss.outputs) for shuffle in shuffles))
+        owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
+        workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
         self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=loss)
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
         """Return whether outputs are being put together that a loss does not concern."""
-        if not self._is(barrier_key(shuffle), "memory"):
+        if not self._runs.is_task(barrier_key(shuffle), "memory"):
             return False
         outputs = self._results.outputs(shuffle)
         return any(
-            partition not in loss.outputs and self._is(key, "processing")
+            partition not in loss.outputs and self._runs.is_task(key, "processing")
             for key, partition in outputs.items()
         )
 
@@ -402,7 +405,7 @@ class Recovery:
             return
         if loss is not None:
             self._count(shuffles, loss)
-        to = deal(lost, workers, self._load(next(iter(shuffles)), lost))
+        to = deal(lost, workers, self._runs.load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
         for shuffle in shuffles:
             logger.warning("Shuffle %s goes on: %s", shuffle, reason)
@@ -422,7 +425,7 @@ class Recovery:
     def _release(self, keys: Iterable[Key], *states: str) -> None:
         """Have tasks run again that are in memory, or in one of some states."""
         stimulus = f"gpurt-recovery-{time()}"
-        released = [key for key in keys if self._is(key, *(states or ("memory",)))]
+        released = [key for key in keys if self._runs.is_task(key, *(states or ("memory",)))]
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
@@ -447,7 +450,7 @@ class Recovery:
     def _count(self, shuffles: Iterable[Any], loss: _Loss) -> None:
         """Count that runs are mended, until all their outputs that are missing now have been there."""
         for shuffle in shuffles:
-            outputs = [task.key for task in self._barrier(shuffle).dependents if is_unfinished(task)]
+            outputs = [task.key for task in self._runs.barrier(shuffle).dependents if is_unfinished(task)]
             self._in_a_row.loses(shuffle, outputs, loss.culprits, loss.missing)
 
     def _move(
@@ -459,7 +462,7 @@ class Recovery:
         self._results.unread(shuffle, to)
         run.participating_workers.update(to.values())
         moved = {**to, **idle}
-        for task, partition in outputs_of(self._barrier(shuffle)):
+        for task, partition in outputs_of(self._runs.barrier(shuffle)):
             if partition is None or partition in moved:
                 restrict_again(self._extension, task, None if partition is None else moved[partition])
         self._send_owners(shuffle, run.participating_workers)
@@ -472,43 +475,3 @@ class Recovery:
         # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
         here = self._scheduler.stream_comms.keys() & set(workers) & self._workers.ready
         self._scheduler.send_all({}, {worker: [message] for worker in here})
-
-    def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
-        """Return how many outputs each worker still has to put together."""
-        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return Counter(owners[output] for output in self._unfinished(shuffle, owners) - set(moved))
-
-    # ---- what there is ---------------------------------------------------------------
-
-    def _barrier(self, shuffle: Any) -> Any:
-        return self._scheduler.tasks[barrier_key(shuffle)]
-
-    def owners_of(self, shuffle: Any) -> Mapping[int, str]:
-        """Return the owner of each output of a run that goes on."""
-        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return owners
-
-    def candidates(self, *shuffles: Any) -> list[str]:
-        """Return the workers that may own outputs of all of some shuffles."""
-        runs = [self._extension.active_shuffles[shuffle].run_spec for shuffle in shuffles]
-        return possible_owners(self._scheduler, self._workers, [run.spec for run in runs])
-
-    def _unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
-        """Return those of these outputs that may still have to be put together."""
-        return needed_outputs(self._barrier(shuffle), outputs)
-
-    def _is_sealed(self, shuffle: Any) -> bool:
-        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return owners.sealed
-
-    def _is(self, key: Key, *states: str) -> bool:
-        task = self._scheduler.tasks.get(key)
-        return task is not None and task.state in states
-
-    def _sharing(self, shuffle: Any) -> set[Any]:
-        """Return a shuffle, and the active ones that share outputs with it, as the two sides of a join do."""
-        others = sharing_outputs(self._barrier(shuffle)) & self._extension.active_shuffles.keys()
-        return {shuffle} | {other for other in others if self._is_ours(other)}
-
-    def _is_ours(self, shuffle: Any) -> bool:
-        return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
