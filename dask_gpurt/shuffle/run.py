@@ -15,19 +15,28 @@ import logging
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 from dask.context import thread_state
 from dask.typing import Key
-from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
+from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing
-from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
+from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
+from dask_gpurt.shuffle.messages import (
+    GONE,
+    Message,
+    Retire,
+    RunInterrupted,
+    Seal,
+    Stale,
+    error_of,
+)
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
 from dask_gpurt.shuffle.sender import Sender
@@ -36,46 +45,12 @@ from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 
 logger = logging.getLogger(__name__)
 
-
-class Seal(NamedTuple):
-    """Ask a worker to deliver what it still has to offer, then to close its lists of shards.
-
-    Attributes
-    ----------
-    succeeded
-        The attempt that counts at each input.
-    """
-
-    succeeded: Mapping[int, Attempt]
-
-
-class Retire(NamedTuple):
-    """Ask an owner to let go of shares that have been given to others."""
-
-    shares: frozenset[int]
-
-
-#: Messages from worker to worker.
-Message = list[Shard | Commit] | Seal | Retire
-#: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
-GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
 #: Notes of barriers to the scheduler, on the stream of their worker.
 SEALED = "gpurt-sealed"
 #: Messages of the scheduler to workers as owners change.
 RENEW = "gpurt-renew"
-
-
-class RunInterrupted(ShuffleClosedError, Reschedule):
-    """Tell the tasks of a run that begins again that they are to be scheduled again.
-
-    Dask's transfer and unpack tasks take a ShuffleClosedError for that, its barrier task only a Reschedule.
-    """
-
-
-class Stale(Exception):
-    """The barrier was begun with other owners than there are now."""
 
 
 class ShuffleRun:
@@ -389,8 +364,7 @@ class ShuffleRun:
             shuffle_id=self.id,
             run_id=self.run_id,
         )
-        if reply["status"] != "OK":
-            error = _exception_of(cast(ErrorMessage, reply))
+        if (error := error_of(reply)) is not None:
             if not isinstance(error, GONE) and await self._exchange.calls.is_closing(owner):
                 raise PeerLost(f"worker {owner} closes ({error})") from error
             raise error
@@ -538,8 +512,8 @@ class ShuffleRun:
             key=key,
             worker=owner,
         )
-        if reply["status"] != "OK":
-            raise _exception_of(reply)
+        if (error := error_of(reply)) is not None:
+            raise error
         raise Reschedule()
 
     async def _begin_again(self, reason: str) -> None:
@@ -570,9 +544,3 @@ class ShuffleRun:
         """Have what this worker retains make room for other runs while it has no output to read."""
         if not self.closed:
             self._exchange.run_is_read(self._key, self._receiver.is_read)
-
-
-def _exception_of(reply: ErrorMessage) -> Exception:
-    _, exception, _ = clean_exception(**reply)
-    assert isinstance(exception, Exception)
-    return exception
