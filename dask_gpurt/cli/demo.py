@@ -96,8 +96,7 @@ def demo(
 ) -> None:
     """Join, group and sort real flights; check and time every result.
 
-    Each result is compared with the one of plain pandas on the same data; the exit code tells whether all
-    were equal.
+    Each result is compared with that of pandas on the same data. The exit code is 0 if all were equal.
     """
     chosen = choose_methods(methods)
     backend = choose_backend(backend)
