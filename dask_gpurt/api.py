@@ -311,7 +311,7 @@ async def activate(client: Client) -> None:
 
 
 def teach_method() -> None:
-    """Make "gpurt" a shuffle method that Dask accepts, and that means its default without the runtime."""
+    """Teach Dask the shuffle method "gpurt"; without the runtime it means Dask's default method."""
     from dask_gpurt.dataframe import teach
 
     teach(is_enabled, _tell_choice)

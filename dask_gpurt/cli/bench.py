@@ -63,7 +63,7 @@ SHORT = {
 @click.option(
     "--data",
     metavar="FOLDER",
-    help="Folder that all workers can write and read, for tables in gpurt-bench. [default: a temporary folder "
+    help="Folder that all workers can write and read, for tables in gpurt-bench. [default: a temporary one "
     "for a local cluster; on another cluster each query makes the tables]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
