@@ -48,10 +48,11 @@ class Instruments(WorkerPlugin):
     Parameters
     ----------
     failures
-        One of so many allocations of a worker fails, and as many of its tasks, drawn at random; 0 for none.
+        One in this many allocations of a worker fails, and one in as many of its tasks, chosen at random; 0 for
+        none.
     handovers
-        Whether memory that changes hands is checked, by :class:`HandoverChecker`. What it finds is counted as
-        the fallback ``overlap.handed-over-early``, and the doctor tells of it.
+        Whether :class:`HandoverChecker` checks memory that changes hands. Violations are counted as the
+        fallback ``overlap.handed-over-early``, which the doctor shows.
     """
 
     name = "gpurt-instruments"
@@ -209,7 +210,7 @@ class HandoverChecker:
     Copies go on after the call that has begun them. Before their memory is given back, shown to a peer or
     used for something else, their fence has to be waited for, or the next work has to follow on the
     same stream.
-    What counts is what has been waited for: a device that happened to be quick enough excuses nothing.
+    Only explicit waits count: it does not matter whether the device happened to be quick enough.
 
     Parameters
     ----------

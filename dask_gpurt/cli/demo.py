@@ -43,7 +43,7 @@ from dask_gpurt.cli.tier_view import TierSampler
 
 METHODS = ("gpurt", "tasks", "p2p")
 BYTES_PREFIX = "exchange.bytes."
-#: What the demo ends with.
+#: The text that the demo ends with.
 NEXT = """
 What next:
   your own program:  DASK_GPURT__ENABLED=true python script.py, or dask_gpurt.enable(client) in it
@@ -283,7 +283,7 @@ def _results_table(outcomes: Sequence[OperationTiming], methods: Sequence[str]) 
     for heading in ("rows", *methods, *paths):
         style = "bold" if heading == "gpurt" else ""
         table.add_column(heading.replace("-", "-\n"), justify="right", style=style, no_wrap=True)
-    # Whatever else does not fit into a narrow terminal.
+    # This column keeps its width; the others shrink in a narrow terminal.
     table.add_column("equal", no_wrap=True, min_width=len(f"✓ {len(methods)} of {len(methods)}"))
     for outcome in outcomes:
         passed = f"{sum(outcome.checks.values())} of {len(methods)}"

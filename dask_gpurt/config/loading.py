@@ -97,8 +97,8 @@ def load(config: Mapping[str, Any] | None = None) -> Settings:
     Parameters
     ----------
     config
-        A Dask configuration, nested as in a yaml file; ``dask.config`` if not given. What it does not mention
-        has its default.
+        A Dask configuration, nested as in a yaml file; by default ``dask.config``. Settings that it does not
+        mention have their defaults.
 
     Raises
     ------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-#: What was said in this process.
+#: The messages that were logged in this process.
 _said: set[str] = set()
 
 

@@ -120,7 +120,7 @@ class ShuffleLog:
         #: By shuffle and the run that it began with.
         self._records: OrderedDict[tuple[str, int], ShuffleRecord] = OrderedDict()
         self._latest: dict[str, ShuffleRecord] = {}
-        #: What the result of a task means to which shuffle.
+        #: By task: the shuffles that its result concerns, and the step that it completes there.
         self._watched: dict[Key, list[tuple[ShuffleRecord, str]]] = {}
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
-"""Touch Dask's private parts, here alone. Knows nothing of the runtime; takes callables.
+"""Hold all code that touches private parts of Dask; it knows nothing of the runtime and takes callables.
 
-What is imported from here looks at Dask by name. The modules ``expr``, ``graph``, ``planning``,
+The names that are exported here look at Dask by name. The modules ``expr``, ``graph``, ``planning``,
 ``shuffle``, ``worker`` and ``scheduler`` import private parts, and are imported after :func:`require`.
 """
 

@@ -195,7 +195,7 @@ def _instead(replacement: Replacement) -> Wrap:
 
 # ---- finding expressions ---------------------------------------------------------------------------
 
-#: What is replaced while chaos runs only, and so is no part of what the runtime needs.
+#: Replaced only while chaos runs, so it is not among the seams that the runtime requires.
 _LOOKUP = Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",))
 
 

@@ -1,8 +1,8 @@
 """Wrap the functions by which tasks of dataframes read and write files, and tell which begin with a read.
 
 A function is wrapped when its module has been imported, by a worker that has got a task which calls it: no
-library is imported for this. What tasks name themselves is left alone, as far as that is possible, so that
-graphs made before and after are pickled as ever.
+library is imported for this. Where possible, the functions that tasks refer to by name are left as they are,
+so that graphs made before and after are pickled as usual.
 """
 
 from __future__ import annotations

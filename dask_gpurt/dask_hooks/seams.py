@@ -110,7 +110,7 @@ WORKER = SeamGroup(
         Seam("distributed.core:AsyncTaskGroup.call_soon", "self afunc args kwargs"),
     ),
 )
-#: What reads and writes a Parquet file as a task of ``dask.dataframe``.
+#: The functions by which tasks of ``dask.dataframe`` read and write Parquet files.
 READ_PARQUET = Seam("dask.dataframe.io.parquet.core:ParquetFunctionWrapper.__call__", "self part")
 WRITE_PARQUET = Seam(
     "dask.dataframe.io.parquet.core:ToParquetFunctionWrapper.__call__", "self df block_index"

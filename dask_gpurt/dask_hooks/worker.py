@@ -118,7 +118,7 @@ def put_results(worker: WorkerServer, results: Mapping[Key, object]) -> None:
     if new:
         worker.handle_stimulus(UpdateDataEvent(data=new, stimulus_id=stimulus_id))
     for key, state in states.items():
-        # What is being fetched, or computed, goes on and is told of at its end: until then it is not here.
+        # A fetch or computation under way goes on and is reported at its end; until then the key is not here.
         if state not in ("released", "memory"):
             worker.batched_stream.send({"op": "release-worker-data", "key": key, "stimulus_id": stimulus_id})
 

@@ -258,7 +258,7 @@ class DeviceFiles(Protocol):
         fd, path
             The file, open for writing, past the page cache maybe.
         parts
-            Each buffer, and where it goes. What is behind it in its last page may change.
+            Each buffer, and its offset. The bytes behind it in its last page may change.
         ordered
             Whether work that was given to the device so far may still write the buffers.
 

@@ -96,7 +96,7 @@ class GreenContexts:
     def entered(self, sms: int) -> Iterator[None]:
         """Confine what this thread launches on its default stream to so many SMs, until the end."""
         green, context, event = self._made(sms)
-        # What was launched before comes first, and what is launched inside before what follows.
+        # Work launched before comes first, then the work inside, then the work that follows.
         _checked(driver.cuEventRecord(event, 0))
         _checked(driver.cuGreenCtxWaitEvent(green, event))
         self._keep(int(context))

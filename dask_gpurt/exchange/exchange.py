@@ -331,7 +331,7 @@ class Exchange:
         for incoming in incoming_shards:
             if incoming.state in (ShardState.PRODUCER, ShardState.MOVING):
                 incoming.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
-        # What has landed is ours. What is gone may still be read.
+        # Shards that have landed are ours. Those that are gone may still be read.
         await self._let_go(
             incoming for incoming in incoming_shards if incoming.state is not ShardState.LANDED
         )

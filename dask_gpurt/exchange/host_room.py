@@ -12,8 +12,9 @@ Its producer then waits as it does when its own pool is full. Why that can not d
    pool: what they copy ends on disk. So published blocks become free, and what is behind them comes back by
    the next round.
 3. Nothing has to be signalled to a producer that waits with nothing published: it tries again each round.
-4. What others take meanwhile goes into blocks that are published in turn, of which there are as many as there
-   are inputs. A run that fails, and a worker that dies, give back all that they had.
+4. Memory that other producers take meanwhile goes into blocks that are published in turn, and there
+   are only as many of these as there are inputs. A run that fails, and a worker that dies, give back all that
+   they had.
 
 So as long as a worker of the host holds memory, it comes back or its run fails, which ends the waiting too.
 Once none holds any, what fills /dev/shm is not ours: that is waited for only so long.

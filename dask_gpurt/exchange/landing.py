@@ -91,7 +91,7 @@ class Landing:
 
     def make_room(self) -> None:
         """Spill everything that is live on the device and not held, for a task that has run out of memory."""
-        # What has failed has left frames of Python behind that hold what it had so far, in cycles.
+        # The failed task has left Python frames behind that hold its intermediate results, in cycles.
         gc.collect()
         self._tiered_buffer.spill(self._tiered_buffer.live_bytes(Tier.DEVICE))
 

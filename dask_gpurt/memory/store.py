@@ -1,7 +1,7 @@
 """Keep a worker's data in tiers: map keys to objects, whichever tier they lie in.
 
-What tasks read is live: on the device, or for host objects of a worker with a GPU in host memory. In the
-lower tiers (pinned memory, host memory, disk) lie objects taken apart. The parts are
+Tasks read live objects: on the device, or in host memory for host objects of a worker with a GPU. The lower
+tiers (pinned memory, host memory, disk) hold serialised objects. The parts are
 
 - the table of all entries, under one lock (:mod:`~dask_gpurt.memory.entries`),
 - what moves objects down and up (:mod:`~dask_gpurt.memory.spilling`, :mod:`~dask_gpurt.memory.unspilling`),

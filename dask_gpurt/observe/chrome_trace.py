@@ -1,7 +1,7 @@
 """Write a trace in the Trace Event Format, which Perfetto and Chrome read.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the format. Each server is
-a process with a track for each of its threads. What Perfetto takes for granted holds here: slices of a track
+a process with a track for each of its threads. The assumptions of Perfetto hold here: slices of a track
 are nested, and each flow has one begin and one end, in this order, inside of slices.
 
 Steps are timed on their thread. Tasks are timed by Dask, from when they are handed over to their thread, so

@@ -292,7 +292,7 @@ METRICS: Mapping[str, Metric] = {
     )
 }
 
-#: What is read when a page for Prometheus is asked for, by name. Reports have the same in another form.
+#: Metrics that are read when a page for Prometheus is requested, by name. Reports have them in another form.
 READINGS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (

@@ -1,8 +1,8 @@
 """Show the metrics of a worker or scheduler on its own ``/metrics`` page, for Prometheus.
 
-The page is Dask's. What is shown there besides is named as Dask names its own: by the configured namespace,
-the kind of server, and then ours, ``dask_worker_gpurt_exchange_bytes_total``. All servers of a process show
-one page, so that its workers are told apart by the label ``worker``.
+The page is Dask's. The runtime's metrics are named as Dask names its own: by the configured namespace, the
+kind of server, and then the name in the table, ``dask_worker_gpurt_exchange_bytes_total``. All servers of a
+process show one page, so the label ``worker`` distinguishes its workers.
 """
 
 from __future__ import annotations

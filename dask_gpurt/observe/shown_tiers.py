@@ -38,7 +38,7 @@ def shown_tiers(rows: Iterable[Row], shared_memory: Mapping[str, int]) -> Iterat
         elif "prefix" in row:
             yield {**row, "tier": MEMORY} if tier == "device" else row
         elif tier == "device":
-            # What the process has besides is in the same memory, and counts for the tier below it.
+            # Other memory of the process is in the same place, and is counted for the tier below it.
             own = {kind: row[kind] + beside[worker][kind] for kind in ("cudf", "unmanaged")}
             yield {**row, **own, "tier": MEMORY, "published": 0}
             yield _pool(row, shared_memory[worker])

@@ -153,7 +153,7 @@ def _runtime(plugin: Any) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = plugin.waiting()
-    # Whatever is wrong with a part that is half set up: what else there is to tell is still told.
+    # A part that is half set up may raise anything; the other parts are described all the same.
     except Exception as error:
         return {"error": repr(error)}
     return found

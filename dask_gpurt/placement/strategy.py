@@ -101,7 +101,7 @@ class Placement:
             self._roots.on_queued(ts)
 
     def unbind(self) -> None:
-        """Have Dask choose again, as shipped. What was learnt stays, for the next :meth:`bind`."""
+        """Have Dask choose again, as shipped. Estimates are kept for the next :meth:`bind`."""
         self._is_bound = False
         self._overrides.restore()
         self._estimates.forget_pending()

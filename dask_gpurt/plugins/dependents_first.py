@@ -54,7 +54,7 @@ class DependentsFirst:
     def finished(self, key: Key, result: int, inputs: int) -> None:
         """Hold the next task back if one like this would not find room now, so that what follows comes first.
 
-        Whatever goes wrong here: the task is done, and its result is what counts.
+        An error here is only counted, since the task is done and its result is valid.
 
         Parameters
         ----------

@@ -55,7 +55,7 @@ MAX_DECISIONS = 500
 MAX_DETAILS = 8
 #: Seconds after which workers whose details are asked for are not waited for.
 DETAILS_TIMEOUT_S = 10.0
-#: What is told of a worker that has left.
+#: The fields of a worker that has left.
 DEPARTED = ("address", "name", "left", "silent")
 
 
@@ -216,7 +216,7 @@ class JsonApi:
     def _shuffle(self, shuffle_id: Any, run: Any, barrier: Any) -> ShuffleReply:
         transferred = barrier.state == "memory"
         inputs = _progress([transferred or task.state == "memory" for task in barrier.dependencies])
-        # What is released after the barrier was in memory before, or is not needed.
+        # Outputs that are released after the barrier were in memory before, or are not needed.
         done = ("memory", "released", "forgotten") if transferred else ("memory",)
         outputs = _progress([task.state in done for task in barrier.dependents])
         is_done = transferred and outputs["done"] == outputs["total"]

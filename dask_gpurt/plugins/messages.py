@@ -2,8 +2,8 @@
 
 A worker whose next task depends on the one that has ended hears of it by two messages: of the end, to the
 scheduler, and of the task, back. Dask sends at most one message in 2 ms to the scheduler and one in 5 ms to
-each worker, so a task that takes less is followed by a gap of 5 ms. What comes while a message is being
-written still goes in one with the next: a busy scheduler gathers as before.
+each worker, so a task that takes less is followed by a gap of 5 ms. Messages that come while one is being
+written still go together with the next: a busy scheduler gathers as before.
 
 To send a message takes Python's lock, which the next task wants at the same moment. So a worker that has
 tasks at hand gathers the ends of tasks as Dask does, until the last of them computes.

@@ -64,7 +64,7 @@ class ReplicaSelector:
         def select(state: WorkerStateMachine) -> Iterator[Any]:
             try:
                 queue = self._queue(state)
-            # Whatever goes wrong here: the worker has to fetch what it needs.
+            # After an error here the worker still has to fetch its dependencies.
             except Exception as error:
                 self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, repr(error))
                 found: Iterator[Any] = dasks(state)

@@ -6,7 +6,8 @@ which nothing else happens. The scheduler can know them. A worker tells with the
 attempt has succeeded, and the result of a barrier is the number of its run. So they are sent to the workers
 that need them, right before the tasks that do.
 
-What is sent counts as a replica from then on, as if it had been fetched: it is released with the task.
+A result that was sent counts as a replica from then on, as if it had been fetched: it is released with the
+task.
 """
 
 from __future__ import annotations

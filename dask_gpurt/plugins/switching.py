@@ -1,8 +1,8 @@
 """Switch on and off as transactions: one at a time, on all workers, and ending in one of two states.
 
-Who comes in the middle waits for the outcome, also for its failure. Of workers that come in the middle,
-each asks before it switches on (:data:`JOIN`), since it may have been handed the plugin a moment before it
-was taken back::
+A caller that comes in the middle waits for the outcome, and gets its failure too. A worker that joins in the
+middle asks before it switches on (:data:`JOIN`), since it may have received the plugin a moment before that
+was removed again::
 
     a worker registers, the scheduler's answer with the plugin is on its way
     the scheduler switches off: it tells the worker, which has no such plugin yet

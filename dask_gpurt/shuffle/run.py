@@ -4,7 +4,7 @@ Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messa
 them; the methods here are the ones that it calls. ``add_partition`` and
 ``get_output_partition`` run on the threads of tasks, everything else on the event loop.
 
-What goes from worker to worker, and why each row counts once, is in docs/design/exactly-once.md.
+docs/design/exactly-once.md has the messages from worker to worker, and the reason why each row counts once.
 """
 
 from __future__ import annotations
@@ -442,7 +442,7 @@ class ShuffleRun:
         for answer in answers:
             if isinstance(answer, Stale):
                 await self._catch_up()
-            # What a worker that has left, and owns nothing, did not deliver is missing.
+            # Inputs that were not delivered by a worker that has left, and owns nothing, are missing.
             if isinstance(answer, BaseException) and not isinstance(answer, GONE):
                 raise answer
         return missing
@@ -492,7 +492,7 @@ class ShuffleRun:
         except Exception:
             self.raise_if_closed()  # what was read of a run that had ended may have made no sense
             raise
-        # What was read of a run that had ended meanwhile may be anything.
+        # Data that were read after the run had ended may be anything.
         self.raise_if_closed()
         return assembled
 

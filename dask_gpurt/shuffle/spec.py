@@ -3,7 +3,7 @@
 Runs, their ids, their restart and their owners are managed by the machinery of Dask's p2p
 shuffles on the scheduler and the workers; a spec of ours makes it work with our runs.
 
-What is shuffled is a spec's own matter: :class:`ShuffleSpec` is for the rows of dataframes, and
+Each kind of data has a spec: :class:`ShuffleSpec` is for the rows of dataframes, and
 :class:`~dask_gpurt.shuffle.rechunk.RechunkSpec` for the chunks of arrays. Runs number inputs and outputs.
 """
 
