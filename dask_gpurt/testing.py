@@ -48,8 +48,8 @@ class Instruments(WorkerPlugin):
     Parameters
     ----------
     failures
-        One in this many allocations of a worker fails, and one in as many of its tasks, chosen at random; 0 for
-        none.
+        One in this many allocations of a worker fails, and one in as many of its tasks, chosen at random; 0
+        for none.
     handovers
         Whether :class:`HandoverChecker` checks memory that changes hands. Violations are counted as the
         fallback ``overlap.handed-over-early``, which the doctor shows.

@@ -121,7 +121,7 @@ class Calls:
         return answer.done()
 
     async def _result(self, answer: asyncio.Future[Any], address: str) -> Any:
-        """Return an answer. Any error of a worker that closes means that it is lost, and no run has failed."""
+        """Return an answer. Any error of a worker that closes means that it is lost; no run has failed."""
         try:
             found = answer.result()
         except OSError:

@@ -1,10 +1,10 @@
 """Keep objects taken apart in files: one for each, its buffers one behind the other, each with a checksum.
 
-Spilled bytes would only push other files out of the page cache, so they are written and read past it where the
-file system can do that. Direct I/O requires addresses, offsets and lengths that are multiples of a page, so
-bytes of the host are written through an aligned buffer, and read into aligned memory. Buffers of a device begin
-at a page each, behind those of the host; the device moves them and computes their checksums. The offsets of
-buffers stay in memory: a file is read by the process that wrote it, or not at all.
+Spilled bytes would only push other files out of the page cache, so they are written and read past it where
+the file system can do that. Direct I/O requires addresses, offsets and lengths that are multiples of a page,
+so bytes of the host are written through an aligned buffer, and read into aligned memory. Buffers of a device
+begin at a page each, behind those of the host; the device moves them and computes their checksums. The
+offsets of buffers stay in memory: a file is read by the process that wrote it, or not at all.
 """
 
 from __future__ import annotations

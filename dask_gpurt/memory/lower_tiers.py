@@ -26,8 +26,8 @@ PartOf = tuple[Tier, str, int]
 class LowerTier(Protocol):
     """A tier below the live ones: objects taken apart, by name. Thread-safe; all methods may block.
 
-    Any object with these methods can be a tier. Returned buffers may refer to the memory of the tier: an object
-    must not be deleted while it is read, which :meth:`EntryTable.retain` ensures. A name is used once.
+    Any object with these methods can be a tier. Returned buffers may refer to the memory of the tier: an
+    object must not be deleted while it is read, which :meth:`EntryTable.retain` ensures. A name is used once.
 
     Attributes
     ----------

@@ -102,8 +102,8 @@ class Reservations:
     def bytes_added_by(self, key: Key, value: Any, tier: Tier) -> int:
         """Return the bytes that an object would add to a tier.
 
-        The result of measuring is kept until the object is stored under its key, or the reservation of the key
-        is cancelled.
+        The result of measuring is kept until the object is stored under its key, or the reservation of the
+        key is cancelled.
         """
         roots = self.measured(key, value)
         self._measured[key] = value, roots

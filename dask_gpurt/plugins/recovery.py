@@ -152,8 +152,8 @@ class Recovery:
         owners = self._owners(id, run_id)
         if owners is None or owners.seal(epoch) or owners.sealed:
             return
-        # Each move of outputs has the barrier run again, and the worker gets the owners before that. If it has
-        # missed them nevertheless, the barrier must not end with the old ones.
+        # Each move of outputs has the barrier run again, and the worker gets the owners before that. If it
+        # has missed them nevertheless, the barrier must not end with the old ones.
         self._send_owners(id, {worker})
         self._release([barrier_key(id)], "processing")
 

@@ -129,8 +129,9 @@ class WorkerTracing:
         if timed["action"] == "compute":
             thread = self._worker.threads.get(key, 0)
             recording.see(thread)
-            # Dask has corrected the begin of the task by the difference of clocks from a heartbeat, which is off
-            # by as much as heartbeats are under way. The time of its hand-over to its thread is not corrected.
+            # Dask has corrected the begin of the task by the difference of clocks from a heartbeat, which is
+            # off by as much as heartbeats are under way. The time of its hand-over to its thread is not
+            # corrected.
             began, seconds = task.start_time - self._epoch, timed["stop"] - timed["start"]
             recording.add(Event(Kind.SPAN, TASK, began, seconds, thread, str(key), {}))
 

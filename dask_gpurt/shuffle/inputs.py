@@ -97,8 +97,8 @@ class Inputs(Generic[T]):
     def lose(self, source: int, attempt: Attempt) -> list[T]:
         """Note that a part of an attempt can not be had: only a later one counts. Return the other parts.
 
-        A shard that was released is never taken again, even if it is offered once more: its producer may reuse
-        the block as soon as the first release arrives.
+        A shard that was released is never taken again, even if it is offered once more: its producer may
+        reuse the block as soon as the first release arrives.
         """
         known = self._inputs.get(source)
         if known is not None and known.attempt > attempt:

@@ -1,9 +1,9 @@
 """Join the two sides of an output; one side in pieces where there is no memory for all of it at once.
 
-The output rows for a row of the probe side depend only on that row and on the other side. So the probe side can
-be cut into pieces, and their results, concatenated, are the result of the whole: pandas keeps the order of that
-side, and cudf promises none. A join that also keeps the rows of the *other* side without a match is not the sum
-of such pieces, and is not split.
+The output rows for a row of the probe side depend only on that row and on the other side. So the probe side
+can be cut into pieces, and their results, concatenated, are the result of the whole: pandas keeps the order
+of that side, and cudf promises none. A join that also keeps the rows of the *other* side without a match is
+not the sum of such pieces, and is not split.
 """
 
 from __future__ import annotations
