@@ -20,6 +20,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.exchange.calls import Calls, closes
 from dask_gpurt.exchange.comms import Comms
+from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState
 from dask_gpurt.exchange.landing import Landing
@@ -84,41 +85,16 @@ class Exchange:
         self.recent_runs = RecentRuns()
         self.links = Links(worker)
         self.calls = Calls(worker, metrics)
-        self.peers = Peers(
-            self.me,
-            worker,
-            pools,
-            self.links,
-            settings.exchange.paths,
-            metrics,
-            self.calls,
-            self.offload,
-            self._close_soon,
+        endpoint = Endpoint(
+            self.me, worker, pools, self.links, self.traffic, self.calls, metrics, self.offload
         )
-        self.comms = Comms(
-            self.me,
-            worker,
-            pools,
-            self.links,
-            self.traffic,
-            metrics,
-            self.calls,
-            settings.exchange.compression,
-            self.offload,
-        )
+        self.peers = Peers(endpoint, settings.exchange.paths, self._close_soon)
+        self.comms = Comms(endpoint, settings.exchange.compression)
         self.executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="gpurt-comm")
-        self.requests = PeerRequests(self.me, worker.loop, self.calls, pools, self)
+        self.requests = PeerRequests(endpoint, self)
         self.pools.ask_for_room = self.requests.ask_for_room
-        self.puller = Puller(
-            worker,
-            settings.exchange.inflight,
-            self.comms,
-            self.requests,
-            self.traffic,
-            metrics,
-            self.offload,
-            self._tell_in_flight,
-        )
+        inflight = settings.exchange.inflight
+        self.puller = Puller(endpoint, inflight, self.comms, self.requests, self._tell_in_flight)
         self._incoming: defaultdict[Peer, set[IncomingShard]] = defaultdict(set)
         self._asked: dict[Peer, float] = {}
         self._publishing: set[RunKey] = set()

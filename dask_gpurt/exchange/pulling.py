@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
@@ -12,12 +12,12 @@ from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.device.base import CodecError
 from dask_gpurt.exchange.comms import Comms
+from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
 from dask_gpurt.exchange.outgoing import COPIED
 from dask_gpurt.exchange.requests import PeerRequests
 from dask_gpurt.exchange.shard import ExchangeClosed
-from dask_gpurt.exchange.traffic import Traffic
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Fallback
 
 #: One for all steps that are not recorded.
 _NOT_RECORDED = contextlib.nullcontext()
@@ -28,34 +28,24 @@ class Puller:
 
     Parameters
     ----------
-    worker
-        The Dask worker, on whose event loop pulls are begun.
     inflight
         The most bytes that are pulled at a time; a shard that is larger is pulled alone.
-    offload
-        Runs something that blocks on a thread.
     changed
         Called on the event loop whenever a pull begins or ends.
     """
 
     def __init__(
         self,
-        worker: Any,
+        endpoint: Endpoint,
         inflight: int,
         comms: Comms,
         requests: PeerRequests,
-        traffic: Traffic,
-        metrics: Metrics,
-        offload: Callable[..., Awaitable[Any]],
         changed: Callable[[], None],
     ):
-        self._worker = worker
+        self._end = endpoint
         self._limiter = ResourceLimiter(inflight)
         self._comms = comms
         self._requests = requests
-        self._traffic = traffic
-        self._metrics = metrics
-        self._offload = offload
         self._changed = changed
         #: Pulls that are under way.
         self.under_way = 0
@@ -68,7 +58,7 @@ class Puller:
     def pull_soon(self, incoming: IncomingShard) -> bool:
         """Begin to pull a shard; False where it is under way, there or gone already."""
         if begins := incoming.start_moving():
-            call_soon(self._worker, self._pull, incoming)
+            call_soon(self._end.worker, self._pull, incoming)
         return begins
 
     async def _pull(self, incoming: IncomingShard) -> None:
@@ -81,19 +71,19 @@ class Puller:
             if incoming.state is not ShardState.GONE:  # else it belongs to what is over, and nothing reads it
                 incoming.fail(error)
         with contextlib.suppress(ExchangeClosed):  # which lets go of all
-            await self._offload(incoming.stop_moving)  # on a thread: it may wait for a device
+            await self._end.offload(incoming.stop_moving)  # on a thread: it may wait for a device
 
     async def _pull_now(self, incoming: IncomingShard) -> None:
         nbytes = incoming.shard.nbytes
         self._limiter.increase(nbytes)
-        self._metrics.peak("exchange.inflight.peak", self.nbytes)
+        self._end.metrics.peak("exchange.inflight.peak", self.nbytes)
         try:
             with self._pulling():
                 if incoming.path.mapping is None:
                     await self._pull_fetched(incoming)
                 else:
-                    with self._metrics.seconds("exchange.seconds.pulling"):
-                        await self._offload(self._pull_mapped, incoming)
+                    with self._end.metrics.seconds("exchange.seconds.pulling"):
+                        await self._end.offload(self._pull_mapped, incoming)
         finally:
             await self._limiter.decrease(nbytes)
 
@@ -102,27 +92,27 @@ class Puller:
         try:
             reply = await self._comms.fetch(incoming)
             self._record_fetch(incoming, began)
-            await self._offload(self._land_fetched, incoming, reply)
+            await self._end.offload(self._land_fetched, incoming, reply)
         except CodecError as error:
-            self._metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
+            self._end.metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
             reply = await self._comms.fetch(incoming, by_host=True)
-            await self._offload(self._land_fetched, incoming, reply)
+            await self._end.offload(self._land_fetched, incoming, reply)
 
     def _record_fetch(self, incoming: IncomingShard, began: float) -> None:
-        if (recording := self._metrics.recording) is not None:
+        if (recording := self._end.metrics.recording) is not None:
             shard = incoming.shard
             recording.waited("fetch", began, bytes=shard.nbytes, producer=shard.producer.address)
 
     def _pull_mapped(self, incoming: IncomingShard) -> None:
         shard = incoming.shard
         address = shard.producer.address
-        copy = self._traffic.timed(address, incoming.path.name, incoming.device.land, shard.nbytes)
+        copy = self._end.traffic.timed(address, incoming.path.name, incoming.device.land, shard.nbytes)
         try:
             with self._recorded(incoming):
                 self._land(incoming, incoming.sources(), copy)
         finally:
             drop_pages([incoming])
-        self._metrics.add("exchange.pulled.bytes", incoming.shard.nbytes)
+        self._end.metrics.add("exchange.pulled.bytes", incoming.shard.nbytes)
 
     def _land_fetched(self, incoming: IncomingShard, reply: dict[str, Any]) -> None:
         with self._recorded(incoming):
@@ -136,7 +126,7 @@ class Puller:
 
     def _recorded(self, incoming: IncomingShard) -> AbstractContextManager[None]:
         """Record the body as a pull, while a trace is taken."""
-        if (recording := self._metrics.recording) is None:
+        if (recording := self._end.metrics.recording) is None:
             return _NOT_RECORDED
         shard = incoming.shard
         return recording.span(

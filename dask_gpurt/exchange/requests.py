@@ -12,9 +12,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dask_gpurt.exchange.calls import Calls
+from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.outgoing import Outbox
-from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
 
 logger = logging.getLogger(__name__)
@@ -41,19 +40,12 @@ class PeerRequests:
 
     Parameters
     ----------
-    me
-        This worker, as peers know it.
-    loop
-        The event loop on which it all happens.
     here
         The handlers of this worker, which may be its own peer.
     """
 
-    def __init__(self, me: Peer, loop: Any, calls: Calls, pools: Pools, here: Handlers):
-        self._me = me
-        self._loop = loop
-        self._calls = calls
-        self._pools = pools
+    def __init__(self, endpoint: Endpoint, here: Handlers):
+        self._end = endpoint
         self._here = here
         #: Releases that are on their way or still to be sent.
         self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
@@ -62,7 +54,7 @@ class PeerRequests:
 
     def release_soon(self, producer: Peer, kind: str, shard: int, share: int) -> None:
         """Tell a producer, with others, that a block of its pool is free. From any thread."""
-        self._loop.add_callback(self._note_release, producer, kind, shard, share)
+        self._end.worker.loop.add_callback(self._note_release, producer, kind, shard, share)
 
     async def _note_release(self, producer: Peer, kind: str, shard: int, share: int) -> None:
         to = (producer, kind)
@@ -79,7 +71,7 @@ class PeerRequests:
             del self._released[to]
 
     async def _send_release(self, producer: Peer, kind: str, shards: list[tuple[int, int]]) -> None:
-        if producer == self._me:
+        if producer == self._end.me:
             if not self._here.closed:
                 self._here.release(kind=kind, shards=shards, to=producer.incarnation)
             return
@@ -93,41 +85,43 @@ class PeerRequests:
     async def _has_taken(self, producer: str, message: dict[str, Any]) -> bool:
         """Tell a producer of a release; False if it has to be told again."""
         try:
-            await self._calls.call(producer, "gpurt_release", check=self._check_open, **message)
+            await self._end.calls.call(producer, "gpurt_release", check=self._check_open, **message)
         except ExchangeClosed:
             pass
         except PeerLost:
-            return await self._calls.has_left(producer)
+            return await self._end.calls.has_left(producer)
         except Exception as error:
-            logger.warning("worker %s has not taken a release of %s: %r", producer, self._me.address, error)
+            me = self._end.me.address
+            logger.warning("worker %s has not taken a release of %s: %r", producer, me, error)
             return False
         return True
 
     def _check_open(self) -> None:
         if self._here.closed:
-            raise ExchangeClosed(f"the exchange of {self._me.address} is closed")
+            raise ExchangeClosed(f"the exchange of {self._end.me.address} is closed")
 
     # ---- of a producer, to the owners of its shards ----------------------------------
 
     def ask_for_room(self, owners: set[str]) -> None:
         """Have owners copy what they would read in place. From any thread."""
-        self._loop.add_callback(self._send_drain, owners)
+        self._end.worker.loop.add_callback(self._send_drain, owners)
 
     async def _send_drain(self, owners: set[str]) -> None:
         await asyncio.gather(*map(self._send_drain_to, owners))
 
     async def _send_drain_to(self, owner: str) -> None:
-        if owner == self._me.address:
-            self._here.drain(producer=list(self._me))
+        if owner == self._end.me.address:
+            self._here.drain(producer=list(self._end.me))
             return
-        # It is asked again soon, for as long as room is short.
+        me = list(self._end.me)
+        # The owner is asked again soon, for as long as room is short.
         with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
-            await self._calls.once(owner, "gpurt_drain", check=self._check_open, producer=list(self._me))
+            await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
 
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
         # An owner that was asking may have had more staged meanwhile.
-        while published := self._pools.owners(run):
+        while published := self._end.pools.owners(run):
             await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
 
     async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
@@ -137,19 +131,20 @@ class PeerRequests:
 
     async def _has_let_go(self, owner: str, run: RunKey) -> bool:
         """Ask an owner to, and wait until it has; False if it could not be asked and may still read."""
-        if owner == self._me.address:
-            await self._here.forget(producer=list(self._me), run=list(run))
+        if owner == self._end.me.address:
+            await self._here.forget(producer=list(self._end.me), run=list(run))
             return True
-        message = {"producer": list(self._me), "run": list(run)}
+        message = {"producer": list(self._end.me), "run": list(run)}
         try:
-            await self._calls.once(owner, "gpurt_forget", check=self._check_open, **message)
+            await self._end.calls.once(owner, "gpurt_forget", check=self._check_open, **message)
         except PeerLost:
             pass
         except OSError:
-            return await self._calls.has_left(owner)
+            return await self._end.calls.has_left(owner)
         except ExchangeClosed:
             raise
         except Exception as error:
-            logger.warning("worker %s has not let go of %s of %s: %r", owner, run, self._me.address, error)
+            me = self._end.me.address
+            logger.warning("worker %s has not let go of %s of %s: %r", owner, run, me, error)
             return False
         return True
