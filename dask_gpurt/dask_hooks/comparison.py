@@ -92,7 +92,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class SeamGroup:
-    """The seams that one part of a runtime needs.
+    """Group the seams that one part of a runtime needs.
 
     Attributes
     ----------

@@ -49,7 +49,7 @@ class _Place(Protocol):
 
 
 class _Attribute:
-    """An attribute of an instance, a class or a module."""
+    """Access an attribute of an instance, a class or a module."""
 
     def __init__(self, owner: Any, name: str):
         self.owner, self.name = owner, name
@@ -65,7 +65,7 @@ class _Attribute:
 
 
 class _Item:
-    """An item of a mapping, such as a handler of a server."""
+    """Access an item of a mapping, such as a handler of a server."""
 
     def __init__(self, mapping: MutableMapping[str, Any], key: str):
         self.mapping, self.key = mapping, key
@@ -81,7 +81,7 @@ class _Item:
 
 
 class _Class:
-    """The class of an instance that has slots, and no room for a method of its own."""
+    """Access the class of an instance that has slots, and no room for a method of its own."""
 
     def __init__(self, owner: Any):
         self.owner = owner
@@ -94,15 +94,15 @@ class _Class:
 
 
 class _Property(property):
-    """A property that can be referred to weakly."""
+    """Allow weak references to a property."""
 
 
 class _Static(staticmethod):  # type: ignore[type-arg]
-    """A static method that can be referred to weakly."""
+    """Allow weak references to a static method."""
 
 
 class _Patch:
-    """A value that was replaced.
+    """Hold a value that was replaced.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ def _patch_of(value: Any) -> _Patch | None:
 
 
 class PatchSet:
-    """A set of replacements that are given back together.
+    """Replace values, and restore all of them together.
 
     Parameters
     ----------

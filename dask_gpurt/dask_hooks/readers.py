@@ -23,7 +23,7 @@ _EXPR = "dask.dataframe.dask_expr.io."
 
 
 class Reader(NamedTuple):
-    """A function that reads, or writes.
+    """Describe a function that reads, or writes.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ READERS = (
 
 
 class Readers:
-    """The readers that are wrapped in this process by one set of replacements.
+    """Wrap readers in this process, as one set of replacements.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ class State(StrEnum):
 
 
 class Row(NamedTuple):
-    """A line of the table of seams."""
+    """Hold a line of the table of seams."""
 
     part: str
     name: str

@@ -116,7 +116,7 @@ class PriorityError(OSError):
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a pool: ``nbytes`` bytes from ``offset``, seen through ``buffer``."""
+    """Describe a piece of a pool: ``nbytes`` bytes from ``offset``, seen through ``buffer``."""
 
     offset: int
     nbytes: int
@@ -150,7 +150,7 @@ class PoolLimits:
 
 
 class Mapping(Protocol):
-    """A pool, own or of a peer, that this process can read."""
+    """Read a pool, own or of a peer, in this process."""
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Return a view of a part of the pool; it keeps the mapping alive."""
@@ -167,7 +167,7 @@ class Mapping(Protocol):
 
 
 class Pool(Mapping, Protocol):
-    """Memory of a fixed capacity that is cut into blocks and that peers can map."""
+    """Cut memory of a fixed capacity into blocks, and let peers map it."""
 
     @property
     def capacity(self) -> int:
@@ -220,7 +220,7 @@ class Pool(Mapping, Protocol):
 
 
 class SmContexts(Protocol):
-    """Contexts of a device that have some of its SMs."""
+    """Give threads contexts of a device that have some of its SMs."""
 
     #: SMs of the device, and the number in whose multiples they can be taken from compute.
     total: int

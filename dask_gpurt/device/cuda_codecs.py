@@ -37,7 +37,7 @@ _USED: WeakSet[CudaCodec] = WeakSet()
 
 
 class CudaCodec:
-    """An algorithm of nvCOMP, on the communication stream of the calling thread.
+    """Compress by an algorithm of nvCOMP, on the communication stream of the calling thread.
 
     Parameters
     ----------

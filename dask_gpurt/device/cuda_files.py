@@ -32,7 +32,7 @@ At = tuple[Buffer, int]
 
 
 class CudaFiles:
-    """Buffers of a GPU in files. Thread-safe; see :class:`~dask_gpurt.device.base.DeviceFiles`.
+    """Write buffers of a GPU to files. Thread-safe; see :class:`~dask_gpurt.device.base.DeviceFiles`.
 
     Parameters
     ----------

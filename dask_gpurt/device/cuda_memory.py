@@ -29,7 +29,7 @@ BATCHES_SINCE = 12080
 
 @dataclass(frozen=True)
 class DeviceSpan:
-    """``size`` bytes of device memory from ``ptr``; keeps ``owner`` alive."""
+    """Describe ``size`` bytes of device memory from ``ptr``; keeps ``owner`` alive."""
 
     ptr: int
     size: int
@@ -51,7 +51,7 @@ class DeviceSpan:
 
 
 class CudaStreams(Protocol):
-    """The part of a :class:`~dask_gpurt.device.cuda.CudaDevice` that its codecs and files work with."""
+    """Type the part of a :class:`~dask_gpurt.device.cuda.CudaDevice` that its codecs and files use."""
 
     index: int
 

@@ -60,7 +60,7 @@ def usual_context(device: int) -> Iterator[None]:
 
 
 class GreenContexts:
-    """Contexts of one GPU, made when they are first entered, for each thread its own.
+    """Make contexts of one GPU when they are first entered, for each thread its own.
 
     Parameters
     ----------

@@ -96,7 +96,7 @@ class HostMapping:
 
 
 class HostPool(HostMapping):
-    """A nameless file in shared memory, cut into blocks.
+    """Cut a nameless file in shared memory into blocks.
 
     Parameters
     ----------

@@ -49,7 +49,7 @@ COPY_THREADS = 4
 
 
 class Exchange:
-    """Pools, paths and transfers of one worker.
+    """Offer, take and release shards: one worker's end of all transfers.
 
     Parameters
     ----------

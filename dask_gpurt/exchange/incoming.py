@@ -32,7 +32,7 @@ class ShardState(Enum):
 
 
 class IncomingShard:
-    """A shard that was offered to this worker. Thread-safe.
+    """Keep a shard that was offered to this worker. Thread-safe.
 
     Parameters
     ----------

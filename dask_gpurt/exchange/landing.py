@@ -27,7 +27,7 @@ from dask_gpurt.observe import Fallback, Metrics
 
 
 class Landing:
-    """Pulled shards by key. Thread-safe; no method is called on the event loop.
+    """Keep pulled shards by key. Thread-safe; no method is called on the event loop.
 
     Parameters
     ----------

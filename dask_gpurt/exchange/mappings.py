@@ -10,7 +10,7 @@ from dask_gpurt.device.base import Buffer
 
 
 class HeldMapping:
-    """A peer's pool that stays mapped for as long as a shard in it is held. Thread-safe.
+    """Keep a peer's pool mapped for as long as a shard in it is held. Thread-safe.
 
     A peer that leaves retires its mapping while a pull may still be under way:
 

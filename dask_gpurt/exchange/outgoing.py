@@ -34,7 +34,7 @@ class _Publication:
 
 
 class Outbox:
-    """Published blocks of one pool, by shard id. Thread-safe.
+    """Keep the published blocks of one pool, by shard id. Thread-safe.
 
     Blocks that all readers have let go of are *retained* for as long as their run goes on and nothing else
     needs their room: should a reader be lost, another one is offered them again. A pool does not grow beside

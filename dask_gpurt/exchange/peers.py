@@ -20,7 +20,7 @@ USUAL_SHARD_BYTES = 2**24
 
 
 class Peers:
-    """Paths by peer and kind of device. On the event loop.
+    """Keep the paths by peer and kind of device. On the event loop.
 
     A path belongs to one life of a peer: one that was restarted at the same address has another pool.
 

@@ -25,7 +25,7 @@ class NoSuchDevice(RuntimeError):
 
 
 class Pools:
-    """Devices by kind, and what this worker has published in the pool of each. Thread-safe.
+    """Keep the devices by kind, and the blocks that were published in the pool of each. Thread-safe.
 
     Parameters
     ----------

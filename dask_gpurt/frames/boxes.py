@@ -23,7 +23,7 @@ OldToNew = Sequence[Sequence[Sequence[tuple[int, slice]]]]
 
 
 class Interval(NamedTuple):
-    """Elements along one axis that an old chunk and a new chunk have in common.
+    """Describe the elements along one axis that an old chunk and a new chunk have in common.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Box:
-    """Elements that an old chunk and a new chunk have in common, or some of them.
+    """Describe elements that an old chunk and a new chunk have in common, or some of them.
 
     Attributes
     ----------

@@ -42,7 +42,7 @@ IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
 @dataclass(frozen=True)
 class _CudfRows:
-    """Columns without their names, and the header that brings the names and dtypes back."""
+    """Hold columns without their names, and the header that brings the names and dtypes back."""
 
     table: plc.Table
     header: bytes
@@ -72,7 +72,7 @@ class _Schema:
 
 @dataclass(frozen=True)
 class _Nested:
-    """A list or struct dtype by way of Arrow; cudf can not pickle those that hold strings."""
+    """Describe a list or struct dtype by way of Arrow; cudf can not pickle those that hold strings."""
 
     kind: type[cudf.ListDtype] | type[cudf.StructDtype]
     arrow: Any
@@ -88,7 +88,7 @@ def _portable(dtype: Any) -> Any:
 
 
 class CudfTable:
-    """cudf frames in the memory of one GPU."""
+    """Split, pack and assemble cudf frames in the memory of one GPU."""
 
     name = "cudf"
 

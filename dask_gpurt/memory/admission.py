@@ -93,7 +93,7 @@ def _sufficient(runs: list[float] | list[int]) -> float:
 
 
 class MemoryRequest(NamedTuple):
-    """A request for memory: of a task, or of data that come from a peer or go to one."""
+    """Request memory: for a task, or for data that come from a peer or go to one."""
 
     kind: str
     key: Key
@@ -189,7 +189,7 @@ class Admission:
 
 
 class AdmissionQueue:
-    """The :class:`Admission` of a worker, with the requests that wait for it. On the event loop.
+    """Queue the requests of a worker for its :class:`Admission`. On the event loop.
 
     Parameters
     ----------

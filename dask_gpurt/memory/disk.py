@@ -210,7 +210,7 @@ class _Layout:
 
 
 class DiskTier(MutableMapping[str, Frames]):
-    """A mapping into files of a directory of its own. Thread-safe; not to be read while the key goes.
+    """Map keys to files in a directory of its own. Thread-safe; not to be read while the key is deleted.
 
     A key goes at once. Its file is removed on a thread of the tier's own: for large ones that takes longer
     than an event loop has, or a thread that waits for a lock.

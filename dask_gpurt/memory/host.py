@@ -169,7 +169,7 @@ class MemoryTier(MutableMapping[str, Frames]):
 
 
 class HostTier(MemoryTier):
-    """A mapping into memory of the system's allocator, one array for each buffer.
+    """Map keys to memory of the system's allocator, one array for each buffer.
 
     Parameters
     ----------
@@ -333,7 +333,7 @@ def _touch(memory: np.ndarray) -> None:
 
 
 class PinnedTier(MemoryTier):
-    """A mapping into the blocks of a pool, one allocation for each object."""
+    """Map keys to blocks of a pool, one allocation for each object."""
 
     def __init__(self, pool: BlockPool):
         super().__init__()

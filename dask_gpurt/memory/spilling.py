@@ -20,7 +20,7 @@ from dask_gpurt.observe import Fallback
 
 @dataclass(frozen=True)
 class _Spill:
-    """An object that is being copied down.
+    """Note an object that is being copied down.
 
     Attributes
     ----------

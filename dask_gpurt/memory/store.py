@@ -47,7 +47,7 @@ class Spilled(NamedTuple):
 
 
 class TieredBuffer(MutableMapping[Key, Any]):
-    """The mapping that takes the place of a worker's ``data``. Thread-safe.
+    """Take the place of a worker's ``data``, as a mapping over all tiers. Thread-safe.
 
     Only :meth:`__getitem__` of a key that is not live copies on the calling thread: hold
     keys first, with :meth:`hold` on a thread that may wait.

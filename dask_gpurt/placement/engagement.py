@@ -33,7 +33,7 @@ class Reason(StrEnum):
 
 
 class UsualTask(NamedTuple):
-    """The mean task that has run.
+    """Describe the mean task that has run.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class UsualTask(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The data of a worker.
+    """Describe the data of a worker.
 
     Parameters
     ----------

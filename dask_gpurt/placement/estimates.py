@@ -29,7 +29,7 @@ MAX_DEPENDENTS = 8
 
 
 class InputRef(NamedTuple):
-    """An input of a task.
+    """Refer to an input of a task.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class InputRef(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """The inputs that a worker has to fetch for a task.
+    """List the inputs that a worker has to fetch for a task.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ _NO_FETCH = Fetch(0, 0.0, False)
 
 
 class Demand(NamedTuple):
-    """The needs of a task, the same on any worker: looked up once for all candidates.
+    """Describe the needs of a task, the same on any worker: looked up once for all candidates.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class Demand(NamedTuple):
 
 @dataclass(slots=True)
 class _Pending:
-    """The pending work of one worker."""
+    """Sum the pending work of one worker."""
 
     count: int = 0
     tasks: float = 0.0

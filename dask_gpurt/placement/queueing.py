@@ -38,7 +38,7 @@ MAX_RECHECKED = 4
 
 @dataclass(slots=True)
 class _Indexed(Generic[WorkerT]):
-    """A worker in the index: its load, its neighbourhoods, their buckets, and its load in these."""
+    """Index a worker: its load, its neighbourhoods, their buckets, and its load in these."""
 
     load: int
     neighbourhoods: Sequence[Neighbourhood]

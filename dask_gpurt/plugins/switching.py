@@ -40,7 +40,7 @@ SwitchAction = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Layer(IntEnum):
-    """The order in which parts of a worker that wrap one method are called: the highest layer first.
+    """Order the parts of a worker that wrap one method: the highest layer is called first.
 
     ``execute`` is called through ``READS``, which counts a task until there is room for its result; then
     through ``DATA``, which waits until a task has room and its inputs are live; then through ``OVERLAP``,
@@ -99,7 +99,7 @@ class Switch:
 
 
 class Workers:
-    """The plugin on all workers of a scheduler, those included that come and go meanwhile.
+    """Keep the plugin on all workers of a scheduler, those included that come and go meanwhile.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ class Input(Generic[T]):
 
 
 class Inputs(Generic[T]):
-    """The input partitions of a run, as the owner of a share knows them. Not thread-safe."""
+    """Track the input partitions of a run, as the owner of a share knows them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, Input[T]] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Share:
-    """Outputs that one worker receives together.
+    """List outputs that one worker receives together.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Share:
 
 
 class Owners(dict[int, str]):
-    """The address of the owner of each output, in the place of the plain dict of Dask's runs.
+    """Map each output to the address of its owner, in the place of the plain dict of Dask's runs.
 
     The scheduler changes it; workers get copies, of which a greater epoch is newer.
 

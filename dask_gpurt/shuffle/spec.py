@@ -46,7 +46,7 @@ class Tables(Protocol):
 
 
 class Input(Protocol):
-    """An input partition that is about to be cut."""
+    """Cut an input partition."""
 
     @property
     def packer(self) -> Packer:
@@ -161,7 +161,7 @@ class RunSpec(DaskShuffleSpec[int]):
 
 @dataclass(frozen=True)
 class ShuffleSpec(RunSpec):
-    """A shuffle of dataframes by a column that holds output partitions.
+    """Describe a shuffle of dataframes by a column that holds output partitions.
 
     Attributes
     ----------
@@ -265,7 +265,7 @@ class ShuffleSpec(RunSpec):
 
 @dataclass(frozen=True)
 class FrameInput:
-    """An input partition of a shuffle.
+    """Cut an input partition of a shuffle.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ SIZES = "gpurt-output-sizes"
 
 
 class Transferred(int):
-    """The result of a transfer task: the id of its run, and which attempt at which input has succeeded.
+    """Hold the result of a transfer task: the id of its run, and the attempt that succeeded at which input.
 
     Attributes
     ----------

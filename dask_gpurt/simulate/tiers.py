@@ -16,7 +16,7 @@ from dask_gpurt.topology import Link, Speed
 
 @dataclass(frozen=True)
 class Capacity:
-    """The capacity of each tier of a worker in bytes; the disk is unlimited.
+    """Limit each tier of a worker in bytes; the disk is unlimited.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Capacity:
 
 
 class Tiers(MutableMapping[Key, Any]):
-    """The data of a worker: a mapping of keys to their bytes, each in one tier.
+    """Map the keys of a worker to their bytes, each in one tier.
 
     New keys go to the live tier. When a tier is over its capacity, the least recently used keys go one tier
     down, as zict's buffers do on Dask's workers. Keys that a running task holds stay; bytes that neither go

@@ -68,7 +68,7 @@ Request = tuple[Callable[[], bool], Callable[[], None]]
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds that Dask itself takes.
+    """Set the seconds that Dask itself takes.
 
     The defaults are of the order that Dask's documentation names: about a millisecond for a task.
     ``benchmarks.placement.simulator`` measures them.
@@ -96,7 +96,7 @@ class Overheads:
 
 
 class Environment(Protocol):
-    """The cluster as a worker sees it."""
+    """Show a worker the cluster."""
 
     clock: Clock
     network: Network
@@ -114,7 +114,7 @@ class Environment(Protocol):
 
 
 class _VirtualTask(TaskState):
-    """A task with a stable hash, so that the order of sets does not depend on addresses in memory."""
+    """Hash a task alike in every process: the order of sets must not depend on addresses in memory."""
 
     __slots__ = ("_order",)
 
@@ -127,7 +127,7 @@ class _VirtualTask(TaskState):
 
 
 class VirtualWorker:
-    """A worker of Dask's: its state machine decides, and what it asks for takes virtual time.
+    """Run a worker of Dask's: its state machine decides, and its instructions take virtual time.
 
     Parameters
     ----------
