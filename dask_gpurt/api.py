@@ -428,7 +428,7 @@ def _address(client: Client) -> str | None:
 
 
 async def _stays_on(client: Client) -> bool:
-    """Tell whether the cluster is on once everything under way has ended."""
+    """Return whether the cluster is on once everything under way has ended."""
 
     async def settled(dask_scheduler: Any) -> bool:
         runtime = dask_scheduler.extensions.get("gpurt")

@@ -105,7 +105,7 @@ def instrument(runtime: Any, settings: Settings) -> None:
 
 
 class FailingAllocations:
-    """Have one of so many allocations of some devices raise MemoryError, drawn at random. Thread-safe.
+    """Make one in this many allocations of some devices raise MemoryError, at random. Thread-safe.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class FailingAllocations:
         return failing
 
     def watch_exchange(self, exchange: Any) -> None:
-        """Have partitions that are split or packed by an exchange run out of memory too."""
+        """Make the splitting and packing of an exchange run out of memory too."""
         table = exchange.table
 
         def failing_table(frame: Any) -> Table:
@@ -166,7 +166,7 @@ def put_back(owner: Any, name: str, before: Any) -> None:
 
 
 def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..., Any]) -> Any:
-    """Have tasks of a worker run out of memory as allocations do."""
+    """Make tasks of a worker run out of memory as allocations do."""
 
     async def failing(key: Any, *, stimulus_id: str) -> Any:
         try:

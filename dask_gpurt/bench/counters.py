@@ -59,7 +59,7 @@ def count_worker(dask_worker: Any) -> dict[str, float]:
 
 
 def begin_peaks(client: Client) -> bool:
-    """Begin to look for the most memory of each worker process; return whether that can be told."""
+    """Begin to measure the peak memory of each worker process; return whether that is possible."""
     return all(client.run(_begin_peak).values())
 
 

@@ -129,7 +129,7 @@ def _backend_of(client: Client) -> str:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[Run, int], None]]:
-    """Show how many runs have ended; yield what is told of each."""
+    """Show how many runs have ended; yield the callback that is called after each."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
         bar = progress.add_task("starting", total=None)

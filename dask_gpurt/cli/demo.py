@@ -230,7 +230,7 @@ def _run_once(
 
 
 def all_passed(outcomes: Sequence[OperationTiming], methods: Sequence[str]) -> bool:
-    """Tell whether no result was wrong and the runtime, if it took part, gave all of its results.
+    """Return whether no result was wrong and the runtime, if it took part, gave all of its results.
 
     A method of Dask's own that raises is shown, but does not make the demo fail.
     """

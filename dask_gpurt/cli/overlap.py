@@ -90,7 +90,7 @@ def of_cluster(address: str) -> dict[str, dict[str, Any]]:
 
 
 def is_off(part: Mapping[str, Any]) -> bool:
-    """Tell whether nothing is confined on a worker, and nothing was."""
+    """Return whether compute on a worker is not confined, and never was."""
     return part["mode"] == "off" and not part["kernels"] and not part["decisions"]
 
 

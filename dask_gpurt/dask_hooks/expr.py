@@ -200,7 +200,7 @@ _LOOKUP = Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwarg
 
 
 def find_in_one_step() -> None:
-    """Have equal expressions be found and held in one step, in this process and for good.
+    """Make Dask find and hold equal expressions in one step, in this process and permanently.
 
     Dask keeps one instance of equal expressions, by name, in a dictionary of weak references. It looks twice,
     which is not safe where a scheduler and its client are threads of one process::

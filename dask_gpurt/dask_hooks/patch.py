@@ -145,7 +145,7 @@ class _Patch:
         self.place.write(value)
 
     def restore(self) -> None:
-        """Put back what was there, unless another's is on top of it, or has taken it away."""
+        """Restore the value before, unless a replacement of another package is on top or has removed ours."""
         self.active = False
         if self.place.read() is not self.installed:
             return
@@ -263,7 +263,7 @@ class PatchSet:
         self._install(patch, patch.function(mapping[key], wrap))
 
     def add_item(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
-        """Put something into a mapping; what was there under this key comes back when it is given back."""
+        """Put an item into a mapping; an earlier item of the key is restored with the set."""
         patch = _Patch(_Item(mapping, key), self._layer)
         patch.install(value)
         self._patches.append(patch)
@@ -274,7 +274,7 @@ class PatchSet:
         self._patches.append(patch)
 
     def restore(self) -> None:
-        """Give back what was there, the last replacement first; again does nothing."""
+        """Restore all values, the last replacement first; a second call does nothing."""
         while self._patches:
             self._patches.pop().restore()
 

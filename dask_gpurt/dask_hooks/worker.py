@@ -66,7 +66,7 @@ def wrap_submit(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
 
 
 def widen_pool(worker: WorkerServer, by: int) -> Callable[[], None]:
-    """Let so many more tasks of a worker have threads; Dask hands over as many as have slots.
+    """Add threads to the pool of a worker, beyond its slots; Dask hands over as many tasks as have slots.
 
     Returns
     -------
@@ -95,7 +95,7 @@ def has_left_pool(worker: WorkerServer, thread: threading.Thread) -> bool:
 
 
 def leave_slot(worker: WorkerServer, key: Key) -> bool:
-    """Have the next ready task begin in the slot of one that goes on; return whether that had one.
+    """Start the next ready task in the slot of a task that goes on; return whether that had a slot.
 
     On the event loop. The scheduler may send one more task then. As when a task secedes, but its thread stays
     in the pool, and the scheduler is not told how long it took so far: it would take that for its duration.
@@ -135,7 +135,7 @@ def wrap_replica_choice(patches: PatchSet, state: WorkerStateMachine, wrap: Wrap
 
 
 def replace_data(worker: WorkerServer, data: MutableMapping[Key, object]) -> None:
-    """Put another mapping in the place of a worker's data, for all that refers to it."""
+    """Replace the mapping of a worker's data, everywhere that refers to it."""
     worker.memory_manager.data = worker.state.data = data
 
 

@@ -221,7 +221,7 @@ class Lowering:
 
 
 def _has_column_levels(frame: Any) -> bool:
-    """Tell whether columns have several levels: then Dask names the column of targets ("_partitions", "")."""
+    """Return whether columns have levels: Dask then names the column of targets ("_partitions", "")."""
     return bool(frame.ndim == 2 and meta(frame).columns.nlevels > 1)
 
 
@@ -251,7 +251,7 @@ def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
 
 
 def _names_ours(asked: str | None) -> bool:
-    """Tell whether the method of an expression, or the one that is used where it has none, is ours."""
+    """Return whether the method of an expression, or the one that is used where it has none, is ours."""
     return (asked or default_shuffle_method()) == METHOD
 
 

@@ -157,9 +157,9 @@ class Mapping(Protocol):
         ...
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Have a part of a peer's pool, which was read, not count as memory of this process.
+        """Stop counting a part of a peer's pool, which was read, as memory of this process.
 
-        The bytes stay, and views of them can be read on: what is read again counts again.
+        The bytes stay, and views of them remain readable; pages that are read again count again.
         """
         ...
 
@@ -227,7 +227,7 @@ class SmContexts(Protocol):
     unit: int
 
     def entered(self, sms: int) -> AbstractContextManager[None]:
-        """Confine what this thread launches to so many SMs meanwhile.
+        """Confine the launches of this thread to this many SMs meanwhile.
 
         Raises
         ------
@@ -237,7 +237,7 @@ class SmContexts(Protocol):
         ...
 
     def try_out(self, sms: int) -> None:
-        """Find out whether that works.
+        """Check that kernels can be confined to this many SMs.
 
         Raises
         ------
@@ -417,7 +417,7 @@ class Device(Protocol):
         ...
 
     def drop_pages(self) -> None:
-        """Have nothing of the pools of peers count as memory of this process; it can be read on."""
+        """Stop counting pages of the pools of peers as memory of this process; they remain readable."""
         ...
 
     def carried_by(self, protocol: str) -> bool:
@@ -505,7 +505,7 @@ class Device(Protocol):
         ...
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
-        """Have the allocator of user code ask for room before it fails; returns the undo.
+        """Make the allocator of user code ask for room before it fails; return the undo.
 
         Parameters
         ----------

@@ -78,7 +78,7 @@ class BounceBuffers:
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return the bytes of the pages that so many bytes take."""
+    """Return the bytes of the pages that this many bytes take."""
     return -(-nbytes // PAGE) * PAGE
 
 

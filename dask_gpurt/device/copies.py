@@ -11,7 +11,7 @@ from dask_gpurt.device.arena import ALIGNMENT
 
 
 class Copy(NamedTuple):
-    """Copy so many bytes from one address to another."""
+    """Copy this many bytes from one address to another."""
 
     to: int
     at: int

@@ -47,7 +47,7 @@ class Calls:
         self._removed: dict[str, None] = {}
 
     def on_worker_removed(self, address: str) -> None:
-        """Have the calls to a worker that the scheduler has removed end at once."""
+        """End all calls to a worker that the scheduler has removed."""
         self._removed.pop(address, None)
         self._removed[address] = None
         if len(self._removed) > MAX_REMOVED:

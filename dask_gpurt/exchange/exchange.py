@@ -141,13 +141,13 @@ class Exchange:
         return run in self._read and run not in self._publishing
 
     def run_published(self, run: RunKey) -> None:
-        """Note that a run publishes nothing any more; again does nothing."""
+        """Note that a run publishes nothing any more; a second call does nothing."""
         if run in self._publishing:
             self._publishing.remove(run)
             self._tell_in_flight()
 
     def run_ends(self, run: RunKey) -> None:
-        """Note that a run is over on this worker; again does nothing."""
+        """Note that a run is over on this worker; a second call does nothing."""
         self.run_published(run)
         self._read.discard(run)
         self._receiving.pop(run, None)  # from here on nothing of it is retained
@@ -179,7 +179,7 @@ class Exchange:
     def take(
         self, run: RunKey, shard: Shard, path: Path, failed: Callable[[Exception], None]
     ) -> IncomingShard:
-        """Take an offered shard: pull it soon unless it can wait where it lies. Does not wait for anything.
+        """Take an offered shard: begin to pull it, unless it can stay where it is. Does not wait.
 
         Parameters
         ----------
@@ -226,13 +226,13 @@ class Exchange:
         return written, sum(nbytes for (source, _), nbytes in moves if source == Tier.DISK)
 
     def refuse(self, shard: Shard) -> None:
-        """Have the producer free a shard that will not be taken."""
+        """Tell the producer of a shard that it will not be taken, so that it is freed."""
         self.requests.release_soon(shard.producer, shard.device, shard.id, shard.share)
 
     # ---- letting go ------------------------------------------------------------------
 
     def _release_soon(self, path: Path, shard: Shard) -> None:
-        """Tell the producer that a shard is free that was read by way of a path. From any thread."""
+        """Release a shard at its producer, after it was read along a path. From any thread."""
         self.requests.release_soon(shard.producer, shard.device, shard.id, shard.share)
 
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
@@ -313,7 +313,7 @@ class Exchange:
         )
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
-        """Let go of what was offered for shares that others have now; return when it is not read."""
+        """Let go of shards of shares that other workers have now; return when none of them is read."""
         # Copies: threads that let go of an incoming shard take it from its set meanwhile.
         mine = [
             (peer, incoming)
@@ -363,7 +363,7 @@ class Exchange:
                 del self._incoming[peer]
 
     async def keep_house(self) -> None:
-        """Give idle memory back, here and of workers that have left. Called at intervals."""
+        """Free idle memory, and mappings of workers that have left. Called at intervals."""
         peers = list(self.peers)
         # None is the answer of a scheduler on which the runtime has been switched off.
         gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []

@@ -76,7 +76,7 @@ class HostRoom:
         self._last_round = time.monotonic()
 
     def ask(self, nbytes: int) -> None:
-        """Begin a round, for a block of so many bytes. From any thread; does not block.
+        """Begin a round, for a block of this many bytes. From any thread; does not block.
 
         Raises
         ------

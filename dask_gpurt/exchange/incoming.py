@@ -177,7 +177,7 @@ class IncomingShard:
         self._forget()
 
     def abandon(self) -> None:
-        """Let go of it, or have its last reader do so. Nothing moves, and nothing new will read it."""
+        """Let go of the shard, now or with its last reader. Nothing moves, and no new reader comes."""
         with self._lock:
             self.state, self._moving = ShardState.GONE, False
             let_go = self._lets_go()
@@ -258,7 +258,7 @@ def reading(
 
 
 def drop_pages(read: Iterable[IncomingShard]) -> None:
-    """Have what was read of the pools of peers not count as memory of this process: it is theirs. Blocks.
+    """Stop counting pages of the pools of peers, after they were read, as memory of this process. Blocks.
 
     Dask pauses workers, and kills them, by what the system counts, and each has read all of its peers' pools
     before long.

@@ -86,7 +86,7 @@ class Landing:
         return Tier.DEVICE if kind == self._main else Tier.HOST
 
     def keeps(self, nbytes: int, kind: str) -> bool:
-        """Return whether so many bytes of shards stay live beside other things."""
+        """Return whether this many bytes of shards stay live beside other things."""
         return self._tiered_buffer.reservations.leaves_half(nbytes, self._home(kind))
 
     def make_room(self) -> None:
@@ -102,5 +102,5 @@ class Landing:
             yield found
 
     def discard(self, key: str) -> None:
-        """Let a shard go."""
+        """Delete a shard."""
         self._tiered_buffer.discard(key)

@@ -233,7 +233,7 @@ class Outbox:
             self._gone.discard(run)
 
     def _reclaim(self, nbytes: int, of: Callable[[RunKey], bool]) -> bool:
-        """Free the oldest retained blocks of some runs, so many bytes of them; False when there are none."""
+        """Free this many bytes of the oldest retained blocks of some runs; False when there are none."""
         if not self._retained:  # as most often; should one come at this moment, the pool grows by a block
             return False
         with self._changed:

@@ -81,7 +81,7 @@ class Peers:
         return found
 
     async def _ticket(self, address: str, kind: str, incarnation: str | None) -> dict[str, Any]:
-        """Ask a worker how to map its pool; of whichever life it is, for None."""
+        """Ask a worker how to map its pool: one incarnation, or with None the one that is there now."""
         reply: dict[str, Any] | None = await self._end.calls.call(
             address, "gpurt_ticket", check=_never, kind=kind, to=incarnation
         )
@@ -126,13 +126,13 @@ class Peers:
             self._end.metrics.fallback(ways[path.name], path.reason)
 
     async def connect_all(self) -> None:
-        """Find out the paths to all workers of the cluster."""
+        """Find the paths to all workers of the cluster."""
         identity = await self._end.worker.scheduler.identity(n_workers=-1)
         connecting = (self._connect_to(address) for address in identity["workers"])
         await asyncio.gather(*connecting, return_exceptions=True)
 
     async def _connect_to(self, address: str) -> None:
-        """Find out the paths to a worker, of whichever life it is."""
+        """Find the paths to the worker that is at an address now."""
         if address == self._end.me.address:
             peer = self._end.me
         else:

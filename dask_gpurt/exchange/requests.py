@@ -83,7 +83,7 @@ class PeerRequests:
             await asyncio.sleep(PEER_RETRY_INTERVAL_S)
 
     async def _has_taken(self, producer: str, message: dict[str, Any]) -> bool:
-        """Tell a producer of a release; False if it has to be told again."""
+        """Tell a producer of a release; return False if that has to be repeated."""
         try:
             await self._end.calls.call(producer, "gpurt_release", check=self._check_open, **message)
         except ExchangeClosed:
@@ -103,7 +103,7 @@ class PeerRequests:
     # ---- of a producer, to the owners of its shards ----------------------------------
 
     def ask_for_room(self, owners: set[str]) -> None:
-        """Have owners copy what they would read in place. From any thread."""
+        """Ask owners to copy the shards that they would read in place. From any thread."""
         self._end.worker.loop.add_callback(self._send_drain, owners)
 
     async def _send_drain(self, owners: set[str]) -> None:
@@ -130,7 +130,7 @@ class PeerRequests:
         outbox.drop(run, owner)
 
     async def _has_let_go(self, owner: str, run: RunKey) -> bool:
-        """Ask an owner to, and wait until it has; False if it could not be asked and may still read."""
+        """Ask an owner to let go, and wait until it has; return False if it could not be asked."""
         if owner == self._end.me.address:
             await self._here.forget(producer=list(self._end.me), run=list(run))
             return True

@@ -70,7 +70,7 @@ class Box:
         return tuple(interval.stop - interval.start for interval in self.within)
 
     def divided(self, itemsize: int, most: int) -> Iterator[Box]:
-        """Yield boxes of at most so many bytes that it consists of, cut along the outer axes.
+        """Yield boxes of at most this many bytes that it consists of, cut along the outer axes.
 
         An element is not divided, however large it is.
         """
@@ -130,7 +130,7 @@ class Grid:
 
 
 class Plan:
-    """Know the boxes of each old chunk.
+    """Plan the boxes of each old chunk.
 
     Parameters
     ----------

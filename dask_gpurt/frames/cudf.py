@@ -383,7 +383,7 @@ class CudfLayout:
         return cls(tuple((int(kind.id()), kind.scale(), plc.types.size_of(kind)) for kind in kinds), schema)
 
     def starts(self, rows: int) -> list[int]:
-        """Return where the columns begin in a buffer of so many rows, and where the last one ends."""
+        """Return where the columns begin in a buffer of this many rows, and where the last one ends."""
         sizes = (-(-rows * size // ALIGNMENT) * ALIGNMENT for _, _, size in self.types)
         return list(accumulate(sizes, initial=0))
 

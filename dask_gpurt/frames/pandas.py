@@ -264,7 +264,7 @@ class PandasLayout:
         return cls(frame.columns, tuple(dtypes[:-1]), None if ignore_index else dtypes[-1], index.name)
 
     def nbytes(self, rows: int) -> int:
-        """Return the bytes of a buffer for so many rows."""
+        """Return the bytes of a buffer for this many rows."""
         return sum(_padded(rows * dtype.itemsize) for dtype in self._all())
 
     def _all(self) -> list[np.dtype[Any]]:

@@ -88,7 +88,7 @@ class Ledger:
             self.capacity[tier] = nbytes
 
     def add(self, tier: Tier, label: Label, nbytes: int) -> None:
-        """Count so many bytes more in a tier, or less."""
+        """Count this many bytes more in a tier, or less."""
         if not nbytes:
             return
         cell = tier, label.kind

@@ -92,11 +92,11 @@ class Reservations:
                 self.cancel(key)
 
     def has_room(self, nbytes: int, tier: Tier) -> bool:
-        """Return whether so many bytes more fit into a tier as it is."""
+        """Return whether this many bytes more fit into a tier as it is."""
         return self._table.excess(nbytes, tier) <= 0
 
     def leaves_half(self, nbytes: int, tier: Tier) -> bool:
-        """Return whether so many bytes would leave half of a tier to other things."""
+        """Return whether this many bytes would leave half of a tier to other things."""
         return 2 * nbytes <= self._table.limits.live(tier)
 
     def bytes_added_by(self, key: Key, value: Any, tier: Tier) -> int:

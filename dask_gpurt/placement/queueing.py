@@ -171,7 +171,7 @@ class AvailableWorkers:
         return False
 
     def check(self, ws: WorkerState) -> bool:
-        """Take notice of the load of a running worker; return whether it has free memory."""
+        """Note the load of a running worker; return whether it has free memory."""
         address, load = ws.address, math.ceil(self._estimates.load(ws)) // ws.nthreads
         if not self._estimates.has_room(ws):
             self._index.discard(address)

@@ -110,7 +110,7 @@ async def separate(nanny: Any) -> None:
 
 
 def has_gpu(nanny: Any) -> bool:
-    """Tell whether the worker of a nanny is for a GPU: dask-cuda names it in its environment."""
+    """Return whether the worker of a nanny is for a GPU: dask-cuda names it in its environment."""
     named = nanny.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return any(name.strip() not in ("", "-1") for name in named)
 

@@ -1,4 +1,4 @@
-"""Let the tasks that read a result come before the one that would make the next result.
+"""Run the tasks that read a result before the task that makes the next result.
 
 A worker that has finished a task begins another at once. Which task reads the result, and
 whether an input can go, it learns from the scheduler a moment later: by then the next task

@@ -317,7 +317,7 @@ class _JsonHandler(RequestHandler):
 
 
 class IndexHandler(_JsonHandler):
-    """Answer what there is; also where the runtime is off."""
+    """List the resources; also where the runtime is off."""
 
     def get(self) -> None:
         index: IndexReply = {

@@ -20,26 +20,26 @@ MESSAGE_INTERVAL_S = 0.0
 
 
 class PromptStreams:
-    """Have streams of messages wait no longer between two of them. On the event loop."""
+    """Send messages of streams without a pause between two of them. On the event loop."""
 
     def __init__(self) -> None:
         #: The interval that each stream had; streams of workers that have left go by themselves.
         self._before: WeakKeyDictionary[Stream, float] = WeakKeyDictionary()
 
     def add(self, stream: Stream) -> None:
-        """Have a stream send at once from now on."""
+        """Make a stream send at once from now on."""
         if stream not in self._before:
             self._before[stream] = stream.interval
             stream.interval = MESSAGE_INTERVAL_S
 
     def gather(self, stream: Stream, gathers: bool) -> None:
-        """Have a stream gather messages for as long as Dask does, or send at once again."""
+        """Make a stream gather messages for as long as Dask does, or send at once again."""
         ours = (MESSAGE_INTERVAL_S, before := self._before[stream])
         if stream.interval in ours:
             stream.interval = before if gathers else MESSAGE_INTERVAL_S
 
     def restore(self) -> None:
-        """Give all streams their own intervals back, except those that another has changed since."""
+        """Restore the intervals of all streams, except those that others have changed since."""
         while self._before:
             stream, interval = self._before.popitem()
             if stream.interval == MESSAGE_INTERVAL_S:

@@ -423,7 +423,7 @@ class Recovery:
         self._scheduler.log_event(SHUFFLE_TOPIC, told)
 
     def _release(self, keys: Iterable[Key], *states: str) -> None:
-        """Have tasks run again that are in memory, or in one of some states."""
+        """Release tasks that are in memory, or in one of the given states, so that they run again."""
         stimulus = f"gpurt-recovery-{time()}"
         released = [key for key in keys if self._runs.is_task(key, *(states or ("memory",)))]
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)

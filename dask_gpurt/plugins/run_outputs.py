@@ -1,4 +1,4 @@
-"""Tell from the tasks of a scheduler which outputs of shuffles are needed, and what may own them."""
+"""Look up the runs of a scheduler: which outputs are needed, and which workers may own them."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class TaskRunner:
             )
 
     def receiving(self, nbytes: int) -> AbstractAsyncContextManager[MemoryRequest]:
-        """Hold room while so many bytes come from a peer; waits for others first if there is none."""
+        """Reserve room for bytes that come from a peer; wait for other requests first if there is none."""
         return self.admission.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
 
     async def _reserve(self, request: MemoryRequest, nbytes: int, inputs: Iterable[Key]) -> bool:

@@ -335,7 +335,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- what is shown -------------------------------------------------------------------
 
     def _show(self) -> None:
-        """Show metrics and answer over HTTP, which no failure of either keeps from being switched on."""
+        """Show metrics and serve the JSON API; a failure of either does not keep the runtime off."""
         self._hide = prometheus.register(self.scheduler, Server.SCHEDULER, self.metrics, self._readings)
         self._undo.callback(self._hide)
         try:

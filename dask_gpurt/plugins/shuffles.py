@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerShuffles:
-    """Have shuffles run through the runtime, those included that clients without it ask for.
+    """Run shuffles through the runtime, also those of clients without it.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ class SmallResults:
         self._send_for = {"processing": self._send_transfers, "memory": self._send_barrier}
 
     def uninstall(self) -> None:
-        """Have workers fetch them again."""
+        """Let workers fetch these results again."""
         self._send_for = {}
 
     def transition(self, key: Key, finish: str) -> None:

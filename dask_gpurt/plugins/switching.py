@@ -86,7 +86,7 @@ class Switch:
 
     @property
     def is_on(self) -> bool:
-        """Tell whether it is on, and nothing is under way."""
+        """Return whether it is on, and nothing is under way."""
         return self._off is None and self._on.done() and self._on.exception() is None
 
     async def settled(self) -> bool:
@@ -251,7 +251,7 @@ class Workers:
 
 
 class _WithoutTraceback(logging.Filter):
-    """Drop what Dask logs of errors that are told otherwise, with a traceback from each worker.
+    """Drop Dask's log records of errors that are reported elsewhere, with a traceback from each worker.
 
     A wrong setting is raised by whatever call switches on, and logged in a line where there is none. Dask
     also has workers remove the plugin that have none, or none any more.
@@ -267,7 +267,7 @@ _without_traceback = _WithoutTraceback()
 
 
 def spare_tracebacks() -> None:
-    """Keep tracebacks of what is told otherwise out of Dask's logs; again does nothing."""
+    """Keep tracebacks of errors that are reported elsewhere out of Dask's logs; may be called again."""
     for name in ("distributed.worker", "distributed.core"):
         logging.getLogger(name).addFilter(_without_traceback)
 

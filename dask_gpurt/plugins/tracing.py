@@ -136,7 +136,7 @@ class WorkerTracing:
             recording.add(Event(Kind.SPAN, TASK, began, seconds, thread, str(key), {}))
 
     def fetched(self) -> None:
-        """Record the transfer that has just brought an input, as Dask has timed it; again does nothing."""
+        """Record the transfer that has just brought an input, once, as Dask has timed it."""
         recording, timed = self._metrics.recording, next(reversed(self._worker.transfer_incoming_log), None)
         if recording is None or timed is None or timed is self._transfer:
             return

@@ -59,7 +59,7 @@ class Inputs(Generic[T]):
         self._sealed: Mapping[int, Attempt] | None = None
 
     def classify(self, source: int, attempt: Attempt, part: int) -> Offered:
-        """Tell what an offered part is, without a change."""
+        """Classify an offered part, without a change."""
         known = self._inputs.get(source)
         if self._sealed is not None and self._sealed.get(source) != attempt:
             return Offered.STALE

@@ -140,7 +140,7 @@ def join_in_pieces(
 
 
 def _put_together(pieces: list[Any]) -> Any:
-    """Return frames one behind the other, their rows numbered anew."""
+    """Return the concatenated frames, with new row numbers."""
     rows = concat(pieces, ignore_index=True)
     # Where there are categories, Dask's function keeps the old numbers.
     rows.reset_index(drop=True, inplace=True)

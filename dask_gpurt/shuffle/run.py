@@ -155,12 +155,12 @@ class ShuffleRun:
         call_soon(self._worker, self._let_go)
 
     async def _let_go(self) -> None:
-        """Let go of everything that has been received."""
+        """Release all shards that have been received."""
         with contextlib.suppress(ExchangeClosed):  # which lets go of all
             await self._exchange.offload(self._receiver.close)
 
     async def close(self) -> None:
-        """Give back what the run holds, here and in the pools of others."""
+        """Release all that the run holds, here and in the pools of peers."""
         if self.closed:
             return
         self.closed = True
@@ -223,7 +223,7 @@ class ShuffleRun:
             self.fail(error)
 
     def _retire_all(self) -> None:
-        """Have what was published for shares that are nothing to their owners any more not wait for them."""
+        """Retire published shares that have other owners now: their blocks must not wait for the old ones."""
         retired = defaultdict[str, set[int]](set)
         for share, owner in self._exchange.pools.shares(self._key).items():
             if share not in self._owners.shares and share not in self._retiring:
@@ -233,7 +233,7 @@ class ShuffleRun:
             call_soon(self._worker, self._retire, owner, frozenset(shares))
 
     async def _retire(self, owner: str, shares: frozenset[int]) -> None:
-        """Have an owner let go of shares that are not its own any more, also of what it never heard of."""
+        """Ask an owner to let go of shares that it no longer owns, also if it never heard of them."""
         try:
             while self.is_open:
                 try:
@@ -258,7 +258,7 @@ class ShuffleRun:
         self.renew(reply["owners"])
 
     async def _recover(self, reason: str, **what: Any) -> None:
-        """Have the scheduler mend what is broken, unless it has changed owners since."""
+        """Ask the scheduler to recover from a loss, unless it has changed owners since."""
         logger.warning("%s: %s", self, reason)
         epoch = self._owners.epoch
         try:
@@ -517,7 +517,7 @@ class ShuffleRun:
         raise Reschedule()
 
     async def _begin_again(self, reason: str) -> None:
-        """Have the scheduler begin a new run, unless it has done so."""
+        """Ask the scheduler to begin a new run, unless it has done so."""
         logger.warning("%s begins again: %s", self, reason)
         while not self.closed:
             try:
@@ -535,12 +535,12 @@ class ShuffleRun:
                 return
 
     def task_done(self, key: Key) -> None:
-        """Let the shards of a task go that has read outputs and is in memory."""
+        """Release the shards of a task that has read outputs and is in memory."""
         if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
             self._note_what_is_left()
 
     def _note_what_is_left(self) -> None:
-        """Have what this worker retains make room for other runs while it has no output to read."""
+        """Let retained blocks make room for other runs while this worker has no output to read."""
         if not self.closed:
             self._exchange.run_is_read(self._key, self._receiver.is_read)

@@ -1,4 +1,4 @@
-"""Tell which attempt at an input has succeeded: the result of a transfer, and its notes for the scheduler."""
+"""Describe the successful attempt at an input: the result of a transfer, and its notes for the scheduler."""
 
 from __future__ import annotations
 

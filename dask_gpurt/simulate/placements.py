@@ -41,7 +41,7 @@ class VirtualHeadroom:
         return self._reported[worker]
 
     def has_reported(self, worker: str) -> bool:
-        """Tell whether a worker has reported its memory: all have."""
+        """Return whether a worker has reported its memory: all have."""
         return True
 
     def tier(self, worker: str, key: Key) -> Tier:

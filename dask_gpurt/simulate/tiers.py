@@ -140,7 +140,7 @@ class Tiers(MutableMapping[Key, Any]):
         return seconds + self._make_room()
 
     def fits(self, keys: Collection[Key], reserve: int) -> bool:
-        """Tell whether :meth:`hold` would keep the live tier within its capacity, if all else may go down."""
+        """Return whether :meth:`hold` would keep the live tier within its capacity, if the rest is spilled."""
         available = self.capacity.live - self._reserved - reserve
         coming = sum(self[key] for key in keys if self._tier.get(key) not in (self.live, None))
         if self._used[self.live] + coming <= available:
@@ -211,7 +211,7 @@ class Tiers(MutableMapping[Key, Any]):
         return self._move(key, target)
 
     def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
-        """Return the least recently used keys of a tier that free so many bytes; held keys stay."""
+        """Return the least recently used keys of a tier that free this many bytes; held keys stay."""
         found: list[Key] = []
         for key, size in self._keys[tier].items():
             if nbytes <= 0:

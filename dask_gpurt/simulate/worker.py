@@ -298,7 +298,7 @@ class VirtualWorker:
             source.send(self, asked, about)
 
     def busy_for(self, host: str) -> bool:
-        """Tell whether a peer on a host has to ask later; a peer on the same host has twice the limit."""
+        """Return whether a peer on a host has to ask later; a peer on the same host has twice the limit."""
         return self._outgoing >= self._outgoing_limit * (2 if host == self._host else 1)
 
     def send(self, target: VirtualWorker, asked: GatherDep, about: Mapping[str, Any]) -> None:
@@ -426,7 +426,7 @@ class TieredWorker(VirtualWorker):
             self._leave(ended)
 
     def busy_for(self, host: str) -> bool:
-        """Tell whether a peer has to ask later: also while a task waits for memory that is being sent."""
+        """Return whether a peer has to ask later: also while a task waits for memory that is being sent."""
         return self._admission.short or super().busy_for(host)
 
     def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
