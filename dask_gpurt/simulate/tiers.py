@@ -140,7 +140,7 @@ class Tiers(MutableMapping[Key, Any]):
         return seconds + self._make_room()
 
     def fits(self, keys: Collection[Key], reserve: int) -> bool:
-        """Return whether :meth:`hold` would keep the live tier within its capacity, if the rest is spilled."""
+        """Return whether :meth:`hold` would keep the live tier within capacity, if the rest is spilled."""
         available = self.capacity.live - self._reserved - reserve
         coming = sum(self[key] for key in keys if self._tier.get(key) not in (self.live, None))
         if self._used[self.live] + coming <= available:
