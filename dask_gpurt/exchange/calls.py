@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.shard import PeerLost
 from dask_gpurt.observe import Metrics
 
@@ -38,7 +39,7 @@ class Calls:
         The Dask worker, whose connections are used.
     """
 
-    def __init__(self, worker: Any, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
         #: Done as the worker at an address is removed, for the calls to it that are under way.

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.pools import Pools
@@ -39,7 +40,7 @@ class Endpoint:
     """
 
     me: Peer
-    worker: Any
+    worker: WorkerServer
     pools: Pools
     links: Links
     traffic: Traffic

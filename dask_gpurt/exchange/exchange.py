@@ -17,6 +17,7 @@ from typing import Any
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.exchange.calls import Calls, closes
 from dask_gpurt.exchange.comms import Comms
@@ -65,7 +66,7 @@ class Exchange:
 
     def __init__(
         self,
-        worker: Any,
+        worker: WorkerServer,
         pools: Pools,
         tiered_buffer: TieredBuffer,
         settings: Settings,
@@ -107,7 +108,7 @@ class Exchange:
         #: Called on the event loop with how many runs publish and how many shards are being pulled.
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
-        self._handlers = {
+        self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_ticket": self.ticket,
             "gpurt_fetch": self.comms.serve,
             "gpurt_release": self.release,

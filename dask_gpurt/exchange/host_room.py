@@ -29,6 +29,7 @@ from typing import Any
 
 from distributed.comm.addressing import get_address_host
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.device.base import PoolFull
 from dask_gpurt.device.host import SHM, no_room
@@ -59,7 +60,7 @@ class HostRoom:
 
     def __init__(
         self,
-        worker: Any,
+        worker: WorkerServer,
         give_back: Callable[[], int],
         drain: Callable[[], None],
         metrics: Metrics,

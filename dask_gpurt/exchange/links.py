@@ -11,8 +11,9 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
@@ -84,7 +85,7 @@ class Links:
         The Dask worker.
     """
 
-    def __init__(self, worker: Any):
+    def __init__(self, worker: WorkerServer):
         self._worker = worker
         self._known: dict[str, LinkEstimate] = {}
         #: Speeds by class, for bytes that come another way than over the link between two workers.

@@ -13,6 +13,7 @@ from dask.typing import Key
 from distributed.metrics import time
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.plugins.run_outputs import IDLE, is_unfinished
 from dask_gpurt.shuffle.spec import outputs_of
 
@@ -28,7 +29,7 @@ class KeptResults:
         Called with each shuffle that ends.
     """
 
-    def __init__(self, scheduler: Any, ended: Callable[[Any], None]):
+    def __init__(self, scheduler: SchedulerServer, ended: Callable[[Any], None]):
         self._scheduler = scheduler
         self._ended = ended
         #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if

@@ -23,6 +23,7 @@ from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.kept_results import KeptResults
@@ -85,7 +86,7 @@ class Recovery:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: SchedulerServer,
         workers: Workers,
         retries: int,
         metrics: Metrics,

@@ -9,6 +9,7 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.spec import RunSpec, outputs_of
@@ -17,7 +18,7 @@ from dask_gpurt.shuffle.spec import RunSpec, outputs_of
 IDLE = ("released", "forgotten", "erred")
 
 
-def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
+def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
     """Return the workers that can put outputs of all of some shuffles together, and may.
 
     They have the runtime and the device of the frames, and meet the restrictions that a user has given the
@@ -32,7 +33,7 @@ def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[RunSpec]) 
     return found
 
 
-def _allowed(scheduler: Any, barrier: Key) -> Collection[str] | None:
+def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None:
     """Return the workers that a barrier is restricted to, which has the restrictions of its outputs."""
     task = scheduler.tasks[barrier]
     if not (task.host_restrictions or task.resource_restrictions):
@@ -87,7 +88,7 @@ class ActiveRuns:
         Those that have the runtime.
     """
 
-    def __init__(self, scheduler: Any, workers: Workers):
+    def __init__(self, scheduler: SchedulerServer, workers: Workers):
         self._scheduler = scheduler
         self._extension = scheduler.extensions["shuffle"]
         self._workers = workers

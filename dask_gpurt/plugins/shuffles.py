@@ -29,6 +29,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     runs_of,
     set_restriction,
 )
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
@@ -69,7 +70,7 @@ class SchedulerShuffles:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: SchedulerServer,
         settings: Settings,
         metrics: Metrics,
         placement: Callable[[], SchedulerPlacement | None],

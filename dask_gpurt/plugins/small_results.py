@@ -21,6 +21,7 @@ from distributed.protocol.serialize import ToPickle
 from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.dask_hooks.scheduler import require_replicas
 from dask_gpurt.dask_hooks.shuffle import id_from_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.transferred import Transferred
@@ -40,7 +41,7 @@ class SmallResults:
         The workers that have the runtime.
     """
 
-    def __init__(self, scheduler: Any, ready: Collection[str], metrics: Metrics):
+    def __init__(self, scheduler: SchedulerServer, ready: Collection[str], metrics: Metrics):
         self._scheduler = scheduler
         self._extension = scheduler.extensions["shuffle"]
         self._ready = ready

@@ -25,6 +25,7 @@ from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
@@ -72,7 +73,7 @@ class ShuffleRun:
         run_id: int,
         span_id: str | None,
         owners: Owners,
-        worker: Any,
+        worker: WorkerServer,
         exchange: Exchange,
     ):
         self.id = spec.id
@@ -303,13 +304,13 @@ class ShuffleRun:
         self.raise_if_closed()
         source = self._spec.source_of(partition_id)
         # The scheduler counts the times that it sends a task to a worker.
-        task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
+        key: Key = getattr(thread_state, "key", "")
+        task = self._worker.state.tasks.get(key)
         try:
             attempt = self._sender.add(data, source, -1 if task is None else int(task.run_id))
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
-        key = getattr(thread_state, "key", "")
         result = Transferred(self.run_id, source, attempt, key, self._worker.address)
         if task is not None:
             result.note(task.metadata)
