@@ -5,7 +5,7 @@ Register :class:`Instruments` with a client, and each worker's runtime is wrappe
     client.register_plugin(dask_gpurt.testing.Instruments(handovers=True))
     dask_gpurt.enable(client)
 
-The runtime itself knows none of these: the wrappers take the place of methods of its objects.
+The runtime itself does not know of these wrappers: they replace methods of its objects.
 """
 
 from __future__ import annotations

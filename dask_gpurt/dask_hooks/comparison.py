@@ -1,8 +1,7 @@
 """Compare a private part of Dask with what is known of it.
 
-Names are strings, and are imported one by one when they are looked at: a Dask that has moved one of them is a
-difference that can be told, not an ImportError in the middle of something. This module imports nothing
-private.
+Names are strings, and each is imported only to compare it. So a Dask that has moved one of them is a
+difference that can be reported, and not an ImportError elsewhere. This module imports nothing private.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Replace parts of Dask, and give back what was there, also where others have replaced them too.
+"""Replace parts of Dask, and restore them, also where other packages have replaced them too.
 
 Several packages may wrap one method. In any order of wrapping and restoring, each of them has to find the
 method as it left it, and no call may end in a wrapper whose package is gone::
 
     we wrap Dask's; another wraps ours; we restore; the other restores
-    ->  ours can not leave when we restore, since theirs calls it: from then on it passes calls on to Dask's
+    ->  ours stays in place as we restore, since theirs calls it: from then on it passes calls on to Dask's
 
 A replacement that is on top is removed, and what was below comes back: an attribute of the instance if there
 was one, else none, so that the class is looked at again. Below may be a replacement of this package that was
 restored in the meantime and could not be removed then; it is removed too.
 
-Several sets of one package may wrap the same method. Which of them is called first is said by their layers,
-and not by which comes first: a set that would go over one of a higher layer is refused.
+Several sets of one package may wrap the same method. Their layers decide which of them is called first, and
+not the order in which they are installed: a set that would wrap one of a higher layer is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read expressions for planning, and replace how they are made, optimised and described.
 
-Dask makes one instance of equal expressions as long as it is referenced, and lets go of it at once if not.
+Dask has one instance of equal expressions for as long as that is referenced, and not beyond.
 The replacements see each expression when it is made, each optimisation, and the metadata of the operations
 that are most frequent. They are put on Dask's classes, for all clients of the process.
 """

@@ -1,8 +1,8 @@
-"""Say what is used of Dask's workers and schedulers, as protocols that mypy compares with Dask's own classes.
+"""Declare the parts of Dask's workers and schedulers that are used, as protocols that mypy checks.
 
-Each names the class of Dask that it is a part of; what is not listed is not used. Attributes that are only
-read are properties, so that stand-ins may compute them. The functions at the end make mypy fail where a Dask
-has another type for one of them.
+Each names the class of Dask that it is a part of; members that are not listed are not used. Attributes that
+are only read are properties, so that stand-ins may compute them. The functions at the end make mypy fail
+where Dask has another type for one of them.
 """
 
 from __future__ import annotations

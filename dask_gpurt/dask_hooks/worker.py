@@ -1,4 +1,4 @@
-"""Wrap what a worker does with tasks and data, and reach what it keeps to itself.
+"""Wrap the methods of a worker for tasks and data, and use its private parts.
 
 Each wrapper is put on one worker, by a set of replacements whose layer says which of several is called first.
 """

@@ -1,10 +1,10 @@
 """Put the shuffle method "gpurt" into dask-expr, which has no registry of methods.
 
-Two sets of replacements, which each concern only what goes through the runtime, as
-:mod:`dask_gpurt.dataframe.takeover` decides, and hand everything else to the original:
+There are two sets of replacements. Each handles only shuffles that go through the runtime, as
+:mod:`dask_gpurt.dataframe.takeover` decides, and passes all others to the original:
 
-- the method's *name*, known from the first :func:`teach` on. It stays known: what was built while
-  the runtime was on may name it, and is computed by Dask's default where the runtime is off;
+- the method's *name*, known from the first :func:`teach` on. It stays known: a collection that was built
+  while the runtime was on may name it, and is computed by Dask's default where the runtime is off;
 - the *default* of dask-expr, ours between :func:`choose` and :func:`leave`. Dask's configuration is
   not touched for it, since ``dask.bag`` reads the same key and knows no "gpurt". In between, expressions
   do not hold the lock by which Dask can deadlock on Python 3.11 either.

@@ -1,9 +1,10 @@
-"""Make green contexts: contexts of a GPU that have some of its SMs, for what a thread launches meanwhile.
+"""Make green contexts: contexts of a GPU that have some of its SMs, for the launches of a thread meanwhile.
 
-A thread that has one current launches into it whatever names no other stream. Its default stream is
-another than that of the GPU's usual context, so both are joined by events on the way in and out. In between
-the thread has to stay in it: cupy and others make the usual context current before they copy (cudaSetDevice),
-and a copy there would not wait for what the thread has launched. So they are given the green one instead.
+A thread with a green context current launches into it all kernels that name no other stream. The default
+stream there is not that of the GPU's usual context, so events join the two on the way in and out. In between
+the thread has to stay in the green context: cupy and others make the usual one current before they copy
+(cudaSetDevice), and a copy there would not wait for the thread's kernels. So they get the green context
+instead.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Call peers: again where a connection breaks, until the peer answers or has left.
 
-A worker that has left without a word, or stands still, does not break connections: Dask goes on trying to
-connect for 30 seconds, and waits for an answer for ever. So each call is watched.
+A worker that has left silently, or is stopped, does not break connections: Dask tries to connect for 30
+seconds, and waits for an answer for ever. So each call is watched.
 
-Every handler of the exchange does the same for a message that comes twice as for one that comes once, so a
-call whose answer got lost may be made again.
+Every handler of the exchange is idempotent, so a call whose answer got lost may be made again.
 """
 
 from __future__ import annotations

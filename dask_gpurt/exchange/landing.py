@@ -1,8 +1,7 @@
 """Keep pulled shards in the tiers of the worker, next to the data of its keys.
 
-A shard stays live only where there is room without moving anything: it will be read once,
-while what would have to go may be read sooner. It never waits for room, since the lowest
-tier is the disk.
+A shard stays live only where there is room without an eviction: it will be read once, and an
+evicted object might be read sooner. It never waits for room, since the lowest tier is the disk.
 """
 
 from __future__ import annotations

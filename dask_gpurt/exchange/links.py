@@ -1,7 +1,7 @@
 """Estimate the speeds of links from peers to this worker, from the scheduler's topology and from transfers.
 
-A link is asked for once something may come over it: what all workers keep grows with the pairs in use, not
-with all pairs.
+The topology is asked for a link once a shard may come over it, so that the memory of all workers for links
+grows with the pairs in use, and not with all pairs.
 """
 
 from __future__ import annotations

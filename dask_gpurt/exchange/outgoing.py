@@ -1,9 +1,8 @@
 """Publish blocks of this worker's pool, which owners may read.
 
-A producer that finds the pool full waits here. It never holds a block that no owner was told
-of, and owners can always make room: they copy what they had left in place into their own
-memory, which ends on disk and so never waits for a pool. This is why a full pool can not
-deadlock.
+A producer that finds the pool full waits here. It holds no block that no owner knows of, and
+owners can always make room: they copy the shards that they had left in place into their own
+memory, at last to disk, so they never wait for a pool. This is why a full pool can not deadlock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Call the tiers of a worker by what they are, wherever people are shown them. Pure.
+"""Name the tiers of a worker as they are shown to people. Pure.
 
 Metrics have names that are the same on all workers: the tier in which tasks compute is ``device``, and what
 a worker publishes counts beside it. Without a GPU that tier is the memory of the host, and the pool of

@@ -1,4 +1,4 @@
-"""Tell what waits for what: stacks of threads and coroutines, and the waiting lists of Dask and the runtime.
+"""Describe what waits: stacks of threads and coroutines, and the waiting lists of Dask and the runtime.
 
 There are three ways to ask a process, since any process may be the one that hangs. A coroutine on its event
 loop describes it best (:func:`describe_worker`, :func:`describe_scheduler`). A blocked loop does not

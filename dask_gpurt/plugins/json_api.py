@@ -1,7 +1,7 @@
 """Answer programs over HTTP: ``/gpurt/api/…`` on the scheduler, as JSON.
 
-Nothing here keeps the event loop: what grows with the cluster is cut into pages, what workers report comes
-from their heartbeats, and between two shuffles others have their turn.
+No request blocks the event loop for long: lists that grow with the cluster are cut into pages, figures of
+workers come from their heartbeats, and the loop is yielded between two shuffles.
 """
 
 from __future__ import annotations

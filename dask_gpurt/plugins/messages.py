@@ -1,12 +1,12 @@
-"""Send messages between scheduler and workers as they come; Dask gathers them for milliseconds.
+"""Send messages between scheduler and workers at once; Dask gathers them for milliseconds.
 
-A worker whose next task depends on the one that has ended hears of it by two messages: of the end, to the
-scheduler, and of the task, back. Dask sends at most one message in 2 ms to the scheduler and one in 5 ms to
-each worker, so a task that takes less is followed by a gap of 5 ms. Messages that come while one is being
+Between a task and the next one that depends on it there are two messages: the end of the first to the
+scheduler, and the second task back. Dask sends at most one message in 2 ms to the scheduler and one in 5 ms
+to each worker, so a task that takes less is followed by a gap of 5 ms. Messages that come while one is being
 written still go together with the next: a busy scheduler gathers as before.
 
-To send a message takes Python's lock, which the next task wants at the same moment. So a worker that has
-tasks at hand gathers the ends of tasks as Dask does, until the last of them computes.
+Sending a message takes Python's lock, which the next task needs at the same moment. So a worker that has
+ready tasks gathers the ends of tasks as Dask does, until the last of them computes.
 """
 
 from __future__ import annotations

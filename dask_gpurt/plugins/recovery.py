@@ -2,10 +2,11 @@
 
 While Dask's p2p restarts a shuffle as a whole, a run of ours goes on:
 
-- The outputs of a worker that has left are given to others, which are offered what the others still have.
+- The outputs of a worker that has left are given to other workers, and producers offer these the shards that
+  they still have.
 - The results of transfers, and of the barrier, are kept for as long as an output may be needed again. So Dask
-  transfers again by itself the inputs whose results were lost, and no other.
-- The barrier is run again. It tells what is missing; that is transferred again too.
+  itself runs only those transfers again whose results were lost.
+- The barrier is run again. It reports the inputs that are missing, which are transferred again too.
 
 docs/design/exactly-once.md has the protocol.
 """

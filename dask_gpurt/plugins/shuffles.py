@@ -1,7 +1,7 @@
 """Extend Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
 
-Some of its methods are replaced on that one instance; for what is not ours each replacement ends in the
-original.
+Some of its methods are replaced on that one instance; for shuffles that are not ours each replacement calls
+the original.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ was removed again::
     the scheduler switches off: it tells the worker, which has no such plugin yet
     the answer arrives, and the worker asks  ->  no: it stays off
 
-When it is told yes, its plugin is known to it already, so that it is told of every later switching off.
+If the answer is yes, the worker has registered the plugin already, so it hears of every later switching off.
 """
 
 from __future__ import annotations
