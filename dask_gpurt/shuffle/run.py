@@ -38,6 +38,7 @@ from dask_gpurt.shuffle.messages import (
     Stale,
     error_of,
 )
+from dask_gpurt.shuffle.offers import Offers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
 from dask_gpurt.shuffle.sender import Sender
@@ -95,9 +96,7 @@ class ShuffleRun:
             spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed, self._progress
         )
         self._disk_before = exchange.disk_traffic()
-        #: Offers on their way, by owner: one message at a time, with all that has come up.
-        self._outgoing: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
-        self._senders: dict[str, asyncio.Task[None]] = {}
+        self._offers = Offers(self._deliver, self._unreachable, self._keeps, self.fail)
         #: Shares that their owners have been asked to let go of.
         self._retiring: set[int] = set()
         exchange.metrics.add("shuffle.runs")
@@ -167,8 +166,7 @@ class ShuffleRun:
         self.closed = True
         self._exchange.run_published(self._key)
         self._exchange.pools.wake()
-        for sender in self._senders.values():
-            sender.cancel()
+        self._offers.cancel()
         with contextlib.suppress(ExchangeClosed):  # then all is released already
             try:
                 await self._exchange.offload(self._receiver.close)
@@ -325,29 +323,18 @@ class ShuffleRun:
             note_sizes(metadata, result, sizes)
 
     def _offer(self, owner: str, offer: Shard | Commit) -> None:
-        self._worker.loop.add_callback(self._enqueue, owner, offer)
+        self._worker.loop.add_callback(self._offers.add, owner, offer)
 
-    def _enqueue(self, owner: str, offer: Shard | Commit) -> None:
-        self._outgoing[owner].append(offer)
-        sender = self._senders.get(owner)
-        if sender is None or sender.done():
-            self._senders[owner] = asyncio.create_task(self._send(owner))
+    def _keeps(self, share: int) -> bool:
+        """Return whether a share has not been given to others."""
+        return share in self._owners.shares
 
-    async def _send(self, owner: str) -> None:
-        try:
-            while offers := self._outgoing.pop(owner, None):
-                try:
-                    await self._deliver(owner, offers)
-                except GONE as error:
-                    self.raise_if_closed()
-                    await self._recover(str(error), unreachable=owner)
-                    # `renew` offers the new owners what they have been given. The rest is still for this one.
-                    kept = [offer for offer in offers if offer.share in self._owners.shares]
-                    self._outgoing[owner][:0] = kept
-                    self._retire_all()
-                    self.raise_if_closed()
-        except Exception as error:  # kept for everything that waits in this run
-            self.fail(error)
+    async def _unreachable(self, owner: str, error: Exception) -> None:
+        """Let others have the outputs of an owner that can not be reached; raise what has ended the run."""
+        self.raise_if_closed()
+        await self._recover(str(error), unreachable=owner)
+        self._retire_all()
+        self.raise_if_closed()
 
     async def _deliver(self, owner: str, message: Message) -> list[int]:
         """Send a message to an owner; returns the inputs that it misses, if that was a seal.
@@ -373,8 +360,7 @@ class ShuffleRun:
 
     async def _flush(self) -> None:
         """Deliver what is still on its way. At the barrier, on workers that have transferred inputs."""
-        while pending := [sender for sender in self._senders.values() if not sender.done()]:
-            await asyncio.wait(pending)
+        await self._offers.sent()
         self._exchange.run_published(self._key)
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
