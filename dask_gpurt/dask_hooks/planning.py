@@ -70,16 +70,8 @@ _OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
 #: The accessors of pandas. Others are of users, who may register another one by the same name.
 _ACCESSORS = frozenset({"str", "dt", "cat", "list", "struct"})
 
-#: The options of pandas by which metadata differ, of those that this pandas has.
-_PANDAS_OPTIONS = tuple(
-    f"{group}.{option}"
-    for group, options in {
-        "mode": ("string_storage",),
-        "future": ("infer_string", "distinguish_nan_and_na", "python_scalars", "no_silent_downcasting"),
-    }.items()
-    for option in options
-    if option in dir(getattr(pd.options, group))
-)
+#: All options of pandas, by group. Asking for one by its name may warn that it is deprecated.
+_PANDAS_OPTIONS: dict[str, Any] = vars(pd.options)["d"]
 
 #: The operations whose metadata follow from their operands and from the metadata of their inputs alone, with
 #: the class that says how. An exact class is meant where a subclass may read more.
@@ -319,7 +311,8 @@ def settings() -> tuple[str, ...]:
         repr(chosen.get("gpurt")),
         repr(chosen.get("scheduler")),
         repr(chosen.get("explicit-comms")),
-        repr([pd.get_option(option) for option in _PANDAS_OPTIONS]),
+        repr(_PANDAS_OPTIONS["mode"].get("string_storage")),
+        repr(_PANDAS_OPTIONS.get("future")),
     )
 
 

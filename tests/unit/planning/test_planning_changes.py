@@ -17,6 +17,7 @@ import pytest
 from dask.dataframe.dask_expr._accessor import Accessor
 from fsspec.implementations.local import LocalFileSystem
 
+from dask_gpurt.dask_hooks.planning import settings
 from dask_gpurt.planning.files import has_version
 from tests.helpers.planned import Planner
 
@@ -177,6 +178,11 @@ def test_settings_by_which_a_method_is_chosen_count(planner: Planner, tmp_path: 
         with dask.config.set({setting: value}):
             dd.read_parquet(tmp_path / "table.parquet").shuffle("key").optimize()
     assert planner.count("plans.computed") == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_setting_warns_as_it_is_read() -> None:
+    assert settings() == settings()
 
 
 @pytest.mark.usefixtures("planner")
