@@ -91,10 +91,22 @@ def with_categories_of(other: Any, side: Any) -> Any:
     """
     if len(side) or not len(other) or not side.ndim == other.ndim == 2:
         return side
-    for name in set(side.columns) & set(other.columns):
-        dtype = other.dtypes[name]
-        if _is_categorical(dtype) and _is_categorical(side.dtypes[name]):
-            side = side.astype({name: dtype})
+    shared = [
+        name
+        for name in side.columns
+        if name in other.columns
+        and _is_categorical(side.dtypes[name])
+        and _is_categorical(other.dtypes[name])
+    ]
+    if not shared:
+        return side
+    side = side.copy(deep=False)
+    for name in shared:
+        # Not by a cast: cudf's makes `ordered` False where it was None, and columns that differ in it do
+        # not join there.
+        empty = other[name].iloc[:0]
+        empty.index = side.index
+        side[name] = empty
     return side
 
 
