@@ -36,6 +36,7 @@ from dask_gpurt.dask_hooks.seams import PLANNING
 __all__ = [
     "Expr",
     "a_file_of",
+    "checksum_of_files",
     "deferred_values",
     "files_read",
     "fuse_blockwise",
@@ -71,7 +72,7 @@ _OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
 _ACCESSORS = frozenset({"str", "dt", "cat", "list", "struct"})
 
 #: All options of pandas, by group. Asking for one by its name may warn that it is deprecated.
-_PANDAS_OPTIONS: dict[str, Any] = vars(pd.options)["d"]
+_PANDAS_OPTIONS: dict[str, Any] = vars(pd.options).get("d", {})
 
 #: The operations whose metadata follow from their operands and from the metadata of their inputs alone, with
 #: the class that says how. An exact class is meant where a subclass may read more.
@@ -118,19 +119,18 @@ def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
     expr._dataset_info_cache = known
 
 
-def a_file_of(expr: Expr) -> tuple[str, AbstractFileSystem, str] | None:
-    """Return one of the files that an expression reads through fsspec; None for any other expression.
-
-    Returns
-    -------
-    tuple of str, AbstractFileSystem and str, or None
-        The checksum of all files, the file system, and the path of the file.
-    """
+def checksum_of_files(expr: Expr) -> str | None:
+    """Return the checksum of all files that an expression reads through fsspec; None where it reads none."""
     if not isinstance(expr, parquet.ReadParquetFSSpec):
         return None
+    return str(expr.checksum)
+
+
+def a_file_of(expr: Expr) -> tuple[AbstractFileSystem, str] | None:
+    """Return the file system and path of one file that such an expression reads; None without a file."""
     facts = expr._dataset_info
     files = facts["ds"].files
-    return (facts["checksum"], facts["fs"], files[0]) if files else None
+    return (facts["fs"], files[0]) if files else None
 
 
 def reads_more_than_operands(expr: Expr) -> bool:
@@ -311,7 +311,7 @@ def settings() -> tuple[str, ...]:
         repr(chosen.get("gpurt")),
         repr(chosen.get("scheduler")),
         repr(chosen.get("explicit-comms")),
-        repr(_PANDAS_OPTIONS["mode"].get("string_storage")),
+        repr(_PANDAS_OPTIONS.get("mode", {}).get("string_storage")),
         repr(_PANDAS_OPTIONS.get("future")),
     )
 

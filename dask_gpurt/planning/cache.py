@@ -24,6 +24,7 @@ from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     a_file_of,
+    checksum_of_files,
     files_read,
     is_computation,
     known_of_files,
@@ -213,14 +214,24 @@ class PlanningCache:
         """Tell whether an expression of plain operands may be another one the next time, by the same name."""
         if reads_more_than_operands(expr):
             return True
-        if (file := a_file_of(expr)) is None:
+        if (checksum := checksum_of_files(expr)) is None:
             return False
-        checksum, files, path = file
         versioned = self._versioned.get(checksum)
-        if versioned is None:  # the files of a table are alike
-            versioned = has_version(files.info(path))
+        if versioned is None:
+            versioned = _has_versions(expr)
             self._versioned.put(checksum, versioned)
         return not versioned
+
+
+def _has_versions(expr: Expr) -> bool:
+    """Tell whether the name of an expression that reads files is another one whenever these are written."""
+    if (file := a_file_of(expr)) is None:
+        return False
+    files, path = file  # all files of a table are alike
+    try:
+        return has_version(files.info(path))
+    except FileNotFoundError:  # it has gone since Dask has listed it
+        return False
 
 
 def _operation_key(expr: Expr) -> Hashable | None:

@@ -61,7 +61,10 @@ class Source:
             # A listing says nothing of a file that is named itself, in some stores; of a link it has the
             # times, and not those of the file that the link leads to.
             if not has_version(listed) or listed.get("islink"):
-                found[name] = self.files.info(name)
+                try:
+                    found[name] = self.files.info(name)
+                except FileNotFoundError:  # a link that leads nowhere: it is known by what is listed
+                    continue
         return found if all(map(has_version, found.values())) else None
 
 

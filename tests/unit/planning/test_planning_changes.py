@@ -99,6 +99,16 @@ def test_a_file_that_a_link_leads_to_is_seen(tmp_path: Path) -> None:
         assert len(table.loc[first:first].compute()) == 1
 
 
+def test_a_link_that_leads_nowhere_is_no_obstacle(planner: Planner, tmp_path: Path) -> None:
+    (tmp_path / "table").mkdir()
+    write(tmp_path / "table" / "part.0.parquet", key=[1, 2])
+    os.symlink(tmp_path / "nowhere", tmp_path / "table" / "_link")
+    for _ in range(2):
+        _, rows = computed(lambda: dd.read_parquet(tmp_path / "table"))
+        assert rows["key"] == [1, 2]
+    assert planner.count("files.reused") == 1
+
+
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
