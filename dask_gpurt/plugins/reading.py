@@ -169,12 +169,16 @@ class WorkerReads:
 
     # ---- on threads of tasks -----------------------------------------------------------------------
 
-    def _submit(self, submit: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    def _submit(
+        self, submit: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         if (execution := _handed_over.get()) is None:
-            return submit(function, *args)
-        return submit(self._run, execution, function, *args)
+            return submit(function, *args, **kwargs)
+        return submit(self._run, execution, function, *args, **kwargs)
 
-    def _run(self, execution: _Execution, function: Callable[..., Any], *args: Any) -> Any:
+    def _run(
+        self, execution: _Execution, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Call what runs a task, on a thread of its own, in its turn."""
         assert self.turns is not None
         if not execution.begins_with_read:
@@ -182,7 +186,7 @@ class WorkerReads:
         _thread.execution = execution
         before = time.thread_time()
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         finally:
             execution.computed_s = time.thread_time() - before
             _thread.execution = None
