@@ -176,9 +176,7 @@ class WorkerReads:
             return submit(function, *args, **kwargs)
         return submit(self._run, execution, function, *args, **kwargs)
 
-    def _run(
-        self, execution: _Execution, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run(self, execution: _Execution, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call what runs a task, on a thread of its own, in its turn."""
         assert self.turns is not None
         if not execution.begins_with_read:

@@ -118,7 +118,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 raise
 
     async def _ask_to_join(self, devices: Collection[str]) -> bool:
-        """Ask the scheduler whether to switch on, until it has answered: it waits for whom it has told yes."""
+        """Ask the scheduler whether to switch on, until it answers: it waits for those it has told yes."""
         while True:
             try:
                 joins: bool = await getattr(self.worker.scheduler, JOIN)(
