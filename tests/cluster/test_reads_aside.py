@@ -347,6 +347,27 @@ def test_a_worker_finds_out_that_files_come_slowly(tmp_path: Path) -> None:
     run()
 
 
+class Incomparable:
+    """A callable that is no boolean when it is compared, as an array."""
+
+    def __call__(self, value: Any) -> Any:
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value is ambiguous")
+
+    __hash__ = object.__hash__
+
+
+def test_a_task_may_call_anything() -> None:
+    @on_reading_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        assert await client.submit(str.upper, "a") == "A"
+        assert await client.submit(Incomparable(), 7) == 7
+
+    run()
+
+
 def test_the_pool_of_a_worker_takes_keywords_as_ever() -> None:
     def sort() -> list[int]:
         pool = get_worker().executor
