@@ -172,6 +172,12 @@ def test_what_does_not_pickle_is_named_and_not_logged(caplog: pytest.LogCaptureF
     assert [record.name for record in caplog.records] == ["distributed.protocol.pickle"]  # as ever
 
 
+def test_what_pickle_makes_something_else_of_stays_live() -> None:
+    with pytest.raises(NotMovable, match="memoryview"):
+        take_apart(memoryview(b"abc"))
+    assert type(pickle.loads(dask_pickle.dumps(memoryview(b"abc")))) is not memoryview
+
+
 # ---- sizes ---------------------------------------------------------------------------
 
 
