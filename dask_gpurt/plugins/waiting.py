@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from dask_gpurt.dask_hooks.shuffle import acquired
 from dask_gpurt.observe.waiting import queued
 
 
@@ -24,7 +23,10 @@ def waiting(plugin: Any) -> dict[str, Any]:
         "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
         "moving": lambda: list(map(str, plugin.tiers.tiered_buffer.moving())),
         "exchange": lambda: queued(plugin.exchange.executor),
-        "pulls": lambda: {"under way": plugin.exchange._pulls, "bytes": acquired(plugin.exchange._limiter)},
+        "pulls": lambda: {
+            "under way": plugin.exchange.puller.under_way,
+            "bytes": plugin.exchange.puller.nbytes,
+        },
         "shards": lambda: _shards(plugin.exchange),
         "published": lambda: _published(plugin.exchange.pools),
         "counters": lambda: plugin.metrics.snapshot(),
@@ -38,6 +40,11 @@ def _described(part: Callable[[], Any]) -> Any:
     # A part that is not set up yet, or gone already: the others are told of all the same.
     except Exception as error:
         return f"not known: {error!r}"
+
+
+def _pulls(puller: Any) -> dict[str, int]:
+    """Return how many shards are being pulled, and how many bytes."""
+    return {"under way": puller.under_way, "bytes": puller.nbytes}
 
 
 def _shards(exchange: Any) -> dict[str, dict[str, int]]:
