@@ -141,9 +141,14 @@ def _begins(node: Any, names: Collection[str]) -> bool | None:
     return None if node.has_subgraph() or isinstance(node, NestedContainer) else False
 
 
-def _name(function: Any) -> str:
-    """Return the module and the name of a function, or of the class of another callable."""
+def _name(function: Any) -> str | None:
+    """Return the module and the name of a function, or of the class of another callable; None without any."""
     while isinstance(function, partial):
         function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}:{named.__qualname__}"
+    try:
+        named = function if hasattr(function, "__qualname__") else type(function)
+        return f"{named.__module__}:{named.__qualname__}"
+    # Methods of types that are built in have no module, and callables of users may raise anything. Readers
+    # have both names.
+    except Exception:
+        return None

@@ -78,7 +78,8 @@ def contents(value: Any) -> Sequence[Any]:
 
 def is_of(type_: type, libraries: frozenset[str]) -> bool:
     """Return whether a type, or one that it inherits from, is of one of some libraries."""
-    return any(kind.__module__.partition(".")[0] in libraries for kind in type_.__mro__)
+    # A type may say anything of its module, as that it has none.
+    return any(str(kind.__module__).partition(".")[0] in libraries for kind in type_.__mro__)
 
 
 class PoolFull(Exception):

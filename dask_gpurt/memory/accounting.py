@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 from dask.sizeof import sizeof
+from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.device.base import contents, lives_on_device
 from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
@@ -41,11 +42,15 @@ def owned(value: Any) -> Roots:
     ----------
     value
         Frames, series, indexes and arrays of numpy, pandas, Arrow, cudf and cupy are looked
-        into, also where a dict, list or tuple holds them; of anything else Dask's ``sizeof`` is taken.
+        into, also where a dict, list or tuple holds them; of anything else Dask's ``sizeof`` is taken, or
+        where that fails, as for a dict that holds itself, the size that Dask takes then.
     """
     roots: Roots = {}
-    for address, nbytes in _walk(value):
-        roots[address] = max(nbytes, roots.get(address, 0))
+    try:
+        for address, nbytes in _walk(value):
+            roots[address] = max(nbytes, roots.get(address, 0))
+    except Exception:
+        return {id(value): safe_sizeof(value)}
     return roots
 
 

@@ -83,10 +83,12 @@ def take_apart(value: Any) -> Frames:
     Raises
     ------
     NotMovable
-        When it can not be serialised.
+        When it can not be serialised, or would come back as something else.
     """
     if isinstance(value, Raw):
         return raw_frames(value.buffers)
+    if isinstance(value, memoryview):
+        raise NotMovable("a memoryview would come back as bytes")
     try:
         with _unlogged():
             return _device_frames(value) if lives_on_device(value) else _host_frames(value)

@@ -19,7 +19,7 @@ from distributed.sizeof import safe_sizeof
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.readers import Readers
-from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import (
     has_left_pool,
     leave_slot,
@@ -135,9 +135,7 @@ class WorkerReads:
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
         """Run a task."""
-        task = self._worker.state.tasks[key]
-        begins = not task.dependencies and self._readers.begins_with_read(task.run_spec)
-        execution = _Execution(key, self, begins)
+        execution = _Execution(key, self, self._begins_with_read(self._worker.state.tasks[key]))
         token = _handed_over.set(execution)
         try:
             return await self._execute(key, stimulus_id=stimulus_id)
@@ -145,6 +143,14 @@ class WorkerReads:
             _handed_over.reset(token)
             self._leave_slot(self._aside.end(key))
             self._learn(execution)
+
+    def _begins_with_read(self, task: WorkerTask) -> bool:
+        try:
+            return not task.dependencies and self._readers.begins_with_read(task.run_spec)
+        # What a task calls may be anything. Dask waits for ever for the event of one whose `execute` fails.
+        except Exception as error:
+            self._refused(repr(error))
+            return False
 
     def _learn(self, execution: _Execution) -> None:
         """Learn from a task that has ended how many are to leave their slot."""
@@ -169,12 +175,14 @@ class WorkerReads:
 
     # ---- on threads of tasks -----------------------------------------------------------------------
 
-    def _submit(self, submit: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    def _submit(
+        self, submit: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         if (execution := _handed_over.get()) is None:
-            return submit(function, *args)
-        return submit(self._run, execution, function, *args)
+            return submit(function, *args, **kwargs)
+        return submit(self._run, execution, function, *args, **kwargs)
 
-    def _run(self, execution: _Execution, function: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, execution: _Execution, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call what runs a task, on a thread of its own, in its turn."""
         assert self.turns is not None
         if not execution.begins_with_read:
@@ -182,7 +190,7 @@ class WorkerReads:
         _thread.execution = execution
         before = time.thread_time()
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         finally:
             execution.computed_s = time.thread_time() - before
             _thread.execution = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from enum import IntEnum
 from typing import Any
@@ -125,25 +125,32 @@ class Workers:
         self._plugin = plugin
         self.token = token
         self._wanted = False
-        self._on: Counter[str] = Counter()  # plugins that have been told yes, and have not left
+        #: The plugins of each worker that have been told yes, and have not left.
+        self._on: defaultdict[str, set[str]] = defaultdict(set)
         self._all_left = asyncio.Event()
         self.ready: set[str] = set()
         #: The kinds of device that workers have.
         self._devices: dict[str, frozenset[str]] = {}
         self.unreachable: set[str] = set()
 
-    def join(self, worker: str, token: str, devices: Collection[str]) -> bool:
+    def join(self, worker: str, token: str, devices: Collection[str], plugin: str) -> bool:
         """Handle a worker's question whether it shall switch on a plugin that it has been handed.
+
+        A plugin may ask more than once: where its connection broke, it does not know whether it was heard.
 
         Parameters
         ----------
         devices
             The kinds of device that it has.
+        plugin
+            Identifies the plugin among those of the worker.
         """
         wanted = self._wanted and token == self.token
         if wanted:
-            self._on[worker] += 1
+            self._on[worker].add(plugin)
             self.note_devices(worker, devices)
+        else:
+            self.has_left(worker, token, plugin)  # it may have been told yes before, and not have heard it
         return wanted
 
     def note_devices(self, worker: str, devices: Collection[str]) -> None:
@@ -159,10 +166,10 @@ class Workers:
         if token == self.token and worker in self._scheduler.workers:
             self.ready.add(worker)
 
-    def has_left(self, worker: str, token: str) -> None:
+    def has_left(self, worker: str, token: str, plugin: str) -> None:
         """Handle a worker that has switched off, and has sent nothing after this."""
-        if token == self.token and self._on[worker]:
-            self._on[worker] -= 1
+        if token == self.token:
+            self._on[worker].discard(plugin)
             self._look()
 
     def remove(self, worker: str) -> None:
@@ -173,8 +180,7 @@ class Workers:
         self._look()
 
     def _look(self) -> None:
-        self._on = +self._on
-        if self._on.keys() <= self.unreachable:
+        if {worker for worker, plugins in self._on.items() if plugins} <= self.unreachable:
             self._all_left.set()
         else:
             self._all_left.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from dask_gpurt.observe.waiting import queued
@@ -61,9 +62,13 @@ def _published(pools: Any) -> dict[str, dict[str, Any]]:
     """Count the shards that owners may still read, and the producers that wait for room, by pool."""
     return {
         kind: {
-            "by owner": dict(Counter(entry.owner for entry in list(outbox._entries.values()))),
+            "by owner": dict(Counter(chain.from_iterable(map(_readers, list(outbox._entries.values()))))),
             "producers that wait": outbox.waiting,
             "used": outbox.pool.used,
         }
         for kind, outbox in list(pools._outboxes.items())
     }
+
+
+def _readers(entry: Any) -> set[str]:
+    return set(entry.readers.values())

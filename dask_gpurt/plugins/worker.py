@@ -7,7 +7,8 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -42,7 +43,7 @@ from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.small_results import RESULTS
-from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, READY, REFUSED, spare_tracebacks
+from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, PAUSE_S, READY, REFUSED, spare_tracebacks
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
 from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
@@ -93,17 +94,17 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.worker = worker
         self._undo = AsyncExitStack()
         self._switching = asyncio.Lock()
+        self._id = uuid.uuid4().hex
         spare_tracebacks()
         async with self._switching:
             try:
                 dask_hooks.require()
                 devices = await asyncio.to_thread(kinds)
-                join = getattr(worker.scheduler, JOIN)
-                if not await join(worker=worker.address, token=self.token, devices=devices):
+                if not await self._ask_to_join(devices):
                     logger.info("the runtime was switched off before %s joined", worker.address)
                     self._leave()
                     return
-                self._undo.callback(self._say, LEFT)
+                self._undo.callback(self._say, LEFT, plugin=self._id)
                 await self._switch_on(worker, config.load_over(self.given))
                 self._say(READY)
             except BaseException as error:
@@ -115,6 +116,20 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 except Exception:  # what kept it from going on says more
                     logger.exception("the runtime could not be wholly taken back on %s", worker.address)
                 raise
+
+    async def _ask_to_join(self, devices: Collection[str]) -> bool:
+        """Ask the scheduler whether to switch on, until it answers: it waits for those it has told yes."""
+        while True:
+            try:
+                joins: bool = await getattr(self.worker.scheduler, JOIN)(
+                    worker=self.worker.address, token=self.token, devices=devices, plugin=self._id
+                )
+                return joins
+            except OSError as error:
+                if is_closing(self.worker):
+                    raise
+                logger.warning("%s can not ask the scheduler and tries again: %s", self.worker.address, error)
+            await asyncio.sleep(PAUSE_S)
 
     def _say(self, what: str, **more: str) -> None:
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker

@@ -12,7 +12,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
-from distributed import secede
+from distributed import get_worker, secede
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 from pandas.testing import assert_frame_equal
 
@@ -343,6 +343,43 @@ def test_a_worker_finds_out_that_files_come_slowly(tmp_path: Path) -> None:
         report = await dask_gpurt.report(client)
         assert report["workers"][worker.address]["reads"]["beside"] > 0
         assert report["counters"]["reads.aside"] > 0
+
+    run()
+
+
+class Incomparable:
+    """A callable that is no boolean when it is compared, as an array."""
+
+    def __call__(self, value: Any) -> Any:
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value is ambiguous")
+
+    __hash__ = object.__hash__
+
+
+def test_a_task_may_call_anything() -> None:
+    @on_reading_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        assert await client.submit(str.upper, "a") == "A"
+        assert await client.submit(Incomparable(), 7) == 7
+
+    run()
+
+
+def test_the_pool_of_a_worker_takes_keywords_as_ever() -> None:
+    def sort() -> list[int]:
+        pool = get_worker().executor
+        sorting = pool.submit(sorted, [1, 3, 2], reverse=True)
+        secede()
+        found: list[int] = sorting.result()
+        return found
+
+    @on_reading_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        assert worker.executor.submit(sorted, [1, 2], reverse=True).result(LIMIT_S) == [2, 1]
+        assert await client.submit(sort) == [3, 2, 1]
 
     run()
 

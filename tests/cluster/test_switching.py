@@ -13,12 +13,14 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from distributed import Client, Event, Worker
+from distributed.comm.core import CommClosedError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
 from dask_gpurt.config import ConfigError
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.running import TaskRunner
+from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from tests.helpers.exchanges import spec_of
@@ -308,6 +310,55 @@ def test_a_worker_that_is_handed_the_plugin_twice_has_it_once(monkeypatch: pytes
         await asyncio.gather(on, again)
         assert_on(scheduler, a, b)
         await assert_shuffles(client, ours=True)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_worker_asks_again_whether_it_shall_join(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection breaks before the scheduler has heard the question, or before the answer arrives."""
+    join, broken = Workers.join, set[str]()
+
+    def breaks_once(self: Workers, worker: str, **message: Any) -> bool:
+        if worker in broken:
+            return join(self, worker, **message)
+        broken.add(worker)
+        if heard:
+            join(self, worker, **message)
+        raise CommClosedError("injected")
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = whole_state(scheduler, a, b)
+        monkeypatch.setattr(Workers, "join", breaks_once)
+        await dask_gpurt.enable(client)
+        assert broken == {a.address, b.address}
+        assert_on(scheduler, a, b)
+        await dask_gpurt.disable(client)  # which waits for those that were told yes
+        assert whole_state(scheduler, a, b) == before
+
+
+def test_nobody_waits_for_a_worker_that_asks_again_when_it_goes_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told yes, has not heard it, and is told no."""
+    join, known, asked = Workers.join, set[str](), asyncio.Event()
+
+    def breaks_for_others(self: Workers, worker: str, **message: Any) -> bool:
+        joins = join(self, worker, **message)
+        if joins and worker not in known:
+            asked.set()
+            raise CommClosedError("injected")
+        return joins
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        known.update(scheduler.workers)
+        monkeypatch.setattr(Workers, "join", breaks_for_others)
+        await dask_gpurt.enable(client)
+        late = Worker(scheduler.address, nthreads=1)
+        starting = asyncio.ensure_future(late.start())
+        await asked.wait()
+        await dask_gpurt.disable(client)
+        await starting
+        assert "gpurt" not in late.plugins
+        await late.close()
 
 
 def test_no_output_goes_to_a_worker_that_is_not_on_yet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import dask.dataframe as dd
+import numpy as np
 import pandas as pd
 import pytest
 from dask.dataframe.dask_expr.io.io import FusedParquetIO
@@ -111,6 +113,34 @@ def test_a_task_that_calls_something_else_first_does_not(folder: Path, readers: 
     both = Task("both", max, reading, Task("first", sum, [1]))
     assert not readers.begins_with_read(both)
     assert readers.begins_with_read(Task("partial", partial(reading.func), *reading.args))
+
+
+class Proxy:
+    """A callable that passes on what it is asked for, and what it stands for can not be had."""
+
+    def __call__(self, *args: Any) -> Any:
+        raise AssertionError("nothing is called in this test")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no connection, so no {name}")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        str.upper,
+        "".join,
+        (1).__add__,
+        partial(str.upper),
+        itemgetter(0),
+        np.add,
+        pytest.param(Proxy(), id="proxy"),
+    ],
+)
+def test_any_callable_may_be_that_of_a_task(function: Any, folder: Path, readers: Readers) -> None:
+    assert not readers.begins_with_read(Task("alone", function, "a"))
+    (reading,) = roots(dd.read_parquet(folder / "parquet").partitions[0].optimize())
+    assert readers.begins_with_read(Task("outer", function, reading))
 
 
 def test_a_writer_is_wrapped_unless_it_calls_a_function_of_users(

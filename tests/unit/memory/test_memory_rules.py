@@ -12,12 +12,14 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from dask.sizeof import sizeof
 from distributed.protocol import pickle as dask_pickle
+from distributed.sizeof import safe_sizeof
 from hypothesis import given
 
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
-from dask_gpurt.device.base import MAX_CONTENTS, contents
+from dask_gpurt.device.base import MAX_CONTENTS, contents, lives_on_device
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
 from dask_gpurt.memory.ledger import MAX_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
@@ -170,6 +172,12 @@ def test_what_does_not_pickle_is_named_and_not_logged(caplog: pytest.LogCaptureF
     assert [record.name for record in caplog.records] == ["distributed.protocol.pickle"]  # as ever
 
 
+def test_what_pickle_makes_something_else_of_stays_live() -> None:
+    with pytest.raises(NotMovable, match="memoryview"):
+        take_apart(memoryview(b"abc"))
+    assert type(pickle.loads(dask_pickle.dumps(memoryview(b"abc")))) is not memoryview
+
+
 # ---- sizes ---------------------------------------------------------------------------
 
 
@@ -216,6 +224,45 @@ def test_a_collection_of_many_objects_is_not_looked_through() -> None:
     assert owned(words).keys() == {id(words)}
     words[:] = [words]  # in itself
     assert list(contents(words)) == []
+
+
+class Sizeless:
+    """An object that can not tell its size."""
+
+    def __sizeof__(self) -> int:
+        raise RuntimeError("no size")
+
+
+class WithoutModule:
+    """An object of a type that says that it has no module."""
+
+
+WithoutModule.__module__ = None  # type: ignore[assignment]
+
+
+def deep() -> list[Any]:
+    found: list[Any] = []
+    for _ in range(5000):
+        found = [found]
+    return found
+
+
+def in_itself() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["parent"] = found
+    return found
+
+
+@pytest.mark.parametrize("make", [Sizeless, deep, in_itself, lambda: np.array([Sizeless(), 1])])
+def test_what_can_not_tell_its_size_has_the_one_that_dask_takes_then(make: Any) -> None:
+    value = make()
+    assert owned(value) == {id(value): safe_sizeof(value)}
+
+
+def test_a_type_may_have_no_module() -> None:
+    value = WithoutModule()
+    assert owned(value) == {id(value): sizeof(value)}
+    assert not lives_on_device(value)
 
 
 def test_arrow_tables_and_slices() -> None:

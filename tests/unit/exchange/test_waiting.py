@@ -1,0 +1,28 @@
+"""What a worker tells of all that waits there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from dask_gpurt.config import Size
+from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.observe import Metrics
+from dask_gpurt.plugins.waiting import waiting
+
+RUN = ("a shuffle", 1)
+
+
+def test_published_shards_count_for_each_owner_that_may_read_them() -> None:
+    pools = Pools(Size(2**20), 2**30, Metrics())
+    pools.ask_for_room = pools.ask_host = lambda _: None
+    try:
+        outbox = pools.outbox("host")
+        blocks = [outbox.allocate(2**10) for _ in range(2)]
+        shards = [outbox.publish(RUN, 0, "one", [block]) for block in blocks]
+        outbox.publish_again(shards[:1], 1, "two")
+        told = waiting(SimpleNamespace(exchange=SimpleNamespace(pools=pools)))
+        published = told["published"]["host"]
+        assert published["by owner"] == {"one": 2, "two": 1}
+        assert (published["producers that wait"], published["used"]) == (0, 2 * 2**10)
+    finally:
+        pools.close()
