@@ -14,10 +14,10 @@ import importlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -517,7 +517,12 @@ def hash_of_body(found: Any) -> str:
     OSError, TypeError
         When there is no source.
     """
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(_function(found))))
+    return _hash_of_source(inspect.unwrap(_function(found)))
+
+
+@cache  # each time that the runtime is switched on they are compared again
+def _hash_of_source(found: Callable[..., Any]) -> str:
+    source = textwrap.dedent(inspect.getsource(found))
     (function,) = ast.parse(source).body
     assert isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
     if ast.get_docstring(function) is not None:
