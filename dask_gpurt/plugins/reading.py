@@ -40,7 +40,7 @@ from dask_gpurt.topology.detect import nvml_library, visible_devices
 
 @dataclass(eq=False)
 class _Execution:
-    """One execution of a task.
+    """Describe one execution of a task.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ _handed_over: ContextVar[_Execution | None] = ContextVar("gpurt-reads", default=
 
 
 class _Thread(threading.local):
-    """The execution that a thread is for at the moment."""
+    """Note the execution that a thread is for at the moment."""
 
     execution: _Execution | None = None
 
@@ -115,7 +115,7 @@ class WorkerReads:
         wrap_submit(self._patches, self._worker, lambda submit: partial(self._submit, submit))
 
     def uninstall(self) -> None:
-        """Hold nobody back any more. On the event loop; tasks that have begun end as they would have."""
+        """Hold no task back any more. On the event loop; tasks that have begun end as they would have."""
         self._patches.restore()
         self._undo.close()
         if self.turns is not None:
