@@ -24,7 +24,6 @@ from tests.helpers.clusters import (
     partitions,
     to_pandas,
 )
-from tests.helpers.in_process import on_cluster
 from tests.helpers.shared_cluster import SharedCluster
 from tests.helpers.waiting import until
 
@@ -235,17 +234,3 @@ def test_what_is_loaded_is_no_garbage_until_the_runtime_goes() -> None:
         until(lambda: all(on_workers(client, gc.get_freeze_count)))
         dask_gpurt.disable(client)
         assert on_workers(client, gc.get_freeze_count) == [0]
-
-
-def test_what_a_program_has_frozen_stays_so() -> None:
-    """As a program may that has its workers in its own process."""
-    gc.freeze()
-
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        for worker in workers:
-            plugin = worker.plugins["gpurt"]
-            await plugin.exchange.offload(plugin._load_kernels, plugin.exchange.pools.devices)
-
-    run()
-    assert gc.get_freeze_count()
