@@ -8,6 +8,8 @@ cd "$(dirname "$0")/.."
 OLDEST=2026.7.1
 # Each step with tests ends with those that take longest, so that it shows what makes it slow.
 export PYTEST_ADDOPTS="--durations=15 --durations-min=3"
+# Else all processes of all steps compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 # Tests that no version of Dask can change: of rooms that use its conversions of units at most, of the documentation, and
 # of the interposer, a C library. The queries of the benchmarks use all of Dask, but are no part of the package.
 WITHOUT_DASK=(tests/unit/{benchmarks,device,docs,observe,overlap} tests/system/test_{interposer*,synchronising}.py)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -44,6 +45,9 @@ _unaccepted: dict[str, str] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tests start hundreds of processes, each of which would compile the package anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Dask says at this level that a shuffle begins and ends.
     logging.getLogger("distributed.shuffle._scheduler_plugin").setLevel(logging.ERROR)
     if os.environ.get("GPURT_REQUIRE_GPU") == "1" and not cuda_devices():
@@ -64,6 +68,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(CPU_COUNT + 1, MOST_PROCESSES)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what the tests import out of all collections of garbage: to look through it takes long."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for line in caps.summary():
         terminalreporter.write_line(line)
@@ -72,6 +85,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Of all without clusters the files of this room take longest. As the last ones they would be waited for.
+    items.sort(key=lambda item: "tests/unit/" in item.nodeid and "tests/unit/simulate/" not in item.nodeid)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not cuda_devices():
         for item in gpu:

@@ -11,9 +11,9 @@ import hashlib
 import importlib
 import inspect
 import textwrap
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from typing import Any
 
 
@@ -178,7 +178,12 @@ def hash_of_body(found: Any) -> str:
     OSError, TypeError
         When there is no source.
     """
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(_function(found))))
+    return _hash_of_source(inspect.unwrap(_function(found)))
+
+
+@cache  # each time that the runtime is switched on they are compared again
+def _hash_of_source(found: Callable[..., Any]) -> str:
+    source = textwrap.dedent(inspect.getsource(found))
     (function,) = ast.parse(source).body
     assert isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
     if ast.get_docstring(function) is not None:

@@ -146,6 +146,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if reason := os.environ.get(ALONE):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
+        self._has_frozen = False
         await asyncio.to_thread(self._build, worker, settings)
         self.tiers.start()
         patches = dask_hooks.PatchSet()
@@ -194,8 +195,21 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def _warm_up(self) -> None:
         """Load, and then compile, what first programs would wait for, until the runtime is switched off."""
         with contextlib.suppress(ExchangeClosed):
-            for load in (_load_kernels, warm_up_operators):
+            for load in (self._load_kernels, warm_up_operators):
                 await self.exchange.offload(load, self.exchange.pools.devices)
+
+    def _load_kernels(self, devices: Mapping[str, Device]) -> None:
+        """Load what the first shuffle would wait for, and have it looked through for garbage no more.
+
+        A full collection goes through all that cudf, cupy and Dask consist of and keeps every thread
+        waiting meanwhile, the event loop too: 0.16 to 0.22 s, as often as a shuffle makes enough objects.
+        What a program has frozen itself, or another worker in this process, is left as it is.
+        """
+        warm_up(devices)
+        if not gc.get_freeze_count():
+            gc.collect()  # what is garbage already would stay
+            gc.freeze()
+            self._has_frozen = True
 
     def _ignore_calls(self) -> None:
         """Have a worker that closes answer nothing to a scheduler that does not know that yet.
@@ -262,7 +276,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     async def _close_exchange(self) -> None:
         await asyncio.to_thread(self.exchange.close)
-        gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
+        if self._has_frozen:
+            gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":
@@ -317,14 +332,3 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
 async def _ignore(**_: Any) -> None:
     """Handle a call by no answer, as where the runtime is off."""
-
-
-def _load_kernels(devices: Mapping[str, Device]) -> None:
-    """Load what the first shuffle would wait for, and have it looked through for garbage no more.
-
-    A full collection goes through all that cudf, cupy and Dask consist of and keeps every thread
-    waiting meanwhile, the event loop too: 0.16 to 0.22 s, as often as a shuffle makes enough objects.
-    """
-    warm_up(devices)
-    gc.collect()  # what is garbage already would stay
-    gc.freeze()

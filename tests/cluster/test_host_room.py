@@ -133,7 +133,7 @@ def test_a_producer_waits_for_what_another_worker_has_no_use_for(
 
 def test_what_files_of_others_fill_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks may still fit. As long as a worker holds memory itself, it is waited for that."""
-    monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.7)
+    monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
 
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -143,7 +143,7 @@ def test_what_files_of_others_fill_is_waited_for_only_so_long(monkeypatch: pytes
         shm.pools = [box.pool for box in boxes]
         being_packed = filled(boxes[0].pool, 4 * PAGE)
         with pytest.raises(Enough):
-            await ends[1].offload(cut, boxes[1], MIB, 2)
+            await ends[1].offload(cut, boxes[1], MIB, 1)
         boxes[0].give_back(being_packed)
         with pytest.raises(PoolFull):
             await ends[1].offload(cut, boxes[1], MIB)

@@ -16,6 +16,7 @@ PLACEMENT: dict[str, Any] = {
     "gpurt.placement.enabled": True,
     "gpurt.placement.always": True,
     "distributed.scheduler.work-stealing": True,
+    "distributed.scheduler.work-stealing-interval": "20 ms",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -603,3 +604,17 @@ def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.
 
     test()
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_what_a_program_has_frozen_stays_so() -> None:
+    """As a program may that has its workers in its own process."""
+    gc.freeze()
+
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+        for worker in workers:
+            plugin = worker.plugins["gpurt"]
+            await plugin.exchange.offload(plugin._load_kernels, plugin.exchange.pools.devices)
+
+    run()
+    assert gc.get_freeze_count()

@@ -52,7 +52,10 @@ def test_on_a_cluster_that_runs() -> None:
         (["--scale", "0"], 2, "0.0 is not in the range"),
     ],
 )
-def test_what_can_not_be_is_said(arguments: list[str], code: int, said: str) -> None:
+def test_what_can_not_be_is_said(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
+) -> None:
+    monkeypatch.setattr("dask_gpurt.cli.cluster.CONNECT_TIMEOUT_S", 0.5)
     done = CliRunner().invoke(main, ["bench", *arguments])
     assert done.exit_code == code
     assert said in done.output

@@ -26,11 +26,9 @@ from tests.helpers.planned import Planner
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> Iterator[None]:
+def _collect_only_what_is_new() -> None:
     """Leave out of collections what was there before: late in a run they would take a second each."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -21,11 +21,9 @@ EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
+def _frozen() -> None:
     """Keep what is there already out of the collections between programs."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
