@@ -184,7 +184,7 @@ class Balancing:
         least = median(nbytes for _, _, nbytes in watch.paces) / 2
         for worker, seconds, nbytes in watch.paces[watch.compared :]:
             if nbytes >= least:
-                self._speeds.observe(worker, seconds, usual * nbytes)
+                self._speeds.observe(worker, seconds, usual * nbytes, watch.run)
         watch.compared = len(watch.paces)
 
     def _decide(self, together: Collection[Any]) -> Moves:
@@ -207,11 +207,12 @@ class Balancing:
             held[owner] += nbytes[output]
         possible = set(self._recovery.candidates(*together))
         threads = self._threads(possible | held.keys(), together)
+        runs = {self._watched[each].run for each in together}
         capacities = [
             Capacity(
                 worker,
                 threads[worker],
-                self._speeds.of(worker),
+                self._speeds.of(worker, runs),
                 self._room(worker, held[worker]) if worker in possible else 0.0,
             )
             for worker in sorted(threads)

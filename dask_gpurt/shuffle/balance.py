@@ -25,8 +25,8 @@ from dask_gpurt.exchange.shard import Section
 MAX_TOLD, HEAVY = 32, 1.25
 #: Standard errors of an estimate that count as chance.
 CHANCE_ERRORS = 2.0
-#: The last transfers that the speed of a worker is estimated from; how many there have to be, and how many
-#: seconds they usually take together.
+#: The last transfers that the speed of a worker is estimated from; how many of the run that asks are among
+#: them at least, and how many seconds all usually take together.
 SPEED_WINDOW_TRANSFERS, MIN_TRANSFERS, MIN_USUAL_S = 32, 3, 0.02
 #: Limits to a slowdown.
 FASTEST, SLOWEST = 0.25, 10.0
@@ -174,34 +174,48 @@ class OutputBytes:
 # ---- speeds of workers ---------------------------------------------------------------------------------
 
 
+class _Pace(NamedTuple):
+    """A transfer of a run took so many seconds, where such ones usually take others."""
+
+    run: int
+    seconds: float
+    usual: float
+
+
 class WorkerSpeeds:
     """Estimate how fast the threads of workers are, relative to the usual, from how long transfers took.
 
     A worker that is stopped, and goes on, many times a second is found to be either by each of its transfers.
     So the sums of them are compared; and of the difference only what is beyond chance counts, else outputs
     would move to whichever of equal workers was luckier.
+
+    Transfers of earlier runs make the estimate surer, and the run that asks has to confirm it by its own: a
+    worker that was slow may not be so any more.
     """
 
     def __init__(self) -> None:
-        self._workers: dict[str, deque[tuple[float, float]]] = {}
+        self._workers: dict[str, deque[_Pace]] = {}
 
-    def observe(self, worker: str, seconds: float, usual: float) -> None:
-        """Learn from a transfer that took ``seconds`` where such ones usually take ``usual``."""
+    def observe(self, worker: str, seconds: float, usual: float, run: int) -> None:
+        """Learn from a transfer of a run that took ``seconds`` where such ones usually take ``usual``."""
         if usual > 0:
             known = self._workers.setdefault(worker, deque(maxlen=SPEED_WINDOW_TRANSFERS))
-            known.append((seconds, usual))
+            known.append(_Pace(run, seconds, usual))
 
-    def of(self, worker: str) -> float:
-        """Return the speed closest to 1 within the confidence margin; below 1 is slow."""
+    def of(self, worker: str, runs: Collection[int]) -> float:
+        """Return the speed closest to 1 within the confidence margin and by some runs; below 1 is slow."""
         known = self._workers.get(worker, ())
-        number, usual = len(known), sum(usual for _, usual in known)
-        if number < MIN_TRANSFERS or usual < MIN_USUAL_S:
+        own = [pace for pace in known if pace.run in runs]
+        usual = sum(pace.usual for pace in known)
+        if len(own) < MIN_TRANSFERS or usual < MIN_USUAL_S:
             return 1.0
-        slowdown = sum(seconds for seconds, _ in known) / usual
-        residual = sum((seconds - slowdown * usual) ** 2 for seconds, usual in known)
+        number, slowdown = len(known), sum(pace.seconds for pace in known) / usual
+        residual = sum((pace.seconds - slowdown * pace.usual) ** 2 for pace in known)
         error = math.sqrt(residual * number / (number - 1)) / usual
-        beyond_chance = max(0.0, abs(slowdown - 1) - CHANCE_ERRORS * error)
-        return 1 / min(max(1 + math.copysign(beyond_chance, slowdown - 1), FASTEST), SLOWEST)
+        surely = math.copysign(max(0.0, abs(slowdown - 1) - CHANCE_ERRORS * error), slowdown - 1)
+        shown = sum(pace.seconds for pace in own) / sum(pace.usual for pace in own) - 1
+        confirmed = min(surely, shown, key=abs) if surely * shown > 0 else 0.0
+        return 1 / min(max(1 + confirmed, FASTEST), SLOWEST)
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker."""
