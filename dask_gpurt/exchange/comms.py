@@ -20,7 +20,7 @@ from dask_gpurt.device.base import Buffer, Codec
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import Compressor
 from dask_gpurt.exchange.incoming import IncomingShard
-from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.links import Links, PeerClass
 from dask_gpurt.exchange.outgoing import COPIED
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.pools import Pools
@@ -160,6 +160,8 @@ class Comms:
         nbytes, now = sum(map(size_of, data)), perf_counter()
         self._traffic.note(peer, COMMS, nbytes, seconds)
         self._links.observe(peer, nbytes, now - seconds, now)
+        if self._links.peer_class(peer) is PeerClass.OTHER_HOST:
+            self._links.arrivals.observe(nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
         """Return the sections of a shard that was fetched; where staged, they stay until it is released.

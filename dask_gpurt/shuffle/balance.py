@@ -54,16 +54,26 @@ class InputSizes(NamedTuple):
         That a thread took to split and pack it, without waiting for room.
     whole
         Whether all that its worker has published in the run is still there to be offered to others.
+    arriving
+        Bytes per second that can come to its worker from other hosts, as the run has shown; 0 where that is
+        not known.
     """
 
     nbytes: int
     heavy: Mapping[int, int]
     seconds: float
     whole: bool
+    arriving: float = 0.0
 
     @classmethod
     def of(
-        cls, sections: Iterable[Section], outputs: int, *, seconds: float = 0.0, whole: bool = True
+        cls,
+        sections: Iterable[Section],
+        outputs: int,
+        *,
+        seconds: float = 0.0,
+        whole: bool = True,
+        arriving: float = 0.0,
     ) -> InputSizes:
         """Return the sizes of an input.
 
@@ -82,7 +92,7 @@ class InputSizes(NamedTuple):
                 found[output] += int((stop - start) * per_row)
         least = HEAVY * total / max(1, outputs)
         heavy = {output: nbytes for output, nbytes in found.most_common(MAX_TOLD) if nbytes > least}
-        return cls(total, heavy, seconds, whole)
+        return cls(total, heavy, seconds, whole, arriving)
 
 
 @dataclass
