@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pandas as pd
 from distributed import get_worker
 
 from dask_gpurt.dask_hooks.expr import convert_to_list
@@ -94,9 +93,14 @@ def with_categories_of(other: Any, side: Any) -> Any:
         return side
     for name in set(side.columns) & set(other.columns):
         dtype = other.dtypes[name]
-        if isinstance(dtype, pd.CategoricalDtype) and isinstance(side.dtypes[name], pd.CategoricalDtype):
+        if _is_categorical(dtype) and _is_categorical(side.dtypes[name]):
             side = side.astype({name: dtype})
     return side
+
+
+def _is_categorical(dtype: Any) -> bool:
+    """Return whether a dtype has categories, of pandas or of cudf, whose class is another one."""
+    return str(dtype) == "category"
 
 
 def _has(frame: Any, names: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
@@ -199,7 +200,9 @@ class Nvml:
         """Return the domain of a GPU whose NVLink switch joins hosts; None within one host."""
         try:
             info = self._library.c_nvmlGpuFabricInfo_t()
-            self._library.nvmlDeviceGetGpuFabricInfo(handle, info)
+            # By its address. nvidia-ml-py hands it on as it is: NVML would take what a register happens to
+            # hold for the address, and overwrite what lies there.
+            self._library.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
         except (self._library.NVMLError, AttributeError):
             return None
         cluster = bytes(info.clusterUuid)

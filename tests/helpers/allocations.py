@@ -1,4 +1,4 @@
-"""Have allocations of numpy, or of rmm, fail: the n-th, or those that are too large.
+"""Have allocations fail: of numpy the n-th, or those that are too large; of rmm those beyond a limit.
 
 numpy asks a handler for the memory of arrays (NEP 49). The one here fails as ``malloc`` would, so all that
 computes on numpy runs out of memory where it really could. Each context has its own: other threads go on.
@@ -83,16 +83,9 @@ def larger_ones_fail(limit: int) -> Callable[[int, int], bool]:
 
 
 @contextmanager
-def failing_allocations(fails: Callable[[int, int], bool], library: str = "pandas") -> Iterator[Allocations]:
-    """Have some allocations of this thread fail, of numpy arrays or of memory of the GPU."""
-    allocations = Allocations(fails)
-    with _of_numpy(allocations) if library == "pandas" else _of_rmm(allocations):
-        yield allocations
-
-
-@contextmanager
-def _of_numpy(allocations: Allocations) -> Iterator[None]:
-    before = _handler()
+def failing_allocations(fails: Callable[[int, int], bool]) -> Iterator[Allocations]:
+    """Have some allocations of numpy arrays fail, on this thread."""
+    allocations, before = Allocations(fails), _handler()
     usual = _Handler.from_address(_address(before))
 
     def malloc(ctx: int, nbytes: int) -> int | None:
@@ -110,7 +103,7 @@ def _of_numpy(allocations: Allocations) -> Iterator[None]:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))  # arrays that outlive this module free by it
     _set_handler(_capsule(ctypes.addressof(handler)))
     try:
-        yield
+        yield allocations
     finally:
         _set_handler(before)
 
@@ -143,21 +136,24 @@ def _capsule(address: int) -> Any:
 
 
 @contextmanager
-def _of_rmm(allocations: Allocations) -> Iterator[None]:
+def limited_gpu_memory(limit: int) -> Iterator[Allocations]:
+    """Have allocations of rmm fail that would make it more than so many bytes; only failures are counted.
+
+    rmm itself has to refuse. A resource whose functions are Python's can not: libcudf gives memory back while
+    the error is on its way, and a function of Python that is called then fails with a SystemError.
+    """
     import rmm
 
+    allocations = Allocations(none_fails)
+
+    def failed(nbytes: int) -> bool:
+        allocations.failed += 1
+        return False
+
     before = rmm.mr.get_current_device_resource()
-
-    def allocate(nbytes: int, stream: Any) -> int:
-        if allocations.fail(nbytes):
-            raise MemoryError(f"{nbytes} bytes, injected by a test")
-        return int(before.allocate(nbytes, stream))
-
-    # cudf also frees while the error of an allocation is on its way; Python code that is called then fails
-    # with a SystemError, so it is the resource's own method that is called.
-    failing = rmm.mr.CallbackMemoryResource(allocate, before.deallocate)
-    rmm.mr.set_current_device_resource(failing)
+    limited = rmm.mr.LimitingResourceAdaptor(before, limit)
+    rmm.mr.set_current_device_resource(rmm.mr.FailureCallbackResourceAdaptor(limited, failed))
     try:
-        yield
+        yield allocations
     finally:
         rmm.mr.set_current_device_resource(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,6 +32,17 @@ class FakeGpu:
     @property
     def bus(self) -> str:
         return f"00000000:{self.index + 1:02X}:00.0"
+
+
+class FabricInfo(ctypes.Structure):
+    """``nvmlGpuFabricInfo_t``, as nvidia-ml-py has it."""
+
+    _fields_ = (
+        ("clusterUuid", ctypes.c_uint8 * 16),
+        ("status", ctypes.c_uint),
+        ("cliqueId", ctypes.c_uint32),
+        ("state", ctypes.c_uint),
+    )
 
 
 class FakeNvml:
@@ -135,13 +147,15 @@ class FakeNvml:
     def nvmlDeviceGetTopologyCommonAncestor(self, one: FakeGpu, other: FakeGpu) -> int:
         return self.path(one.index, other.index)
 
-    def c_nvmlGpuFabricInfo_t(self) -> Any:
-        return SimpleNamespace(clusterUuid=bytes(16), cliqueId=0, state=0)
+    c_nvmlGpuFabricInfo_t = FabricInfo
 
     def nvmlDeviceGetGpuFabricInfo(self, handle: FakeGpu, info: Any) -> None:
+        """Fill in a structure by its address, as the C library does; refuse one that goes by value."""
+        found = ctypes.cast(info, ctypes.POINTER(FabricInfo)).contents
         if handle.fabric is not None:
-            info.clusterUuid, info.cliqueId = handle.fabric
-            info.state = 3
+            cluster, found.cliqueId = handle.fabric
+            found.clusterUuid[:] = cluster
+            found.state = 3
 
 
 def switched(count: int = 4, **more: Any) -> FakeNvml:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from dask_gpurt.shuffle.joins import PROBE_SIDES, join_in_pieces, with_categories_of
-from tests.helpers.allocations import failing_allocations, larger_ones_fail, nth_fails
+from tests.helpers.allocations import failing_allocations, larger_ones_fail, limited_gpu_memory, nth_fails
 from tests.helpers.clusters import Library, canonical, to_pandas
+
+KIB = 2**10
 
 
 def side(rows: int, keys: int, seed: int, dtype: str) -> pd.DataFrame:
@@ -100,7 +102,9 @@ def test_whatever_allocations_fail_the_rows_are_the_same(
         right = right[["key"]]
     join = join_of(how, left, right, **options)
     wanted, memory = join(left, right), Memory()
-    with failing_allocations(nth_fails(first, times), library.name) as allocations:
+    on_host = library.name == "pandas"
+    short = failing_allocations(nth_fails(first, times)) if on_host else limited_gpu_memory(first * KIB)
+    with short as allocations:
         try:
             found = in_pieces(join, left, right, how, memory)
         except MemoryError:
