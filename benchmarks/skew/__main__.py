@@ -46,7 +46,7 @@ import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
 from benchmarks.skew.clusters import CONTENDERS, OURS, UNBALANCED, Plan, clusters, require
 from benchmarks.skew.contest import BESIDE, LINKED, ON_ONE_HOST, YARDSTICKS, Contest, in_order
-from benchmarks.skew.figures import WIDTH, figures, table
+from benchmarks.skew.figures import WIDTH, figures, slow_link_lines, table
 from benchmarks.skew.frames import Size
 from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment
@@ -116,7 +116,10 @@ def main(
             contest.turn(turn)
         fallbacks = {each: _fallbacks(clients[each]) for each in contenders if each in (OURS, UNBALANCED)}
     found = figures(contest.runs, YARDSTICKS, OURS, memory_limit)
-    Console(width=WIDTH).print(table(found, OURS))
+    console = Console(width=WIDTH)
+    console.print(table(found, OURS))
+    for line in slow_link_lines(found):
+        console.print(line)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": {

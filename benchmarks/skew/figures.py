@@ -238,6 +238,21 @@ def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
     return made
 
 
+def slow_link_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the ideal of cells with a slow link, with its formula, and what has crossed that link."""
+    lines = [
+        f"{each['cell']}, {each['contender']}: ideal {each['ideal_seconds']:.2f} s; over the slow link "
+        f"{each['link_sent'] / 1e6:.1f} MB sent, {each['link_received'] / 1e6:.1f} MB received"
+        for each in found
+        if "ideal_seconds" in each and "link_sent" in each
+    ]
+    formula = (
+        "ideal: min over shares s of max(s (1 - s) shuffled bytes / slow rate, seconds at full speed "
+        "(1 - s) processors of all / processors of the others)"
+    )
+    return [formula, *lines] if lines else []
+
+
 def _told(ratio: Mapping[str, float] | None) -> str:
     if ratio is None:
         return ""
