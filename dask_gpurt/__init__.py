@@ -1,4 +1,4 @@
-"""A runtime for Dask on GPU clusters: it decides where data lives and how it moves.
+"""Run Dask clusters on GPUs and CPUs with a faster shuffle, memory tiers and placement.
 
 Importing this module is cheap on purpose: every Dask process that reads the shipped
 configuration imports it to find out whether the runtime is enabled.
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    """Ask whether a public name was meant that is spelt alike."""
+    """Suggest a public name that is spelt alike."""
     if name.startswith("_"):  # tools try many of these
         return ""
     import difflib
@@ -73,7 +73,7 @@ async def dask_setup(server: Any) -> None:
 
 
 async def dask_teardown(server: Any) -> None:
-    """Take back what a nanny that preloads the package has started, as it closes."""
+    """Close the processes that a nanny with ``--preload-nanny dask_gpurt`` has started beside its own."""
     from dask_gpurt import preload
 
     await preload.dask_teardown(server)

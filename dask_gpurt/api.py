@@ -1,4 +1,4 @@
-"""Switch the runtime on and off from a client, and ask it what it has done."""
+"""Switch the runtime on and off from a client, and read its reports."""
 
 from __future__ import annotations
 
@@ -40,39 +40,41 @@ _planning: WeakKeyDictionary[Client, config.PlanningSettings] = WeakKeyDictionar
 #: The counters of planning in this process, which has no worker to report them.
 _metrics = Metrics()
 _lock = threading.Lock()
-#: By client, the choices of shuffle methods that its scheduler has been told of.
+#: By client, the choices of shuffle methods that have been sent to its scheduler.
 _told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
-#: Choices that are remembered of a client; then all are forgotten, and may count again.
+#: The most choices that are remembered for a client; beyond that all are forgotten, and may count again.
 MOST_CHOICES = 10_000
 
 
 def enable(client: Client | str | None = None) -> Any:
-    """Switch the runtime on for a client and its cluster, and return the client; again does nothing.
+    """Switch the runtime on for a client and its cluster, and return the client.
 
-    Afterwards it is on, on the scheduler and on all workers, or an error was raised and it is off. Where
-    another client is just switching the same cluster on or off, that is waited for.
+    The call is a transaction: the runtime is on afterwards, on the scheduler and on all workers, or an error
+    is raised and it is off. If another client is switching the same cluster on or off, the call waits for
+    that first. Where the runtime is on already, the call does nothing.
 
     Parameters
     ----------
     client
-        The current one if not given. With an asynchronous client, await the result. The address of a
-        scheduler, as in ``enable("tcp://10.0.0.1:8786")``, connects a client, which becomes the current one.
+        The client, by default the current one. With an asynchronous client, await the result. The address of
+        a scheduler, as in ``enable("tcp://10.0.0.1:8786")``, connects a new client, which becomes the current
+        one.
 
     Returns
     -------
     Client
-        Whose shuffles go through the runtime from now on.
+        The client, whose shuffles go through the runtime from now on.
 
     Raises
     ------
     ConfigError
-        When a setting under ``gpurt`` makes no sense.
+        When a setting under ``gpurt`` is invalid.
     UnsupportedError
-        When this is not Linux, or a process of the cluster has a Dask that differs where the runtime replaces
-        parts of it.
+        When this is not Linux, or when the Dask of a process of the cluster differs in a part that the
+        runtime replaces.
     RuntimeError
-        When the scheduler or a worker can not load the package, or does not answer; and when another client
-        has switched it off again meanwhile.
+        When the scheduler or a worker can not load the package or does not answer, or when another client
+        switches the runtime off meanwhile.
     """
     config.load()  # before a client is connected for it
     if not isinstance(client, str):
@@ -92,12 +94,12 @@ async def _enable(client: Client) -> Client:
 
 
 def _client(client: Client | None) -> Client:
-    """Return the client that is meant.
+    """Return the given client, or the current one.
 
     Raises
     ------
     TypeError
-        When something else was given.
+        When the argument is not a client.
     """
     if client is None:
         current: Client = default_client()
@@ -111,12 +113,12 @@ def _client(client: Client | None) -> Client:
 
 
 def _open_client(client: Client | None) -> Client:
-    """Return the client that is meant, as :func:`_client`.
+    """Return the given client, or the current one, as :func:`_client` does.
 
     Raises
     ------
     RuntimeError
-        When it is closed.
+        When the client is closed.
     """
     client = _client(client)
     if client.status == "closed":
@@ -125,21 +127,22 @@ def _open_client(client: Client | None) -> Client:
 
 
 def disable(client: Client | None = None) -> Any:
-    """Give Dask back, to this client and to its cluster.
+    """Switch the runtime off for a client and its cluster, and restore Dask as shipped.
 
-    What runs through the runtime fails and says why; of clients that do not know the runtime it begins
-    again by Dask's own p2p. Collections that were built while it was on are computed by Dask's default
-    method.
+    Shuffles that are running through the runtime fail with an error that gives the reason. Those of clients
+    without the runtime begin again with Dask's own ``p2p``. Collections that were built while the runtime was
+    on are computed by Dask's default method.
 
     Parameters
     ----------
     client
-        The current one if not given. With an asynchronous client, await the result.
+        The client, by default the current one. With an asynchronous client, await the result.
 
     Raises
     ------
     RuntimeError
-        When something is left on workers, with what and where. The cluster is off all the same.
+        When something could not be removed from workers; the message lists it. The runtime is off all the
+        same.
     """
     client = _client(client)
     _leave(client)
@@ -149,7 +152,7 @@ def disable(client: Client | None = None) -> Any:
 
 
 def is_enabled(client: Client | None = None) -> bool:
-    """Tell whether shuffles of this client go through the runtime."""
+    """Return whether shuffles of this client go through the runtime."""
     try:
         return _client(client) in _enabled
     except ValueError:
@@ -157,29 +160,29 @@ def is_enabled(client: Client | None = None) -> bool:
 
 
 def report(client: Client | None = None, *, connect: bool = False) -> RuntimeReport:
-    """Return what the runtime on the cluster has, did and fell back from.
+    """Return the counters, fallbacks and state of the runtime on a cluster.
 
     Parameters
     ----------
     client
-        The current one if not given. With an asynchronous client, await the result.
+        The client, by default the current one. With an asynchronous client, await the result.
     connect
-        Whether the workers shall find out the paths to all their peers first.
+        Whether each worker first finds the paths to all its peers, so that the report has them all.
 
     Returns
     -------
     RuntimeReport
-        For the cluster, and in ``workers`` for each worker: ``counters``, ``fallbacks`` and more. Its fields
+        ``counters``, ``fallbacks`` and more, for the cluster, and in ``workers`` for each worker. Its fields
         can be read as items too: ``report(client)["counters"]``. ``to_pandas()`` gives a frame with a row for
-        each worker and metric. What was planned counts for the process that asks, since it was switched on
-        first.
+        each worker and metric. The counters of planning are those of the calling process, since the runtime
+        was first switched on there.
     """
     client = _open_client(client)
     found: RuntimeReport = client.sync(_report, client, connect)
     return found
 
 
-#: The columns of what :func:`memory_usage` returns, by what there is a row for.
+#: The columns of the result of :func:`memory_usage`, by its argument ``by``.
 _COLUMNS = {
     "tier": ("worker", "tier", "capacity", "headroom", *KINDS),
     "prefix": ("worker", "tier", "kind", "prefix", "bytes"),
@@ -187,39 +190,38 @@ _COLUMNS = {
 
 
 def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsage:
-    """Return what the tiers of all workers hold.
+    """Return the bytes in the memory tiers of all workers.
 
     Parameters
     ----------
     client
-        The current one if not given. With an asynchronous client, await the result.
+        The client, by default the current one. With an asynchronous client, await the result.
     by
-        What there is a row for in each tier of each worker: ``"tier"`` for one row, ``"prefix"``
-        for one with each task prefix.
+        ``"tier"`` for one row per worker and tier, ``"prefix"`` for one row per worker, tier and task prefix.
 
     Returns
     -------
     MemoryUsage
-        Prints as a table. ``to_pandas()`` gives a frame, in which tiers have the names that are printed.
+        A table, which can be printed. ``to_pandas()`` gives a frame with the same names of tiers.
 
-        By tier, in bytes: the tier's ``capacity``; in it ``partitions``, ``shards`` that were pulled and
-        ``reservations``, which leave its ``headroom``; next to it ``published``, the shards in the exchange
-        pools, ``cudf``, what cudf has spilled by itself, and ``unmanaged``, what the process has besides.
-        On workers without a GPU the tiers are ``memory``, ``shared memory``, where the pools are, and
-        ``disk``.
+        By tier, in bytes: ``capacity`` is the size of the tier. It holds ``partitions``, ``shards`` that were
+        pulled, and ``reservations``; ``headroom`` is the rest. Beside these there are ``published``, the
+        shards in the exchange pools, ``cudf``, the bytes that cudf has spilled by itself, and ``unmanaged``,
+        the other memory of the process. On workers without a GPU the tiers are ``memory``, ``shared memory``,
+        where the pools are, and ``disk``.
 
-        By prefix: the ``bytes`` of the ``partitions`` that tasks with a ``prefix`` have made. The
-        ``kind`` may also be ``shards`` or ``reservations``, which is their prefix too. Memory that
-        keys share counts for the first of them that is still there. Rows without bytes are left
-        out; of more than 50 prefixes on a worker, what comes later goes as ``(others)``.
+        By prefix: ``bytes`` is the size of the ``partitions`` that tasks with a ``prefix`` have made. The
+        ``kind`` may also be ``shards`` or ``reservations``, which then is the prefix too. Memory that several
+        keys share counts for the first of them that still exists. Rows without bytes are left out. A worker
+        has at most 50 prefixes; later ones are added up as ``(others)``.
 
         There are no rows where the runtime is off. Where only ``gpurt.memory.tiers`` is off,
-        Dask keeps the partitions, and the tiers have nothing but shards.
+        Dask keeps the partitions, and the tiers hold only shards.
 
     Raises
     ------
     ValueError
-        When there is no such ``by``.
+        When ``by`` is neither.
     """
     if by not in _COLUMNS:
         raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
@@ -229,30 +231,30 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsa
 
 
 def explain(client: Client | None, key: Key) -> Explanation:
-    """Return why a task went where it went.
+    """Return the reasons why placement chose the worker of a task.
 
     Parameters
     ----------
     client
-        The current one if None. With an asynchronous client, await the result.
+        The client, or None for the current one. With an asynchronous client, await the result.
     key
-        Of the task. What is no key of the last 20,000 that were decided about has no reasons any more.
+        The key of the task. The reasons of the last 20,000 decisions are kept.
 
     Returns
     -------
     Explanation
-        Prints as a table; ``to_pandas()`` gives a frame.
+        A table, which can be printed; ``to_pandas()`` gives a frame.
 
-        A row for each worker that was looked at in the last decision about the task, the best first: its
-        address as ``worker``, whether it was ``chosen``, the ``seconds`` that the task was expected to take
-        until it had run there and the bytes of inputs ``missing`` there. Then the terms of these seconds:
+        It has a row for each worker that was compared in the last decision about the task, the best first:
+        its address as ``worker``, whether it was ``chosen``, the ``seconds`` until the task was expected to
+        be done there, and the bytes of inputs ``missing`` there. Then come the terms of these seconds:
         ``waiting`` for the work before it, ``running``, ``moving`` inputs and making ``room``; and whether
         its inputs and its result ``fits`` there at all.
 
     Raises
     ------
     RuntimeError
-        When the runtime does not choose workers on this cluster.
+        When placement is not enabled on this cluster.
     """
     client = _open_client(client)
     found: Explanation = client.sync(_explain, client, key)
@@ -278,7 +280,7 @@ sys.modules["dask_gpurt.memory"].__class__ = _CallableModule
 
 
 async def activate(client: Client) -> None:
-    """Switch on; a coroutine, for preload hooks."""
+    """Switch the runtime on for a client and its cluster; preload hooks await this."""
     dask_hooks.require(expressions=True)
     from dask_gpurt import dashboard
     from dask_gpurt.dataframe import choose
@@ -309,16 +311,16 @@ async def activate(client: Client) -> None:
 
 
 def teach_method() -> None:
-    """Make "gpurt" a method that Dask knows; clients without the runtime get Dask's default by it."""
+    """Teach Dask the shuffle method "gpurt"; without the runtime it means Dask's default method."""
     from dask_gpurt.dataframe import teach
 
     teach(is_enabled, _tell_choice)
 
 
 def _tell_choice(expression: str, choice: MethodChoice) -> None:
-    """Have the scheduler count a choice of the shuffle method; do not wait for it.
+    """Send a choice of the shuffle method to the scheduler, which counts it; do not wait for the answer.
 
-    An expression counts once: a join is lowered whenever its divisions are asked for.
+    An expression counts once, although a join is lowered each time its divisions are read.
     """
     client = default_client()
     told = _told.setdefault(client, set())
@@ -426,7 +428,7 @@ def _address(client: Client) -> str | None:
 
 
 async def _stays_on(client: Client) -> bool:
-    """Tell whether the cluster is on once everything under way has ended."""
+    """Return whether the cluster is on once everything under way has ended."""
 
     async def settled(dask_scheduler: Any) -> bool:
         runtime = dask_scheduler.extensions.get("gpurt")

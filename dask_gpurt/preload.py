@@ -30,16 +30,17 @@ async def dask_setup(server: Any) -> None:
     elif named and (unsupported := why_unsupported(expressions=True)) is not None:
         logger.error("the method 'gpurt' is not known: %s", unsupported)
     elif named:
-        # To Dask the method would be an unknown one, where now Dask's default serves.
+        # Dask would reject the unknown method; taught, it means Dask's default.
         from dask_gpurt import api
 
         api.teach_method()
 
 
 def _say_stays_off(server: Any, problems: str) -> None:
-    """Log what is wrong with the settings, once for a script that starts a cluster in its own process.
+    """Log the problems of the settings, once for a script that starts a cluster in its own process.
 
-    Its client, its scheduler and its nannies read one configuration, and its workers that of their nannies.
+    The client, the scheduler and the nannies of such a script read one configuration, and the workers read
+    that of their nannies.
     """
     import dask
 
@@ -52,7 +53,7 @@ def _say_stays_off(server: Any, problems: str) -> None:
 
 
 async def dask_teardown(server: Any) -> None:
-    """Close what was started beside a nanny that is closing."""
+    """Close the processes that were started beside a nanny, as the nanny closes."""
     from distributed import Nanny
 
     if isinstance(server, Nanny):
@@ -114,7 +115,7 @@ async def _activate(server: Any) -> None:
 
 
 async def _activate_through(worker: Any, plugin: Any) -> None:
-    """Switch on the scheduler of a worker or nanny that was started with the flag, and so its peers."""
+    """Switch the runtime on at the scheduler of a worker or nanny, and so for the whole cluster."""
     from distributed.protocol.pickle import dumps
 
     from dask_gpurt.config import ConfigError

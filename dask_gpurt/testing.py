@@ -5,7 +5,7 @@ Register :class:`Instruments` with a client, and each worker's runtime is wrappe
     client.register_plugin(dask_gpurt.testing.Instruments(handovers=True))
     dask_gpurt.enable(client)
 
-The runtime itself knows none of these: the wrappers take the place of methods of its objects.
+The runtime itself does not know of these wrappers: they replace methods of its objects.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class Instruments(WorkerPlugin):
     Parameters
     ----------
     failures
-        One of so many allocations of a worker fails, and as many of its tasks, drawn at random; 0 for none.
+        One in this many allocations of a worker fails, and one in as many of its tasks, chosen at random; 0
+        for none.
     handovers
-        Whether memory that changes hands is checked, by :class:`HandoverChecker`. What it finds is counted as
-        the fallback ``overlap.handed-over-early``, and the doctor tells of it.
+        Whether :class:`HandoverChecker` checks memory that changes hands. Violations are counted as the
+        fallback ``overlap.handed-over-early``, which the doctor shows.
     """
 
     name = "gpurt-instruments"
@@ -104,7 +105,7 @@ def instrument(runtime: Any, settings: Settings) -> None:
 
 
 class FailingAllocations:
-    """Have one of so many allocations of some devices raise MemoryError, drawn at random. Thread-safe.
+    """Make one in this many allocations of some devices raise MemoryError, at random. Thread-safe.
 
     Attributes
     ----------
@@ -138,7 +139,7 @@ class FailingAllocations:
         return failing
 
     def watch_exchange(self, exchange: Any) -> None:
-        """Have partitions that are split or packed by an exchange run out of memory too."""
+        """Make the splitting and packing of an exchange run out of memory too."""
         table = exchange.table
 
         def failing_table(frame: Any) -> Table:
@@ -165,7 +166,7 @@ def put_back(owner: Any, name: str, before: Any) -> None:
 
 
 def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..., Any]) -> Any:
-    """Have tasks of a worker run out of memory as allocations do."""
+    """Make tasks of a worker run out of memory as allocations do."""
 
     async def failing(key: Any, *, stimulus_id: str) -> Any:
         try:
@@ -209,7 +210,7 @@ class HandoverChecker:
     Copies go on after the call that has begun them. Before their memory is given back, shown to a peer or
     used for something else, their fence has to be waited for, or the next work has to follow on the
     same stream.
-    What counts is what has been waited for: a device that happened to be quick enough excuses nothing.
+    Only explicit waits count: it does not matter whether the device happened to be quick enough.
 
     Parameters
     ----------

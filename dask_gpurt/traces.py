@@ -28,7 +28,7 @@ from dask_gpurt.observe.trace import ProcessTrace, Trace
 INTERVAL_S = 0.5
 #: Events of all servers in one answer, and the fewest of each that are asked for.
 BATCH_EVENTS, LEAST_EVENTS = 20_000, 200
-#: Events of a trace; what comes later is counted and left out.
+#: The most events of a trace; later ones are counted and left out.
 MAX_EVENTS = 5_000_000
 
 
@@ -78,7 +78,7 @@ class Collector:
             if not await self._take():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), INTERVAL_S)
-        # What is recorded from here on is not waited for: after so many turns all that was there is taken.
+        # After so many turns all events that were recorded by now are taken; later ones do not matter.
         for _ in range(RING_EVENTS // LEAST_EVENTS):
             if not await self._take():
                 return
@@ -111,23 +111,23 @@ class Collector:
 class trace:
     """Record what a cluster does while the body runs, and write it for https://ui.perfetto.dev.
 
-    Tasks by thread, the steps of shuffles, what is spilled and read back, what waits, what is decided and
-    what goes wrong: on all workers and the scheduler, by one clock, with an arrow from where a shard was
-    packed to where it is read. See ``docs/guides/traces.md``.
+    The trace has tasks by thread, the steps of shuffles, spilling and reading back, waits, decisions and
+    faults, of all workers and the scheduler by one clock. An arrow joins the place where a shard was packed
+    to the place where it is read. See ``docs/guides/traces.md``.
 
     Parameters
     ----------
     path
-        The file; gzipped if it ends in ``.gz``, which Perfetto reads too.
+        The file; it is gzipped if its name ends in ``.gz``, which Perfetto reads too.
     client
-        The current one if not given. With an asynchronous client, use ``async with``.
+        The client, by default the current one. With an asynchronous client, use ``async with``.
 
     Raises
     ------
     RuntimeError
         When the runtime is off on the cluster, or another trace of it is being recorded.
     FileNotFoundError
-        When there is no folder for the file.
+        When the folder of the file does not exist.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class trace:
     async def __aenter__(self) -> None:
         self._client = self._client or default_client()
         if not self._path.parent.is_dir():  # else that would be found out at the end
-            raise FileNotFoundError(f"there is no folder {self._path.parent} for the trace")
+            raise FileNotFoundError(f"the folder {self._path.parent} for the trace does not exist")
         if not (await _report(self._client)).enabled:
             raise RuntimeError(
                 "the runtime is off on this cluster, and records nothing: dask_gpurt.enable(client) switches "
@@ -193,21 +193,21 @@ async def _report(client: Client) -> RuntimeReport:
 
 
 class performance_report(distributed.performance_report):
-    """Write Dask's performance report, with what the runtime did beside it.
+    """Write Dask's performance report, with a part on the runtime.
 
-    Used as Dask's own ``performance_report``, with the same parameters. Beside the report of Dask the page
-    has a part on the runtime: the steps of the trace, what was transferred from worker to worker, memory,
-    faults and fallbacks; and the trace itself for https://ui.perfetto.dev. Where the runtime is off it says
-    so, and has Dask's part alone.
+    It is used like Dask's own ``performance_report``, with the same parameters. In addition to Dask's report
+    the page shows the steps of the trace, transfers between workers, memory, faults and fallbacks, and has
+    the trace itself for https://ui.perfetto.dev. Where the runtime is off the page says so, and has only
+    Dask's part.
 
     Parameters
     ----------
     filename
-        The HTML file; whatever :func:`fsspec.open` can write.
+        The HTML file: a path or URL that :func:`fsspec.open` can write.
     stacklevel
-        Which frame of the caller is shown as its code; 1 is the one that enters.
+        The frame of the caller whose code is shown; 1 is the one that enters.
     mode
-        Where Bokeh's scripts come from, such as ``"inline"``: see :func:`bokeh.io.output_file`.
+        The source of Bokeh's scripts, such as ``"inline"``: see :func:`bokeh.io.output_file`.
     storage_options
         More arguments for :func:`fsspec.open`.
 

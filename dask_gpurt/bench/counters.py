@@ -59,7 +59,7 @@ def count_worker(dask_worker: Any) -> dict[str, float]:
 
 
 def begin_peaks(client: Client) -> bool:
-    """Begin to look for the most memory of each worker process; return whether that can be told."""
+    """Begin to measure the peak memory of each worker process; return whether that is possible."""
     return all(client.run(_begin_peak).values())
 
 
@@ -88,8 +88,8 @@ def _peak() -> int | None:
 def _total(digests: Mapping[Any, float], label: str, unit: str, of: str | None = None) -> float:
     """Sum up Dask's fine performance metrics of a label.
 
-    What p2p does for a task counts twice in them, for the task and for p2p; so p2p's own count where it works
-    in the background, and its comms' where it does not write.
+    They count the work of p2p for a task twice, for the task and for p2p. So p2p's own metrics count only
+    where it works in the background, and those of its comms only where it does not write.
     """
 
     def counts(key: Any) -> bool:

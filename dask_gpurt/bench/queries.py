@@ -19,7 +19,7 @@ day = pd.Timestamp
 
 @dataclass(frozen=True)
 class Query:
-    """A query of the bench.
+    """Define a query of the bench.
 
     Parameters
     ----------

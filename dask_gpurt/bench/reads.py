@@ -18,7 +18,7 @@ from dask_gpurt.plugins.switching import Layer
 
 
 class _Clock(threading.local):
-    """The readers that this thread is in: they call each other, and the outermost counts."""
+    """Count the readers that this thread is in: they call each other, and the outermost counts."""
 
     depth = 0
 

@@ -255,7 +255,7 @@ class BenchResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it all as values that JSON holds."""
+        """Return all fields as values that JSON can represent."""
         plain = {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
         return plain | {"ratio": _plain(self.ratio), "advice": _plain(self.advice)}
 

@@ -53,7 +53,7 @@ _numbers = itertools.count()
 
 
 class Site:
-    """The cluster, as faults see it.
+    """Show faults the cluster.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ KILLED = (r"KilledWorker", r"P2PConsistencyError.*given up after")
 
 
 class Kill(Fault):
-    """SIGKILL of a worker; its nanny starts another one, at another address."""
+    """Kill a worker by SIGKILL; its nanny starts another one, at another address."""
 
     explains = KILLED
     same_address = False
@@ -182,7 +182,7 @@ class Kill(Fault):
 
 
 class Replace(Kill):
-    """SIGKILL of a worker that has fixed ports: another process comes up at the same address."""
+    """Kill a worker that has fixed ports by SIGKILL: another process comes up at the same address."""
 
     same_address = True
     own_cluster = True
@@ -199,7 +199,7 @@ class Replace(Kill):
 
 
 class KillAtOffer(Fault):
-    """SIGKILL of a worker as it makes its n-th offer, so in the middle of a transfer."""
+    """Kill a worker by SIGKILL as it makes its n-th offer, so in the middle of a transfer."""
 
     explains = KILLED
 
@@ -218,7 +218,7 @@ class KillAtOffer(Fault):
 
 
 class Stop(Fault):
-    """SIGSTOP of a worker, SIGCONT some seconds later."""
+    """Stop a worker by SIGSTOP, and continue it by SIGCONT some seconds later."""
 
     def begin(self) -> None:
         target = self.target()
@@ -250,7 +250,7 @@ class OnWorkers(Fault):
 
 
 class Messages(OnWorkers):
-    """Messages of one kind that are late, repeated, or lost with their connection."""
+    """Delay or repeat messages of one kind, or lose them with their connection."""
 
     kind = "messages"
 
@@ -294,14 +294,14 @@ class Allocations(OnWorkers):
 
 
 class RefusedOffers(OnWorkers):
-    """A worker is out of memory as it takes an offer, also one of its own."""
+    """Let a worker run out of memory as it takes an offer, also one of its own."""
 
     kind = "offers"
     explains = OUT_OF_MEMORY
 
 
 class FailingTransfers(OnWorkers):
-    """Transfer tasks fail after a part was published; Dask may run them again on another worker."""
+    """Fail transfer tasks after a part was published; Dask may run them again on another worker."""
 
     kind = "transfers"
     explains = (r"injected by chaos: a transfer task fails",)
@@ -311,7 +311,7 @@ class FailingTransfers(OnWorkers):
 
 
 class FullDisk(OnWorkers):
-    """Writing to the directory of a worker fails for want of space."""
+    """Fail writes to the directory of a worker for want of space."""
 
     kind = "full"
     explains = OUT_OF_MEMORY
@@ -365,7 +365,7 @@ def _fill_shm() -> int | None:
 
 
 class ScaleDown(Fault):
-    """A worker is retired, and another one comes when the operations have ended."""
+    """Retire a worker, and start another one when the operations have ended."""
 
     own_cluster = True
 
@@ -385,14 +385,14 @@ class ScaleDown(Fault):
 
 
 class ScaleUp(ScaleDown):
-    """A worker joins, and is retired when the operations have ended."""
+    """Start a worker, and retire it when the operations have ended."""
 
     def begin(self) -> None:
         self._scale(self.site.workers + 1)
 
 
 class SwitchRuntime(Fault):
-    """The runtime is switched off, and on again when the operations have ended."""
+    """Switch the runtime off, and on again when the operations have ended."""
 
     explains = (r"the runtime was switched off", r"the runtime is not on")
     ends_last = True
@@ -406,7 +406,7 @@ class SwitchRuntime(Fault):
 
 
 class SwitchRuntimeTwice(Fault):
-    """The runtime is switched off, and on again by two threads at once."""
+    """Switch the runtime off, and on again, by two threads at once."""
 
     explains = SwitchRuntime.explains
     ends_last = True
@@ -435,7 +435,7 @@ class SwitchRuntimeTwice(Fault):
 
 
 class WrongRow(Fault):
-    """A row of a result is changed before it is checked: shows that the checker can fail."""
+    """Change a row of a result before it is checked: shows that the checker can fail."""
 
     def begin(self) -> None:
         pass

@@ -22,7 +22,7 @@ HOWS: tuple[How, ...] = ("inner", "left", "right", "outer")
 
 
 class Operation(Protocol):
-    """An operation."""
+    """Define an operation."""
 
     def build(self, spec: OperationSpec, backend: str) -> Any:
         """Make the collection; its inputs are made on the workers."""
@@ -35,7 +35,7 @@ class Operation(Protocol):
 
 @dataclass(frozen=True)
 class FrameOperation:
-    """An operation on frames.
+    """Define an operation on frames.
 
     Attributes
     ----------

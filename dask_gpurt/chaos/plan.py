@@ -43,7 +43,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class FrameSpec:
-    """A random frame: the same rows wherever and however often a partition is made.
+    """Describe a random frame: the same rows wherever and however often a partition is made.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class FrameSpec:
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """An operation on one frame, or on two.
+    """Describe an operation on one frame, or on two.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class OperationSpec:
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """A fault; each kind uses of these numbers what it needs.
+    """Describe a fault; each kind uses those of these numbers that it needs.
 
     Attributes
     ----------
@@ -141,7 +141,7 @@ class FaultSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """Operations that run at the same time, and the faults that meet them."""
+    """Describe operations that run at the same time, and the faults that meet them."""
 
     number: int
     operations: tuple[OperationSpec, ...]

@@ -26,7 +26,7 @@ NEVER = (Ending.WRONG, Ending.HUNG, Ending.UNEXPLAINED)
 
 @dataclass(frozen=True)
 class Outcome:
-    """An operation that has ended, or has not."""
+    """Record how an operation ended, or that it has not."""
 
     step: int
     kind: str
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass
 class Report:
-    """A run: what was computed, what was broken, what came of it."""
+    """Record a run: the operations, the faults, and the outcomes."""
 
     seed: int
     workers: int

@@ -44,7 +44,7 @@ class Failed(Exception):
 
 
 class _RunningOperation:
-    """An operation on a thread of its own: Dask computes some things while a sort is built."""
+    """Run an operation on a thread of its own: Dask computes some things while a sort is built."""
 
     def __init__(self, spec: OperationSpec, client: Client, backend: str):
         self.spec = spec
@@ -78,7 +78,7 @@ class _RunningOperation:
 
 
 class Chaos:
-    """A run on a cluster.
+    """Run a plan on a cluster.
 
     Parameters
     ----------

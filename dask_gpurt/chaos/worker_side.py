@@ -77,7 +77,7 @@ class Rule:
 
 
 class FaultyRpc:
-    """``worker.rpc`` with rules for some messages; everything else is handed through."""
+    """Apply rules to some messages of ``worker.rpc``; everything else is passed through."""
 
     def __init__(self, pool: Any):
         self.pool = pool
@@ -91,7 +91,7 @@ class FaultyRpc:
 
 
 class _FaultyCalls:
-    """The operations of one peer."""
+    """Apply the rules to the operations of one peer."""
 
     def __init__(self, calls: Any, rules: dict[int, Rule]):
         self._calls = calls

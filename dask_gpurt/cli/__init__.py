@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, str] = {
 
 
 class _Commands(click.Group):
-    """Import a command when it is asked for: so ``doctor`` runs where others find another Dask."""
+    """Import each command when it is used, so that ``doctor`` runs where another Dask is installed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -33,7 +33,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or ask whether one that is spelt alike was meant."""
+        """Find the command, or suggest one that is spelt alike."""
         if args and args[0] not in COMMANDS and (close := get_close_matches(args[0], COMMANDS, n=1)):
             ctx.fail(f"No such command {args[0]!r}: did you mean {close[0]!r}?")
         return super().resolve_command(ctx, args)
@@ -49,4 +49,4 @@ class _Commands(click.Group):
 @click.group("gpurt", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
-    """See what the runtime for Dask on GPU clusters does, and what it could do here."""
+    """Inspect the runtime for Dask on GPU clusters, and try it out."""

@@ -39,24 +39,32 @@ SHORT = {
 
 @click.command(short_help="Compare the runtime with your shuffle on your cluster.")
 @click.option("--scheduler", metavar="ADDRESS", help="Your own idle cluster. [default: one on this machine]")
-@click.option("--workers", type=click.IntRange(min=1), help="Of a cluster here. [default: 2, or one per GPU]")
-@click.option("--protocol", help="Protocol of a cluster here, such as tcp or ucx.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="Workers of a local cluster. [default: 2, or one per GPU]"
+)
+@click.option("--protocol", help="Protocol of a local cluster, such as tcp or ucx.")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option(
     "--scale",
     type=click.FloatRange(min=0, min_open=True),
     default=0.1,
     show_default=True,
-    help="Size of the tables: 1 has 6 million items of orders.",
+    help="Size of the tables: at 1, orders have 6 million items.",
 )
-@click.option("--partitions", type=click.IntRange(min=1), help="Of large tables. [default: 2 a thread]")
+@click.option(
+    "--partitions", type=click.IntRange(min=1), help="Partitions of large tables. [default: 2 per thread]"
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--against", type=click.Choice(METHODS), help="[default: the method that you have configured]")
+@click.option(
+    "--against",
+    type=click.Choice(METHODS),
+    help="Method to compare with. [default: the configured one]",
+)
 @click.option(
     "--data",
     metavar="FOLDER",
-    help="All workers write tables into gpurt-bench there, and read them. [default: a temporary folder for a "
-    "cluster here; else none, and each query makes them]",
+    help="Folder that all workers can write and read, for tables in gpurt-bench. [default: a temporary one "
+    "for a local cluster; on another cluster each query makes the tables]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def bench(
@@ -70,12 +78,12 @@ def bench(
 ) -> None:
     """Measure what the runtime gains on a cluster, where the time goes, and what would help.
 
-    Four queries over tables that the workers make, with the runtime and with the shuffle that you have now,
-    in turns; all results are compared. On your own cluster the runtime is switched on and off, and left as it
-    was.
+    The command runs four queries over generated tables, in turns with the runtime and with your present
+    shuffle, and compares all results. On your own cluster it switches the runtime on and off, and leaves the
+    cluster as it was.
     """
     if scheduler is not None and (workers or protocol):
-        raise click.UsageError("--workers and --protocol are of a cluster here, and not of --scheduler")
+        raise click.UsageError("--workers and --protocol apply to a local cluster, not to one of --scheduler")
     with ExitStack() as stack:
         if scheduler is not None:
             client = stack.enter_context(connected(scheduler))
@@ -121,7 +129,7 @@ def _backend_of(client: Client) -> str:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[Run, int], None]]:
-    """Show how many runs have ended; yield what is told of each."""
+    """Show how many runs have ended; yield the callback that is called after each."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
         bar = progress.add_task("starting", total=None)

@@ -43,20 +43,20 @@ QUERIES: dict[str, Callable[[Frame, Frame], Frame]] = {
 
 
 @click.command(short_help="Learn what pays beside a shuffle on these GPUs.")
-@click.option(
-    "--seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="To learn for."
-)
-@click.option("--size", default="4GiB", show_default=True, help="Of the data on each GPU.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Duration.")
+@click.option("--size", default="4GiB", show_default=True, help="Size of the data on each GPU.")
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option(
-    "--learned", type=click.Path(dir_okay=False, path_type=Path), help="The file. [default: as workers]"
+    "--learned",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for the statistics. [default: the one that workers use]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def calibrate(seconds: float, size: str, protocol: str | None, learned: Path | None, as_json: bool) -> None:
-    """Learn what pays beside a shuffle, on all GPUs of this host.
+    """Learn which settings pay for compute beside a shuffle, on all GPUs of this host.
 
-    Groupby, join, sort, strings and arithmetic run beside shuffles, under every setting that may pay. What is
-    learnt is added to the file that workers in the mode "adaptive" read.
+    Groupbys, joins, sorts, string operations and arithmetic run beside shuffles, under every setting that may
+    pay. The statistics are added to the file that workers in the mode "adaptive" read.
     """
     workers = visible_gpus()
     if not workers:

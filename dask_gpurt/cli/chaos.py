@@ -27,41 +27,43 @@ MAX_ERROR_CHARACTERS = 600
 
 
 @click.command(short_help="Break a cluster while it computes; check results.")
-@click.option(
-    "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="To go on for."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="All that happens is drawn from it.")
-@click.option("--steps", type=click.IntRange(min=1), help="To end after, if that is earlier.")
+@click.option("--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Duration.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
+@click.option("--steps", type=click.IntRange(min=1), help="Most steps to run, if that ends earlier.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [default: 3, or one per GPU]")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="pandas", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option(
-    "--scheduler", metavar="ADDRESS", help="Try this cluster, and not one of our own. Kills its workers."
+    "--scheduler", metavar="ADDRESS", help="Test this cluster instead of a local one. Its workers are killed."
 )
-@click.option("--only", default="*", show_default=True, help="Operations, as patterns with commas.")
+@click.option("--only", default="*", show_default=True, help="Operations: patterns, separated by commas.")
 @click.option(
-    "--faults", default="*", show_default=True, help="Faults, as patterns with commas; none for ''."
-)
-@click.option("--rows", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="Of a frame.")
-@click.option(
-    "--tight/--roomy", default=None, help="Give the runtime little memory, or its defaults. [default: drawn]"
+    "--faults", default="*", show_default=True, help="Faults: patterns, separated by commas; '' for none."
 )
 @click.option(
-    "--comms/--any-path", default=None, help="Leave Dask's comms as the only path, or not. [default: drawn]"
+    "--rows", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="Rows of a frame."
+)
+@click.option(
+    "--tight/--roomy", default=None, help="Give the runtime little memory, or its defaults. [default: random]"
+)
+@click.option(
+    "--comms/--any-path",
+    default=None,
+    help="Use Dask's comms as the only path, or any path. [default: random]",
 )
 @click.option(
     "--limit",
     type=click.FloatRange(min=1),
     default=120.0,
     show_default=True,
-    help="Seconds until an operation hangs.",
+    help="Seconds after which an operation counts as hanging.",
 )
 @click.option(
     "--dumps",
     type=click.Path(file_okay=False, path_type=Path),
     default=".",
     show_default=True,
-    help="For what is known of something that hangs.",
+    help="Folder for the description of a hang.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report there too."
@@ -90,8 +92,8 @@ def chaos(
     """Break a cluster while it computes, and check every result against pandas.
 
     Shuffles, joins, sorts and groupbys of random frames run while workers are killed, replaced and stopped,
-    messages are late, repeated or lost, and memory, disk and /dev/shm are full. A wrong row, something that
-    hangs and something that is left behind make the exit code 1.
+    messages are late, repeated or lost, and memory, disk and /dev/shm are full. The exit code is 1 if a
+    result is wrong, an operation hangs, or a resource is left behind.
     """
     backend = choose_backend(backend)
     possible = chosen_faults(faults, scheduler, on_gpus=backend == "cudf")

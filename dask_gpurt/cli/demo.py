@@ -43,7 +43,7 @@ from dask_gpurt.cli.tier_view import TierSampler
 
 METHODS = ("gpurt", "tasks", "p2p")
 BYTES_PREFIX = "exchange.bytes."
-#: What the demo ends with.
+#: The text that the demo ends with.
 NEXT = """
 What next:
   your own program:  DASK_GPURT__ENABLED=true python script.py, or dask_gpurt.enable(client) in it
@@ -96,8 +96,7 @@ def demo(
 ) -> None:
     """Join, group and sort real flights; check and time every result.
 
-    Each result is compared with the one of plain pandas on the same data; the exit code tells whether all
-    were equal.
+    Each result is compared with that of pandas on the same data. The exit code is 0 if all were equal.
     """
     chosen = choose_methods(methods)
     backend = choose_backend(backend)
@@ -231,7 +230,7 @@ def _run_once(
 
 
 def all_passed(outcomes: Sequence[OperationTiming], methods: Sequence[str]) -> bool:
-    """Tell whether no result was wrong and the runtime, if it took part, gave all of its results.
+    """Return whether no result was wrong and the runtime, if it took part, gave all of its results.
 
     A method of Dask's own that raises is shown, but does not make the demo fail.
     """
@@ -284,7 +283,7 @@ def _results_table(outcomes: Sequence[OperationTiming], methods: Sequence[str]) 
     for heading in ("rows", *methods, *paths):
         style = "bold" if heading == "gpurt" else ""
         table.add_column(heading.replace("-", "-\n"), justify="right", style=style, no_wrap=True)
-    # Whatever else does not fit into a narrow terminal.
+    # This column keeps its width; the others shrink in a narrow terminal.
     table.add_column("equal", no_wrap=True, min_width=len(f"✓ {len(methods)} of {len(methods)}"))
     for outcome in outcomes:
         passed = f"{sum(outcome.checks.values())} of {len(methods)}"

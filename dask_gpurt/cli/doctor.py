@@ -21,15 +21,16 @@ from dask_gpurt.device.host import SHM
 from dask_gpurt.observe import MethodChoice
 
 
-@click.command(short_help="Say what is on, what falls back, what is set wrong.")
+@click.command(short_help="Show what is on, falls back, or is set wrong.")
 @click.option(
     "--scheduler", metavar="ADDRESS", help="The cluster to examine. [default: scheduler-address of Dask]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(scheduler: str | None, as_json: bool) -> None:
-    """Say what is on, what falls back and why, and which settings are wrong.
+    """Show whether the runtime is on, what falls back and why, and which settings are wrong.
 
-    Without a scheduler this machine and its configuration are examined. Exits with 1 when a setting is wrong.
+    Without a scheduler, the command examines this machine and its configuration. The exit code is 1 when a
+    setting is wrong.
     """
     address = scheduler or dask.config.get("scheduler-address", None)
     facts = examine_at(address) if address else examine()

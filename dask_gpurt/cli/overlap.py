@@ -23,14 +23,14 @@ PRINTED_DECISIONS = 10
 COLUMNS = ("setting", "samples", "compute", "adds", "total", "at best … at worst", "why")
 
 
-@click.command(short_help="Show what was learnt of kernels beside shuffles.")
+@click.command(short_help="Show statistics of kernels beside shuffles.")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--scheduler", metavar="ADDRESS", help="Ask the workers of this cluster instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> None:
-    """Show what was learnt of kernels beside a shuffle, what confines each, and why.
+    """Show the statistics of kernels beside a shuffle, the setting of each, and why.
 
-    FILES are those that workers in the mode "adaptive" have written. [default: all in the cache directory]
+    FILES are written by workers in the mode "adaptive". [default: all in the cache directory]
     """
     if scheduler:
         found = of_cluster(scheduler)
@@ -41,7 +41,7 @@ def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> No
         return
     if not found and (missing := cuda_missing()):
         click.echo(
-            f"there is no GPU here ({missing}), whose kernels overlap confines: there is nothing to see. "
+            f"there is no GPU here ({missing}), so no kernels are confined: there is nothing to show. "
             "--scheduler ADDRESS asks a cluster"
         )
     elif not found:
@@ -52,7 +52,7 @@ def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> No
     elif scheduler and all(is_off(part) for part in found.values()):
         click.echo(
             f"no kernel is confined on the {len(found)} workers, which have no GPU or the mode 'off': "
-            "there is nothing to see"
+            "there is nothing to show"
         )
         return
     for name, part in found.items():
@@ -90,7 +90,7 @@ def of_cluster(address: str) -> dict[str, dict[str, Any]]:
 
 
 def is_off(part: Mapping[str, Any]) -> bool:
-    """Tell whether nothing is confined on a worker, and nothing was."""
+    """Return whether compute on a worker is not confined, and never was."""
     return part["mode"] == "off" and not part["kernels"] and not part["decisions"]
 
 

@@ -42,23 +42,27 @@ MIN_BYTES = 1
     type=click.Choice([*WORKLOADS, ALL]),
     default="shuffle-join",
     show_default=True,
-    help="What is computed.",
+    help="Computation to simulate.",
 )
 @click.option(
     "--cluster",
     type=click.Choice([*SHAPES, ALL]),
     default="rdma",
     show_default=True,
-    help="Where: " + "; ".join(f"{name}: {shape.help}" for name, shape in SHAPES.items()) + ".",
+    help="Cluster to simulate: " + "; ".join(f"{name}: {shape.help}" for name, shape in SHAPES.items()) + ".",
 )
-@click.option("--workers", type=click.IntRange(1, 4096), help="How many. [default: as the cluster has]")
 @click.option(
-    "--partitions", type=click.IntRange(min=2), help="Of the largest collection. [default: by workers]"
+    "--workers", type=click.IntRange(1, 4096), help="Number of workers. [default: that of the cluster]"
+)
+@click.option(
+    "--partitions",
+    type=click.IntRange(min=2),
+    help="Partitions of the largest collection. [default: by workers]",
 )
 @click.option("--placement", type=click.Choice(list(PLACEMENTS)), default="gpurt", show_default=True)
-@click.option("--compare", type=click.Choice(list(PLACEMENTS)), help="Another placement, to hold it against.")
-@click.option("--seed", default=0, show_default=True, help="Of what is left to chance in a workload.")
-@click.option("--repeat", default=1, show_default=True, help="Seeds, from that one on.")
+@click.option("--compare", type=click.Choice(list(PLACEMENTS)), help="Placement to compare with.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the random parts of a workload.")
+@click.option("--repeat", default=1, show_default=True, help="Number of seeds, counted up from --seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
     "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture, as PNG."
@@ -77,7 +81,7 @@ def simulation(
 ) -> None:
     """Run Dask's own scheduler and worker state machines in virtual time, on up to 4,096 workers.
 
-    No process is started, and nothing is computed: tasks have a length and a size, links and tiers a speed.
+    No process is started and nothing is computed: tasks have a duration and a size, links and tiers a speed.
     """
     workloads = list(WORKLOADS) if workload == ALL else [workload]
     shapes = list(SHAPES) if cluster == ALL else [cluster]

@@ -22,16 +22,16 @@ from dask_gpurt.topology.hosts import Gpu, Host, Nic
 
 
 @click.command(short_help="Show devices, the links between them, their speed.")
-@click.option("--measure", is_flag=True, help="Try out the links of this host, for a few seconds.")
+@click.option("--measure", is_flag=True, help="Measure the links of this host, for a few seconds.")
+@click.option("--load", "file", type=click.Path(dir_okay=False, path_type=Path), help="Show a topology file.")
 @click.option(
-    "--load", "file", type=click.Path(dir_okay=False, path_type=Path), help="Show what a topology file says."
+    "--scheduler", metavar="ADDRESS", help="Show the topology that the scheduler of a cluster uses."
 )
-@click.option("--scheduler", metavar="ADDRESS", help="Show what the scheduler of a cluster knows.")
-@click.option("--json", "as_json", is_flag=True, help="Print it as a topology file.")
+@click.option("--json", "as_json", is_flag=True, help="Print a topology file.")
 def topology(measure: bool, file: Path | None, scheduler: str | None, as_json: bool) -> None:
-    """Show devices, what joins them, and how fast it is: of this host, of a file or of a cluster.
+    """Show the devices of this host, of a file or of a cluster, the links between them, and their speeds.
 
-    What --json prints, --load and the setting gpurt.topology.file read.
+    --load and the setting gpurt.topology.file read the output of --json.
     """
     if measure + (file is not None) + (scheduler is not None) > 1:
         raise click.UsageError("--measure, --load and --scheduler look at three different places: give one")

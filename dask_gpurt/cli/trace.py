@@ -32,8 +32,8 @@ PRINTED_STEPS = 20
 def trace(scheduler: str, seconds: float, out: Path) -> None:
     """Record what a cluster does for some seconds, and write it for https://ui.perfetto.dev.
 
-    Tasks by thread, the steps of shuffles, spilling, what waits, decisions and faults, of all workers and the
-    scheduler by one clock. ctrl-C ends it early, and writes what there is.
+    The trace has tasks by thread, the steps of shuffles, spilling, waits, decisions and faults, of all
+    workers and the scheduler by one clock. ctrl-C ends it early, and writes the events so far.
     """
     with connected(scheduler) as client:
         recorded = traces.trace(out, client)

@@ -5,8 +5,7 @@ A key is listed in :mod:`dask_gpurt.config.settings`, with the parser that judge
 little.
 """
 
-from dask_gpurt.config.loading import KEYS, load, load_over, problems, set_here, takeover
-from dask_gpurt.config.refusals import say_once
+from dask_gpurt.config.loading import KEYS, load, load_over, problems, say_once, set_here, takeover
 from dask_gpurt.config.settings import (
     ExchangeSettings,
     MemorySettings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -32,6 +33,8 @@ def _keys(settings: type, prefix: str) -> Iterator[str]:
 
 #: Every key, in full.
 KEYS = tuple(_keys(Settings, "gpurt"))
+#: The messages that :func:`say_once` has logged in this process.
+_said: set[str] = set()
 
 
 def _unknown(key: str, siblings: Iterable[str]) -> str:
@@ -97,8 +100,8 @@ def load(config: Mapping[str, Any] | None = None) -> Settings:
     Parameters
     ----------
     config
-        A Dask configuration, nested as in a yaml file; ``dask.config`` if not given. What it does not mention
-        has its default.
+        A Dask configuration, nested as in a yaml file; by default ``dask.config``. Settings that it does not
+        mention have their defaults.
 
     Raises
     ------
@@ -158,3 +161,18 @@ def set_here() -> dict[str, Any]:
 def problems(config: Mapping[str, Any] | None = None) -> list[str]:
     """Return all that is wrong with the settings, one line each; see :func:`load`."""
     return _judge(config)[1]
+
+
+def say_once(logger: logging.Logger, problems: str) -> None:
+    """Log that the runtime stays off for these problems, unless this process has logged that before.
+
+    A script that starts a cluster has its client, its scheduler and its nannies in one process, and each of
+    them tries to switch on.
+    """
+    if problems not in _said:
+        _said.add(problems)
+        logger.error(
+            "the runtime stays off: %s (the program goes on without it; `dask gpurt doctor` shows the "
+            "settings)",
+            problems,
+        )

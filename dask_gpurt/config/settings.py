@@ -203,7 +203,7 @@ class OverlapSettings:
 
     @property
     def intercepts(self) -> bool:
-        """Tell whether the settings need the interposer in the processes of workers."""
+        """Return whether the settings need the interposer in the processes of workers."""
         asked = {"fixed": self.fixed.sms, "adaptive": self.adaptive.sms}
         return self.residency != "off" or asked.get(self.mode) is not None
 

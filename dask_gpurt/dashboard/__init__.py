@@ -1,6 +1,6 @@
 """Show the runtime on the dashboard of Dask's scheduler.
 
-What is shown is collected whether a page is open or not, so that a page has the history of what was before.
+Data are collected whether a page is open or not, so that a page shows the history from before it was opened.
 Bokeh is imported only where the scheduler shows a dashboard, which needs it too.
 """
 

@@ -97,20 +97,20 @@ class Collector(SchedulerPlugin):
     # ---- what is told as it happens --------------------------------------------------------
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
-        """Take note of a task."""
+        """Note a task."""
         self.sampler.shuffles.transition(key, finish, self._clock())
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
-        """Take note that a worker has left."""
+        """Note that a worker has left."""
         self.sampler.shuffles.removed(worker)
         self.sampler.traffic.left(worker)
 
     def restart(self, scheduler: Any) -> None:
-        """Take note that all tasks are forgotten."""
+        """Note that all tasks are forgotten."""
         self.sampler.shuffles.restart(self._clock())
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Take note of what becomes of shuffles."""
+        """Note what becomes of shuffles."""
         if topic != SHUFFLE_TOPIC:
             return
         if msg["action"] != "begins":

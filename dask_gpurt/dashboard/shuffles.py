@@ -120,7 +120,7 @@ class ShuffleLog:
         #: By shuffle and the run that it began with.
         self._records: OrderedDict[tuple[str, int], ShuffleRecord] = OrderedDict()
         self._latest: dict[str, ShuffleRecord] = {}
-        #: What the result of a task means to which shuffle.
+        #: By task: the shuffles that its result concerns, and the step that it completes there.
         self._watched: dict[Key, list[tuple[ShuffleRecord, str]]] = {}
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class ShuffleLog:
         barrier: Key,
         outputs: Collection[Key],
     ) -> None:
-        """Take note of a run that begins, with the keys of the tasks of its shuffle."""
+        """Note a run that begins, with the keys of the tasks of its shuffle."""
         record = self._latest.get(shuffle)
         if record is None or record.state is not ShuffleState.RUNNING:
             record = ShuffleRecord(shuffle, run, at, len(inputs), len(outputs))
@@ -159,7 +159,7 @@ class ShuffleLog:
                 del self._latest[forgotten.shuffle]
 
     def transition(self, key: Key, finish: str, at: float) -> None:
-        """Take note of what has become of a task."""
+        """Note what has become of a task."""
         if (watching := self._watched.get(key)) is None:
             return
         for record, phase in watching:
@@ -189,7 +189,7 @@ class ShuffleLog:
                 record.state, record.ended = ShuffleState.RUNNING, None
 
     def event(self, action: str, shuffle: str, reason: str, outputs: int = 0) -> None:
-        """Take note of what has become of a run, as the scheduler tells it."""
+        """Note what has become of a run, as the scheduler tells it."""
         if (record := self._latest.get(shuffle)) is None:
             return
         record.restarts += action == "begins-again"
@@ -205,13 +205,13 @@ class ShuffleLog:
                 record.workers[worker] = figures
 
     def removed(self, worker: str) -> None:
-        """Take note that a worker has left: what it has put together of a running shuffle others do again."""
+        """Note that a worker has left: what it has put together of a running shuffle others do again."""
         for record in self._records.values():
             if record.state is ShuffleState.RUNNING and worker in record.workers:
                 record.workers[worker] = {**record.workers[worker], **_NOTHING_ASSEMBLED}
 
     def restart(self, at: float) -> None:
-        """Take note that the scheduler has forgotten all tasks."""
+        """Note that the scheduler has forgotten all tasks."""
         self._watched.clear()
         for record in self._records.values():
             if record.state is ShuffleState.RUNNING:

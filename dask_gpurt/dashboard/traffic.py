@@ -64,7 +64,7 @@ class TrafficMatrix:
         return name
 
     def left(self, name: str) -> None:
-        """Take note that a worker has left; once its place is needed, it goes as one of the others."""
+        """Note that a worker has left; once its place is needed, it goes as one of the others."""
         if name in self._ends:
             self._ends[name] = True
 

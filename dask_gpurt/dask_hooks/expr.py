@@ -32,8 +32,9 @@ from dask.dataframe.dask_expr._shuffle import (
 from dask.dataframe.dask_expr._shuffle import _SetPartitionsPreSetIndex as SetPartitionsPreSetIndex
 from dask.dataframe.dask_expr._util import _convert_to_list as convert_to_list
 
+from dask_gpurt.dask_hooks.comparison import Seam
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import EXPRESSIONS, Seam
+from dask_gpurt.dask_hooks.seams import EXPRESSIONS
 
 __all__ = [
     "Assign",
@@ -194,12 +195,12 @@ def _instead(replacement: Replacement) -> Wrap:
 
 # ---- finding expressions ---------------------------------------------------------------------------
 
-#: What is replaced while chaos runs only, and so is no part of what the runtime needs.
+#: Replaced only while chaos runs, so it is not among the seams that the runtime requires.
 _LOOKUP = Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",))
 
 
 def find_in_one_step() -> None:
-    """Have equal expressions be found and held in one step, in this process and for good.
+    """Make Dask find and hold equal expressions in one step, in this process and permanently.
 
     Dask keeps one instance of equal expressions, by name, in a dictionary of weak references. It looks twice,
     which is not safe where a scheduler and its client are threads of one process::

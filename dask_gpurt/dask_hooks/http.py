@@ -10,7 +10,8 @@ from distributed.http.utils import get_handlers
 from tornado.routing import PathMatches
 from tornado.web import Application
 
-from dask_gpurt.dask_hooks.seams import HTTP, UnsupportedError
+from dask_gpurt.dask_hooks.comparison import UnsupportedError
+from dask_gpurt.dask_hooks.seams import HTTP
 
 #: A page of Dask's own, by which the prefix of all its pages is known.
 _KNOWN_PAGE = "/health"

@@ -6,7 +6,8 @@ from typing import Any
 
 from distributed import Nanny
 
-from dask_gpurt.dask_hooks.seams import NANNY, UnsupportedError
+from dask_gpurt.dask_hooks.comparison import UnsupportedError
+from dask_gpurt.dask_hooks.seams import NANNY
 
 #: Arguments that a nanny takes for itself and passes on to its worker.
 _FOR_BOTH = ("port", "interface", "protocol", "host")

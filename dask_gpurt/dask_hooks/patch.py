@@ -1,17 +1,17 @@
-"""Replace parts of Dask, and give back what was there, also where others have replaced them too.
+"""Replace parts of Dask, and restore them, also where other packages have replaced them too.
 
-Three packages may wrap one method. Whatever the order in which they come and go, each of them has to find
-what it left, and no call may end in a wrapper whose package is gone::
+Several packages may wrap one method. In any order of wrapping and restoring, each of them has to find the
+method as it left it, and no call may end in a wrapper whose package is gone::
 
     we wrap Dask's; another wraps ours; we restore; the other restores
-    ->  ours can not leave when we restore, since theirs calls it: from then on it passes calls on to Dask's
+    ->  ours stays in place as we restore, since theirs calls it: from then on it passes calls on to Dask's
 
 A replacement that is on top is removed, and what was below comes back: an attribute of the instance if there
-was one, else none, so that the class is looked at again. What was below may be a replacement of this package
-that was given back in the meantime, while it could not leave; then that goes too.
+was one, else none, so that the class is looked at again. Below may be a replacement of this package that was
+restored in the meantime and could not be removed then; it is removed too.
 
-Several sets of one package may wrap the same method. Which of them is called first is said by their layers,
-and not by which comes first: a set that would go over one of a higher layer is refused.
+Several sets of one package may wrap the same method. Their layers decide which of them is called first, and
+not the order in which they are installed: a set that would wrap one of a higher layer is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FunctionType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from dask_gpurt.dask_hooks.seams import Seam, UnsupportedError
+from dask_gpurt.dask_hooks.comparison import Seam, UnsupportedError
 
 #: A method of Dask's, bound or not, and what is called in its place.
 Method = Callable[..., Any]
@@ -49,7 +49,7 @@ class _Place(Protocol):
 
 
 class _Attribute:
-    """An attribute of an instance, a class or a module."""
+    """Access an attribute of an instance, a class or a module."""
 
     def __init__(self, owner: Any, name: str):
         self.owner, self.name = owner, name
@@ -65,7 +65,7 @@ class _Attribute:
 
 
 class _Item:
-    """An item of a mapping, such as a handler of a server."""
+    """Access an item of a mapping, such as a handler of a server."""
 
     def __init__(self, mapping: MutableMapping[str, Any], key: str):
         self.mapping, self.key = mapping, key
@@ -81,7 +81,7 @@ class _Item:
 
 
 class _Class:
-    """The class of an instance that has slots, and no room for a method of its own."""
+    """Access the class of an instance that has slots, and no room for a method of its own."""
 
     def __init__(self, owner: Any):
         self.owner = owner
@@ -94,15 +94,15 @@ class _Class:
 
 
 class _Property(property):
-    """A property that can be referred to weakly."""
+    """Allow weak references to a property."""
 
 
 class _Static(staticmethod):  # type: ignore[type-arg]
-    """A static method that can be referred to weakly."""
+    """Allow weak references to a static method."""
 
 
 class _Patch:
-    """A value that was replaced.
+    """Hold a value that was replaced.
 
     Attributes
     ----------
@@ -145,7 +145,7 @@ class _Patch:
         self.place.write(value)
 
     def restore(self) -> None:
-        """Put back what was there, unless another's is on top of it, or has taken it away."""
+        """Restore the value before, unless a replacement of another package is on top or has removed ours."""
         self.active = False
         if self.place.read() is not self.installed:
             return
@@ -168,7 +168,7 @@ def _patch_of(value: Any) -> _Patch | None:
 
 
 class PatchSet:
-    """A set of replacements that are given back together.
+    """Replace values, and restore all of them together.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ class PatchSet:
         self._install(patch, patch.function(mapping[key], wrap))
 
     def add_item(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
-        """Put something into a mapping; what was there under this key comes back when it is given back."""
+        """Put an item into a mapping; an earlier item of the key is restored with the set."""
         patch = _Patch(_Item(mapping, key), self._layer)
         patch.install(value)
         self._patches.append(patch)
@@ -274,7 +274,7 @@ class PatchSet:
         self._patches.append(patch)
 
     def restore(self) -> None:
-        """Give back what was there, the last replacement first; again does nothing."""
+        """Restore all values, the last replacement first; a second call does nothing."""
         while self._patches:
             self._patches.pop().restore()
 

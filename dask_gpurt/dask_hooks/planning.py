@@ -1,6 +1,6 @@
 """Read expressions for planning, and replace how they are made, optimised and described.
 
-Dask makes one instance of equal expressions as long as it is referenced, and lets go of it at once if not.
+Dask has one instance of equal expressions for as long as that is referenced, and not beyond.
 The replacements see each expression when it is made, each optimisation, and the metadata of the operations
 that are most frequent. They are put on Dask's classes, for all clients of the process.
 """
@@ -108,7 +108,7 @@ def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
 
 
 def is_shared(expr: Expr) -> bool:
-    """Tell whether Dask makes one instance of equal expressions of this kind."""
+    """Return whether Dask makes one instance of equal expressions of this kind."""
     return isinstance(expr, SingletonExpr)
 
 
@@ -127,17 +127,17 @@ def deferred_values(operand: Any) -> list[Any] | None:
 
 
 def is_method_name(operand: Any) -> bool:
-    """Tell whether an operand is ``dask.utils.M.something``: a function by the name of a method."""
+    """Return whether an operand is ``dask.utils.M.something``: a function by the name of a method."""
     return type(operand) is methodcaller
 
 
 def is_computation(expr: Expr) -> bool:
-    """Tell whether the result of an expression goes to the client, as that of ``compute`` does."""
+    """Return whether the result of an expression goes to the client, as that of ``compute`` does."""
     return isinstance(expr, FinalizeCompute)
 
 
 def is_of_dataframes(plan: Expr) -> bool:
-    """Tell whether a plan, or each one of a sequence, is of dataframes."""
+    """Return whether a plan, or each one of a sequence, is of dataframes."""
     plans = plan.operands if isinstance(plan, _ExprSequence) else [plan]
     return all(isinstance(each, FrameExpr) for each in plans)
 
@@ -173,7 +173,7 @@ def _made_of(expr: Expr) -> Iterator[Expr]:
 
 
 def _is_group(operand: Any) -> bool:
-    """Tell whether an operand is the list of operations that ``optimize()`` has fused."""
+    """Return whether an operand is the list of operations that ``optimize()`` has fused."""
     return isinstance(operand, list) and bool(operand) and isinstance(operand[0], Expr)
 
 

@@ -25,7 +25,7 @@ from dask_gpurt.dask_hooks.patch import PatchSet
 
 
 def drop_class_lock(patches: PatchSet) -> None:
-    """Have the cached properties of expressions computed as Python 3.12 does; all others keep their lock.
+    """Compute cached properties of expressions without a lock, as Python 3.12 does; others keep theirs.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Wrap the functions by which tasks of dataframes read and write files, and tell which begin with a read.
 
 A function is wrapped when its module has been imported, by a worker that has got a task which calls it: no
-library is imported for this. What tasks name themselves is left alone, as far as that is possible, so that
-graphs made before and after are pickled as ever.
+library is imported for this. Where possible, the functions that tasks refer to by name are left as they are,
+so that graphs made before and after are pickled as usual.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 from dask._task_spec import NestedContainer, Task
 
+from dask_gpurt.dask_hooks.comparison import Seam
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import READ_PARQUET, READS, WRITE_PARQUET, Seam
+from dask_gpurt.dask_hooks.seams import READ_PARQUET, READS, WRITE_PARQUET
 
 _DASK_CUDF = "dask_cudf.io.parquet:"
 _EXPR = "dask.dataframe.dask_expr.io."
 
 
 class Reader(NamedTuple):
-    """A function that reads, or writes.
+    """Describe a function that reads, or writes.
 
     Attributes
     ----------
@@ -72,7 +73,7 @@ READERS = (
 
 
 class Readers:
-    """The readers that are wrapped in this process by one set of replacements.
+    """Wrap readers in this process, as one set of replacements.
 
     Parameters
     ----------

@@ -9,16 +9,9 @@ from typing import Any
 from distributed import SpecCluster
 from distributed.stealing import WorkStealing
 
+from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError
 from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, guarded
-from dask_gpurt.dask_hooks.seams import (
-    PLACEMENT,
-    PLACEMENT_STATE,
-    REPLICAS,
-    RESULTS,
-    STEALING,
-    SeamGroup,
-    UnsupportedError,
-)
+from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, REPLICAS, RESULTS, STEALING
 from dask_gpurt.dask_hooks.types import SchedulerState, WorkerState
 
 

@@ -1,8 +1,8 @@
-"""Say what is used of Dask's workers and schedulers, as protocols that mypy compares with Dask's own classes.
+"""Declare the parts of Dask's workers and schedulers that are used, as protocols that mypy checks.
 
-Each names the class of Dask that it is a part of; what is not listed is not used. Attributes that are only
-read are properties, so that stand-ins may compute them. The functions at the end make mypy fail where a Dask
-has another type for one of them.
+Each names the class of Dask that it is a part of; members that are not listed are not used. Attributes that
+are only read are properties, so that stand-ins may compute them. The functions at the end make mypy fail
+where Dask has another type for one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class WorkerTask(Protocol):
-    """A task on a worker: ``distributed.worker_state_machine.TaskState``."""
+    """Type a task on a worker: ``distributed.worker_state_machine.TaskState``."""
 
     priority: tuple[int, ...] | None
 
@@ -53,7 +53,7 @@ class WorkerTask(Protocol):
 
 
 class WorkerStateMachine(Protocol):
-    """The tasks of a worker and what comes next: ``distributed.worker_state_machine.WorkerState``."""
+    """Type the tasks of a worker and their order: ``distributed.worker_state_machine.WorkerState``."""
 
     data: MutableMapping[Key, object]
 
@@ -76,7 +76,7 @@ class WorkerStateMachine(Protocol):
 
 
 class MemoryManager(Protocol):
-    """The memory limits of a worker: ``distributed.worker_memory.WorkerMemoryManager``."""
+    """Type the memory limits of a worker: ``distributed.worker_memory.WorkerMemoryManager``."""
 
     data: MutableMapping[Key, object]
     memory_limit: int | None
@@ -85,13 +85,13 @@ class MemoryManager(Protocol):
 
 
 class Monitor(Protocol):
-    """The figures of a process: ``distributed.system_monitor.SystemMonitor``."""
+    """Type the figures of a process: ``distributed.system_monitor.SystemMonitor``."""
 
     def get_process_memory(self) -> int: ...
 
 
 class Stream(Protocol):
-    """Messages that are sent in order, some at a time: ``distributed.batched.BatchedSend``."""
+    """Type a stream of messages, which are sent in order: ``distributed.batched.BatchedSend``."""
 
     interval: float
 
@@ -99,7 +99,7 @@ class Stream(Protocol):
 
 
 class WorkerServer(Protocol):
-    """A worker: ``distributed.Worker``."""
+    """Type a worker: ``distributed.Worker``."""
 
     metrics: dict[str, Callable[[Any], Any]]
     scheduler_delay: float
@@ -138,6 +138,8 @@ class WorkerServer(Protocol):
     def batched_stream(self) -> Stream: ...
     @property
     def transfer_incoming_log(self) -> Reversible[Mapping[str, Any]]: ...
+    @property
+    def rpc(self) -> Any: ...  # called with an address; its attributes are the handlers of that worker
     def handle_stimulus(self, *stims: StateMachineEvent) -> None: ...
     async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent: ...
     async def gather_dep(
@@ -149,7 +151,7 @@ class WorkerServer(Protocol):
 
 
 class TaskPrefix(Protocol):
-    """Tasks with one prefix: ``distributed.scheduler.TaskPrefix``."""
+    """Type the tasks with one prefix: ``distributed.scheduler.TaskPrefix``."""
 
     @property
     def name(self) -> str: ...
@@ -162,7 +164,7 @@ class TaskPrefix(Protocol):
 
 
 class TaskGroup(Protocol):
-    """Tasks of one prefix in one graph: ``distributed.scheduler.TaskGroup``."""
+    """Type the tasks of one prefix in one graph: ``distributed.scheduler.TaskGroup``."""
 
     last_worker: Any  # a worker of Dask's own, which is set too
     last_worker_tasks_left: int
@@ -175,7 +177,7 @@ class TaskGroup(Protocol):
 
 
 class SchedulerTask(Protocol):
-    """A task on the scheduler: ``distributed.scheduler.TaskState``."""
+    """Type a task on the scheduler: ``distributed.scheduler.TaskState``."""
 
     retries: int
 
@@ -217,7 +219,7 @@ class SchedulerTask(Protocol):
 
 
 class WorkerState(Protocol):
-    """A worker on the scheduler: ``distributed.scheduler.WorkerState``."""
+    """Type a worker on the scheduler: ``distributed.scheduler.WorkerState``."""
 
     @property
     def address(self) -> str: ...
@@ -248,7 +250,7 @@ class WorkerState(Protocol):
 
 
 class SchedulerState(Protocol):
-    """The tasks and workers of a cluster, and what moves them on.
+    """Type the tasks and workers of a cluster, and their transitions.
 
     This is the part of ``distributed.Scheduler`` that has no server, so that simulations can have one.
     """
@@ -280,7 +282,7 @@ class SchedulerState(Protocol):
 
 
 class SchedulerServer(SchedulerState, Protocol):
-    """A scheduler: ``distributed.Scheduler``."""
+    """Type a scheduler: ``distributed.Scheduler``."""
 
     @property
     def plugins(self) -> MutableMapping[str, Any]: ...
@@ -293,7 +295,15 @@ class SchedulerServer(SchedulerState, Protocol):
     @property
     def stream_comms(self) -> Mapping[str, Stream]: ...
     @property
+    def clients(self) -> MutableMapping[str, Any]: ...
+    @property
+    def loop(self) -> IOLoop: ...
+    @property
     def rpc(self) -> Any: ...
+    def client_desires_keys(self, keys: Collection[Key], client: str) -> None: ...
+    def client_releases_keys(self, keys: Collection[Key], client: str, stimulus_id: str) -> None: ...
+    def send_all(self, client_msgs: Any, worker_msgs: Any) -> None: ...
+    def log_event(self, topic: str | Collection[str], msg: Any) -> None: ...
     def add_plugin(self, plugin: Any, *, name: str | None = None) -> None: ...
     def add_replica(self, ts: Any, ws: Any) -> None: ...
     def remove_replica(self, ts: Any, ws: Any) -> None: ...
@@ -303,7 +313,7 @@ class SchedulerServer(SchedulerState, Protocol):
 
 
 class MemoryBalancer(Protocol):
-    """Copies and drops replicas: ``distributed.active_memory_manager.ActiveMemoryManagerExtension``."""
+    """Type the balancer of replicas: ``distributed.active_memory_manager.ActiveMemoryManagerExtension``."""
 
     @property
     def workers_memory(self) -> Mapping[Any, int]: ...

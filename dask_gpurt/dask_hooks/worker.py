@@ -1,4 +1,4 @@
-"""Wrap what a worker does with tasks and data, and reach what it keeps to itself.
+"""Wrap the methods of a worker for tasks and data, and use its private parts.
 
 Each wrapper is put on one worker, by a set of replacements whose layer says which of several is called first.
 """
@@ -15,8 +15,9 @@ from distributed.metrics import time
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 from distributed.worker_state_machine import SecedeEvent, UpdateDataEvent
 
+from dask_gpurt.dask_hooks.comparison import UnsupportedError
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER, UnsupportedError
+from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
 
 #: The states of a server that takes part in nothing any more.
@@ -65,7 +66,7 @@ def wrap_submit(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
 
 
 def widen_pool(worker: WorkerServer, by: int) -> Callable[[], None]:
-    """Let so many more tasks of a worker have threads; Dask hands over as many as have slots.
+    """Add threads to the pool of a worker, beyond its slots; Dask hands over as many tasks as have slots.
 
     Returns
     -------
@@ -94,7 +95,7 @@ def has_left_pool(worker: WorkerServer, thread: threading.Thread) -> bool:
 
 
 def leave_slot(worker: WorkerServer, key: Key) -> bool:
-    """Have the next ready task begin in the slot of one that goes on; return whether that had one.
+    """Start the next ready task in the slot of a task that goes on; return whether that had a slot.
 
     On the event loop. The scheduler may send one more task then. As when a task secedes, but its thread stays
     in the pool, and the scheduler is not told how long it took so far: it would take that for its duration.
@@ -117,7 +118,7 @@ def put_results(worker: WorkerServer, results: Mapping[Key, object]) -> None:
     if new:
         worker.handle_stimulus(UpdateDataEvent(data=new, stimulus_id=stimulus_id))
     for key, state in states.items():
-        # What is being fetched, or computed, goes on and is told of at its end: until then it is not here.
+        # A fetch or computation under way goes on and is reported at its end; until then the key is not here.
         if state not in ("released", "memory"):
             worker.batched_stream.send({"op": "release-worker-data", "key": key, "stimulus_id": stimulus_id})
 
@@ -134,7 +135,7 @@ def wrap_replica_choice(patches: PatchSet, state: WorkerStateMachine, wrap: Wrap
 
 
 def replace_data(worker: WorkerServer, data: MutableMapping[Key, object]) -> None:
-    """Put another mapping in the place of a worker's data, for all that refers to it."""
+    """Replace the mapping of a worker's data, everywhere that refers to it."""
     worker.memory_manager.data = worker.state.data = data
 
 

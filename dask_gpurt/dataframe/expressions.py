@@ -33,7 +33,7 @@ from dask_gpurt.shuffle.joins import merge_aligned, merge_unpack
 
 
 class GpurtShuffle(P2PShuffle):
-    """A shuffle through the runtime.
+    """Shuffle through the runtime.
 
     The last operand names the computation that it is a part of, if it is not shared with others: the identity
     of a shuffle, and the keys of its tasks, follow from its operands.
@@ -73,7 +73,7 @@ class GpurtShuffle(P2PShuffle):
 
 
 class GpurtTaskShuffle(GpurtShuffle):
-    """A shuffle in the place of one by ``tasks``, which Dask describes without an index that is ignored."""
+    """Shuffle in the place of ``tasks``, whose shuffles Dask describes without an index that is ignored."""
 
     @property
     def _drops_index(self) -> bool:
@@ -174,7 +174,7 @@ def _hash_join_transfer(
 
 
 class GpurtHashJoin(HashJoinP2P):
-    """A join that shuffles both sides through the runtime and joins as it unpacks."""
+    """Shuffle both sides of a join through the runtime, and join as outputs are unpacked."""
 
     _parameters = [*parameters(HashJoinP2P), OWN_COMPUTATION]
     _defaults = {**defaults(HashJoinP2P), OWN_COMPUTATION: None}
@@ -199,7 +199,7 @@ class GpurtHashJoin(HashJoinP2P):
 
 
 class GpurtBlockwiseMerge(BlockwiseMerge):
-    """A join of partitions that are aligned, with outputs of a shuffle through the runtime on a side."""
+    """Join aligned partitions, with outputs of a shuffle through the runtime on a side."""
 
     def _task(self, name: Any, index: int) -> Task:
         task = super()._task(name, index)

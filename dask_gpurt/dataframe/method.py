@@ -1,10 +1,10 @@
 """Put the shuffle method "gpurt" into dask-expr, which has no registry of methods.
 
-Two sets of replacements, which each concern only what goes through the runtime, as
-:mod:`dask_gpurt.dataframe.takeover` decides, and hand everything else to the original:
+There are two sets of replacements. Each handles only shuffles that go through the runtime, as
+:mod:`dask_gpurt.dataframe.takeover` decides, and passes all others to the original:
 
-- the method's *name*, known from the first :func:`teach` on. It stays known: what was built while
-  the runtime was on may name it, and is computed by Dask's default where the runtime is off;
+- the method's *name*, known from the first :func:`teach` on. It stays known: a collection that was built
+  while the runtime was on may name it, and is computed by Dask's default where the runtime is off;
 - the *default* of dask-expr, ours between :func:`choose` and :func:`leave`. Dask's configuration is
   not touched for it, since ``dask.bag`` reads the same key and knows no "gpurt". In between, expressions
   do not hold the lock by which Dask can deadlock on Python 3.11 either.
@@ -221,7 +221,7 @@ class Lowering:
 
 
 def _has_column_levels(frame: Any) -> bool:
-    """Tell whether columns have several levels: then Dask names the column of targets ("_partitions", "")."""
+    """Return whether columns have levels: Dask then names the column of targets ("_partitions", "")."""
     return bool(frame.ndim == 2 and meta(frame).columns.nlevels > 1)
 
 
@@ -251,7 +251,7 @@ def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
 
 
 def _names_ours(asked: str | None) -> bool:
-    """Tell whether the method of an expression, or the one that is used where it has none, is ours."""
+    """Return whether the method of an expression, or the one that is used where it has none, is ours."""
     return (asked or default_shuffle_method()) == METHOD
 
 

@@ -1,10 +1,9 @@
 """Decide which shuffles of a client that knows the runtime go through it.
 
-Most programs for GPUs set Dask's method ``tasks``, since ``p2p`` is slow there. That is no wish for ``tasks``
-where the runtime is on, so a configured ``tasks`` is taken over. An argument ``shuffle_method="tasks"`` is
-taken over only under ``gpurt.takeover: all``. dask-expr writes a configured method into expressions as if it
-were an argument, so that the two can be told apart by the configuration alone: an argument that repeats it
-counts as configured.
+Most programs for GPUs set Dask's method ``tasks`` because ``p2p`` is slow there, and not because they need
+``tasks``. So a configured ``tasks`` is taken over. An argument ``shuffle_method="tasks"`` is taken over only
+under ``gpurt.takeover: all``. dask-expr writes a configured method into expressions as if it were an
+argument, so only the configuration distinguishes the two: an argument that repeats it counts as configured.
 """
 
 from __future__ import annotations

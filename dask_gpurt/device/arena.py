@@ -90,7 +90,7 @@ class Arena:
         return iter(self._free)
 
     def is_free(self, start: int, stop: int) -> bool:
-        """Tell whether no block has any of the bytes from ``start`` to before ``stop``."""
+        """Return whether no block has any of the bytes from ``start`` to before ``stop``."""
         return self._free.within(start, stop) == [(start, stop)]
 
 

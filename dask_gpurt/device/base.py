@@ -116,7 +116,7 @@ class PriorityError(OSError):
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a pool: ``nbytes`` bytes from ``offset``, seen through ``buffer``."""
+    """Describe a piece of a pool: ``nbytes`` bytes from ``offset``, seen through ``buffer``."""
 
     offset: int
     nbytes: int
@@ -150,16 +150,16 @@ class PoolLimits:
 
 
 class Mapping(Protocol):
-    """A pool, own or of a peer, that this process can read."""
+    """Read a pool, own or of a peer, in this process."""
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Return a view of a part of the pool; it keeps the mapping alive."""
         ...
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Have a part of a peer's pool, which was read, not count as memory of this process.
+        """Stop counting a part of a peer's pool, which was read, as memory of this process.
 
-        The bytes stay, and views of them can be read on: what is read again counts again.
+        The bytes stay, and views of them remain readable; pages that are read again count again.
         """
         ...
 
@@ -167,7 +167,7 @@ class Mapping(Protocol):
 
 
 class Pool(Mapping, Protocol):
-    """Memory of a fixed capacity that is cut into blocks and that peers can map."""
+    """Cut memory of a fixed capacity into blocks, and let peers map it."""
 
     @property
     def capacity(self) -> int:
@@ -220,14 +220,14 @@ class Pool(Mapping, Protocol):
 
 
 class SmContexts(Protocol):
-    """Contexts of a device that have some of its SMs."""
+    """Give threads contexts of a device that have some of its SMs."""
 
     #: SMs of the device, and the number in whose multiples they can be taken from compute.
     total: int
     unit: int
 
     def entered(self, sms: int) -> AbstractContextManager[None]:
-        """Confine what this thread launches to so many SMs meanwhile.
+        """Confine the launches of this thread to this many SMs meanwhile.
 
         Raises
         ------
@@ -237,7 +237,7 @@ class SmContexts(Protocol):
         ...
 
     def try_out(self, sms: int) -> None:
-        """Find out whether that works.
+        """Check that kernels can be confined to this many SMs.
 
         Raises
         ------
@@ -258,7 +258,7 @@ class DeviceFiles(Protocol):
         fd, path
             The file, open for writing, past the page cache maybe.
         parts
-            Each buffer, and where it goes. What is behind it in its last page may change.
+            Each buffer, and its offset. The bytes behind it in its last page may change.
         ordered
             Whether work that was given to the device so far may still write the buffers.
 
@@ -417,7 +417,7 @@ class Device(Protocol):
         ...
 
     def drop_pages(self) -> None:
-        """Have nothing of the pools of peers count as memory of this process; it can be read on."""
+        """Stop counting pages of the pools of peers as memory of this process; they remain readable."""
         ...
 
     def carried_by(self, protocol: str) -> bool:
@@ -505,7 +505,7 @@ class Device(Protocol):
         ...
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
-        """Have the allocator of user code ask for room before it fails; returns the undo.
+        """Make the allocator of user code ask for room before it fails; return the undo.
 
         Parameters
         ----------

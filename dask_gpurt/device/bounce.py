@@ -1,7 +1,7 @@
-"""Move files through page-aligned host memory, as direct I/O wants it: short reads and writes, whole pages.
+"""Move files through page-aligned host memory, as direct I/O requires: short reads and writes, whole pages.
 
-A bounce buffer is filled by a copy that may still be under way when it is begun, as those of a GPU are. With
-two buffers one is copied while the other is on its way to the disk.
+The copy that fills a bounce buffer may be asynchronous, as those of a GPU are. With two buffers one is filled
+while the other is written to the disk.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BounceBuffers:
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return the bytes of the pages that so many bytes take."""
+    """Return the bytes of the pages that this many bytes take."""
     return -(-nbytes // PAGE) * PAGE
 
 

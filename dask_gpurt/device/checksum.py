@@ -1,7 +1,7 @@
 """Compute the crc32 of zlib on a GPU, so that a file can be checked on any device that reads it.
 
-A crc is linear: parts are worked out at once, each is multiplied by x to the power of the bits
-behind it, modulo the polynomial, and all are xored. That is zlib's own ``crc32_combine``.
+A crc is linear: the crcs of parts are computed in parallel, each is multiplied by x to the power of the
+number of bits behind it, modulo the polynomial, and all are xored. That is zlib's own ``crc32_combine``.
 """
 
 from __future__ import annotations

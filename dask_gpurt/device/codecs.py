@@ -60,7 +60,7 @@ class HostCodec:
 
 
 def check(codec: str, found: int, expected: int) -> None:
-    """Refuse bytes that are not as many as there were.
+    """Refuse restored bytes of another size than before compression.
 
     Raises
     ------

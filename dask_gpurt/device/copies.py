@@ -11,7 +11,7 @@ from dask_gpurt.device.arena import ALIGNMENT
 
 
 class Copy(NamedTuple):
-    """Copy so many bytes from one address to another."""
+    """Copy this many bytes from one address to another."""
 
     to: int
     at: int
@@ -28,9 +28,9 @@ def address(source: Any) -> int:
 def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]:
     """Return copies of buffers into pieces of host memory.
 
-    What lies side by side in one allocation on both sides is one copy, with the padding between: each call
-    of CUDA lets other threads have Python's lock, and has to wait for it then. Two allocations may adjoin
-    too, but no copy may cross from one to the other.
+    Buffers that adjoin in one allocation on both sides make one copy, with the padding between them: each
+    call of CUDA releases Python's lock, and has to wait for it afterwards. Two allocations may adjoin too,
+    but no copy may cross from one to the other.
 
     Parameters
     ----------

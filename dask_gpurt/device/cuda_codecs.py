@@ -37,7 +37,7 @@ _USED: WeakSet[CudaCodec] = WeakSet()
 
 
 class CudaCodec:
-    """An algorithm of nvCOMP, on the communication stream of the calling thread.
+    """Compress by an algorithm of nvCOMP, on the communication stream of the calling thread.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class CudaCodec:
             return buffers
 
     def _room_for(self, sizes: Sequence[int]) -> tuple[list[Buffer], Buffer]:
-        """Return new buffers of so many bytes, and the memory from the first of them to the last."""
+        """Return new buffers of this many bytes, and the memory from the first of them to the last."""
         buffers = cut(sizes, self._device.stream()[0])
         first, last = buffers[0], buffers[-1]
         return list(buffers), DeviceSpan(first.ptr, last.ptr + last.size - first.ptr, first.owner)
@@ -126,7 +126,7 @@ def codecs(device: CudaStreams) -> dict[str, Codec]:
 
 @atexit.register
 def _close() -> None:
-    """Have nvCOMP hold nothing any more: it would free it, and its allocator, after Python has ended."""
+    """Release all memory of nvCOMP, which would else free it and its allocator after Python has ended."""
     for codec in list(_USED):
         codec.close()
     nvcomp.set_device_allocator(None)

@@ -1,8 +1,8 @@
 """Move memory of a GPU to files and back: by kvikio, or through pinned memory.
 
-kvikio moves it without the host where GPU-direct storage is set up, and else by its own threads
-through pinned memory. It is not on every host and does not take every file system, so there is
-a plainer way, through pinned buffers (:mod:`dask_gpurt.device.bounce`).
+kvikio moves the bytes past the host where GPUDirect Storage is set up, and else by its own threads
+through pinned memory. It is not on every host and does not support every file system, so there is
+a simpler way, through pinned buffers (:mod:`dask_gpurt.device.bounce`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ At = tuple[Buffer, int]
 
 
 class CudaFiles:
-    """Buffers of a GPU in files. Thread-safe; see :class:`~dask_gpurt.device.base.DeviceFiles`.
+    """Write buffers of a GPU to files. Thread-safe; see :class:`~dask_gpurt.device.base.DeviceFiles`.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """View, cut and copy memory of a GPU, and wait for copies.
 
-Each call of CUDA lets other threads have Python's lock and has to wait for it afterwards. On a host of
-H200s 256 copies by 256 calls were begun in 1.0 ms by the only thread of a process, and in 185 ms beside six
-busy ones; by one call in 1.0 and 2.3 ms.
+Each call of CUDA releases Python's lock and has to wait for it afterwards. On a host of H200s, 256 calls to
+begin 256 copies took 1.0 ms in the only thread of a process, and 185 ms beside six busy threads; one call for
+all of them took 1.0 and 2.3 ms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCHES_SINCE = 12080
 
 @dataclass(frozen=True)
 class DeviceSpan:
-    """``size`` bytes of device memory from ``ptr``; keeps ``owner`` alive."""
+    """Describe ``size`` bytes of device memory from ``ptr``; keeps ``owner`` alive."""
 
     ptr: int
     size: int
@@ -51,7 +51,7 @@ class DeviceSpan:
 
 
 class CudaStreams(Protocol):
-    """The part of a :class:`~dask_gpurt.device.cuda.CudaDevice` that its codecs and files work with."""
+    """Type the part of a :class:`~dask_gpurt.device.cuda.CudaDevice` that its codecs and files use."""
 
     index: int
 

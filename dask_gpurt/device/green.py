@@ -1,9 +1,10 @@
-"""Make green contexts: contexts of a GPU that have some of its SMs, for what a thread launches meanwhile.
+"""Make green contexts: contexts of a GPU that have some of its SMs, for the launches of a thread meanwhile.
 
-A thread that has one current launches into it whatever names no other stream. Its default stream is
-another than that of the GPU's usual context, so both are joined by events on the way in and out. In between
-the thread has to stay in it: cupy and others make the usual context current before they copy (cudaSetDevice),
-and a copy there would not wait for what the thread has launched. So they are given the green one instead.
+A thread with a green context current launches into it all kernels that name no other stream. The default
+stream there is not that of the GPU's usual context, so events join the two on the way in and out. In between
+the thread has to stay in the green context: cupy and others make the usual one current before they copy
+(cudaSetDevice), and a copy there would not wait for the thread's kernels. So they get the green context
+instead.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _kept = _Kept()
 
 @contextmanager
 def usual_context(device: int) -> Iterator[None]:
-    """Have the context that all threads share current meanwhile, whatever this thread has."""
+    """Make the context that all threads share current meanwhile, in place of the thread's own."""
     _, before = driver.cuCtxGetCurrent()  # None before anything else was asked of the driver
     if _kept.end:
         _kept.end()
@@ -60,7 +61,7 @@ def usual_context(device: int) -> Iterator[None]:
 
 
 class GreenContexts:
-    """Contexts of one GPU, made when they are first entered, for each thread its own.
+    """Make contexts of one GPU when they are first entered, for each thread its own.
 
     Parameters
     ----------
@@ -94,9 +95,9 @@ class GreenContexts:
 
     @contextmanager
     def entered(self, sms: int) -> Iterator[None]:
-        """Confine what this thread launches on its default stream to so many SMs, until the end."""
+        """Confine the launches of this thread on its default stream to this many SMs, until the end."""
         green, context, event = self._made(sms)
-        # What was launched before comes first, and what is launched inside before what follows.
+        # Work launched before comes first, then the work inside, then the work that follows.
         _checked(driver.cuEventRecord(event, 0))
         _checked(driver.cuGreenCtxWaitEvent(green, event))
         self._keep(int(context))
@@ -114,7 +115,7 @@ class GreenContexts:
             _checked(driver.cuStreamWaitEvent(0, event, 0))
 
     def _keep(self, context: int) -> None:
-        """Have a thread that makes the usual context current get this one from now on."""
+        """Give this context to a thread whenever it makes the usual one current, from now on."""
         again, end = partial(self._instead, self._usual, context), partial(self._instead, 0, 0)
         again()
         _kept.again, _kept.end = again, end
@@ -124,7 +125,7 @@ class GreenContexts:
         self._instead(0, 0)
 
     def try_out(self, sms: int) -> None:
-        """Run a kernel of this process confined to so many SMs; SmsError when that does not work."""
+        """Run a kernel of this process confined to this many SMs; SmsError when that does not work."""
         try:
             with self.entered(sms):
                 total = int(cupy.arange(TRIAL_NUMBERS).sum())
@@ -137,7 +138,7 @@ class GreenContexts:
             raise SmsError("green contexts: a kernel gave a wrong result in one")
 
     def _made(self, sms: int) -> tuple[Any, Any, Any]:
-        """Return this thread's context of so many SMs, as both kinds of handle, and an event."""
+        """Return this thread's context of this many SMs, as both kinds of handle, and an event."""
         runtime.setDevice(self._index)
         made: dict[int, tuple[Any, Any, Any]] = self._threads.__dict__.setdefault("made", {})
         if sms not in made:

@@ -96,7 +96,7 @@ class HostMapping:
 
 
 class HostPool(HostMapping):
-    """A nameless file in shared memory, cut into blocks.
+    """Cut a nameless file in shared memory into blocks.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ class HostPool(HostMapping):
         raise NoBacking(nbytes)
 
     def _back(self, block: Block) -> bool:
-        """Have memory behind a block; False when the system has none now."""
+        """Allocate memory behind a block; return False when the system has none now."""
         # A page that the system can not provide would be a SIGBUS on first touch.
         start, end = _down(block.offset), _up(block.offset + block.nbytes)
         with self._growing:
@@ -212,7 +212,7 @@ class HostPool(HostMapping):
 
 
 def no_room(nbytes: int) -> str:
-    """Say what to do about a block that can not be had."""
+    """Return advice about a block that can not be allocated."""
     free, total = shm_memory()
     return (
         f"{SHM} has no room for {nbytes} bytes ({format_bytes(free)} of {format_bytes(total)} are free, and "
@@ -232,7 +232,7 @@ def shm_memory() -> tuple[int, int]:
 
 
 def _file_with_header(nbytes: int) -> int:
-    """Return a nameless file for so many bytes, with memory behind its header."""
+    """Return a nameless file for this many bytes, with memory behind its header."""
     with contextlib.suppress(OSError):  # no such mount, one without nameless files, or a full one
         fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         try:

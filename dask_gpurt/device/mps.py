@@ -1,4 +1,4 @@
-"""Have kernels of several processes run on one GPU at the same time: NVIDIA's Multi-Process Service.
+"""Run kernels of several processes on one GPU at the same time: NVIDIA's Multi-Process Service.
 
 https://docs.nvidia.com/deploy/mps/ describes it. Without it processes of one GPU take turns.
 """
@@ -101,7 +101,7 @@ class MultiProcessService:
                 self._close()
 
     def _close(self) -> None:
-        """Give the lock back, which closing the file does."""
+        """Release the lock, by closing its file."""
         assert self._users is not None
         self._users.close()
         self._users = None

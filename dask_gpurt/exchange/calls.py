@@ -1,10 +1,9 @@
 """Call peers: again where a connection breaks, until the peer answers or has left.
 
-A worker that has left without a word, or stands still, does not break connections: Dask goes on trying to
-connect for 30 seconds, and waits for an answer for ever. So each call is watched.
+A worker that has left silently, or is stopped, does not break connections: Dask tries to connect for 30
+seconds, and waits for an answer for ever. So each call is watched.
 
-Every handler of the exchange does the same for a message that comes twice as for one that comes once, so a
-call whose answer got lost may be made again.
+Every handler of the exchange is idempotent, so a call whose answer got lost may be made again.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.shard import PeerLost
 from dask_gpurt.observe import Metrics
 
@@ -38,7 +38,7 @@ class Calls:
         The Dask worker, whose connections are used.
     """
 
-    def __init__(self, worker: Any, metrics: Metrics):
+    def __init__(self, worker: WorkerServer, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
         #: Done as the worker at an address is removed, for the calls to it that are under way.
@@ -47,7 +47,7 @@ class Calls:
         self._removed: dict[str, None] = {}
 
     def on_worker_removed(self, address: str) -> None:
-        """Have the calls to a worker that the scheduler has removed end at once."""
+        """End all calls to a worker that the scheduler has removed."""
         self._removed.pop(address, None)
         self._removed[address] = None
         if len(self._removed) > MAX_REMOVED:
@@ -121,7 +121,7 @@ class Calls:
         return answer.done()
 
     async def _result(self, answer: asyncio.Future[Any], address: str) -> Any:
-        """Return an answer. Whatever a worker that closes fails with: it is lost, and no error of a run."""
+        """Return an answer. Any error of a worker that closes means that it is lost; no run has failed."""
         try:
             found = answer.result()
         except OSError:

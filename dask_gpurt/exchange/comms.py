@@ -6,7 +6,7 @@ Coroutines run on the event loop; what copies or compresses runs on threads of t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,16 +17,14 @@ from distributed.utils import nbytes as size_of
 
 from dask_gpurt.device import Block, Device, PoolFull
 from dask_gpurt.device.base import Buffer, Codec
-from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.compression import Compressor
+from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard
-from dask_gpurt.exchange.links import Links, PeerClass
+from dask_gpurt.exchange.links import PeerClass
 from dask_gpurt.exchange.outgoing import COPIED
 from dask_gpurt.exchange.paths import COMMS
-from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.exchange.shard import Peer, PeerLost, RunKey
-from dask_gpurt.exchange.traffic import Traffic
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.exchange.shard import PeerLost, RunKey
+from dask_gpurt.observe import Fallback
 
 
 class Comms:
@@ -34,41 +32,16 @@ class Comms:
 
     Parameters
     ----------
-    me
-        This worker's own exchange.
-    worker
-        The Dask worker.
-    calls
-        Calls handlers of peers.
     compression
         Whether shards may be compressed on their way to another host: "auto", "gpu" for those of a GPU on
         that too, or "off".
-    offload
-        Runs what blocks on a thread.
     """
 
-    def __init__(
-        self,
-        me: Peer,
-        worker: Any,
-        pools: Pools,
-        links: Links,
-        traffic: Traffic,
-        metrics: Metrics,
-        calls: Calls,
-        compression: str,
-        offload: Callable[..., Awaitable[Any]],
-    ):
-        self._me = me
-        self._pools = pools
-        self._links = links
-        self._traffic = traffic
-        self._metrics = metrics
-        self._calls = calls
-        self._protocol = me.address.partition("://")[0]
+    def __init__(self, endpoint: Endpoint, compression: str):
+        self._end = endpoint
+        self._protocol = endpoint.me.address.partition("://")[0]
         self._compress, self._on_gpu = compression != "off", compression == "gpu"
-        self._offload = offload
-        self._compressor = Compressor(metrics)
+        self._compressor = Compressor(endpoint.metrics)
         #: By peer, for as long as a task waits for its first shard.
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -100,10 +73,10 @@ class Comms:
         """
         peer = incoming.shard.producer.address
         packing = await self._packing(peer, incoming.device, by_host)
-        if packing is not None and not self._links.is_measured(peer):
+        if packing is not None and not self._end.links.is_measured(peer):
             # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
             async with self._first.setdefault(peer, asyncio.Lock()):
-                if not self._links.is_measured(peer):
+                if not self._end.links.is_measured(peer):
                     return await self._ask(incoming, packing)
             packing = await self._packing(peer, incoming.device, by_host)
         return await self._ask(incoming, packing)
@@ -112,7 +85,7 @@ class Comms:
         shard = incoming.shard
         producer = shard.producer
         start = perf_counter()
-        reply: dict[str, Any] | None = await self._calls.call(
+        reply: dict[str, Any] | None = await self._end.calls.call(
             producer.address,
             "gpurt_fetch",
             check=incoming.check_wanted,
@@ -120,7 +93,7 @@ class Comms:
             shard=shard.id,
             run=list(incoming.run),
             packing=packing,
-            staged_for=None if incoming.path.staging is None else self._me.address,
+            staged_for=None if incoming.path.staging is None else self._end.me.address,
             to=producer.incarnation,
         )
         if reply is None:  # Dask's answer to an operation that it does not know
@@ -134,15 +107,15 @@ class Comms:
     async def _packing(self, peer: str, device: Device, by_host: bool) -> dict[str, Any] | None:
         """Describe to a peer what it needs to decide on compression; None where shards come as they are."""
         if self._compress:
-            await self._links.learn(peer)
-        bandwidth = self._links.bandwidth_between_hosts(peer)
+            await self._end.links.learn(peer)
+        bandwidth = self._end.links.bandwidth_between_hosts(peer)
         if not self._compress or bandwidth is None:
             return None
-        codecs = await self._offload(self._codecs, device)  # the first time they are loaded
+        codecs = await self._end.offload(self._codecs, device)  # the first time they are loaded
         if not codecs:
             if self._compress and not (self._carries(device) and not self._on_gpu):
                 self._compress = False  # so that it is counted once
-                self._metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, device.codecs_missing)
+                self._end.metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, device.codecs_missing)
             return None
         names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
         return {"bandwidth": bandwidth, "codecs": names}
@@ -158,10 +131,10 @@ class Comms:
     def _note(self, peer: str, data: list[Any], seconds: float) -> None:
         """Learn what the link did, apart from what the peer took to copy and compress."""
         nbytes, now = sum(map(size_of, data)), perf_counter()
-        self._traffic.note(peer, COMMS, nbytes, seconds)
-        self._links.observe(peer, nbytes, now - seconds, now)
-        if self._links.peer_class(peer) is PeerClass.OTHER_HOST:
-            self._links.arrivals.observe(nbytes, now - seconds, now)
+        self._end.traffic.note(peer, COMMS, nbytes, seconds)
+        self._end.links.observe(peer, nbytes, now - seconds, now)
+        if self._end.links.peer_class(peer) is PeerClass.OTHER_HOST:
+            self._end.links.arrivals.observe(nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
         """Return the sections of a shard that was fetched; where staged, they stay until it is released.
@@ -175,7 +148,7 @@ class Comms:
             whole = [received(data) for data in reply["data"]]
             # Within a process a comm hands over the memory of the producer, which will reuse it.
             return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
-        with self._metrics.seconds("exchange.seconds.decompressing"):
+        with self._end.metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])
             return self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes)
 
@@ -214,21 +187,23 @@ class Comms:
         """
         start = perf_counter()
         key = (run[0], run[1])
-        if to != self._me.incarnation:
-            self._metrics.add("exchange.messages.stale")
+        if to != self._end.me.incarnation:
+            self._end.metrics.add("exchange.messages.stale")
             return {"data": None}
-        outbox = self._pools.known(kind)
+        outbox = self._end.pools.known(kind)
         blocks = outbox.view(shard)
         if blocks is None:
             return {"data": None}
-        device = self._pools.device(kind)
-        staged = await self._offload(self._staged, device, blocks, key, staged_for) if staged_for else None
+        device = self._end.pools.device(kind)
+        staged = None
+        if staged_for:
+            staged = await self._end.offload(self._staged, device, blocks, key, staged_for)
         codec, data = None, []
         if staged is None:
-            codec, data = await self._offload(self._prepared, device, blocks, key, packing)
+            codec, data = await self._end.offload(self._prepared, device, blocks, key, packing)
         if outbox.view(shard) is None:  # the run has ended meanwhile, too early to see what was staged
             if staged is not None:
-                self._pools.known("host").release([(staged["shard"], COPIED)])
+                self._end.pools.known("host").release([(staged["shard"], COPIED)])
             return {"data": None}
         return {
             "data": [to_serialize(one) for one in data],
@@ -241,7 +216,7 @@ class Comms:
         self, device: Device, blocks: Sequence[Block], run: RunKey, peer: str
     ) -> dict[str, Any] | None:
         """Copy a shard into the pool in host memory; None where that has no room."""
-        outbox = self._pools.outbox("host")
+        outbox = self._end.pools.outbox("host")
         copies: list[Block] = []
         try:
             for block in blocks:
@@ -251,7 +226,8 @@ class Comms:
         except (PoolFull, MemoryError) as error:
             for copy in copies:
                 outbox.give_back(copy)
-            self._metrics.fallback(Fallback.EXCHANGE_COMMS, f"the pool in host memory has no room: {error}")
+            reason = f"the pool in host memory has no room: {error}"
+            self._end.metrics.fallback(Fallback.EXCHANGE_COMMS, reason)
             return None
         return {
             "shard": outbox.publish(run, COPIED, peer, copies),

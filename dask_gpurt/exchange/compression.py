@@ -1,6 +1,6 @@
 """Decide from a sample of each run whether its shards are worth compressing on their way.
 
-The cores at the top know figures only. The codecs are those of the device that a shard lies on.
+The functions at the top are pure: figures in, figures out. The codecs are those of the shard's device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hold one worker's end of the exchange: its pools, its paths to peers, and what moves.
+"""Hold one worker's end of the exchange: its pools, its paths to peers, and the shards it was offered.
 
 Coroutines run on the worker's event loop; everything that copies runs on the threads of
-``executor``. The handlers at the end are what peers call.
+``executor``. The handlers at the end are called by the :class:`PeerRequests` of peers.
 """
 
 from __future__ import annotations
@@ -10,34 +10,33 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
-from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
-from dask_gpurt.dask_hooks.worker import call_soon, is_closing
-from dask_gpurt.device.base import CodecError
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.exchange.calls import Calls, closes
 from dask_gpurt.exchange.comms import Comms
+from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.host_room import HostRoom
-from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
+from dask_gpurt.exchange.incoming import IncomingShard, ShardState
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
-from dask_gpurt.exchange.outgoing import COPIED, Outbox
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.exchange.pulling import Puller
+from dask_gpurt.exchange.requests import PeerRequests
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.exchange.traffic import IN_PLACE, Traffic
 from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
 
 logger = logging.getLogger(__name__)
@@ -46,17 +45,12 @@ logger = logging.getLogger(__name__)
 TRIM_INTERVAL_S = 10.0
 #: Seconds for which a producer that asked for room counts as short of it.
 PRESSURE_LASTS_S = 1.0
-#: Seconds until a peer that could not be reached, or has failed to answer, but has not left, is asked again
-#: to let a run go, or told again of a release.
-PEER_RETRY_INTERVAL_S = 1.0
 #: Copies are short on a fast link: several threads keep it busy between them.
 COPY_THREADS = 4
-#: One for all steps that are not recorded.
-_NOT_RECORDED = contextlib.nullcontext()
 
 
 class Exchange:
-    """Pools, paths and transfers of one worker.
+    """Offer, take and release shards: one worker's end of all transfers.
 
     Parameters
     ----------
@@ -72,7 +66,7 @@ class Exchange:
 
     def __init__(
         self,
-        worker: Any,
+        worker: WorkerServer,
         pools: Pools,
         tiered_buffer: TieredBuffer,
         settings: Settings,
@@ -83,7 +77,6 @@ class Exchange:
         self.settings = settings
         self.metrics = metrics
         self.pools = pools
-        self.pools.ask_for_room = self._ask_for_room
         self.pools.retains = self._goes_on
         self.pools.yields = self._is_read
         self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
@@ -93,46 +86,29 @@ class Exchange:
         self.recent_runs = RecentRuns()
         self.links = Links(worker)
         self.calls = Calls(worker, metrics)
-        self.peers = Peers(
-            self.me,
-            worker,
-            pools,
-            self.links,
-            settings.exchange.paths,
-            metrics,
-            self.calls,
-            self.offload,
-            self._close_soon,
+        endpoint = Endpoint(
+            self.me, worker, pools, self.links, self.traffic, self.calls, metrics, self.offload
         )
-        self.comms = Comms(
-            self.me,
-            worker,
-            pools,
-            self.links,
-            self.traffic,
-            metrics,
-            self.calls,
-            settings.exchange.compression,
-            self.offload,
-        )
+        self.peers = Peers(endpoint, settings.exchange.paths, self._close_soon)
+        self.comms = Comms(endpoint, settings.exchange.compression)
         self.executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="gpurt-comm")
-        self._limiter = ResourceLimiter(settings.exchange.inflight)
+        self.requests = PeerRequests(endpoint, self)
+        self.pools.ask_for_room = self.requests.ask_for_room
+        inflight = settings.exchange.inflight
+        self.puller = Puller(endpoint, inflight, self.comms, self.requests, self._tell_in_flight)
         self._incoming: defaultdict[Peer, set[IncomingShard]] = defaultdict(set)
-        #: Releases that are on their way or still to be sent.
-        self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
         self._asked: dict[Peer, float] = {}
         self._publishing: set[RunKey] = set()
         #: The runs that receive here, each with the producers that have withdrawn from it.
         self._receiving: dict[RunKey, set[Peer]] = {}
         #: The runs of which nothing is left to be read here.
         self._read: set[RunKey] = set()
-        self._pulls = 0
         #: Bytes of shards that were offered to this worker.
         self.moved = 0
         #: Called on the event loop with how many runs publish and how many shards are being pulled.
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
-        self._handlers = {
+        self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_ticket": self.ticket,
             "gpurt_fetch": self.comms.serve,
             "gpurt_release": self.release,
@@ -148,7 +124,7 @@ class Exchange:
         """Note that a run begins to publish and to receive on this worker."""
         self._publishing.add(run)
         self._receiving[run] = set()
-        self.in_flight(len(self._publishing), self._pulls)
+        self._tell_in_flight()
 
     def _goes_on(self, run: RunKey) -> bool:
         """Return whether a run may need once more what it has published here. From any thread."""
@@ -166,27 +142,20 @@ class Exchange:
         return run in self._read and run not in self._publishing
 
     def run_published(self, run: RunKey) -> None:
-        """Note that a run publishes nothing any more; again does nothing."""
+        """Note that a run publishes nothing any more; a second call does nothing."""
         if run in self._publishing:
             self._publishing.remove(run)
-            self.in_flight(len(self._publishing), self._pulls)
+            self._tell_in_flight()
 
     def run_ends(self, run: RunKey) -> None:
-        """Note that a run is over on this worker; again does nothing."""
+        """Note that a run is over on this worker; a second call does nothing."""
         self.run_published(run)
         self._read.discard(run)
         self._receiving.pop(run, None)  # from here on nothing of it is retained
         self.pools.end(run)
 
-    @contextlib.contextmanager
-    def _pulling(self) -> Iterator[None]:
-        self._pulls += 1
-        self.in_flight(len(self._publishing), self._pulls)
-        try:
-            yield
-        finally:
-            self._pulls -= 1
-            self.in_flight(len(self._publishing), self._pulls)
+    def _tell_in_flight(self) -> None:
+        self.in_flight(len(self._publishing), self.puller.under_way)
 
     def table(self, frame: Any) -> Table:
         """Return the backend for a frame; see :func:`~dask_gpurt.frames.backend_for`."""
@@ -211,7 +180,7 @@ class Exchange:
     def take(
         self, run: RunKey, shard: Shard, path: Path, failed: Callable[[Exception], None]
     ) -> IncomingShard:
-        """Take an offered shard: pull it soon unless it can wait where it lies. Does not wait for anything.
+        """Take an offered shard: begin to pull it, unless it can stay where it is. Does not wait.
 
         Parameters
         ----------
@@ -246,7 +215,7 @@ class Exchange:
             self.worker.loop.time() - self._asked.get(shard.producer, -PRESSURE_LASTS_S) < PRESSURE_LASTS_S
         )
         if pressed or not path.in_place:
-            self._pull_soon(incoming)
+            self.puller.pull_soon(incoming)
         else:
             self.traffic.note(shard.producer.address, IN_PLACE, shard.nbytes, 0.0)
         return incoming
@@ -258,146 +227,14 @@ class Exchange:
         return written, sum(nbytes for (source, _), nbytes in moves if source == Tier.DISK)
 
     def refuse(self, shard: Shard) -> None:
-        """Have the producer free a shard that will not be taken."""
-        self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id, shard.share)
+        """Tell the producer of a shard that it will not be taken, so that it is freed."""
+        self.requests.release_soon(shard.producer, shard.device, shard.id, shard.share)
 
-    def _pull_soon(self, incoming: IncomingShard) -> bool:
-        """Begin to pull a shard; False where it is under way, there or gone already."""
-        if begins := incoming.start_moving():
-            call_soon(self.worker, self._pull, incoming)
-        return begins
-
-    async def _pull(self, incoming: IncomingShard) -> None:
-        try:
-            await self._limiter.wait_for_available()
-            if incoming.state is not ShardState.GONE:
-                await self._pull_now(incoming)
-                return
-        except Exception as error:
-            if incoming.state is not ShardState.GONE:  # else it belongs to what is over, and nothing reads it
-                incoming.fail(error)
-        with contextlib.suppress(ExchangeClosed):  # which lets go of all
-            await self.offload(incoming.stop_moving)  # on a thread: it may wait for a device
-
-    async def _pull_now(self, incoming: IncomingShard) -> None:
-        nbytes = incoming.shard.nbytes
-        self._limiter.increase(nbytes)
-        self.metrics.peak("exchange.inflight.peak", acquired(self._limiter))
-        try:
-            with self._pulling():
-                if incoming.path.mapping is None:
-                    await self._pull_fetched(incoming)
-                else:
-                    with self.metrics.seconds("exchange.seconds.pulling"):
-                        await self.offload(self._pull_mapped, incoming)
-        finally:
-            await self._limiter.decrease(nbytes)
-
-    async def _pull_fetched(self, incoming: IncomingShard) -> None:
-        began = perf_counter()
-        try:
-            reply = await self.comms.fetch(incoming)
-            self._record_fetch(incoming, began)
-            await self.offload(self._land_fetched, incoming, reply)
-        except CodecError as error:
-            self.metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
-            reply = await self.comms.fetch(incoming, by_host=True)
-            await self.offload(self._land_fetched, incoming, reply)
-
-    def _record_fetch(self, incoming: IncomingShard, began: float) -> None:
-        if (recording := self.metrics.recording) is not None:
-            shard = incoming.shard
-            recording.waited("fetch", began, bytes=shard.nbytes, producer=shard.producer.address)
-
-    def _pull_mapped(self, incoming: IncomingShard) -> None:
-        shard = incoming.shard
-        address = shard.producer.address
-        copy = self.traffic.timed(address, incoming.path.name, incoming.device.land, shard.nbytes)
-        try:
-            with self._recorded(incoming):
-                self._land(incoming, incoming.sources(), copy)
-        finally:
-            drop_pages([incoming])
-        self.metrics.add("exchange.pulled.bytes", incoming.shard.nbytes)
-
-    def _land_fetched(self, incoming: IncomingShard, reply: dict[str, Any]) -> None:
-        with self._recorded(incoming):
-            sources = self.comms.unpacked(incoming, reply)
-            self._land(incoming, sources, self.comms.bring(incoming.device, reply))
-        if staged := reply["staged"]:
-            assert incoming.path.staging is not None
-            for offset, section in zip(staged["offsets"], incoming.shard.sections, strict=True):
-                incoming.path.staging.drop_pages(offset, section.nbytes)
-            self.worker.loop.add_callback(
-                self._note_release, incoming.shard.producer, "host", staged["shard"], COPIED
-            )
-
-    def _recorded(self, incoming: IncomingShard) -> AbstractContextManager[None]:
-        """Record the body as a pull, while a trace is taken."""
-        if (recording := self.metrics.recording) is None:
-            return _NOT_RECORDED
-        shard = incoming.shard
-        return recording.span(
-            "pull",
-            shard=shard.name,
-            bytes=shard.nbytes,
-            path=incoming.path.name,
-            producer=shard.producer.address,
-        )
-
-    def _land(
-        self, incoming: IncomingShard, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]
-    ) -> None:
-        incoming.land(lambda key: self.landing.put(key, incoming.shard, sources, incoming.device, bring))
-
-    # ---- releasing -------------------------------------------------------------------
+    # ---- letting go ------------------------------------------------------------------
 
     def _release_soon(self, path: Path, shard: Shard) -> None:
-        """Tell the producer, with others, that a block is free. From any thread."""
-        self.worker.loop.add_callback(self._note_release, shard.producer, shard.device, shard.id, shard.share)
-
-    async def _note_release(self, producer: Peer, kind: str, shard: int, share: int) -> None:
-        to = (producer, kind)
-        if to in self._released:  # which are sent by the one that came first
-            self._released[to].append((shard, share))
-            return
-        self._released[to] = [(shard, share)]
-        try:
-            await asyncio.sleep(0)  # what else is released in this turn goes along
-            while shards := self._released[to]:
-                self._released[to] = []
-                await self._send_release(producer, kind, shards)
-        finally:
-            del self._released[to]
-
-    async def _send_release(self, producer: Peer, kind: str, shards: list[tuple[int, int]]) -> None:
-        if producer == self.me:
-            if not self.closed:
-                self.release(kind=kind, shards=shards, to=producer.incarnation)
-            return
-        message = {"kind": kind, "shards": shards, "to": producer.incarnation}
-        # Until it has arrived, or the pool is gone with the producer: one that waits for room would wait for
-        # ever for what got lost. Once this exchange is closed, so are the producers', or else they hear that
-        # this worker leaves.
-        while not self.closed and not await self._has_taken(producer.address, message):
-            await asyncio.sleep(PEER_RETRY_INTERVAL_S)
-
-    async def _has_taken(self, producer: str, message: dict[str, Any]) -> bool:
-        """Tell a producer of a release; False if it has to be told again."""
-        try:
-            await self.calls.call(producer, "gpurt_release", check=self._check_open, **message)
-        except ExchangeClosed:
-            pass
-        except PeerLost:
-            return await self.calls.has_left(producer)
-        except Exception as error:
-            logger.warning("worker %s has not taken a release of %s: %r", producer, self.me.address, error)
-            return False
-        return True
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ExchangeClosed(f"the exchange of {self.me.address} is closed")
+        """Release a shard at its producer, after it was read along a path. From any thread."""
+        self.requests.release_soon(shard.producer, shard.device, shard.id, shard.share)
 
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
         """Let go of incoming shards that will not be read any more. Blocks while landed ones are read.
@@ -426,51 +263,10 @@ class Exchange:
         with contextlib.suppress(ExchangeClosed):  # which lets go of all
             self._submit(self.discard, incoming_shards).add_done_callback(_complain)
 
-    def _ask_for_room(self, owners: set[str]) -> None:
-        self.worker.loop.add_callback(self._send_drain, owners)
-
-    async def _send_drain(self, owners: set[str]) -> None:
-        await asyncio.gather(*map(self._send_drain_to, owners))
-
-    async def _send_drain_to(self, owner: str) -> None:
-        if owner == self.me.address:
-            self.drain(producer=list(self.me))
-            return
-        # It is asked again soon, for as long as room is short.
-        with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
-            await self.calls.once(owner, "gpurt_drain", check=self._check_open, producer=list(self.me))
-
     async def withdraw(self, run: RunKey) -> None:
         """Free what a run has published, once no owner reads it any more."""
         self.comms.forget(run)
-        while published := self.pools.owners(
-            run
-        ):  # an owner that was asking may have had more staged meanwhile
-            await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
-
-    async def _withdraw_from(self, owner: str, run: RunKey, outbox: Outbox) -> None:
-        while not (await self._has_let_go(owner, run) or self.closed):
-            await asyncio.sleep(PEER_RETRY_INTERVAL_S)
-        outbox.drop(run, owner)
-
-    async def _has_let_go(self, owner: str, run: RunKey) -> bool:
-        """Ask an owner to, and wait until it has; False if it could not be asked and may still read."""
-        if owner == self.me.address:
-            await self.forget(producer=list(self.me), run=list(run))
-            return True
-        message = {"producer": list(self.me), "run": list(run)}
-        try:
-            await self.calls.once(owner, "gpurt_forget", check=self._check_open, **message)
-        except PeerLost:
-            pass
-        except OSError:
-            return await self.calls.has_left(owner)
-        except ExchangeClosed:
-            raise
-        except Exception as error:
-            logger.warning("worker %s has not let go of %s of %s: %r", owner, run, self.me.address, error)
-            return False
-        return True
+        await self.requests.withdraw(run)
 
     # ---- what peers call -------------------------------------------------------------
 
@@ -495,7 +291,7 @@ class Exchange:
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
         for incoming in sorted(tuple(self._incoming[peer]), key=lambda incoming: incoming.shard.id):
-            if self._pull_soon(incoming):  # it was to be read in place, and is copied after all
+            if self.puller.pull_soon(incoming):  # it was to be read in place, and is copied after all
                 self.traffic.note(peer.address, IN_PLACE, -incoming.shard.nbytes, 0.0)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
@@ -512,13 +308,13 @@ class Exchange:
         for incoming in incoming_shards:
             if incoming.state in (ShardState.PRODUCER, ShardState.MOVING):
                 incoming.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
-        # What has landed is ours. What is gone may still be read.
+        # Shards that have landed are ours. Those that are gone may still be read.
         await self._let_go(
             incoming for incoming in incoming_shards if incoming.state is not ShardState.LANDED
         )
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
-        """Let go of what was offered for shares that others have now; return when it is not read."""
+        """Let go of shards of shares that other workers have now; return when none of them is read."""
         # Copies: threads that let go of an incoming shard take it from its set meanwhile.
         mine = [
             (peer, incoming)
@@ -568,7 +364,7 @@ class Exchange:
                 del self._incoming[peer]
 
     async def keep_house(self) -> None:
-        """Give idle memory back, here and of workers that have left. Called at intervals."""
+        """Free idle memory, and mappings of workers that have left. Called at intervals."""
         peers = list(self.peers)
         # None is the answer of a scheduler on which the runtime has been switched off.
         gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []

@@ -1,22 +1,23 @@
 """Share /dev/shm among the pools of all workers of a host.
 
-A pool promises its capacity and takes memory as blocks need it. Together the pools of a host may promise more
-than there is, and workers join later: so a block may fit into its pool while the system has no memory for it.
-Its producer then waits as it does when its own pool is full. Why that can not deadlock:
+A pool promises its capacity and takes memory as blocks need it. The pools of a host may promise more together
+than the host has, and workers join later. So a block may fit into its pool while the system has no memory for
+it. Its producer then waits as it does when its own pool is full. This can not deadlock:
 
-1. A producer that waits holds nothing that was not published: of all memory that the pools of a host have
-   taken, a part is behind free blocks, a part behind published ones, and the rest behind blocks that are
-   being packed by producers that do not wait, and that publish them, or wait, next.
-2. Each round, twice a second for as long as a producer waits, all workers of the host give back what is
-   behind free blocks, and ask the owners of all their published blocks to copy them. Owners do so without a
-   pool: what they copy ends on disk. So published blocks become free, and what is behind them comes back by
-   the next round.
-3. Nothing has to be signalled to a producer that waits with nothing published: it tries again each round.
-4. What others take meanwhile goes into blocks that are published in turn, of which there are as many as there
-   are inputs. A run that fails, and a worker that dies, give back all that they had.
+1. A producer that waits holds no unpublished block. The memory that the pools of a host have taken belongs to
+   free blocks, to published ones, and to blocks that are being packed by producers that do not wait: these
+   publish them, or wait, next.
+2. Each round, twice a second for as long as a producer waits, all workers of the host return the memory of
+   free blocks, and ask the owners of all their published blocks to copy them. Owners need no pool for that:
+   their copies can go to disk. So published blocks become free, and their memory is returned by the next
+   round.
+3. A producer that waits with nothing published needs no signal: it tries again each round.
+4. Memory that other producers take meanwhile goes into blocks that are published in turn, and there
+   are only as many of these as there are inputs. A run that fails, and a worker that dies, give back all that
+   they had.
 
-So as long as a worker of the host holds memory, it comes back or its run fails, which ends the waiting too.
-Once none holds any, what fills /dev/shm is not ours: that is waited for only so long.
+So as long as a worker of the host holds memory, it is returned or its run fails, which ends the waiting too.
+Once no worker holds any, other programs fill /dev/shm: that is waited for only for a limited time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 from distributed.comm.addressing import get_address_host
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.device.base import PoolFull
 from dask_gpurt.device.host import SHM, no_room
@@ -58,7 +60,7 @@ class HostRoom:
 
     def __init__(
         self,
-        worker: Any,
+        worker: WorkerServer,
         give_back: Callable[[], int],
         drain: Callable[[], None],
         metrics: Metrics,
@@ -75,7 +77,7 @@ class HostRoom:
         self._last_round = time.monotonic()
 
     def ask(self, nbytes: int) -> None:
-        """Begin a round, for a block of so many bytes. From any thread; does not block.
+        """Begin a round, for a block of this many bytes. From any thread; does not block.
 
         Raises
         ------

@@ -32,7 +32,7 @@ class ShardState(Enum):
 
 
 class IncomingShard:
-    """A shard that was offered to this worker. Thread-safe.
+    """Keep a shard that was offered to this worker. Thread-safe.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class IncomingShard:
         self.device = device
         self.key = f"gpurt-shard-{next(self._keys)}"
         self.state = ShardState.PRODUCER
-        self._landing = landing
+        self.landing = landing
         self._release = release
         self._failed = failed
         self._lock = threading.Condition()
@@ -96,7 +96,7 @@ class IncomingShard:
                 self._forget()
             let_go = self._lets_go()
         if in_vain:
-            self._landing.discard(self.key)
+            self.landing.discard(self.key)
         if let_go:
             self._let_go()
         if not in_vain:
@@ -173,11 +173,11 @@ class IncomingShard:
             self._let_go()
         if before is ShardState.LANDED:
             self._pass_fences()
-            self._landing.discard(self.key)
+            self.landing.discard(self.key)
         self._forget()
 
     def abandon(self) -> None:
-        """Let go of it, or have its last reader do so. Nothing moves, and nothing new will read it."""
+        """Let go of the shard, now or with its last reader. Nothing moves, and no new reader comes."""
         with self._lock:
             self.state, self._moving = ShardState.GONE, False
             let_go = self._lets_go()
@@ -258,7 +258,7 @@ def reading(
 
 
 def drop_pages(read: Iterable[IncomingShard]) -> None:
-    """Have what was read of the pools of peers not count as memory of this process: it is theirs. Blocks.
+    """Stop counting pages of the pools of peers, after they were read, as memory of this process. Blocks.
 
     Dask pauses workers, and kills them, by what the system counts, and each has read all of its peers' pools
     before long.

@@ -1,8 +1,7 @@
 """Keep pulled shards in the tiers of the worker, next to the data of its keys.
 
-A shard stays live only where there is room without moving anything: it will be read once,
-while what would have to go may be read sooner. It never waits for room, since the lowest
-tier is the disk.
+A shard stays live only where there is room without an eviction: it will be read once, and an
+evicted object might be read sooner. It never waits for room, since the lowest tier is the disk.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dask_gpurt.observe import Fallback, Metrics
 
 
 class Landing:
-    """Pulled shards by key. Thread-safe; no method is called on the event loop.
+    """Keep pulled shards by key. Thread-safe; no method is called on the event loop.
 
     Parameters
     ----------
@@ -86,12 +85,12 @@ class Landing:
         return Tier.DEVICE if kind == self._main else Tier.HOST
 
     def keeps(self, nbytes: int, kind: str) -> bool:
-        """Return whether so many bytes of shards stay live beside other things."""
+        """Return whether this many bytes of shards stay live beside other things."""
         return self._tiered_buffer.reservations.leaves_half(nbytes, self._home(kind))
 
     def make_room(self) -> None:
         """Spill everything that is live on the device and not held, for a task that has run out of memory."""
-        # What has failed has left frames of Python behind that hold what it had so far, in cycles.
+        # The failed task has left Python frames behind that hold its intermediate results, in cycles.
         gc.collect()
         self._tiered_buffer.spill(self._tiered_buffer.live_bytes(Tier.DEVICE))
 
@@ -102,5 +101,5 @@ class Landing:
             yield found
 
     def discard(self, key: str) -> None:
-        """Let a shard go."""
+        """Delete a shard."""
         self._tiered_buffer.discard(key)

@@ -1,7 +1,7 @@
-"""Know the links from peers to this worker: as the scheduler's topology has them, and as transfers show.
+"""Estimate the speeds of links from peers to this worker, from the scheduler's topology and from transfers.
 
-A link is asked for once something may come over it: what all workers keep grows with the pairs in use, not
-with all pairs.
+The topology is asked for a link once a shard may come over it, so that the memory of all workers for links
+grows with the pairs in use, and not with all pairs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
@@ -66,7 +67,7 @@ class MeasuredBandwidth:
         self._until = -math.inf
 
     def observe(self, nbytes: int, begin: float, end: float) -> None:
-        """Take a transfer that is over, later than those before; seconds by any clock."""
+        """Observe a transfer that has ended, later than those before; seconds by any clock."""
         seconds = end - max(begin, self._until)
         if begin >= self._until:
             seconds = max(seconds - self._latency, seconds / 2)
@@ -125,7 +126,7 @@ class Links:
         The Dask worker.
     """
 
-    def __init__(self, worker: Any):
+    def __init__(self, worker: WorkerServer):
         self._worker = worker
         self._known: dict[str, LinkEstimate] = {}
         #: Speeds by class, for bytes that come another way than over the link between two workers.
@@ -143,7 +144,7 @@ class Links:
         return {peer: self._known[peer] for peer in peers if peer in self._known}
 
     def peer_class(self, peer: str) -> PeerClass:
-        """Tell how far a peer is away, by the class of the link; by the addresses where that is not known."""
+        """Return how far a peer is away, by the class of the link, or else by the addresses."""
         if peer == self._worker.address:
             return PeerClass.SAME_WORKER
         if (known := self._known.get(peer)) is not None:
@@ -209,7 +210,7 @@ class Links:
             self._measured.setdefault(known.link, MeasuredBandwidth(known.speed)).observe(nbytes, begin, end)
 
     def is_measured(self, peer: str) -> bool:
-        """Tell whether a link of the class that joins a peer has been measured."""
+        """Return whether a link of the class that joins a peer has been measured."""
         return peer in self._known and self._known[peer].link in self._measured
 
     def bandwidth_between_hosts(self, peer: str) -> float | None:

@@ -10,7 +10,7 @@ from dask_gpurt.device.base import Buffer
 
 
 class HeldMapping:
-    """A peer's pool that stays mapped for as long as a shard in it is held. Thread-safe.
+    """Keep a peer's pool mapped for as long as a shard in it is held. Thread-safe.
 
     A peer that leaves retires its mapping while a pull may still be under way:
 
@@ -38,7 +38,7 @@ class HeldMapping:
         return self._mapping.view(offset, nbytes)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Have a part that was read not count as memory of this process."""
+        """Stop counting a part that was read as memory of this process."""
         self._mapping.drop_pages(offset, nbytes)
 
     def hold(self) -> bool:
@@ -58,7 +58,7 @@ class HeldMapping:
             self._close_soon(self._mapping.close)
 
     def retire(self) -> None:
-        """Have it closed once nothing holds it; again does nothing."""
+        """Close the mapping once nothing holds it; a second call does nothing."""
         with self._lock:
             again, self._retired = self._retired, True
             unused = not again and not self._held

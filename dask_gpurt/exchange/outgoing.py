@@ -1,9 +1,8 @@
 """Publish blocks of this worker's pool, which owners may read.
 
-A producer that finds the pool full waits here. It never holds a block that no owner was told
-of, and owners can always make room: they copy what they had left in place into their own
-memory, which ends on disk and so never waits for a pool. This is why a full pool can not
-deadlock.
+A producer that finds the pool full waits here. It holds no block that no owner knows of, and
+owners can always make room: they copy the shards that they had left in place into their own
+memory, at last to disk, so they never wait for a pool. This is why a full pool can not deadlock.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Publication:
 
 
 class Outbox:
-    """Published blocks of one pool, by shard id. Thread-safe.
+    """Keep the published blocks of one pool, by shard id. Thread-safe.
 
     Blocks that all readers have let go of are *retained* for as long as their run goes on and nothing else
     needs their room: should a reader be lost, another one is offered them again. A pool does not grow beside
@@ -233,7 +232,7 @@ class Outbox:
             self._gone.discard(run)
 
     def _reclaim(self, nbytes: int, of: Callable[[RunKey], bool]) -> bool:
-        """Free the oldest retained blocks of some runs, so many bytes of them; False when there are none."""
+        """Free this many bytes of the oldest retained blocks of some runs; False when there are none."""
         if not self._retained:  # as most often; should one come at this moment, the pool grows by a block
             return False
         with self._changed:

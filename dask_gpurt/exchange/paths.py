@@ -56,7 +56,7 @@ class Path:
     staging: Mapping | None = None
 
     def seconds(self, nbytes: int, speed: SpeedOf) -> float:
-        """Return the time until so many bytes can be read here."""
+        """Return the time until this many bytes can be read here."""
         return self.message + sum(speed(link).seconds(nbytes) for link in self.steps)
 
     def describe(self) -> dict[str, Any]:

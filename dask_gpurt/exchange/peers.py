@@ -3,65 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from dask_gpurt._version import __version__
 from dask_gpurt.exchange import paths
-from dask_gpurt.exchange.calls import Calls
-from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.paths import Between, Path
-from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Fallback
 
 #: Bytes of a shard as they are on GPUs, for which a path is described.
 USUAL_SHARD_BYTES = 2**24
 
 
 class Peers:
-    """Paths by peer and kind of device. On the event loop.
+    """Keep the paths by peer and kind of device. On the event loop.
 
     A path belongs to one life of a peer: one that was restarted at the same address has another pool.
 
     Parameters
     ----------
-    me
-        This worker's own exchange.
-    worker
-        The Dask worker.
     allowed
         The setting ``gpurt.exchange.paths``.
-    calls
-        Calls handlers of peers.
-    offload
-        Runs what blocks on a thread.
     close_soon
         Has a mapping closed on a thread.
     """
 
     def __init__(
         self,
-        me: Peer,
-        worker: Any,
-        pools: Pools,
-        links: Links,
+        endpoint: Endpoint,
         allowed: frozenset[str],
-        metrics: Metrics,
-        calls: Calls,
-        offload: Callable[..., Awaitable[Any]],
         close_soon: Callable[[Callable[[], None]], None],
     ):
-        self._me = me
-        self._worker = worker
-        self._pools = pools
-        self._links = links
+        self._end = endpoint
         self._allowed = allowed
-        self._metrics = metrics
-        self._calls = calls
-        self._offload = offload
         self._close_soon = close_soon
         self._found: dict[tuple[Peer, str], asyncio.Task[tuple[Path, ...]]] = {}
         self._closed = False
@@ -74,7 +52,7 @@ class Peers:
         PeerLost
             When that peer has left, or another one is there in its place.
         """
-        return paths.least(await self._possible(peer, kind), nbytes, self._links.speed_from(peer.address))
+        return paths.least(await self._possible(peer, kind), nbytes, self._end.links.speed_from(peer.address))
 
     async def _possible(self, peer: Peer, kind: str) -> tuple[Path, ...]:
         task = self._found.get((peer, kind))
@@ -87,24 +65,24 @@ class Peers:
             raise
 
     async def _connect(self, peer: Peer, kind: str) -> tuple[Path, ...]:
-        if peer == self._me:
-            outbox = await self._offload(self._pools.outbox, kind)
+        if peer == self._end.me:
+            outbox = await self._end.offload(self._end.pools.outbox, kind)
             return (Path(paths.LOCAL, outbox.pool, True),)
         reply = await self._ticket(peer.address, kind, peer.incarnation)
         between = await self._between(peer, kind)
-        found: tuple[Path, ...] = await self._offload(
-            paths.possible, self._pools.devices.get(kind), reply["ticket"], self._allowed, between
+        found: tuple[Path, ...] = await self._end.offload(
+            paths.possible, self._end.pools.devices.get(kind), reply["ticket"], self._allowed, between
         )
         found = tuple(map(self._held, found))
         if self._closed:  # while it was mapped, so that this was not retired with the others
             await asyncio.to_thread(_retire_all, found)
-            raise PeerError(f"the exchange of {self._me.address} is closed")
-        self._note(paths.least(found, USUAL_SHARD_BYTES, self._links.speed_from(peer.address)))
+            raise PeerError(f"the exchange of {self._end.me.address} is closed")
+        self._note(paths.least(found, USUAL_SHARD_BYTES, self._end.links.speed_from(peer.address)))
         return found
 
     async def _ticket(self, address: str, kind: str, incarnation: str | None) -> dict[str, Any]:
-        """Ask a worker how to map its pool; of whichever life it is, for None."""
-        reply: dict[str, Any] | None = await self._calls.call(
+        """Ask a worker how to map its pool: one incarnation, or with None the one that is there now."""
+        reply: dict[str, Any] | None = await self._end.calls.call(
             address, "gpurt_ticket", check=_never, kind=kind, to=incarnation
         )
         if reply is None:  # Dask's answer to an operation that it does not know
@@ -113,7 +91,7 @@ class Peers:
             )
         if reply["version"] != __version__:
             raise PeerError(
-                f"worker {address} runs dask_gpurt {reply['version']}, worker {self._me.address} runs "
+                f"worker {address} runs dask_gpurt {reply['version']}, worker {self._end.me.address} runs "
                 f"{__version__}: install the same version everywhere"
             )
         if incarnation not in (None, reply["incarnation"]):
@@ -127,15 +105,15 @@ class Peers:
         return replace(path, mapping=HeldMapping(path.mapping, self._close_soon))
 
     async def _between(self, peer: Peer, kind: str) -> Between:
-        device = self._pools.devices.get(kind)
+        device = self._end.pools.devices.get(kind)
         if device is None or not device.host_links:
             return Between()  # the one path without a copy, or else comms
-        known = await self._links.learn(peer.address)
+        known = await self._end.links.learn(peer.address)
         by_host = await self._possible(peer, "host")
         return Between(
             known and known.link,
             next((path.mapping for path in by_host if path.mapping is not None), None),
-            device.carried_by(str(self._me.address).partition("://")[0]),
+            device.carried_by(str(self._end.me.address).partition("://")[0]),
         )
 
     def _note(self, path: Path) -> None:
@@ -145,21 +123,21 @@ class Peers:
                 paths.COMMS: Fallback.EXCHANGE_COMMS,
                 paths.THROUGH_HOST: Fallback.EXCHANGE_THROUGH_HOST,
             }
-            self._metrics.fallback(ways[path.name], path.reason)
+            self._end.metrics.fallback(ways[path.name], path.reason)
 
     async def connect_all(self) -> None:
-        """Find out the paths to all workers of the cluster."""
-        identity = await self._worker.scheduler.identity(n_workers=-1)
+        """Find the paths to all workers of the cluster."""
+        identity = await self._end.worker.scheduler.identity(n_workers=-1)
         connecting = (self._connect_to(address) for address in identity["workers"])
         await asyncio.gather(*connecting, return_exceptions=True)
 
     async def _connect_to(self, address: str) -> None:
-        """Find out the paths to a worker, of whichever life it is."""
-        if address == self._me.address:
-            peer = self._me
+        """Find the paths to the worker that is at an address now."""
+        if address == self._end.me.address:
+            peer = self._end.me
         else:
             peer = Peer(address, (await self._ticket(address, "host", None))["incarnation"])
-        await asyncio.gather(*(self._possible(peer, kind) for kind in self._pools.devices))
+        await asyncio.gather(*(self._possible(peer, kind) for kind in self._end.pools.devices))
 
     def describe(self, kind: str) -> dict[str, dict[str, Any]]:
         """Return the path of a usual shard from each peer whose pool of a kind is known."""
@@ -167,7 +145,7 @@ class Peers:
             peer.address: {
                 "device": kind,
                 **paths.least(
-                    _result(task), USUAL_SHARD_BYTES, self._links.speed_from(peer.address)
+                    _result(task), USUAL_SHARD_BYTES, self._end.links.speed_from(peer.address)
                 ).describe(),
             }
             for (peer, of), task in self._found.items()
@@ -178,11 +156,11 @@ class Peers:
 
     def __iter__(self) -> Iterator[str]:
         """Yield the addresses of peers that paths were found to."""
-        return iter({peer.address for peer, _ in self._found} - {self._me.address})
+        return iter({peer.address for peer, _ in self._found} - {self._end.me.address})
 
     def forget(self, gone: Collection[str]) -> None:
         """Forget peers that have left: their pools are closed once nothing is read from them."""
-        for key in [key for key in self._found if key[0].address in gone and key[0] != self._me]:
+        for key in [key for key in self._found if key[0].address in gone and key[0] != self._end.me]:
             task = self._found.pop(key)
             task.add_done_callback(_retire)  # at once, unless it is still being mapped
 

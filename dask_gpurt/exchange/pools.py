@@ -25,7 +25,7 @@ class NoSuchDevice(RuntimeError):
 
 
 class Pools:
-    """Devices by kind, and what this worker has published in the pool of each. Thread-safe.
+    """Keep the devices by kind, and the blocks that were published in the pool of each. Thread-safe.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ class Pools:
         return 0 if outbox is None else outbox.pool.backed
 
     def drop_pages(self) -> None:
-        """Have nothing of the pools of peers count as memory of this process. Blocks."""
+        """Stop counting pages of the pools of peers as memory of this process. Blocks."""
         for device in self.devices.values():
             device.drop_pages()
 

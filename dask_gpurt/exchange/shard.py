@@ -60,7 +60,7 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """Rows that were packed into one block.
+    """Describe rows that were packed into one block.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of one input partition that one share gets, or a part of that.
+    """Describe the rows of one input partition that one share gets, or a part of them.
 
     Attributes
     ----------

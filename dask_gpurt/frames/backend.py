@@ -19,7 +19,7 @@ Frame = Any
 
 @dataclass(frozen=True)
 class Piece:
-    """The rows of one input partition that one owner needs, ordered by output partition.
+    """Hold the rows of one input partition that one owner needs, ordered by output partition.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Hashed:
-    """A partition whose rows go where the hash of some columns says.
+    """Hold a partition whose rows go where the hash of some columns says.
 
     The hash is Dask's, so that a row goes where ``tasks`` would send it. A backend that knows
     how may compute it while it splits; ``assign`` has Dask do it, in a column.
@@ -87,7 +87,7 @@ class Hashed:
 
 @dataclass(frozen=True)
 class Ranged:
-    """A partition whose rows go where ranges of one column say, as Dask sorts.
+    """Hold a partition whose rows go where ranges of one column say, as Dask sorts.
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ def halves(frame: Frame | Routed) -> Sequence[Frame | Routed]:
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed piece: its block in a pool, and what is needed to read it."""
+    """Describe a packed piece: its block in a pool, and the data that are needed to read it."""
 
     block: Block
     header: bytes
@@ -138,7 +138,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one output partition in one packed piece.
+    """Describe the rows of one output partition in one packed piece.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ class Packer(Protocol):
 
 
 class Table(Packer, Protocol):
-    """A dataframe library, on a device."""
+    """Split, pack and assemble the frames of a dataframe library, on a device."""
 
     def split(
         self,

@@ -23,7 +23,7 @@ OldToNew = Sequence[Sequence[Sequence[tuple[int, slice]]]]
 
 
 class Interval(NamedTuple):
-    """Elements along one axis that an old chunk and a new chunk have in common.
+    """Describe the elements along one axis that an old chunk and a new chunk have in common.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Box:
-    """Elements that an old chunk and a new chunk have in common, or some of them.
+    """Describe elements that an old chunk and a new chunk have in common, or some of them.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Box:
         return tuple(interval.stop - interval.start for interval in self.within)
 
     def divided(self, itemsize: int, most: int) -> Iterator[Box]:
-        """Yield boxes of at most so many bytes that it consists of, cut along the outer axes.
+        """Yield boxes of at most this many bytes that it consists of, cut along the outer axes.
 
         An element is not divided, however large it is.
         """
@@ -130,7 +130,7 @@ class Grid:
 
 
 class Plan:
-    """Know the boxes of each old chunk.
+    """Plan the boxes of each old chunk.
 
     Parameters
     ----------

@@ -4,8 +4,8 @@ A piece consists of boxes for one owner. Those of plain arrays lie one behind th
 elements that they are, each written by one copy and read by one. Boxes of any other array (masked, sparse, of
 Python objects) are pickled, and Dask concatenates what comes of them.
 
-What a piece, and the offsets of a section, count are boxes and not elements: one without elements tells an
-owner the shape and the type of an output too.
+A piece, and the offsets of a section, count boxes and not elements: a box without elements, too, tells an
+owner the shape and the type of an output.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
 @dataclass(frozen=True)
 class _CudfRows:
-    """Columns without their names, and the header that brings the names and dtypes back."""
+    """Hold columns without their names, and the header that brings the names and dtypes back."""
 
     table: plc.Table
     header: bytes
@@ -72,7 +72,7 @@ class _Schema:
 
 @dataclass(frozen=True)
 class _Nested:
-    """A list or struct dtype by way of Arrow; cudf can not pickle those that hold strings."""
+    """Describe a list or struct dtype by way of Arrow; cudf can not pickle those that hold strings."""
 
     kind: type[cudf.ListDtype] | type[cudf.StructDtype]
     arrow: Any
@@ -88,7 +88,7 @@ def _portable(dtype: Any) -> Any:
 
 
 class CudfTable:
-    """cudf frames in the memory of one GPU."""
+    """Split, pack and assemble cudf frames in the memory of one GPU."""
 
     name = "cudf"
 
@@ -383,7 +383,7 @@ class CudfLayout:
         return cls(tuple((int(kind.id()), kind.scale(), plc.types.size_of(kind)) for kind in kinds), schema)
 
     def starts(self, rows: int) -> list[int]:
-        """Return where the columns begin in a buffer of so many rows, and where the last one ends."""
+        """Return where the columns begin in a buffer of this many rows, and where the last one ends."""
         sizes = (-(-rows * size // ALIGNMENT) * ALIGNMENT for _, _, size in self.types)
         return list(accumulate(sizes, initial=0))
 

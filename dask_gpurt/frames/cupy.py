@@ -21,7 +21,7 @@ from dask_gpurt.frames.chunks import ChunkTable
 
 
 class CupyChunks(ChunkTable):
-    """cupy's arrays, in the memory of one GPU."""
+    """View and fill cupy's arrays, in the memory of one GPU."""
 
     name = "cupy"
     device: CudaDevice

@@ -19,7 +19,7 @@ MIN_TILED = 16
 
 
 class NumpyChunks(ChunkTable):
-    """numpy's arrays, and those of libraries that have no table of their own."""
+    """View and fill numpy's arrays, and those of libraries that have no table of their own."""
 
     name = "numpy"
 

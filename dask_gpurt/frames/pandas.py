@@ -41,7 +41,7 @@ _HASHED_ROWS = 8192
 
 @dataclass(frozen=True)
 class _PandasRows:
-    """Rows of a frame, by their positions; ``plain`` where it is made of plain numbers."""
+    """Hold rows of a frame, by their positions; ``plain`` where it is made of plain numbers."""
 
     frame: pd.DataFrame
     order: np.ndarray
@@ -58,7 +58,7 @@ class _PandasRows:
 
 
 class PandasTable:
-    """pandas frames in host memory."""
+    """Split, pack and assemble pandas frames in host memory."""
 
     name = "pandas"
 
@@ -219,7 +219,7 @@ def _opened(part: Part) -> pd.DataFrame:
 
 
 class _Lease(np.ndarray):
-    """A view that everything read out of a packed buffer keeps alive."""
+    """Keep a packed buffer: everything that is read out of it keeps this view alive."""
 
 
 def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
@@ -264,7 +264,7 @@ class PandasLayout:
         return cls(frame.columns, tuple(dtypes[:-1]), None if ignore_index else dtypes[-1], index.name)
 
     def nbytes(self, rows: int) -> int:
-        """Return the bytes of a buffer for so many rows."""
+        """Return the bytes of a buffer for this many rows."""
         return sum(_padded(rows * dtype.itemsize) for dtype in self._all())
 
     def _all(self) -> list[np.dtype[Any]]:
@@ -319,7 +319,7 @@ class PandasLayout:
 
 
 class Plain:
-    """A frame of plain numbers whose rows are to be packed.
+    """Hold a frame of plain numbers whose rows are to be packed.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ class Pickled:
 
 
 class _Chunks:
-    """The chunks in a packed buffer."""
+    """Read the chunks in a packed buffer."""
 
     def __init__(self, buffer: np.ndarray, count: int):
         self._buffer = buffer
@@ -77,7 +77,7 @@ class _Chunks:
 
 
 class Chunks:
-    """Rows of a frame, ready to be packed.
+    """Hold rows of a frame, ready to be packed.
 
     Parameters
     ----------

@@ -182,7 +182,7 @@ def _cudf_root(owner: Any) -> tuple[int, int]:
 
 
 class Owned:
-    """The union of what some keys own. Not thread-safe."""
+    """Keep the union of the memory that some keys own. Not thread-safe."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Roots] = {}
@@ -261,7 +261,7 @@ _RESERVED = Label(RESERVATIONS)
 
 
 class LiveAccount:
-    """The account of live objects, shared memory once. Not thread-safe.
+    """Account for live objects, shared memory once. Not thread-safe.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@
 in. :class:`AdmissionQueue` has requests wait on the event loop of a worker.
 
 A request for room comes from a task that is about to run or from data that are about to be fetched from
-a peer. What is sent to a peer holds room too, but never waits. A request is admitted
+a peer. Data that are sent to a peer hold room too, but never wait. A request is admitted
 
 1. when there is room for it (a fetch has to be the oldest request, too: there may always be another one), or
 2. when nothing runs, whatever it needs, or
@@ -93,7 +93,7 @@ def _sufficient(runs: list[float] | list[int]) -> float:
 
 
 class MemoryRequest(NamedTuple):
-    """A request for memory: of a task, or of data that come from a peer or go to one."""
+    """Request memory: for a task, or for data that come from a peer or go to one."""
 
     kind: str
     key: Key
@@ -189,7 +189,7 @@ class Admission:
 
 
 class AdmissionQueue:
-    """The :class:`Admission` of a worker, with the requests that wait for it. On the event loop.
+    """Queue the requests of a worker for its :class:`Admission`. On the event loop.
 
     Parameters
     ----------

@@ -1,10 +1,10 @@
 """Keep objects taken apart in files: one for each, its buffers one behind the other, each with a checksum.
 
-What is spilled would only push everything else out of the page cache, so files are written and read past it
-where the file system can do that. Direct I/O wants addresses, offsets and lengths that are multiples of a
-page, so bytes of the host are written through an aligned buffer, and read into aligned memory. Buffers of a
-device begin at a page each, behind those of the host; the device moves them and works their checksums out.
-What says where a buffer lies stays in memory: a file is read by the process that wrote it, or not at all.
+Spilled bytes would only push other files out of the page cache, so they are written and read past it where
+the file system can do that. Direct I/O requires addresses, offsets and lengths that are multiples of a page,
+so bytes of the host are written through an aligned buffer, and read into aligned memory. Buffers of a device
+begin at a page each, behind those of the host; the device moves them and computes their checksums. The
+offsets of buffers stay in memory: a file is read by the process that wrote it, or not at all.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class _Layout:
 
 
 class DiskTier(MutableMapping[str, Frames]):
-    """A mapping into files of a directory of its own. Thread-safe; not to be read while the key goes.
+    """Map keys to files in a directory of its own. Thread-safe; not to be read while the key is deleted.
 
     A key goes at once. Its file is removed on a thread of the tier's own: for large ones that takes longer
     than an event loop has, or a thread that waits for a lock.

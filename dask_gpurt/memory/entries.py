@@ -35,7 +35,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Foreign(NamedTuple):
-    """An object that lies in another mapping still: take it out of there, or delete it there."""
+    """Stand for an object that still lies in another mapping: take it out of there, or delete it there."""
 
     take: Callable[[], Any]
     delete: Callable[[], None]
@@ -90,7 +90,7 @@ class Entry:
 
 
 class StoredCopy(NamedTuple):
-    """A copy in a lower tier, which stays as long as it is retained."""
+    """Name a copy in a lower tier, which stays as long as it is retained."""
 
     entry: Entry
     tier: Tier
@@ -98,7 +98,7 @@ class StoredCopy(NamedTuple):
 
 
 class EntryTable:
-    """Entries by key, the tiers below them, and the account. Thread-safe.
+    """Keep the entries by key, the tiers below them, and the account. Thread-safe.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ def sizes(frames: Frames) -> list[int]:
 class MemoryTier(MutableMapping[str, Frames]):
     """Keep objects in host memory of its own, all of an object or nothing of it. Thread-safe.
 
-    What it returns refers to that memory: use it before the key goes or gets another value. It is a
+    Returned buffers refer to that memory: use them before the key is deleted or gets another value. It is a
     :class:`~dask_gpurt.memory.lower_tiers.LowerTier`.
     """
 
@@ -160,7 +160,7 @@ class MemoryTier(MutableMapping[str, Frames]):
         return len(self._entries)
 
     def close(self) -> None:
-        """Delete everything. Who still lets keys go does so in vain."""
+        """Delete everything. Deleting a key afterwards does nothing."""
         with self._lock:
             self._closed = True
             entries, self._entries = self._entries, {}
@@ -169,7 +169,7 @@ class MemoryTier(MutableMapping[str, Frames]):
 
 
 class HostTier(MemoryTier):
-    """A mapping into memory of the system's allocator, one array for each buffer.
+    """Map keys to memory of the system's allocator, one array for each buffer.
 
     Parameters
     ----------
@@ -333,7 +333,7 @@ def _touch(memory: np.ndarray) -> None:
 
 
 class PinnedTier(MemoryTier):
-    """A mapping into the blocks of a pool, one allocation for each object."""
+    """Map keys to blocks of a pool, one allocation for each object."""
 
     def __init__(self, pool: BlockPool):
         super().__init__()

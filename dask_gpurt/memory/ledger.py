@@ -30,7 +30,7 @@ class Label(NamedTuple):
 
 
 class FreeMemory(NamedTuple):
-    """The free memory of a worker.
+    """Describe the free memory of a worker.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class FreeMemory(NamedTuple):
 
 
 class Ledger:
-    """The account of one worker: bytes by tier and kind, of partitions also by task prefix. Thread-safe.
+    """Account for the bytes of one worker by tier and kind, of partitions also by task prefix. Thread-safe.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Ledger:
             self.capacity[tier] = nbytes
 
     def add(self, tier: Tier, label: Label, nbytes: int) -> None:
-        """Count so many bytes more in a tier, or less."""
+        """Count this many bytes more in a tier, or less."""
         if not nbytes:
             return
         cell = tier, label.kind
@@ -165,7 +165,7 @@ class Ledger:
 
 
 class ClusterMemory:
-    """The accounts of all workers, as they have reported them."""
+    """Keep the accounts of all workers, as they have reported them."""
 
     def __init__(self) -> None:
         self._seq: dict[str, tuple[int, int]] = {}

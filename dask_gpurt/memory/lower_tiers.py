@@ -24,10 +24,10 @@ PartOf = tuple[Tier, str, int]
 
 
 class LowerTier(Protocol):
-    """A tier below the live ones: objects taken apart, by name. Thread-safe; all methods may block.
+    """Keep serialised objects below the live tiers, by name. Thread-safe; all methods may block.
 
-    Whatever has these methods can be a tier. What they return may refer to the memory of the tier: an object
-    must not be deleted while it is read, which :meth:`EntryTable.retain` sees to. A name is used once.
+    Any object with these methods can be a tier. Returned buffers may refer to the memory of the tier: an
+    object must not be deleted while it is read, which :meth:`EntryTable.retain` ensures. A name is used once.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class LowerTier(Protocol):
 
 
 class LowerTiers:
-    """Objects taken apart, by tier and name. Thread-safe.
+    """Keep serialised objects, by tier and name. Thread-safe.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from dask.typing import Key
 
 @dataclass(frozen=True)
 class EvictionCandidate:
-    """An object that could be spilled.
+    """Describe an object that could be spilled.
 
     Attributes
     ----------

@@ -16,7 +16,7 @@ from dask_gpurt.memory.tiers import SLACK_SHARE, SPILL_SLACK_BYTES, Tier
 class Reservations:
     """Reserve bytes of the live tiers under a key. Thread-safe.
 
-    What is stored under the key takes its reservation. A later reservation of a key replaces the one before.
+    An object that is stored under the key takes the reservation. A later reservation replaces the one before.
 
     A tier may go above its limit by at most one slack: ``SPILL_SLACK_BYTES``, or ``SLACK_SHARE`` of the tier
     if that is less. So a result of a few bytes never has a partition spilled.
@@ -64,8 +64,9 @@ class Reservations:
     def replace(self, old: Key, new: Mapping[Key, tuple[int, Tier]]) -> bool:
         """Cancel a reservation and make others in its place, in one step; return whether they fit.
 
-        Does not block; what does not fit is reserved all the same. What is within the slack always fits: what
-        is above the limit then has been there before, such as an input that is about to go.
+        This does not block, and reserves the bytes also where they do not fit. Bytes within the slack always
+        fit: a tier is above its limit then for data that were there before, such as an input that is about to
+        go.
         """
         table = self._table
         with table.lock:
@@ -91,17 +92,18 @@ class Reservations:
                 self.cancel(key)
 
     def has_room(self, nbytes: int, tier: Tier) -> bool:
-        """Return whether so many bytes more fit into a tier as it is."""
+        """Return whether this many bytes more fit into a tier as it is."""
         return self._table.excess(nbytes, tier) <= 0
 
     def leaves_half(self, nbytes: int, tier: Tier) -> bool:
-        """Return whether so many bytes would leave half of a tier to other things."""
+        """Return whether this many bytes would leave half of a tier to other things."""
         return 2 * nbytes <= self._table.limits.live(tier)
 
     def bytes_added_by(self, key: Key, value: Any, tier: Tier) -> int:
         """Return the bytes that an object would add to a tier.
 
-        What it owns is kept until it is stored under its key, or the reservation of that is cancelled.
+        The result of measuring is kept until the object is stored under its key, or the reservation of the
+        key is cancelled.
         """
         roots = self.measured(key, value)
         self._measured[key] = value, roots

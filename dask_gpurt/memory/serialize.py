@@ -35,7 +35,7 @@ class NotMovable(Exception):
 
 @dataclass(frozen=True)
 class Frames:
-    """An object taken apart.
+    """Hold a serialised object.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Frames:
 
 @dataclass(eq=False)
 class Raw:
-    """Bytes that mean nothing here: a shard.
+    """Hold bytes that mean nothing here: a shard.
 
     Attributes
     ----------

@@ -20,7 +20,7 @@ from dask_gpurt.observe import Fallback
 
 @dataclass(frozen=True)
 class _Spill:
-    """An object that is being copied down.
+    """Note an object that is being copied down.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Spiller:
         before, tried = live.total(tier), set[Key]()
         while (left := nbytes - (before - live.total(tier))) > 0:
             candidates = [c for c in self._candidates(tier) if c.key not in tried]
-            # What shares its memory frees nothing alone, but with the others: one by one.
+            # Objects that share memory free nothing one at a time, but do so together: spill one by one.
             chosen = choose(candidates, left) or order(candidates)[:1]
             if not chosen:
                 break

@@ -1,7 +1,7 @@
 """Keep a worker's data in tiers: map keys to objects, whichever tier they lie in.
 
-What tasks read is live: on the device, or for host objects of a worker with a GPU in host memory. In the
-lower tiers (pinned memory, host memory, disk) lie objects taken apart. The parts are
+Tasks read live objects: on the device, or in host memory for host objects of a worker with a GPU. The lower
+tiers (pinned memory, host memory, disk) hold serialised objects. The parts are
 
 - the table of all entries, under one lock (:mod:`~dask_gpurt.memory.entries`),
 - what moves objects down and up (:mod:`~dask_gpurt.memory.spilling`, :mod:`~dask_gpurt.memory.unspilling`),
@@ -47,7 +47,7 @@ class Spilled(NamedTuple):
 
 
 class TieredBuffer(MutableMapping[Key, Any]):
-    """The mapping that takes the place of a worker's ``data``. Thread-safe.
+    """Take the place of a worker's ``data``, as a mapping over all tiers. Thread-safe.
 
     Only :meth:`__getitem__` of a key that is not live copies on the calling thread: hold
     keys first, with :meth:`hold` on a thread that may wait.

@@ -56,7 +56,7 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that each tier may hold; None on disk: as much as fits."""
+    """Limit the bytes of each tier; None on disk: as much as fits."""
 
     device: int
     pinned: int

@@ -19,7 +19,7 @@ from dask_gpurt.memory.spilling import Spiller
 
 @dataclass(frozen=True)
 class _Unspill:
-    """An object that is being copied up; it is complete when ``reading`` has been left."""
+    """Note an object that is being copied up; it is complete when ``reading`` has been left."""
 
     entry: Entry
     value: Any

@@ -1,7 +1,7 @@
 """Write a trace in the Trace Event Format, which Perfetto and Chrome read.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the format. Each server is
-a process with a track for each of its threads. What Perfetto takes for granted holds here: slices of a track
+a process with a track for each of its threads. The assumptions of Perfetto hold here: slices of a track
 are nested, and each flow has one begin and one end, in this order, inside of slices.
 
 Steps are timed on their thread. Tasks are timed by Dask, from when they are handed over to their thread, so
@@ -60,7 +60,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class _Slice:
-    """A slice of a track, in whole nanoseconds."""
+    """Describe a slice of a track, in whole nanoseconds."""
 
     event: Event
     begin: int
@@ -230,7 +230,7 @@ class _Enclosing:
 
 @dataclass(frozen=True)
 class _End:
-    """One end of a flow: a moment inside of a slice."""
+    """Describe one end of a flow: a moment inside of a slice."""
 
     process: int
     slice: _Slice
@@ -239,7 +239,7 @@ class _End:
 
 @dataclass
 class _Shard:
-    """The moments of one shard: offered by its producer, pulled by its owner, and read for outputs."""
+    """Keep the moments of one shard: offered by its producer, pulled by its owner, and read for outputs."""
 
     sent: _End | None = None
     pulled: _End | None = None

@@ -95,7 +95,7 @@ class RunningRegression:
         return self.covariance / self.x.variance
 
     def explains(self, share: float) -> bool:
-        """Tell whether x explains more than a share of the variance of y."""
+        """Return whether x explains more than a share of the variance of y."""
         return self.covariance**2 > share * self.x.variance * self.y.variance
 
 

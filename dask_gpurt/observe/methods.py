@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from dask_gpurt.observe.metrics import Metrics
+from dask_gpurt.observe.counting import Metrics
 
 #: The topic of Dask's events by which clients tell the scheduler of their choices, by name.
 METHOD_TOPIC = "gpurt-shuffle-methods"

@@ -45,7 +45,7 @@ class Observed:
 
 
 class Table(NamedTuple):
-    """A table of the page: its heading, what is said of it, its columns and its rows."""
+    """Hold a table of the page: its heading, its text, its columns and its rows."""
 
     heading: str
     text: str

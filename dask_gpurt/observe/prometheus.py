@@ -1,8 +1,8 @@
 """Show the metrics of a worker or scheduler on its own ``/metrics`` page, for Prometheus.
 
-The page is Dask's. What is shown there besides is named as Dask names its own: by the configured namespace,
-the kind of server, and then ours, ``dask_worker_gpurt_exchange_bytes_total``. All servers of a process show
-one page, so that its workers are told apart by the label ``worker``.
+The page is Dask's. The runtime's metrics are named as Dask names its own: by the configured namespace, the
+kind of server, and then the name in the table, ``dask_worker_gpurt_exchange_bytes_total``. All servers of a
+process show one page, so the label ``worker`` distinguishes its workers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from distributed.http.prometheus import PrometheusCollector
 
-from dask_gpurt.observe.metrics import METRICS, READINGS, Kind, Metric, Metrics, Server
+from dask_gpurt.observe.counting import Metrics
+from dask_gpurt.observe.metrics import METRICS, READINGS, Kind, Metric, Server
 
 #: The name of a metric, the values of its labels, and its own.
 Reading = tuple[str, tuple[str, ...], float]

@@ -189,7 +189,7 @@ class Recording:
         self._append(Kind.READ, "", perf_counter(), 0.0, {"shard": shard})
 
     def add(self, event: Event) -> None:
-        """Record an event that somebody else has timed."""
+        """Record an event that was timed elsewhere."""
         with self._lock:
             if len(self._ring) == self._ring.maxlen:
                 self._lost += 1

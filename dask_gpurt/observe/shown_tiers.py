@@ -1,4 +1,4 @@
-"""Call the tiers of a worker by what they are, wherever people are shown them. Pure.
+"""Name the tiers of a worker as they are shown to people. Pure.
 
 Metrics have names that are the same on all workers: the tier in which tasks compute is ``device``, and what
 a worker publishes counts beside it. Without a GPU that tier is the memory of the host, and the pool of
@@ -38,7 +38,7 @@ def shown_tiers(rows: Iterable[Row], shared_memory: Mapping[str, int]) -> Iterat
         elif "prefix" in row:
             yield {**row, "tier": MEMORY} if tier == "device" else row
         elif tier == "device":
-            # What the process has besides is in the same memory, and counts for the tier below it.
+            # Other memory of the process is in the same place, and is counted for the tier below it.
             own = {kind: row[kind] + beside[worker][kind] for kind in ("cudf", "unmanaged")}
             yield {**row, **own, "tier": MEMORY, "published": 0}
             yield _pool(row, shared_memory[worker])

@@ -124,7 +124,7 @@ class Trace:
         Workers that did not answer, or have left before they were asked for the last time, with the reason:
         their last events are missing.
     left_out
-        Events that nobody kept, since the trace was as large as it may be.
+        Events that were dropped, since the trace had reached its limit.
     """
 
     began: float = 0.0

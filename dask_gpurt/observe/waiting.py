@@ -1,4 +1,4 @@
-"""Tell what waits for what: stacks of threads and coroutines, and the waiting lists of Dask and the runtime.
+"""Describe what waits: stacks of threads and coroutines, and the waiting lists of Dask and the runtime.
 
 There are three ways to ask a process, since any process may be the one that hangs. A coroutine on its event
 loop describes it best (:func:`describe_worker`, :func:`describe_scheduler`). A blocked loop does not
@@ -153,7 +153,7 @@ def _runtime(plugin: Any) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = plugin.waiting()
-    # Whatever is wrong with a part that is half set up: what else there is to tell is still told.
+    # A part that is half set up may raise anything; the other parts are described all the same.
     except Exception as error:
         return {"error": repr(error)}
     return found

@@ -200,7 +200,7 @@ class Governor:
         return Decision(used, f"the best worst case of {len(forecasts)} settings")
 
     def _is_tried(self, name: str) -> bool:
-        """Tell whether it is the turn of a kernel; by lot, since kernels may alternate in step with turns."""
+        """Return whether it is the turn of a kernel, at random: kernels may alternate in step with turns."""
         least = MINOR_KERNEL_SHARE * self.basis.compute()
         major = [other for other, of in self.basis.kernels.items() if of.seconds() >= least]
         return name in major and crc32(f"{name} {self._turn}".encode()) % len(major) == 0
@@ -214,7 +214,7 @@ class Governor:
         return turns[self._turn % len(turns)]
 
     def _affords(self, tried: Forecast, used: Forecast) -> bool:
-        """Tell whether a trial stays within the budget even if it goes as badly as possible."""
+        """Return whether a trial stays within the budget even if it goes as badly as possible."""
         loss = max(0.0, tried.worst - used.expected) / self.basis.steps
         return self.lost + loss <= self.budget * self.elapsed
 

@@ -155,7 +155,7 @@ class CandidateSelector:
         return found[:MAX_HOLDERS]
 
     def _may_move(self, ts: SchedulerTask) -> bool:
-        """Tell whether inputs may be moved only to run a task earlier.
+        """Return whether inputs may be moved only to run a task earlier.
 
         Not while the duration of such tasks is unknown: stealing corrects that. And not while root tasks are
         queued, since then no worker is idle for long.
@@ -163,11 +163,11 @@ class CandidateSelector:
         return ts.prefix.duration_average >= 0 and not self._state.queued
 
     def _is_no_worse(self, holder: Candidate, most: Candidate) -> bool:
-        """Tell whether a holder moves no more bytes than the one with the most inputs, or the move pays."""
+        """Return whether a holder moves no more bytes than the one with the most inputs, or the move pays."""
         return holder.missing <= most.missing or self._pays(holder, most)
 
     def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
-        """Tell whether moving inputs takes no longer than it gains over running where they are.
+        """Return whether moving inputs takes no longer than it gains over running where they are.
 
         Bytes that are on their way before these arrive while other tasks run, and connecting two workers pays
         for all later transfers, too: neither counts. Durations are uncertain, so the gain has to be
@@ -229,7 +229,7 @@ class CandidateSelector:
         return [self._with_move_to(anchor, each, nbytes) for each in found]
 
     def _fills_all_slots(self, group: TaskGroup) -> bool:
-        """Tell whether root tasks of a group take all slots of Dask's queue.
+        """Return whether root tasks of a group take all slots of Dask's queue.
 
         Then one of them waits in each slot, and to wait near a sibling costs nothing.
         """
@@ -273,11 +273,11 @@ def _with_most_inputs(holders: Iterable[Candidate]) -> Candidate:
 
 
 def _is_late(candidate: Candidate) -> bool:
-    """Tell whether another worker could run a task earlier, wherever its inputs are."""
+    """Return whether another worker could run a task earlier, wherever its inputs are."""
     waiting, _, moving, room, _ = candidate.terms
     return waiting > 0 or moving > 0 or room > 0
 
 
 def _waits_for_inputs(candidate: Candidate) -> bool:
-    """Tell whether inputs have to come, and that takes longer than the work before the task."""
+    """Return whether inputs have to come, and that takes longer than the work before the task."""
     return candidate.missing > 0 and candidate.terms.moving > candidate.terms.waiting

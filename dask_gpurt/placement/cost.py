@@ -10,7 +10,7 @@ from dask_gpurt.memory.ledger import FreeMemory
 
 
 class Hop(Protocol):
-    """A link that bytes cross; :class:`dask_gpurt.topology.Speed` is one."""
+    """Describe a link that bytes cross; :class:`dask_gpurt.topology.Speed` is one."""
 
     @property
     def bandwidth(self) -> float:
@@ -22,7 +22,7 @@ class Hop(Protocol):
 
 
 class Route(NamedTuple):
-    """The links that bytes of a replica cross: out of its tier, to another worker, to its device.
+    """List the links that bytes of a replica cross: out of its tier, to another worker, to its device.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ LOCAL_ROUTE = Route()
 
 
 class Terms(NamedTuple):
-    """The cost of a task on a worker, term by term, in seconds.
+    """Hold the cost of a task on a worker, term by term, in seconds.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Terms(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A worker that may run a task.
+    """Describe a worker that may run a task.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ FASTEST, SLOWEST = 0.1, 10.0
 
 
 class _Regression(RunningRegression):
-    """A regression of the durations of a prefix on the bytes of their inputs."""
+    """Regress the durations of a prefix on the bytes of their inputs."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ class DurationModel:
 
 @dataclass(slots=True)
 class _Slowdown:
-    """The logarithm of the duration of tasks over their usual duration, on one worker."""
+    """Estimate the logarithm of the duration of tasks over their usual duration, on one worker."""
 
     logarithm: RunningMoments = field(default_factory=lambda: RunningMoments(WORKER_WINDOW_TASKS))
     value: float = 1.0

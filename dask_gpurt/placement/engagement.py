@@ -33,7 +33,7 @@ class Reason(StrEnum):
 
 
 class UsualTask(NamedTuple):
-    """The mean task that has run.
+    """Describe the mean task that has run.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class UsualTask(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The data of a worker.
+    """Describe the data of a worker.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Holding(NamedTuple):
 
 
 def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
-    """Tell whether some links are slower than others by enough to matter for tasks as they are.
+    """Return whether some links are slower than others by enough to matter for tasks as they are.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
 
 
 def speeds_differ(slowdowns: Iterable[float]) -> bool:
-    """Tell whether some workers take longer for their tasks than others.
+    """Return whether some workers take longer for their tasks than others.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def speeds_differ(slowdowns: Iterable[float]) -> bool:
 
 
 def lie_unevenly(holdings: Sequence[Holding]) -> bool:
-    """Tell whether some workers hold far more data for each of their threads than others."""
+    """Return whether some workers hold far more data for each of their threads than others."""
     total, threads = sum(each.nbytes for each in holdings), sum(each.threads for each in holdings)
     if total < MIN_RESIDENT_BYTES * len(holdings) or not threads:
         return False
@@ -103,7 +103,7 @@ def lie_unevenly(holdings: Sequence[Holding]) -> bool:
 
 
 def is_short(free: float, live: float) -> bool:
-    """Tell whether a worker is short of memory.
+    """Return whether a worker is short of memory.
 
     Parameters
     ----------
@@ -114,5 +114,5 @@ def is_short(free: float, live: float) -> bool:
 
 
 def headroom_differs(short: int, workers: int) -> bool:
-    """Tell whether some workers are short of memory while others are not: else no choice makes room."""
+    """Return whether some workers are short of memory while others are not: else no choice makes room."""
     return 0 < short < workers

@@ -29,7 +29,7 @@ MAX_DEPENDENTS = 8
 
 
 class InputRef(NamedTuple):
-    """An input of a task.
+    """Refer to an input of a task.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class InputRef(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """The inputs that a worker has to fetch for a task.
+    """List the inputs that a worker has to fetch for a task.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ _NO_FETCH = Fetch(0, 0.0, False)
 
 
 class Demand(NamedTuple):
-    """The needs of a task, the same on any worker: looked up once for all candidates.
+    """Describe the needs of a task, the same on any worker: looked up once for all candidates.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class Demand(NamedTuple):
 
 @dataclass(slots=True)
 class _Pending:
-    """The pending work of one worker."""
+    """Sum the pending work of one worker."""
 
     count: int = 0
     tasks: float = 0.0
@@ -345,7 +345,7 @@ class Estimates:
         return memory._replace(free=memory.free - arrived) if arrived else memory
 
     def has_room(self, ws: WorkerState) -> bool:
-        """Tell whether a worker has room for what is on its way, and for results of its tasks and one more.
+        """Return whether a worker has room for what is on its way, and for results of its tasks and one more.
 
         The results count only while root tasks are queued: each as large as that of the first one.
         """
@@ -364,7 +364,7 @@ class Estimates:
     # ---- events ------------------------------------------------------------------------
 
     def on_memory_reported(self, ws: WorkerState) -> None:
-        """Take notice that a worker has reported its memory."""
+        """Note that a worker has reported its memory."""
         self._bytes_at_report[ws.address] = ws.nbytes
         self._live_capacity[ws.address] = live = self._headroom.free_memory(ws.address).live
         self._largest_live = max(live, self._largest_live)
@@ -433,7 +433,7 @@ def mean_result_bytes(prefix: TaskPrefix) -> float:
 
 
 def is_alias(ts: SchedulerTask) -> bool:
-    """Tell whether a task only names data that exist already, as for persisted collections.
+    """Return whether a task only names data that exist already, as for persisted collections.
 
     An alias has the prefix of the task that made the data, but not its duration.
     """

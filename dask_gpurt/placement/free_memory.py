@@ -25,7 +25,7 @@ class Headroom(Protocol):
         """Return the free memory of a worker."""
 
     def has_reported(self, worker: str) -> bool:
-        """Tell whether a worker has reported its memory.
+        """Return whether a worker has reported its memory.
 
         Otherwise its free memory is a guess, and what it may spill is unknown.
         """
@@ -54,7 +54,7 @@ class LedgerHeadroom:
         return self._ledgers.room(worker) or self._known_to_dask(worker)
 
     def has_reported(self, worker: str) -> bool:
-        """Tell whether a worker has sent its ledger."""
+        """Return whether a worker has sent its ledger."""
         return self._ledgers.room(worker) is not None
 
     def _known_to_dask(self, worker: str) -> FreeMemory:

@@ -102,14 +102,14 @@ class GatedPlacement:
     # ---- events ------------------------------------------------------------------------
 
     def on_graph(self, keys: Iterable[Key]) -> None:
-        """Take notice of a new graph, before any of its tasks is placed."""
+        """Note a new graph, before any of its tasks is placed."""
         if self._clock() - min(self._checked_at, self._looked_at) >= RECHECK_S:
             self.look()
         if self._reason is not None:
             self._placement.on_graph(keys)
 
     def on_task_ended(self, key: Key, worker: str | None = None, seconds: float = 0.0) -> None:
-        """Take notice that a task is no longer on a worker, see :meth:`Placement.on_task_ended`."""
+        """Note that a task is no longer on a worker, see :meth:`Placement.on_task_ended`."""
         self._ended += 1
         if not self._ended % SAMPLED_TASKS:
             ts = self._state.tasks.get(key)
@@ -121,13 +121,13 @@ class GatedPlacement:
         self._placement.on_task_ended(key, worker, seconds)
 
     def on_memory_reported(self, worker: str) -> None:
-        """Take notice that a worker has reported its memory."""
+        """Note that a worker has reported its memory."""
         if self._note_memory(worker) or self._clock() - self._checked_at >= RECHECK_S:
             self._check()
         self._placement.on_memory_reported(worker)
 
     def on_place_changed(self, worker: str) -> None:
-        """Take notice that a worker has joined, or has another place than before."""
+        """Note that a worker has joined, or has another place than before."""
         self._placement.on_place_changed(worker)
         self._checked_at = -inf
 

@@ -13,7 +13,7 @@ from dask_gpurt.placement.cost import Candidate, Terms, rank
 
 #: Keys whose last decision is kept: some tens of MB at most.
 MAX_KEYS = 20_000
-#: What is said where a term tells the chosen worker from the next best.
+#: The reason that is given, by the term in which the chosen worker differs most from the next best.
 _REASONS = {
     "waiting": "shorter wait",
     "moving": "less to move",

@@ -25,7 +25,7 @@ MAX_HOLDERS = 16
 
 
 class Owner(NamedTuple):
-    """A worker that may own outputs.
+    """Describe a worker that may own outputs.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def _rooms(owners: Sequence[Owner], nbytes: float) -> list[float]:
 
 
 class ShuffleInputs:
-    """The inputs of a shuffle.
+    """Describe the inputs of a shuffle.
 
     Parameters
     ----------

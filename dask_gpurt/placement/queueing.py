@@ -38,7 +38,7 @@ MAX_RECHECKED = 4
 
 @dataclass(slots=True)
 class _Indexed(Generic[WorkerT]):
-    """A worker in the index: its load, its neighbourhoods, their buckets, and its load in these."""
+    """Index a worker: its load, its neighbourhoods, their buckets, and its load in these."""
 
     load: int
     neighbourhoods: Sequence[Neighbourhood]
@@ -171,7 +171,7 @@ class AvailableWorkers:
         return False
 
     def check(self, ws: WorkerState) -> bool:
-        """Take notice of the load of a running worker; return whether it has free memory."""
+        """Note the load of a running worker; return whether it has free memory."""
         address, load = ws.address, math.ceil(self._estimates.load(ws)) // ws.nthreads
         if not self._estimates.has_room(ws):
             self._index.discard(address)

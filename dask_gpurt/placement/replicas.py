@@ -41,7 +41,7 @@ Choice = Callable[[SchedulerTask, set[WorkerState] | None, set[WorkerState]], Wo
 
 
 class Recipient(NamedTuple):
-    """A worker that could take a replica.
+    """Describe a worker that could take a replica.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Recipient(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """A replica of data on a worker.
+    """Describe a replica of data on a worker.
 
     Parameters
     ----------

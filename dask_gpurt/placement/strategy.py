@@ -101,7 +101,7 @@ class Placement:
             self._roots.on_queued(ts)
 
     def unbind(self) -> None:
-        """Have Dask choose again, as shipped. What was learnt stays, for the next :meth:`bind`."""
+        """Have Dask choose again, as shipped. Estimates are kept for the next :meth:`bind`."""
         self._is_bound = False
         self._overrides.restore()
         self._estimates.forget_pending()
@@ -113,7 +113,7 @@ class Placement:
     # ---- events ------------------------------------------------------------------------
 
     def on_graph(self, keys: Iterable[Key]) -> None:
-        """Take notice of a new graph, before any of its tasks is placed."""
+        """Note a new graph, before any of its tasks is placed."""
         self._overrides.guarded("submitted", self._on_graph, lambda _: None)(keys)
 
     def _on_graph(self, keys: Iterable[Key]) -> None:
@@ -122,7 +122,7 @@ class Placement:
         self._candidates.on_graph([ts for ts in found if not is_rootish(ts)])
 
     def on_task_ended(self, key: Key, worker: str | None = None, seconds: float = 0.0) -> None:
-        """Take notice that a task is no longer on a worker, after Dask has counted that.
+        """Note that a task is no longer on a worker, after Dask has counted that.
 
         Parameters
         ----------
@@ -135,14 +135,14 @@ class Placement:
             self._estimates.on_task_finished(ts, worker, seconds)
 
     def on_memory_reported(self, worker: str) -> None:
-        """Take notice that a worker has reported its memory."""
+        """Note that a worker has reported its memory."""
         ws = self._state.workers.get(worker)
         if ws is not None:
             self._estimates.on_memory_reported(ws)
             self._check(ws)
 
     def on_place_changed(self, worker: str) -> None:
-        """Take notice that the topology has another place for a worker than before."""
+        """Note that the topology has another place for a worker than before."""
         ws = self._state.workers.get(worker)
         if ws is not None:
             self._candidates.on_place_changed(ws)
@@ -380,5 +380,5 @@ class Placement:
 
 
 def _is_ready(ts: SchedulerTask) -> bool:
-    """Tell whether all inputs of a released task are there, and it has some."""
+    """Return whether all inputs of a released task are there, and it has some."""
     return ts.state == "released" and bool(ts.dependencies) and all([dts.who_has for dts in ts.dependencies])

@@ -25,7 +25,7 @@ from dask_gpurt.topology.detect import memory_of, nvml_library
 
 logger = logging.getLogger(__name__)
 
-#: What ``auto`` starts on a GPU on which each of them has as much memory as a whole one of 32 GiB.
+#: The workers that ``auto`` starts on a GPU, and the memory that the GPU needs for that: 32 GiB for each.
 AUTO, ROOMY_BYTES = 2, 64 * 2**30
 #: Tells a worker why it is alone although the settings want more.
 ALONE = "GPURT_ALONE"
@@ -110,7 +110,7 @@ async def separate(nanny: Any) -> None:
 
 
 def has_gpu(nanny: Any) -> bool:
-    """Tell whether the worker of a nanny is for a GPU: dask-cuda names it in its environment."""
+    """Return whether the worker of a nanny is for a GPU: dask-cuda names it in its environment."""
     named = nanny.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return any(name.strip() not in ("", "-1") for name in named)
 

@@ -1,9 +1,9 @@
-"""Let the tasks that read a result come before the one that would make the next result.
+"""Run the tasks that read a result before the task that makes the next result.
 
-A worker that has finished a task begins another at once. Which task reads the result, and
-whether an input can go, it learns from the scheduler a moment later: by then the next task
-has pushed it all down, to be brought up again. Where memory is short it is cheaper to wait
-for that moment.
+A worker that has finished a task begins another at once. It learns from the scheduler a moment
+later which task reads the result, and which inputs can be released. By then the next task has
+had the result spilled, and it has to be read back. Where memory is short, waiting for that
+moment is cheaper.
 
 The worker is paused by the event that Dask's own pause is made of, for at most ``MAX_PAUSE_S`` seconds, and
 it is unpaused whatever happens meanwhile: each look either has the next one called or unpauses, also when it
@@ -54,7 +54,7 @@ class DependentsFirst:
     def finished(self, key: Key, result: int, inputs: int) -> None:
         """Hold the next task back if one like this would not find room now, so that what follows comes first.
 
-        Whatever goes wrong here: the task is done, and its result is what counts.
+        An error here is only counted, since the task is done and its result is valid.
 
         Parameters
         ----------

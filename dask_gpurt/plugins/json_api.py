@@ -1,7 +1,7 @@
 """Answer programs over HTTP: ``/gpurt/api/…`` on the scheduler, as JSON.
 
-Nothing here keeps the event loop: what grows with the cluster is cut into pages, what workers report comes
-from their heartbeats, and between two shuffles others have their turn.
+No request blocks the event loop for long: lists that grow with the cluster are cut into pages, figures of
+workers come from their heartbeats, and the loop is yielded between two shuffles.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_DECISIONS = 500
 MAX_DETAILS = 8
 #: Seconds after which workers whose details are asked for are not waited for.
 DETAILS_TIMEOUT_S = 10.0
-#: What is told of a worker that has left.
+#: The fields of a worker that has left.
 DEPARTED = ("address", "name", "left", "silent")
 
 
@@ -216,7 +216,7 @@ class JsonApi:
     def _shuffle(self, shuffle_id: Any, run: Any, barrier: Any) -> ShuffleReply:
         transferred = barrier.state == "memory"
         inputs = _progress([transferred or task.state == "memory" for task in barrier.dependencies])
-        # What is released after the barrier was in memory before, or is not needed.
+        # Outputs that are released after the barrier were in memory before, or are not needed.
         done = ("memory", "released", "forgotten") if transferred else ("memory",)
         outputs = _progress([task.state in done for task in barrier.dependents])
         is_done = transferred and outputs["done"] == outputs["total"]
@@ -317,7 +317,7 @@ class _JsonHandler(RequestHandler):
 
 
 class IndexHandler(_JsonHandler):
-    """Answer what there is; also where the runtime is off."""
+    """List the resources; also where the runtime is off."""
 
     def get(self) -> None:
         index: IndexReply = {

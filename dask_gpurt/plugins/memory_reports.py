@@ -70,11 +70,11 @@ class Reporter:
             return  # the next heartbeat carries all of it
 
     def send_now(self) -> None:
-        """Report what there is to report at once. On the event loop."""
+        """Send all pending changes at once. On the event loop."""
         self._send()
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Stop reporting."""
         self._closed = True
         metrics = self._worker.metrics
         if metrics.get(METRIC) == self._whole:  # else another has put its own there

@@ -96,7 +96,7 @@ class WorkerOverlap:
         self._patches = PatchSet(Layer.OVERLAP)
 
     def prepare(self) -> None:
-        """Find out which settings are possible, and read statistics. Blocks."""
+        """Determine which settings are possible, and read statistics. Blocks."""
         if self._settings.mode not in ("adaptive", "fixed") or self._is_nothing_asked():
             return
         # A fixed cap on all kernels is not changed.
@@ -121,7 +121,7 @@ class WorkerOverlap:
         )
 
     def _is_nothing_asked(self) -> bool:
-        """Tell whether there is no GPU, and the settings do not ask to confine anything, as by default."""
+        """Return whether there is no GPU, and the settings do not ask to confine anything, as by default."""
         settings = self._settings
         asked = (
             settings.mode == "fixed" or self._residency.setting != "off" or settings.adaptive.sms is not None

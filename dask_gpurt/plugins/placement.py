@@ -65,24 +65,24 @@ class SchedulerPlacement:
         self._patches.restore()
 
     def memory_changed(self, worker: str) -> None:
-        """Take notice that a worker has reported what its tiers hold."""
+        """Note that a worker has reported what its tiers hold."""
         self._chooser.on_memory_reported(worker)
 
     def submitted(self, keys: Iterable[Key]) -> None:
-        """Take notice of a new graph."""
+        """Note a new graph."""
         self._chooser.on_graph(keys)
 
     def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
-        """Take notice that a worker has computed a task, at these times."""
+        """Note that a worker has computed a task, at these times."""
         seconds = sum(each["stop"] - each["start"] for each in startstops if each["action"] == "compute")
         self._chooser.on_task_ended(key, worker, seconds)
 
     def stopped(self, key: Key) -> None:
-        """Take notice that a task is no longer on its worker, which has not computed it."""
+        """Note that a task is no longer on its worker, which has not computed it."""
         self._chooser.on_task_ended(key)
 
     def remove(self, worker: str) -> None:
-        """Take notice that Dask has removed a worker."""
+        """Note that Dask has removed a worker."""
         self._chooser.on_worker_removed(worker)
 
     def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:

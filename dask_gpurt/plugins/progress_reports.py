@@ -48,7 +48,7 @@ class ProgressReporter:
         self._metrics = metrics
 
     def start(self) -> None:
-        """Take part in the heartbeats from now on."""
+        """Add reports to the heartbeats from now on."""
         # In a new dictionary: a heartbeat that is being put together goes over the old one.
         self._worker.metrics = {**self._worker.metrics, METRIC: self.report}
 

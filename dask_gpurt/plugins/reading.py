@@ -40,7 +40,7 @@ from dask_gpurt.topology.detect import nvml_library, visible_devices
 
 @dataclass(eq=False)
 class _Execution:
-    """One execution of a task.
+    """Describe one execution of a task.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ _handed_over: ContextVar[_Execution | None] = ContextVar("gpurt-reads", default=
 
 
 class _Thread(threading.local):
-    """The execution that a thread is for at the moment."""
+    """Note the execution that a thread is for at the moment."""
 
     execution: _Execution | None = None
 

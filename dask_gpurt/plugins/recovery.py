@@ -2,10 +2,11 @@
 
 While Dask's p2p restarts a shuffle as a whole, a run of ours goes on:
 
-- The outputs of a worker that has left are given to others, which are offered what the others still have.
+- The outputs of a worker that has left are given to other workers, and producers offer these the shards that
+  they still have.
 - The results of transfers, and of the barrier, are kept for as long as an output may be needed again. So Dask
-  transfers again by itself the inputs whose results were lost, and no other.
-- The barrier is run again. It tells what is missing; that is transferred again too.
+  itself runs only those transfers again whose results were lost.
+- The barrier is run again. It reports the inputs that are missing, which are transferred again too.
 
 docs/design/exactly-once.md has the protocol.
 """
@@ -23,15 +24,11 @@ from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.run_outputs import (
-    IDLE,
-    is_unfinished,
-    needed_outputs,
-    possible_owners,
-    sharing_outputs,
-)
+from dask_gpurt.plugins.kept_results import KeptResults
+from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal
 from dask_gpurt.shuffle.retries import LossesInARow
@@ -90,7 +87,7 @@ class Recovery:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: SchedulerServer,
         workers: Workers,
         retries: int,
         metrics: Metrics,
@@ -99,118 +96,45 @@ class Recovery:
         self._scheduler = scheduler
         self._extension = scheduler.extensions["shuffle"]
         self._workers = workers
+        self._runs = ActiveRuns(scheduler, workers)
         self._retries = retries
         self._metrics = metrics
         self._begin_again = begin_again
         self._in_a_row = LossesInARow()
-        #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if
-        #: that can be told.
-        self._kept: dict[Any, dict[Key, int | None]] = {}
-        #: Outputs that have been in memory since they were received.
-        self._read: dict[Any, set[int]] = {}
-        self._shuffles_of: dict[Key, set[Any]] = {}
-        self._pending: dict[Any, set[Key]] = {}
+        self._results = KeptResults(scheduler, self._in_a_row.forget)
         #: Losses that have not been mended yet; shuffles that share outputs share them.
         self._losses: dict[Any, _Loss] = {}
-        #: The workers that have transferred inputs, by task; None before.
-        self._producers: dict[Key, str | None] = {}
 
-    # ---- results that are kept -------------------------------------------------------
+    # ---- the life of runs ------------------------------------------------------------
 
     def begins(self, shuffle: Any) -> None:
         """Take care of a run that begins."""
-        self._read[shuffle] = set()
         self._losses.pop(shuffle, None)  # of the run before
-        self._keep(shuffle)
+        self._results.begins(shuffle)
 
     def forgotten(self, shuffle: Any) -> None:
         """Forget a shuffle with its barrier."""
-        self._read.pop(shuffle, None)
-
-    def _keep(self, shuffle: Any) -> None:
-        """Keep the results of the tasks of a run."""
-        barrier = self._barrier(shuffle)
-        self._forget(shuffle)
-        outputs = {task.key: output for task, output in outputs_of(barrier)}
-        # Where a part of what is made of outputs was lost, the other outputs are not needed,
-        # and stay so for as long as the collection is kept.
-        pending = {task.key for task in barrier.dependents if task.state not in IDLE}
-        self._kept[shuffle], self._pending[shuffle] = outputs, pending
-        for key in outputs:
-            self._shuffles_of.setdefault(key, set()).add(shuffle)
-        transfers = [task.key for task in barrier.dependencies]
-        self._producers |= dict.fromkeys(transfers)
-        # As Dask keeps published datasets.
-        self._scheduler.client_desires_keys([barrier.key, *transfers], _client(shuffle))
+        self._results.forgotten(shuffle)
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
-        """Note what has become of a task; a run ends once none of its outputs is needed.
-
-        Parameters
-        ----------
-        worker
-            The one that has run it, if it is in memory now.
-        """
+        """Note what has become of a task; see :meth:`KeptResults.transition`."""
         if finish in ("memory", "forgotten"):
             self._in_a_row.done(key)
-        if finish == "memory" and key in self._producers:
-            self._producers[key] = worker
-        for shuffle in self._shuffles_of.get(key, ()):
-            pending = self._pending[shuffle]
-            if finish not in IDLE:
-                pending.add(key)
-                if finish == "memory" and (partition := self._kept[shuffle][key]) is not None:
-                    self._read[shuffle].add(partition)
-                continue
-            pending.discard(key)
-            if not pending:  # not within a transition: one of them may be about to be needed again
-                self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
-
-    def _end_unless_needed(self, shuffle: Any) -> None:
-        if shuffle not in self._kept or self._pending[shuffle]:
-            return
-        if self.is_done(shuffle):
-            self.end(shuffle)
-        else:  # a graph that came later needs others of its outputs
-            self._keep(shuffle)
-
-    def end(self, shuffle: Any) -> None:
-        """Keep nothing of a shuffle any more: Dask ends the run, if no output waits for it."""
-        self._in_a_row.forget(shuffle)
-        self._forget(shuffle)
-        if (client := self._scheduler.clients.get(_client(shuffle))) is not None:
-            keys = [task.key for task in client.wants_what]
-            for key in keys:
-                self._producers.pop(key, None)
-            self._scheduler.client_releases_keys(keys, client.client_key, f"gpurt-shuffle-ends-{time()}")
-            self._scheduler.clients.pop(client.client_key, None)
-
-    def _forget(self, shuffle: Any) -> None:
-        self._pending.pop(shuffle, None)
-        for key in self._kept.pop(shuffle, ()):
-            self._shuffles_of[key].discard(shuffle)
-            if not self._shuffles_of[key]:
-                del self._shuffles_of[key]
-
-    def restart(self) -> None:
-        """Forget all tasks, as the scheduler does."""
-        for shuffle in list(self._kept):
-            self._forget(shuffle)
-            self._scheduler.clients.pop(_client(shuffle), None)
-        self._losses.clear()
-        self._producers.clear()
-        self._read.clear()
-
-    def end_all(self) -> None:
-        """Keep nothing of any shuffle."""
-        for shuffle in list(self._kept):
-            self.end(shuffle)
-        self._losses.clear()
-        self._read.clear()
+        self._results.transition(key, finish, worker)
 
     def is_done(self, shuffle: Any) -> bool:
         """Return whether a shuffle has put all of its outputs together that are needed."""
-        return not any(map(is_unfinished, self._barrier(shuffle).dependents))
+        return self._results.is_done(shuffle)
+
+    def restart(self) -> None:
+        """Forget all tasks, as the scheduler does."""
+        self._results.restart()
+        self._losses.clear()
+
+    def end_all(self) -> None:
+        """Keep nothing of any shuffle."""
+        self._results.end_all()
+        self._losses.clear()
 
     # ---- what workers ask ------------------------------------------------------------
 
@@ -230,8 +154,8 @@ class Recovery:
         owners = self._owners(id, run_id)
         if owners is None or owners.seal(epoch) or owners.sealed:
             return
-        # Whatever moves outputs has the barrier run again, and the worker hears of the owners before that.
-        # Should it have missed them all the same, it shall not end with others.
+        # Each move of outputs has the barrier run again, and the worker gets the owners before that. If it
+        # has missed them nevertheless, the barrier must not end with the old ones.
         self._send_owners(id, {worker})
         self._release([barrier_key(id)], "processing")
 
@@ -264,13 +188,13 @@ class Recovery:
             return
         lost = owners.received(outputs)
         if lost:  # what else has been read, and is needed again, is asked for before long
-            lost |= self._unfinished(id, self._read[id])
+            lost |= self._runs.unfinished(id, self._results.read(id))
         if unreachable is not None:
-            lost |= self._unfinished(id, self._owned(id, unreachable))
-        if lost or inputs or (outputs and self._is(barrier_key(id), "memory")):
-            if id not in self._kept:  # its outputs had not been needed for a while
-                self._keep(id)
-            loss = self._note(self._sharing(id) if lost else {id}, lost, reason)
+            lost |= self._runs.unfinished(id, self._runs.owned(id, unreachable))
+        if lost or inputs or (outputs and self._runs.is_task(barrier_key(id), "memory")):
+            if id not in self._results:  # its outputs had not been needed for a while
+                self._results.keep(id)
+            loss = self._note(self._runs.sharing(id) if lost else {id}, lost, reason)
             loss.missing.update(outputs, inputs)
             loss.culprits.update(producer for producer in producers if self._leaves(producer))
             if unreachable is not None:
@@ -299,16 +223,16 @@ class Recovery:
                 run.participating_workers.discard(worker)
                 affected.add(shuffle)
         while affected:
-            together = self._sharing(affected.pop())
+            together = self._runs.sharing(affected.pop())
             affected -= together
             self._replace(worker, together)
 
     def _replace(self, worker: str, shuffles: set[Any]) -> None:
         """Give the outputs of a worker that has left to others."""
         reason = f"worker {worker} has left"
-        owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles))
-        lost = set().union(*(self._unfinished(shuffle, owned) for shuffle in shuffles))
-        if lost or not all(map(self._is_sealed, shuffles)):
+        owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in shuffles))
+        lost = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in shuffles))
+        if lost or not all(map(self._runs.is_sealed, shuffles)):
             loss = self._note(shuffles, lost, reason)
             loss.gone.add(worker)
             loss.culprits.add(worker)
@@ -318,34 +242,32 @@ class Recovery:
             return
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # nothing is needed: its lost transfers need not be run again
-                self.end(shuffle)
-        elif candidates := self.candidates(*shuffles):
+                self._results.end(shuffle)
+        elif candidates := self._runs.candidates(*shuffles):
             for shuffle in shuffles:
                 self._move(shuffle, {}, {worker}, deal(owned, candidates, {}))
 
     def _transferred_by(self, worker: str, shuffle: Any) -> list[Key]:
-        tasks = self._barrier(shuffle).dependencies
-        return [task.key for task in tasks if self._producers.get(task.key) == worker]
-
-    def _owned(self, shuffle: Any, worker: str) -> set[int]:
-        owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return {output for output, owner in owners.items() if owner == worker}
+        tasks = self._runs.barrier(shuffle).dependencies
+        return [task.key for task in tasks if self._results.producer(task.key) == worker]
 
     def joined(self, worker: str) -> None:
         """Give a worker that has joined its share of the outputs that have not been received yet."""
         self._in_a_row.takes_part(worker)
         for shuffle, run in list(self._extension.active_shuffles.items()):
             owners = run.run_spec.worker_for
-            if not isinstance(owners, Owners) or owners.sealed or worker not in self.candidates(shuffle):
+            if not isinstance(owners, Owners) or owners.sealed:
+                continue
+            if worker not in self._runs.candidates(shuffle):
                 continue
             taken = self._share_for(worker, shuffle, owners)
             if taken and shuffle not in self._losses:
-                self._mend(self._sharing(shuffle), taken, [worker], f"worker {worker} has joined")
+                self._mend(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
         """Return the outputs for one worker more: the last of each that has more than its share."""
-        waiting = sorted(self._unfinished(shuffle, owners))
-        share = len(waiting) // len(self.candidates(shuffle))
+        waiting = sorted(self._runs.unfinished(shuffle, owners))
+        share = len(waiting) // len(self._runs.candidates(shuffle))
         if any(owners[output] == worker for output in waiting):
             return set()
         taken: set[int] = set()
@@ -362,6 +284,14 @@ class Recovery:
         """Return whether a run is the current one of its shuffle."""
         return self._owners(shuffle, run_id) is not None
 
+    def owners_of(self, shuffle: Any) -> Mapping[int, str]:
+        """Return the owner of each output of a run that goes on."""
+        return self._runs.owners(shuffle)
+
+    def candidates(self, *shuffles: Any) -> list[str]:
+        """Return the workers that may own outputs of all of some shuffles."""
+        return self._runs.candidates(*shuffles)
+
     def movable(self, shuffles: Collection[Any]) -> dict[int, str]:
         """Return the outputs that may move before they are put together, with their owners.
 
@@ -372,15 +302,15 @@ class Recovery:
         shuffles
             One whose run goes on, and those that share its outputs, as the other side of a join does.
         """
-        if self._sharing(next(iter(shuffles))) != set(shuffles):  # Dask's own p2p has one of them
+        if self._runs.sharing(next(iter(shuffles))) != set(shuffles):  # Dask's own p2p has one of them
             return {}
-        barriers = [self._barrier(each) for each in shuffles]
+        barriers = [self._runs.barrier(each) for each in shuffles]
         runs = [self._extension.active_shuffles[each].run_spec.worker_for for each in shuffles]
         waits = any(barrier.state == "waiting" for barrier in barriers)
         alike = all(barrier.dependents == barriers[0].dependents for barrier in barriers)
         if not waits or not alike or any(each in self._losses for each in shuffles):
             return {}
-        outputs = set.intersection(*(self._unfinished(each, runs[0]) for each in shuffles))
+        outputs = set.intersection(*(self._runs.unfinished(each, runs[0]) for each in shuffles))
         owners = {output: runs[0][output] for output in outputs}
         same = all(run.get(output) == owner for run in runs for output, owner in owners.items())
         return owners if same else {}
@@ -399,7 +329,8 @@ class Recovery:
         for worker in set(to.values()):
             self._in_a_row.takes_part(worker, shuffles)
         self._metrics.add("shuffle.outputs.moved", len(to))
-        passed = [key for key in map(barrier_key, shuffles) if self._is(key, "memory", "processing")]
+        barriers = map(barrier_key, shuffles)
+        passed = [key for key in barriers if self._runs.is_task(key, "memory", "processing")]
         if passed:  # but not within a transition
             self._scheduler.loop.add_callback(self._release, passed, "memory", "processing")
 
@@ -426,21 +357,21 @@ class Recovery:
         for shuffle in shuffles:
             del self._losses[shuffle]
         active = self._extension.active_shuffles
-        shuffles = [shuffle for shuffle in shuffles if shuffle in active and self._is_ours(shuffle)]
+        shuffles = [shuffle for shuffle in shuffles if shuffle in active and self._runs.has(shuffle)]
         if not shuffles:
             return
-        needed = set().union(*(self._unfinished(shuffle, loss.outputs) for shuffle in shuffles))
-        owned = set().union(*(self._owned(shuffle, worker) for shuffle in shuffles for worker in loss.gone))
-        workers = [worker for worker in self.candidates(*shuffles) if worker not in loss.unreachable]
+        needed = set().union(*(self._runs.unfinished(shuffle, loss.outputs) for shuffle in shuffles))
+        owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
+        workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
         self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=loss)
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
         """Return whether outputs are being put together that a loss does not concern."""
-        if not self._is(barrier_key(shuffle), "memory"):
+        if not self._runs.is_task(barrier_key(shuffle), "memory"):
             return False
-        outputs = self._kept.get(shuffle, {})
+        outputs = self._results.outputs(shuffle)
         return any(
-            partition not in loss.outputs and self._is(key, "processing")
+            partition not in loss.outputs and self._runs.is_task(key, "processing")
             for key, partition in outputs.items()
         )
 
@@ -476,7 +407,7 @@ class Recovery:
             return
         if loss is not None:
             self._count(shuffles, loss)
-        to = deal(lost, workers, self._load(next(iter(shuffles)), lost))
+        to = deal(lost, workers, self._runs.load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
         for shuffle in shuffles:
             logger.warning("Shuffle %s goes on: %s", shuffle, reason)
@@ -494,9 +425,9 @@ class Recovery:
         self._scheduler.log_event(SHUFFLE_TOPIC, told)
 
     def _release(self, keys: Iterable[Key], *states: str) -> None:
-        """Have tasks run again that are in memory, or in one of some states."""
+        """Release tasks that are in memory, or in one of the given states, so that they run again."""
         stimulus = f"gpurt-recovery-{time()}"
-        released = [key for key in keys if self._is(key, *(states or ("memory",)))]
+        released = [key for key in keys if self._runs.is_task(key, *(states or ("memory",)))]
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
@@ -521,7 +452,7 @@ class Recovery:
     def _count(self, shuffles: Iterable[Any], loss: _Loss) -> None:
         """Count that runs are mended, until all their outputs that are missing now have been there."""
         for shuffle in shuffles:
-            outputs = [task.key for task in self._barrier(shuffle).dependents if is_unfinished(task)]
+            outputs = [task.key for task in self._runs.barrier(shuffle).dependents if is_unfinished(task)]
             self._in_a_row.loses(shuffle, outputs, loss.culprits, loss.missing)
 
     def _move(
@@ -530,10 +461,10 @@ class Recovery:
         run = self._extension.active_shuffles[shuffle]
         owners: Owners = run.run_spec.worker_for
         owners.move(to, gone, idle)
-        self._read[shuffle].difference_update(to)
+        self._results.unread(shuffle, to)
         run.participating_workers.update(to.values())
         moved = {**to, **idle}
-        for task, partition in outputs_of(self._barrier(shuffle)):
+        for task, partition in outputs_of(self._runs.barrier(shuffle)):
             if partition is None or partition in moved:
                 restrict_again(self._extension, task, None if partition is None else moved[partition])
         self._send_owners(shuffle, run.participating_workers)
@@ -546,48 +477,3 @@ class Recovery:
         # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
         here = self._scheduler.stream_comms.keys() & set(workers) & self._workers.ready
         self._scheduler.send_all({}, {worker: [message] for worker in here})
-
-    def _load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
-        """Return how many outputs each worker still has to put together."""
-        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return Counter(owners[output] for output in self._unfinished(shuffle, owners) - set(moved))
-
-    # ---- what there is ---------------------------------------------------------------
-
-    def _barrier(self, shuffle: Any) -> Any:
-        return self._scheduler.tasks[barrier_key(shuffle)]
-
-    def owners_of(self, shuffle: Any) -> Mapping[int, str]:
-        """Return the owner of each output of a run that goes on."""
-        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return owners
-
-    def candidates(self, *shuffles: Any) -> list[str]:
-        """Return the workers that may own outputs of all of some shuffles."""
-        runs = [self._extension.active_shuffles[shuffle].run_spec for shuffle in shuffles]
-        return possible_owners(self._scheduler, self._workers, [run.spec for run in runs])
-
-    def _unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
-        """Return those of these outputs that may still have to be put together."""
-        return needed_outputs(self._barrier(shuffle), outputs)
-
-    def _is_sealed(self, shuffle: Any) -> bool:
-        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return owners.sealed
-
-    def _is(self, key: Key, *states: str) -> bool:
-        task = self._scheduler.tasks.get(key)
-        return task is not None and task.state in states
-
-    def _sharing(self, shuffle: Any) -> set[Any]:
-        """Return a shuffle, and the active ones that share outputs with it, as the two sides of a join do."""
-        others = sharing_outputs(self._barrier(shuffle)) & self._extension.active_shuffles.keys()
-        return {shuffle} | {other for other in others if self._is_ours(other)}
-
-    def _is_ours(self, shuffle: Any) -> bool:
-        return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
-
-
-def _client(shuffle: Any) -> str:
-    """Return the name under which the scheduler keeps the results of a shuffle."""
-    return f"gpurt-shuffle-{shuffle}"

@@ -50,21 +50,21 @@ class ReplicaSelector:
         self._patches = PatchSet()
 
     def install(self) -> None:
-        """Put our order in the place of Dask's, unless that is not as it is known."""
+        """Replace Dask's order with ours, unless Dask's is not as it is known."""
         try:
             wrap_replica_choice(self._patches, self._state, self._override)
         except UnsupportedError as error:
             self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, str(error))
 
     def uninstall(self) -> None:
-        """Give Dask's order back."""
+        """Restore Dask's order."""
         self._patches.restore()
 
     def _override(self, dasks: Method) -> Method:
         def select(state: WorkerStateMachine) -> Iterator[Any]:
             try:
                 queue = self._queue(state)
-            # Whatever goes wrong here: the worker has to fetch what it needs.
+            # After an error here the worker still has to fetch its dependencies.
             except Exception as error:
                 self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, repr(error))
                 found: Iterator[Any] = dasks(state)

@@ -14,7 +14,7 @@ PRELOAD = "LD_PRELOAD"
 
 
 def preload_into(nanny: Any) -> None:
-    """Have a nanny start its worker with the interposer, if the settings ask for it.
+    """Make a nanny start its worker with the interposer, if the settings ask for it.
 
     Where it was not built nothing is changed, and the worker reports why.
     """

@@ -1,21 +1,24 @@
-"""Tell from the tasks of a scheduler which outputs of shuffles are needed, and what may own them."""
+"""Look up the runs of a scheduler: which outputs are needed, and which workers may own them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.plugins.switching import Workers
+from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.spec import RunSpec, outputs_of
 
 #: States of outputs that a run has nothing to do for.
 IDLE = ("released", "forgotten", "erred")
 
 
-def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
+def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
     """Return the workers that can put outputs of all of some shuffles together, and may.
 
     They have the runtime and the device of the frames, and meet the restrictions that a user has given the
@@ -30,7 +33,7 @@ def possible_owners(scheduler: Any, workers: Workers, specs: Iterable[RunSpec]) 
     return found
 
 
-def _allowed(scheduler: Any, barrier: Key) -> Collection[str] | None:
+def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None:
     """Return the workers that a barrier is restricted to, which has the restrictions of its outputs."""
     task = scheduler.tasks[barrier]
     if not (task.host_restrictions or task.resource_restrictions):
@@ -72,3 +75,65 @@ def sharing_outputs(barrier: Any) -> set[Any]:
     """Return the shuffles that share outputs with that of a barrier, as the other side of a join does."""
     others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
     return {shuffle for key in others if (shuffle := id_from_key(key))}
+
+
+class ActiveRuns:
+    """Look up the runs that a scheduler has, with their tasks and the owners of their outputs.
+
+    Parameters
+    ----------
+    scheduler
+        Dask's.
+    workers
+        Those that have the runtime.
+    """
+
+    def __init__(self, scheduler: SchedulerServer, workers: Workers):
+        self._scheduler = scheduler
+        self._extension = scheduler.extensions["shuffle"]
+        self._workers = workers
+
+    def has(self, shuffle: Any) -> bool:
+        """Return whether an active run is one of the runtime."""
+        return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
+
+    def barrier(self, shuffle: Any) -> Any:
+        """Return the task of the barrier of a shuffle."""
+        return self._scheduler.tasks[barrier_key(shuffle)]
+
+    def is_task(self, key: Key, *states: str) -> bool:
+        """Return whether there is a task in one of some states."""
+        task = self._scheduler.tasks.get(key)
+        return task is not None and task.state in states
+
+    def owners(self, shuffle: Any) -> Owners:
+        """Return the owner of each output of an active run of the runtime."""
+        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
+        return owners
+
+    def is_sealed(self, shuffle: Any) -> bool:
+        """Return whether all owners have what there is."""
+        return self.owners(shuffle).sealed
+
+    def owned(self, shuffle: Any, worker: str) -> set[int]:
+        """Return the outputs that a worker owns."""
+        return {output for output, owner in self.owners(shuffle).items() if owner == worker}
+
+    def unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
+        """Return those of these outputs that may still have to be put together."""
+        return needed_outputs(self.barrier(shuffle), outputs)
+
+    def load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
+        """Return how many outputs each worker still has to put together, but for those that move."""
+        owners = self.owners(shuffle)
+        return Counter(owners[output] for output in self.unfinished(shuffle, owners) - set(moved))
+
+    def candidates(self, *shuffles: Any) -> list[str]:
+        """Return the workers that may own outputs of all of some shuffles."""
+        specs = [self._extension.active_shuffles[shuffle].run_spec.spec for shuffle in shuffles]
+        return possible_owners(self._scheduler, self._workers, specs)
+
+    def sharing(self, shuffle: Any) -> set[Any]:
+        """Return a shuffle, and the active ones that share outputs with it, as the two sides of a join do."""
+        others = sharing_outputs(self.barrier(shuffle)) & self._extension.active_shuffles.keys()
+        return {shuffle} | {other for other in others if self.has(other)}

@@ -74,7 +74,7 @@ class TaskRunner:
             finally:
                 self._tiered_buffer.release(held)
             if isinstance(event, ExecuteSuccessEvent):
-                # What came from elsewhere meanwhile took memory too, even if it has gone again.
+                # Data that came from elsewhere meanwhile took memory too, even if they are gone again.
                 admitted = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
                 await self._keep(key, event.value, nbytes, self._tiers.device.peak() - admitted)
             return event
@@ -158,7 +158,7 @@ class TaskRunner:
             )
 
     def receiving(self, nbytes: int) -> AbstractAsyncContextManager[MemoryRequest]:
-        """Hold room while so many bytes come from a peer; waits for others first if there is none."""
+        """Reserve room for bytes that come from a peer; wait for other requests first if there is none."""
         return self.admission.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
 
     async def _reserve(self, request: MemoryRequest, nbytes: int, inputs: Iterable[Key]) -> bool:
@@ -195,14 +195,14 @@ class TaskRunner:
         )
 
     def _reserve_all(self, key: Key) -> None:
-        # What peers send in the meantime goes to lower tiers.
+        # Shards and data that peers send in the meantime go to lower tiers.
         self._tiered_buffer.reservations.reserve(
             reservation(key), self._tiered_buffer.limits.device, Tier.DEVICE
         )
 
     async def _spill_all(self) -> None:
         self._metrics.add("memory.retries")
-        # What failed has left frames of Python behind that hold what it had so far, in cycles.
+        # The failed task has left Python frames behind that hold its intermediate results, in cycles.
         await self._tiers.offload(gc.collect)
         await self._tiers.offload(self._tiered_buffer.spill, self._tiered_buffer.live_bytes(Tier.DEVICE))
 

@@ -63,15 +63,15 @@ FIRST_REPORT_TIMEOUT_S = 2.0
 class GpurtSchedulerPlugin(SchedulerPlugin):
     """Switch the runtime on for a cluster: workers that are there, and that come.
 
-    What is switched on is noted with the way to take it back, in this order: what listens to workers,
-    placement, the workers, and then the shuffles, so that no shuffle meets a worker without the runtime. It
-    is taken back in the reverse order, each part whatever has become of the others.
+    The parts are switched on in this order: listeners for workers, placement, the workers, and then the
+    shuffles, so that no shuffle meets a worker without the runtime. Each part is noted with a callable that
+    switches it off. They are switched off in the reverse order, each also if another one has failed.
 
     Parameters
     ----------
     settings
-        The section ``gpurt`` of the process that switches on. What a scheduler or a worker
-        has set itself comes first.
+        The section ``gpurt`` of the process that switches on. Settings of a scheduler or a worker
+        itself take precedence.
     observer
         Called once the runtime is on; what it returns is called as it goes off.
     """
@@ -335,7 +335,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- what is shown -------------------------------------------------------------------
 
     def _show(self) -> None:
-        """Show metrics and answer over HTTP, which no failure of either keeps from being switched on."""
+        """Show metrics and serve the JSON API; a failure of either does not keep the runtime off."""
         self._hide = prometheus.register(self.scheduler, Server.SCHEDULER, self.metrics, self._readings)
         self._undo.callback(self._hide)
         try:

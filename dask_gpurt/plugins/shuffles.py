@@ -1,7 +1,7 @@
 """Extend Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
 
-Some of its methods are replaced on that one instance; for what is not ours each replacement ends in the
-original.
+Some of its methods are replaced on that one instance; for shuffles that are not ours each replacement calls
+the original.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     runs_of,
     set_restriction,
 )
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerShuffles:
-    """Have shuffles run through the runtime, those included that clients without it ask for.
+    """Run shuffles through the runtime, also those of clients without it.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ class SchedulerShuffles:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: SchedulerServer,
         settings: Settings,
         metrics: Metrics,
         placement: Callable[[], SchedulerPlacement | None],

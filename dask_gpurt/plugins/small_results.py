@@ -6,7 +6,8 @@ which nothing else happens. The scheduler can know them. A worker tells with the
 attempt has succeeded, and the result of a barrier is the number of its run. So they are sent to the workers
 that need them, right before the tasks that do.
 
-What is sent counts as a replica from then on, as if it had been fetched: it is released with the task.
+A result that was sent counts as a replica from then on, as if it had been fetched: it is released with the
+task.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from distributed.protocol.serialize import ToPickle
 from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.dask_hooks.scheduler import require_replicas
 from dask_gpurt.dask_hooks.shuffle import id_from_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.transferred import Transferred
@@ -39,7 +41,7 @@ class SmallResults:
         The workers that have the runtime.
     """
 
-    def __init__(self, scheduler: Any, ready: Collection[str], metrics: Metrics):
+    def __init__(self, scheduler: SchedulerServer, ready: Collection[str], metrics: Metrics):
         self._scheduler = scheduler
         self._extension = scheduler.extensions["shuffle"]
         self._ready = ready
@@ -56,7 +58,7 @@ class SmallResults:
         self._send_for = {"processing": self._send_transfers, "memory": self._send_barrier}
 
     def uninstall(self) -> None:
-        """Have workers fetch them again."""
+        """Let workers fetch these results again."""
         self._send_for = {}
 
     def transition(self, key: Key, finish: str) -> None:

@@ -1,14 +1,14 @@
 """Switch on and off as transactions: one at a time, on all workers, and ending in one of two states.
 
-Who comes in the middle waits for the outcome, also for its failure. Of workers that come in the middle,
-each asks before it switches on (:data:`JOIN`), since it may have been handed the plugin a moment before it
-was taken back::
+A caller that comes in the middle waits for the outcome, and gets its failure too. A worker that joins in the
+middle asks before it switches on (:data:`JOIN`), since it may have received the plugin a moment before that
+was removed again::
 
     a worker registers, the scheduler's answer with the plugin is on its way
     the scheduler switches off: it tells the worker, which has no such plugin yet
     the answer arrives, and the worker asks  ->  no: it stays off
 
-When it is told yes, its plugin is known to it already, so that it is told of every later switching off.
+If the answer is yes, the worker has registered the plugin already, so it hears of every later switching off.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SwitchAction = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Layer(IntEnum):
-    """The order in which parts of a worker that wrap one method are called: the highest layer first.
+    """Order the parts of a worker that wrap one method: the highest layer is called first.
 
     ``execute`` is called through ``READS``, which counts a task until there is room for its result; then
     through ``DATA``, which waits until a task has room and its inputs are live; then through ``OVERLAP``,
@@ -86,7 +86,7 @@ class Switch:
 
     @property
     def is_on(self) -> bool:
-        """Tell whether it is on, and nothing is under way."""
+        """Return whether it is on, and nothing is under way."""
         return self._off is None and self._on.done() and self._on.exception() is None
 
     async def settled(self) -> bool:
@@ -99,7 +99,7 @@ class Switch:
 
 
 class Workers:
-    """The plugin on all workers of a scheduler, those included that come and go meanwhile.
+    """Keep the plugin on all workers of a scheduler, those included that come and go meanwhile.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ class Workers:
 
 
 class _WithoutTraceback(logging.Filter):
-    """Drop what Dask logs of errors that are told otherwise, with a traceback from each worker.
+    """Drop Dask's log records of errors that are reported elsewhere, with a traceback from each worker.
 
     A wrong setting is raised by whatever call switches on, and logged in a line where there is none. Dask
     also has workers remove the plugin that have none, or none any more.
@@ -267,7 +267,7 @@ _without_traceback = _WithoutTraceback()
 
 
 def spare_tracebacks() -> None:
-    """Keep tracebacks of what is told otherwise out of Dask's logs; again does nothing."""
+    """Keep tracebacks of errors that are reported elsewhere out of Dask's logs; may be called again."""
     for name in ("distributed.worker", "distributed.core"):
         logging.getLogger(name).addFilter(_without_traceback)
 

@@ -90,7 +90,7 @@ class WorkerTracing:
         self._offload = offload
         self._recorder = Recorder(metrics)
         self._patches = PatchSet()
-        #: What the clock of Dask's times shows when that of events shows 0.
+        #: The time on the clock of Dask's times at which the clock of events shows 0.
         self._epoch = 0.0
         #: The last transfer that was recorded.
         self._transfer: Any = None
@@ -129,13 +129,14 @@ class WorkerTracing:
         if timed["action"] == "compute":
             thread = self._worker.threads.get(key, 0)
             recording.see(thread)
-            # What Dask says of its begin has been moved by what a heartbeat has shown of the clocks, which is
-            # off by as much as heartbeats are under way. That it was handed over to its thread was not moved.
+            # Dask has corrected the begin of the task by the difference of clocks from a heartbeat, which is
+            # off by as much as heartbeats are under way. The time of its hand-over to its thread is not
+            # corrected.
             began, seconds = task.start_time - self._epoch, timed["stop"] - timed["start"]
             recording.add(Event(Kind.SPAN, TASK, began, seconds, thread, str(key), {}))
 
     def fetched(self) -> None:
-        """Record the transfer that has just brought an input, as Dask has timed it; again does nothing."""
+        """Record the transfer that has just brought an input, once, as Dask has timed it."""
         recording, timed = self._metrics.recording, next(reversed(self._worker.transfer_incoming_log), None)
         if recording is None or timed is None or timed is self._transfer:
             return

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dask_gpurt.dask_hooks.shuffle import acquired
 from dask_gpurt.observe.waiting import queued
 
 
@@ -23,7 +22,10 @@ def waiting(plugin: Any) -> dict[str, Any]:
         "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
         "moving": lambda: list(map(str, plugin.tiers.tiered_buffer.moving())),
         "exchange": lambda: queued(plugin.exchange.executor),
-        "pulls": lambda: {"under way": plugin.exchange._pulls, "bytes": acquired(plugin.exchange._limiter)},
+        "pulls": lambda: {
+            "under way": plugin.exchange.puller.under_way,
+            "bytes": plugin.exchange.puller.nbytes,
+        },
         "shards": lambda: _shards(plugin.exchange),
         "published": lambda: _published(plugin.exchange.pools),
         "counters": lambda: plugin.metrics.snapshot(),
@@ -37,6 +39,11 @@ def _described(part: Callable[[], Any]) -> Any:
     # A part that is not set up yet, or gone already: the others are told of all the same.
     except Exception as error:
         return f"not known: {error!r}"
+
+
+def _pulls(puller: Any) -> dict[str, int]:
+    """Return how many shards are being pulled, and how many bytes."""
+    return {"under way": puller.under_way, "bytes": puller.nbytes}
 
 
 def _shards(exchange: Any) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Put the tiered buffer in the place of a worker's ``data``, so that no move is made on the event loop.
+"""Replace a worker's ``data`` with the tiered buffer, and keep moves off the event loop.
 
 Three of the worker's coroutines get a wrapper on the instance: inputs are made live, and
 room for results is made, on threads of the tiers, before Dask's own code goes on. Of ``execute`` this is the
@@ -72,7 +72,7 @@ class WorkerData:
         self._patches = PatchSet(Layer.DATA)
 
     def install(self) -> None:
-        """Take the worker's data over. On the event loop, so that nothing sees it half done."""
+        """Take over the worker's data, on the event loop: no other code sees an intermediate state."""
         worker = self.worker
         self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
         wrap_data_access(
@@ -107,7 +107,7 @@ class WorkerData:
         replace_data(self.worker, self._before)
 
     async def _give_back(self, key: Key) -> None:
-        """Put a key into the worker's own mapping; only what can not be read is lost."""
+        """Put a key into the worker's own mapping; a value that can not be read is lost."""
         try:
             self._before.update(await self._copies([key]))
         except Exception as error:
@@ -182,7 +182,7 @@ class WorkerData:
         return await gather() if event is None else event
 
     def waiting(self) -> dict[str, Any]:
-        """Tell what waits for room, and whether the worker is held back, as plain values."""
+        """Describe the requests that wait for room, and whether the worker is held back, as plain values."""
         return {**self._runner.admission.waiting(), "held back": self._dependents_first.holds}
 
     async def get_data(

@@ -10,7 +10,7 @@ not at all, and an attempt may end in the middle, its task to be run again elsew
 - the barrier seals the run with the attempts that have succeeded. From then on nothing changes, and what
   is missing is told.
 
-What is missing is transferred again: no row is lost without a word. docs/design/exactly-once.md
+Missing parts are transferred again: no row is lost silently. docs/design/exactly-once.md
 has the whole protocol.
 """
 
@@ -51,7 +51,7 @@ class Input(Generic[T]):
 
 
 class Inputs(Generic[T]):
-    """The input partitions of a run, as the owner of a share knows them. Not thread-safe."""
+    """Track the input partitions of a run, as the owner of a share knows them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, Input[T]] = {}
@@ -59,7 +59,7 @@ class Inputs(Generic[T]):
         self._sealed: Mapping[int, Attempt] | None = None
 
     def classify(self, source: int, attempt: Attempt, part: int) -> Offered:
-        """Tell what an offered part is, without a change."""
+        """Classify an offered part, without a change."""
         known = self._inputs.get(source)
         if self._sealed is not None and self._sealed.get(source) != attempt:
             return Offered.STALE
@@ -97,8 +97,8 @@ class Inputs(Generic[T]):
     def lose(self, source: int, attempt: Attempt) -> list[T]:
         """Note that a part of an attempt can not be had: only a later one counts. Return the other parts.
 
-        What has been let go of is never taken again, should it be offered once more: its producer may reuse
-        the block as soon as it hears of the first.
+        A shard that was released is never taken again, even if it is offered once more: its producer may
+        reuse the block as soon as the first release arrives.
         """
         known = self._inputs.get(source)
         if known is not None and known.attempt > attempt:

@@ -1,9 +1,9 @@
 """Join the two sides of an output; one side in pieces where there is no memory for all of it at once.
 
-What a join makes of a row of its probe side depends on that row and on the other side alone. So the probe
-side can be cut into pieces, and what is made of them, one behind the other, is what is made of the whole:
-pandas keeps the order of that side, and cudf promises none. A join that also keeps the rows of the *other*
-side without a match is not the sum of such pieces, and is not split.
+The output rows for a row of the probe side depend only on that row and on the other side. So the probe side
+can be cut into pieces, and their results, concatenated, are the result of the whole: pandas keeps the order
+of that side, and cudf promises none. A join that also keeps the rows of the *other* side without a match is
+not the sum of such pieces, and is not split.
 """
 
 from __future__ import annotations
@@ -91,10 +91,22 @@ def with_categories_of(other: Any, side: Any) -> Any:
     """
     if len(side) or not len(other) or not side.ndim == other.ndim == 2:
         return side
-    for name in set(side.columns) & set(other.columns):
-        dtype = other.dtypes[name]
-        if _is_categorical(dtype) and _is_categorical(side.dtypes[name]):
-            side = side.astype({name: dtype})
+    shared = [
+        name
+        for name in side.columns
+        if name in other.columns
+        and _is_categorical(side.dtypes[name])
+        and _is_categorical(other.dtypes[name])
+    ]
+    if not shared:
+        return side
+    side = side.copy(deep=False)
+    for name in shared:
+        # Not by a cast: cudf's makes `ordered` False where it was None, and columns that differ in it do
+        # not join there.
+        empty = other[name].iloc[:0]
+        empty.index = side.index
+        side[name] = empty
     return side
 
 
@@ -144,7 +156,7 @@ def join_in_pieces(
 
 
 def _put_together(pieces: list[Any]) -> Any:
-    """Return frames one behind the other, their rows numbered anew."""
+    """Return the concatenated frames, with new row numbers."""
     rows = concat(pieces, ignore_index=True)
     # Where there are categories, Dask's function keeps the old numbers.
     rows.reset_index(drop=True, inplace=True)

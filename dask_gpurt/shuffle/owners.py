@@ -1,9 +1,9 @@
 """Assign outputs to the workers that put them together, also while a run goes on. Pure.
 
 The outputs of a run are dealt out in *shares*. Producers cut one shard of each input for a share, and its
-owner keeps account of what it has received for it. A share is never given to another worker: outputs that
-need another owner, or that have to be received once more, are moved to new shares, and whatever is still on
-its way for the old ones is refused by its number.
+owner keeps account of the shards that it has received for it. A share is never given to another worker:
+outputs that need another owner, or that have to be received once more, are moved to new shares. Messages that
+are still on their way for old shares are refused by their numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Share:
-    """Outputs that one worker receives together.
+    """List outputs that one worker receives together.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Share:
 
 
 class Owners(dict[int, str]):
-    """The address of the owner of each output, in the place of the plain dict of Dask's runs.
+    """Map each output to the address of its owner, in the place of the plain dict of Dask's runs.
 
     The scheduler changes it; workers get copies, of which a greater epoch is newer.
 

@@ -87,7 +87,7 @@ class Receiver:
     # ---- shares ----------------------------------------------------------------------
 
     def renew(self, owners: Owners) -> list[IncomingShard]:
-        """Take new shares, and let go of what is not ours any more; returns the incoming shards of that."""
+        """Take new shares, and drop those that others own now; return the incoming shards of these."""
         mine = {id_: share for id_, share in owners.shares.items() if share.owner == self.exchange.me.address}
         with self._lock:
             finished: list[IncomingShard] = []
@@ -103,7 +103,7 @@ class Receiver:
         return finished
 
     def _keep(self, id_: int, share: Share | None) -> list[IncomingShard]:
-        """Keep what is still in a share; returns the shards that are needed no more. Under the lock."""
+        """Keep what is still in a share; returns the shards that are no longer needed. Under the lock."""
         received = self._shares[id_]
         kept = () if share is None else share.outputs
         finished = []
@@ -116,7 +116,7 @@ class Receiver:
         return finished
 
     def _finish(self, received: _Received, output: int) -> list[IncomingShard]:
-        """Forget an output; returns the incoming shards that are needed no more. Under the lock."""
+        """Forget an output; returns the incoming shards that are no longer needed. Under the lock."""
         finished = []
         for incoming in received.outputs.pop(output, ()):
             self._unread[incoming] -= 1
@@ -128,7 +128,7 @@ class Receiver:
     # ---- offers ----------------------------------------------------------------------
 
     async def receive(self, offers: Iterable[Shard | Commit]) -> None:
-        """Take what a producer offers; what is known or stale changes nothing.
+        """Take the offers of a producer; known and stale ones change nothing.
 
         Raises
         ------
@@ -225,7 +225,7 @@ class Receiver:
     # ---- outputs ---------------------------------------------------------------------
 
     def assemble(self, partition: int, key: Key) -> Any:
-        """Put an output together, of what each input has of it, in their order.
+        """Assemble an output from the rows that each input has for it, in the order of inputs.
 
         Parameters
         ----------
@@ -277,7 +277,7 @@ class Receiver:
         return self.spec.assembler(self.exchange)
 
     def task_done(self, key: Key) -> list[IncomingShard]:
-        """Note that a task is in memory; returns the incoming shards that are needed no more."""
+        """Note that a task is in memory; returns the incoming shards that are no longer needed."""
         if key not in self._readers:  # as almost every task; only the tasks of this run ever add themselves
             return []
         with self._lock:
@@ -294,7 +294,7 @@ class Receiver:
             return not any(received.outputs for received in self._shares.values())
 
     def close(self) -> None:
-        """Let everything go. Blocks while something is being read."""
+        """Release all shards. Blocks while one of them is being read."""
         with self._lock:
             self._closed = True
             incoming_shards = list(self._unread)

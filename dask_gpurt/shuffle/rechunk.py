@@ -18,7 +18,7 @@ from dask_gpurt.shuffle.spec import RunSpec, Tables
 
 @dataclass(frozen=True)
 class RechunkSpec(RunSpec):
-    """A rechunk of an array, or of a part of one whose new chunks need no others of the old ones.
+    """Describe a rechunk of an array, or of a part whose new chunks need no other old ones.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ def _plan(old: Chunks, new: Chunks) -> Plan:
 
 @dataclass(frozen=True)
 class ChunkInput:
-    """An old chunk of a rechunk."""
+    """Cut an old chunk of a rechunk."""
 
     packer: ChunkTable
     data: Any

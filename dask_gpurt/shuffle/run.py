@@ -4,7 +4,7 @@ Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messa
 them; the methods here are the ones that it calls. ``add_partition`` and
 ``get_output_partition`` run on the threads of tasks, everything else on the event loop.
 
-What goes from worker to worker, and why each row counts once, is in docs/design/exactly-once.md.
+docs/design/exactly-once.md has the messages from worker to worker, and the reason why each row counts once.
 """
 
 from __future__ import annotations
@@ -15,19 +15,30 @@ import logging
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 from dask.context import thread_state
 from dask.typing import Key
-from distributed.core import ErrorMessage, OKMessage, clean_exception, error_message
+from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing
-from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
+from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
+from dask_gpurt.shuffle.messages import (
+    GONE,
+    Message,
+    Retire,
+    RunInterrupted,
+    Seal,
+    Stale,
+    error_of,
+)
+from dask_gpurt.shuffle.offers import Offers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
 from dask_gpurt.shuffle.sender import Sender
@@ -36,46 +47,12 @@ from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 
 logger = logging.getLogger(__name__)
 
-
-class Seal(NamedTuple):
-    """Ask a worker to deliver what it still has to offer, then to close its lists of shards.
-
-    Attributes
-    ----------
-    succeeded
-        The attempt that counts at each input.
-    """
-
-    succeeded: Mapping[int, Attempt]
-
-
-class Retire(NamedTuple):
-    """Ask an owner to let go of shares that have been given to others."""
-
-    shares: frozenset[int]
-
-
-#: Messages from worker to worker.
-Message = list[Shard | Commit] | Seal | Retire
-#: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
-GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
 #: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
 #: Notes of barriers to the scheduler, on the stream of their worker.
 SEALED = "gpurt-sealed"
 #: Messages of the scheduler to workers as owners change.
 RENEW = "gpurt-renew"
-
-
-class RunInterrupted(ShuffleClosedError, Reschedule):
-    """Tell the tasks of a run that begins again that they are to be scheduled again.
-
-    Dask's transfer and unpack tasks take a ShuffleClosedError for that, its barrier task only a Reschedule.
-    """
-
-
-class Stale(Exception):
-    """The barrier was begun with other owners than there are now."""
 
 
 class ShuffleRun:
@@ -97,7 +74,7 @@ class ShuffleRun:
         run_id: int,
         span_id: str | None,
         owners: Owners,
-        worker: Any,
+        worker: WorkerServer,
         exchange: Exchange,
     ):
         self.id = spec.id
@@ -119,9 +96,7 @@ class ShuffleRun:
             spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed, self._progress
         )
         self._disk_before = exchange.disk_traffic()
-        #: Offers on their way, by owner: one message at a time, with all that has come up.
-        self._outgoing: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
-        self._senders: dict[str, asyncio.Task[None]] = {}
+        self._offers = Offers(self._deliver, self._unreachable, self._keeps, self.fail)
         #: Shares that their owners have been asked to let go of.
         self._retiring: set[int] = set()
         exchange.metrics.add("shuffle.runs")
@@ -180,19 +155,18 @@ class ShuffleRun:
         call_soon(self._worker, self._let_go)
 
     async def _let_go(self) -> None:
-        """Let go of everything that has been received."""
+        """Release all shards that have been received."""
         with contextlib.suppress(ExchangeClosed):  # which lets go of all
             await self._exchange.offload(self._receiver.close)
 
     async def close(self) -> None:
-        """Give back what the run holds, here and in the pools of others."""
+        """Release all that the run holds, here and in the pools of peers."""
         if self.closed:
             return
         self.closed = True
         self._exchange.run_published(self._key)
         self._exchange.pools.wake()
-        for sender in self._senders.values():
-            sender.cancel()
+        self._offers.cancel()
         with contextlib.suppress(ExchangeClosed):  # then all is released already
             try:
                 await self._exchange.offload(self._receiver.close)
@@ -248,7 +222,7 @@ class ShuffleRun:
             self.fail(error)
 
     def _retire_all(self) -> None:
-        """Have what was published for shares that are nothing to their owners any more not wait for them."""
+        """Retire published shares that have other owners now: their blocks must not wait for the old ones."""
         retired = defaultdict[str, set[int]](set)
         for share, owner in self._exchange.pools.shares(self._key).items():
             if share not in self._owners.shares and share not in self._retiring:
@@ -258,7 +232,7 @@ class ShuffleRun:
             call_soon(self._worker, self._retire, owner, frozenset(shares))
 
     async def _retire(self, owner: str, shares: frozenset[int]) -> None:
-        """Have an owner let go of shares that are not its own any more, also of what it never heard of."""
+        """Ask an owner to let go of shares that it no longer owns, also if it never heard of them."""
         try:
             while self.is_open:
                 try:
@@ -283,7 +257,7 @@ class ShuffleRun:
         self.renew(reply["owners"])
 
     async def _recover(self, reason: str, **what: Any) -> None:
-        """Have the scheduler mend what is broken, unless it has changed owners since."""
+        """Ask the scheduler to recover from a loss, unless it has changed owners since."""
         logger.warning("%s: %s", self, reason)
         epoch = self._owners.epoch
         try:
@@ -328,13 +302,13 @@ class ShuffleRun:
         self.raise_if_closed()
         source = self._spec.source_of(partition_id)
         # The scheduler counts the times that it sends a task to a worker.
-        task = self._worker.state.tasks.get(getattr(thread_state, "key", None))
+        key: Key = getattr(thread_state, "key", "")
+        task = self._worker.state.tasks.get(key)
         try:
             attempt = self._sender.add(data, source, -1 if task is None else int(task.run_id))
         except Exception:
             self.raise_if_closed()  # what has ended the run meanwhile says more
             raise
-        key = getattr(thread_state, "key", "")
         result = Transferred(self.run_id, source, attempt, key, self._worker.address)
         if task is not None:
             result.note(task.metadata)
@@ -349,29 +323,18 @@ class ShuffleRun:
             note_sizes(metadata, result, sizes)
 
     def _offer(self, owner: str, offer: Shard | Commit) -> None:
-        self._worker.loop.add_callback(self._enqueue, owner, offer)
+        self._worker.loop.add_callback(self._offers.add, owner, offer)
 
-    def _enqueue(self, owner: str, offer: Shard | Commit) -> None:
-        self._outgoing[owner].append(offer)
-        sender = self._senders.get(owner)
-        if sender is None or sender.done():
-            self._senders[owner] = asyncio.create_task(self._send(owner))
+    def _keeps(self, share: int) -> bool:
+        """Return whether a share has not been given to others."""
+        return share in self._owners.shares
 
-    async def _send(self, owner: str) -> None:
-        try:
-            while offers := self._outgoing.pop(owner, None):
-                try:
-                    await self._deliver(owner, offers)
-                except GONE as error:
-                    self.raise_if_closed()
-                    await self._recover(str(error), unreachable=owner)
-                    # `renew` offers the new owners what they have been given. The rest is still for this one.
-                    kept = [offer for offer in offers if offer.share in self._owners.shares]
-                    self._outgoing[owner][:0] = kept
-                    self._retire_all()
-                    self.raise_if_closed()
-        except Exception as error:  # kept for everything that waits in this run
-            self.fail(error)
+    async def _unreachable(self, owner: str, error: Exception) -> None:
+        """Let others have the outputs of an owner that can not be reached; raise what has ended the run."""
+        self.raise_if_closed()
+        await self._recover(str(error), unreachable=owner)
+        self._retire_all()
+        self.raise_if_closed()
 
     async def _deliver(self, owner: str, message: Message) -> list[int]:
         """Send a message to an owner; returns the inputs that it misses, if that was a seal.
@@ -389,8 +352,7 @@ class ShuffleRun:
             shuffle_id=self.id,
             run_id=self.run_id,
         )
-        if reply["status"] != "OK":
-            error = _exception_of(cast(ErrorMessage, reply))
+        if (error := error_of(reply)) is not None:
             if not isinstance(error, GONE) and await self._exchange.calls.is_closing(owner):
                 raise PeerLost(f"worker {owner} closes ({error})") from error
             raise error
@@ -398,8 +360,7 @@ class ShuffleRun:
 
     async def _flush(self) -> None:
         """Deliver what is still on its way. At the barrier, on workers that have transferred inputs."""
-        while pending := [sender for sender in self._senders.values() if not sender.done()]:
-            await asyncio.wait(pending)
+        await self._offers.sent()
         self._exchange.run_published(self._key)
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
@@ -468,7 +429,7 @@ class ShuffleRun:
         for answer in answers:
             if isinstance(answer, Stale):
                 await self._catch_up()
-            # What a worker that has left, and owns nothing, did not deliver is missing.
+            # Inputs that were not delivered by a worker that has left, and owns nothing, are missing.
             if isinstance(answer, BaseException) and not isinstance(answer, GONE):
                 raise answer
         return missing
@@ -518,7 +479,7 @@ class ShuffleRun:
         except Exception:
             self.raise_if_closed()  # what was read of a run that had ended may have made no sense
             raise
-        # What was read of a run that had ended meanwhile may be anything.
+        # Data that were read after the run had ended may be anything.
         self.raise_if_closed()
         return assembled
 
@@ -538,12 +499,12 @@ class ShuffleRun:
             key=key,
             worker=owner,
         )
-        if reply["status"] != "OK":
-            raise _exception_of(reply)
+        if (error := error_of(reply)) is not None:
+            raise error
         raise Reschedule()
 
     async def _begin_again(self, reason: str) -> None:
-        """Have the scheduler begin a new run, unless it has done so."""
+        """Ask the scheduler to begin a new run, unless it has done so."""
         logger.warning("%s begins again: %s", self, reason)
         while not self.closed:
             try:
@@ -561,18 +522,12 @@ class ShuffleRun:
                 return
 
     def task_done(self, key: Key) -> None:
-        """Let the shards of a task go that has read outputs and is in memory."""
+        """Release the shards of a task that has read outputs and is in memory."""
         if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
             self._note_what_is_left()
 
     def _note_what_is_left(self) -> None:
-        """Have what this worker retains make room for other runs while it has no output to read."""
+        """Let retained blocks make room for other runs while this worker has no output to read."""
         if not self.closed:
             self._exchange.run_is_read(self._key, self._receiver.is_read)
-
-
-def _exception_of(reply: ErrorMessage) -> Exception:
-    _, exception, _ = clean_exception(**reply)
-    assert isinstance(exception, Exception)
-    return exception

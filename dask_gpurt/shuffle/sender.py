@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class _Published:
-    """An attempt that has ended well.
+    """Keep an attempt that has ended well.
 
     Attributes
     ----------

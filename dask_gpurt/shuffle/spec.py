@@ -3,7 +3,7 @@
 Runs, their ids, their restart and their owners are managed by the machinery of Dask's p2p
 shuffles on the scheduler and the workers; a spec of ours makes it work with our runs.
 
-What is shuffled is a spec's own matter: :class:`ShuffleSpec` is for the rows of dataframes, and
+Each kind of data has a spec: :class:`ShuffleSpec` is for the rows of dataframes, and
 :class:`~dask_gpurt.shuffle.rechunk.RechunkSpec` for the chunks of arrays. Runs number inputs and outputs.
 """
 
@@ -46,7 +46,7 @@ class Tables(Protocol):
 
 
 class Input(Protocol):
-    """An input partition that is about to be cut."""
+    """Cut an input partition."""
 
     @property
     def packer(self) -> Packer:
@@ -161,7 +161,7 @@ class RunSpec(DaskShuffleSpec[int]):
 
 @dataclass(frozen=True)
 class ShuffleSpec(RunSpec):
-    """A shuffle of dataframes by a column that holds output partitions.
+    """Describe a shuffle of dataframes by a column that holds output partitions.
 
     Attributes
     ----------
@@ -265,7 +265,7 @@ class ShuffleSpec(RunSpec):
 
 @dataclass(frozen=True)
 class FrameInput:
-    """An input partition of a shuffle.
+    """Cut an input partition of a shuffle.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Tell which attempt at an input has succeeded: the result of a transfer, and its notes for the scheduler."""
+"""Describe the successful attempt at an input: the result of a transfer, and its notes for the scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = "gpurt-output-sizes"
 
 
 class Transferred(int):
-    """The result of a transfer task: the id of its run, and which attempt at which input has succeeded.
+    """Hold the result of a transfer task: the id of its run, and the attempt that succeeded at which input.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ class Stuck(RuntimeError):
 
 
 class Name(str):
-    """A key or an address that hashes alike in every process.
+    """Hash a key or an address alike in every process.
 
     Dask breaks ties by the order of sets of tasks and workers. For ordinary strings that differs from process
     to process.

@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Workers and the links between them.
+    """Describe workers and the links between them.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def _mixed(workers: int) -> Cluster:
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of cluster, which can have any size."""
+    """Describe a kind of cluster, which can have any size."""
 
     build: Callable[[int], Cluster]
     workers: int

@@ -32,7 +32,7 @@ class Port:
 
 
 class Transfer:
-    """Bytes on their way from one worker to another."""
+    """Track bytes on their way from one worker to another."""
 
     __slots__ = (
         "bandwidth", "done", "due", "ended", "link", "lost", "nbytes", "ports", "rate", "remaining", "since",

@@ -41,7 +41,7 @@ class VirtualHeadroom:
         return self._reported[worker]
 
     def has_reported(self, worker: str) -> bool:
-        """Tell whether a worker has reported its memory: all have."""
+        """Return whether a worker has reported its memory: all have."""
         return True
 
     def tier(self, worker: str, key: Key) -> Tier:
@@ -100,7 +100,7 @@ class _Events(SchedulerPlugin):
 
 
 class _TimedPlacement(Placement):
-    """Placement that may be bound and unbound while the decisions of a simulation are measured."""
+    """Bind and unbind placement while the decisions of a simulation are measured."""
 
     def __init__(self, simulation: Simulation, topology: Topology, headroom: VirtualHeadroom):
         super().__init__(simulation.scheduler, topology, headroom, simulation.metrics)
@@ -146,7 +146,7 @@ def bind_placement(simulation: Simulation, *, always: bool = True) -> None:
 
 
 class Mode(NamedTuple):
-    """A placement, and the workers that it is used with.
+    """Name a placement, and the workers that it is used with.
 
     Parameters
     ----------

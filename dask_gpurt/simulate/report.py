@@ -38,7 +38,7 @@ COLOURS = {
 
 @dataclass
 class Trace:
-    """A record of tasks and transfers.
+    """Record tasks and transfers.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of one simulation.
+    """Hold the figures of one simulation.
 
     Attributes
     ----------

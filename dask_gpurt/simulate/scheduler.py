@@ -69,7 +69,7 @@ def _stand_in(**attributes: Any) -> Any:
 
 
 class VirtualScheduler(Scheduler):
-    """A ``Scheduler`` without server: only its state is made, and messages arrive in virtual time.
+    """Run a ``Scheduler`` without server: only its state is made, and messages arrive in virtual time.
 
     Messages are handled one after the other.
 

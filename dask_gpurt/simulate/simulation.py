@@ -34,7 +34,7 @@ class WorkloadFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Leave:
-    """A worker leaves at a time, and takes its data along.
+    """Remove a worker at a time, with its data.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Join:
-    """A worker joins at a time, in virtual seconds."""
+    """Add a worker at a time, in virtual seconds."""
 
     when: float
     machine: Machine

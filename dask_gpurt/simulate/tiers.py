@@ -16,7 +16,7 @@ from dask_gpurt.topology import Link, Speed
 
 @dataclass(frozen=True)
 class Capacity:
-    """The capacity of each tier of a worker in bytes; the disk is unlimited.
+    """Limit each tier of a worker in bytes; the disk is unlimited.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Capacity:
 
 
 class Tiers(MutableMapping[Key, Any]):
-    """The data of a worker: a mapping of keys to their bytes, each in one tier.
+    """Map the keys of a worker to their bytes, each in one tier.
 
     New keys go to the live tier. When a tier is over its capacity, the least recently used keys go one tier
     down, as zict's buffers do on Dask's workers. Keys that a running task holds stay; bytes that neither go
@@ -140,7 +140,7 @@ class Tiers(MutableMapping[Key, Any]):
         return seconds + self._make_room()
 
     def fits(self, keys: Collection[Key], reserve: int) -> bool:
-        """Tell whether :meth:`hold` would keep the live tier within its capacity, if all else may go down."""
+        """Return whether :meth:`hold` would keep the live tier within capacity, if the rest is spilled."""
         available = self.capacity.live - self._reserved - reserve
         coming = sum(self[key] for key in keys if self._tier.get(key) not in (self.live, None))
         if self._used[self.live] + coming <= available:
@@ -211,7 +211,7 @@ class Tiers(MutableMapping[Key, Any]):
         return self._move(key, target)
 
     def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
-        """Return the least recently used keys of a tier that free so many bytes; held keys stay."""
+        """Return the least recently used keys of a tier that free this many bytes; held keys stay."""
         found: list[Key] = []
         for key, size in self._keys[tier].items():
             if nbytes <= 0:

@@ -11,7 +11,7 @@ from dask_gpurt.simulate.clock import Name
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A task.
+    """Describe a task.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def _do_nothing(*inputs: object) -> None:
 
 @dataclass(frozen=True)
 class Submission:
-    """A graph that a client submits when the one before has ended.
+    """Describe a graph that a client submits when the one before has ended.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Workload:
-    """Graphs that a client submits one after the other."""
+    """List graphs that a client submits one after the other."""
 
     name: str
     submissions: Sequence[Submission]

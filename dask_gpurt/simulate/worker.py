@@ -68,7 +68,7 @@ Request = tuple[Callable[[], bool], Callable[[], None]]
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds that Dask itself takes.
+    """Set the seconds that Dask itself takes.
 
     The defaults are of the order that Dask's documentation names: about a millisecond for a task.
     ``benchmarks.placement.simulator`` measures them.
@@ -96,7 +96,7 @@ class Overheads:
 
 
 class Environment(Protocol):
-    """The cluster as a worker sees it."""
+    """Show a worker the cluster."""
 
     clock: Clock
     network: Network
@@ -114,7 +114,7 @@ class Environment(Protocol):
 
 
 class _VirtualTask(TaskState):
-    """A task with a stable hash, so that the order of sets does not depend on addresses in memory."""
+    """Hash a task alike in every process: the order of sets must not depend on addresses in memory."""
 
     __slots__ = ("_order",)
 
@@ -127,7 +127,7 @@ class _VirtualTask(TaskState):
 
 
 class VirtualWorker:
-    """A worker of Dask's: its state machine decides, and what it asks for takes virtual time.
+    """Run a worker of Dask's: its state machine decides, and its instructions take virtual time.
 
     Parameters
     ----------
@@ -298,7 +298,7 @@ class VirtualWorker:
             source.send(self, asked, about)
 
     def busy_for(self, host: str) -> bool:
-        """Tell whether a peer on a host has to ask later; a peer on the same host has twice the limit."""
+        """Return whether a peer on a host has to ask later; a peer on the same host has twice the limit."""
         return self._outgoing >= self._outgoing_limit * (2 if host == self._host else 1)
 
     def send(self, target: VirtualWorker, asked: GatherDep, about: Mapping[str, Any]) -> None:
@@ -426,7 +426,7 @@ class TieredWorker(VirtualWorker):
             self._leave(ended)
 
     def busy_for(self, host: str) -> bool:
-        """Tell whether a peer has to ask later: also while a task waits for memory that is being sent."""
+        """Return whether a peer has to ask later: also while a task waits for memory that is being sent."""
         return self._admission.short or super().busy_for(host)
 
     def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:

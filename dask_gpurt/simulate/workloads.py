@@ -127,7 +127,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Scale:
-    """The size of a workload.
+    """Set the size of a workload.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Know the devices of a cluster, the links between them, and the speeds of these."""
+"""Model the devices of a cluster, the links between them, and their speeds."""
 
 from dask_gpurt.topology.links import SHIPPED, Link, Speed
 from dask_gpurt.topology.model import HostLinks, Place, Topology

@@ -1,6 +1,6 @@
 """Read and write a topology as a file, in JSON or YAML.
 
-A file that makes no sense is refused with the line and the reason.
+An invalid file is refused with the line and the reason.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Host:
 
     @property
     def rdma(self) -> bool:
-        """Tell whether there is a NIC for RDMA."""
+        """Return whether there is a NIC for RDMA."""
         return any(nic.rdma for nic in self.nics)
 
     def matrix(self) -> list[list[GpuLink]]:

@@ -56,7 +56,7 @@ class Speed:
             raise ValueError(f"a latency is a number of seconds of at least 0, not {self.latency}")
 
     def seconds(self, nbytes: float, transfers: int = 1) -> float:
-        """Return the seconds that transfers of so many bytes together take, one after the other."""
+        """Return the seconds that transfers of this many bytes together take, one after the other."""
         return transfers * self.latency + nbytes / self.bandwidth
 
 

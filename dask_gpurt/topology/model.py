@@ -119,7 +119,7 @@ class Topology:
             self._host_averages.pop((host, link), None)
 
     def described(self, host: str) -> bool:
-        """Tell whether the links of a host are known."""
+        """Return whether the links of a host are known."""
         return host in self._hosts
 
     def place(self, worker: str) -> Place | None:
@@ -196,7 +196,7 @@ class Topology:
         return (self._usual(link, place, place) if place else self._classes[link]).speed
 
     def seconds(self, source: str, target: str, nbytes: int, by_comms: bool = False) -> float:
-        """Return the seconds that so many bytes take from a worker to another."""
+        """Return the seconds that this many bytes take from a worker to another."""
         return self.way(source, target, by_comms)[1].seconds(nbytes)
 
     def connection_setup(self, link: Link, source: str, target: str) -> float:

@@ -291,8 +291,8 @@ for name in ("memfd_create", "sched_getaffinity", "pidfd_open"):
         delattr(os, name)
 import dask_gpurt
 from dask_gpurt import preload
-from dask_gpurt.dask_hooks import seams
-seams.sys = types.SimpleNamespace(platform={platform!r})
+from dask_gpurt.dask_hooks import support
+support.sys = types.SimpleNamespace(platform={platform!r})
 
 async def main():
     async with Scheduler(dashboard_address=":0", host="127.0.0.1", port=0) as scheduler:

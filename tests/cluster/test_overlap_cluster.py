@@ -93,7 +93,7 @@ def test_after_a_shuffle_nothing_is_in_flight(start: Starting) -> None:
 
     def flying(dask_worker: Any) -> tuple[int, int]:
         exchange = dask_worker.plugins["gpurt"].exchange
-        return len(exchange._publishing), exchange._pulls
+        return len(exchange._publishing), exchange.puller.under_way
 
     assert set(client.run(flying).values()) == {(0, 0)}
 

@@ -13,7 +13,7 @@ import pytest
 from dask.utils import key_split
 from distributed import wait
 
-from dask_gpurt.dask_hooks import seams
+from dask_gpurt.dask_hooks import Seam, SeamGroup
 from dask_gpurt.dask_hooks.worker import put_results
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.small_results import SmallResults
@@ -96,7 +96,7 @@ def test_without_notes_results_are_fetched() -> None:
 
 
 def test_a_dask_that_is_not_known_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = seams.SeamGroup("results", (seams.Seam("distributed.scheduler:Scheduler.no_such_method"),))
+    other = SeamGroup("results", (Seam("distributed.scheduler:Scheduler.no_such_method"),))
     monkeypatch.setattr("dask_gpurt.dask_hooks.scheduler.RESULTS", other)
     metrics = Metrics()
     scheduler: Any = SimpleNamespace(extensions={"shuffle": SimpleNamespace(active_shuffles={})})

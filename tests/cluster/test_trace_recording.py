@@ -79,7 +79,7 @@ async def test_an_asynchronous_client_takes_a_trace(client: Any, scheduler: Any,
 
 @on_cluster()
 async def test_a_trace_without_a_folder_does_not_begin(client: Any, scheduler: Any, *crew: Any) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         async with dask_gpurt.trace("/nonexistent/trace.json", client):
             raise AssertionError("it has begun")
 

@@ -29,7 +29,7 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt import config
-from dask_gpurt.exchange import Exchange, Shard, exchange
+from dask_gpurt.exchange import Exchange, Shard, requests
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
@@ -491,8 +491,8 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
     from dask_gpurt.exchange import calls as module
     from dask_gpurt.shuffle import run
 
-    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.PEER_RETRY_INTERVAL_S
-    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = exchange.PEER_RETRY_INTERVAL_S = 0.0
+    kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, requests.PEER_RETRY_INTERVAL_S
+    module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = requests.PEER_RETRY_INTERVAL_S = 0.0
     module.MAX_CALLS = calls
     kept_here = run.sync, run.LONGEST_PAUSE_S
     run.sync, run.LONGEST_PAUSE_S = _without_waiting, 0.001
@@ -500,7 +500,7 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
         yield
     finally:
         run.sync, run.LONGEST_PAUSE_S = kept_here
-        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, exchange.PEER_RETRY_INTERVAL_S = kept
+        module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, requests.PEER_RETRY_INTERVAL_S = kept
 
 
 _doing: set[asyncio.Future[Any]] = set()

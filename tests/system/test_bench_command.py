@@ -46,7 +46,7 @@ def test_on_a_cluster_that_runs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--scheduler", "tcp://127.0.0.1:1", "--workers", "2"], 2, "are of a cluster here"),
+        (["--scheduler", "tcp://127.0.0.1:1", "--workers", "2"], 2, "apply to a local cluster"),
         (["--scheduler", "tcp://127.0.0.1:1"], 1, "no scheduler answers"),
         (["--against", "gpurt"], 2, "'gpurt' is not one of 'p2p', 'tasks'"),
         (["--scale", "0"], 2, "0.0 is not in the range"),

@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 from dask._expr import SingletonExpr
 
+from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.expr import find_in_one_step
-from dask_gpurt.dask_hooks.seams import PLANNING, differences
+from dask_gpurt.dask_hooks.seams import PLANNING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import PlanningCache
 

@@ -9,7 +9,7 @@ from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.stealing import WorkStealing
 
 from dask_gpurt.dask_hooks import CHOICES, PARTS, Seam, State, differences, table
-from dask_gpurt.dask_hooks.seams import hash_of_body
+from dask_gpurt.dask_hooks.comparison import hash_of_body
 
 #: All that is known of Dask.
 SEAMS = [seam for part in PARTS for seam in part.seams]

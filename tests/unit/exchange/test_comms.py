@@ -15,6 +15,7 @@ from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import calls
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
+from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.shard import Peer, PeerLost
 from dask_gpurt.exchange.traffic import Traffic
@@ -63,17 +64,9 @@ class Worker:
 def comms_of(worker: Worker) -> Comms:
     nothing: Any = None  # fetching needs no pool
     metrics = Metrics()
-    return Comms(
-        Peer.begin(ME),
-        worker,
-        nothing,
-        Links(worker),
-        Traffic(),
-        metrics,
-        Calls(worker, metrics),
-        "auto",
-        at_once,
-    )
+    calls = Calls(worker, metrics)
+    end = Endpoint(Peer.begin(ME), worker, nothing, Links(worker), Traffic(), calls, metrics, at_once)
+    return Comms(end, "auto")
 
 
 async def at_once(function: Any, *args: Any) -> Any:

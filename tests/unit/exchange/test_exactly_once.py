@@ -306,9 +306,9 @@ class ExactlyOnce(RuleBasedStateMachine):
             assert process.outbox.pool.used == 0, "a block is held"
             assert not any(process.exchange._incoming.values()), "a shard is held"
             assert not process.landed.kept, "a pulled shard is held"
-            assert not process.exchange._released, "a release waits"
+            assert not process.exchange.requests._released, "a release waits"
             assert not process.exchange._receiving, "a run is not over"
-            assert process.exchange._limiter.empty
+            assert process.exchange.puller._limiter.empty
         assert not self.errors, self.errors
 
     def _until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:

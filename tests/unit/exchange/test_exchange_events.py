@@ -60,7 +60,7 @@ async def test_a_release_for_the_worker_before_at_an_address_frees_nothing() -> 
     used = new.outbox.pool.used
     assert used
     for number in range(10):
-        await cluster.network.processes[A].exchange._send_release(old, "host", [(number, 0)])
+        await cluster.network.processes[A].exchange.requests._send_release(old, "host", [(number, 0)])
     assert new.outbox.pool.used == used
     assert counted(new, "exchange.messages.stale") == 10
     cluster.close()
@@ -533,12 +533,12 @@ async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing
     called = never_answering(cluster, "gpurt_fetch", A)
     await cluster.transfer_all("a shuffle")
     await called.wait()
-    assert not b.exchange._limiter.empty
+    assert not b.exchange.puller._limiter.empty
     cluster.scheduler.end("a shuffle")
     await cluster.hear()
     while any(b.exchange._incoming.values()) or a.outbox.pool.used:
         await asyncio.sleep(0.01)
-    assert b.exchange._limiter.empty
+    assert b.exchange.puller._limiter.empty
     cluster.close()
 
 
@@ -788,9 +788,9 @@ async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it
         incoming.discard()
         raise OSError("a test")
 
-    b.exchange._pull_mapped = lets_go_and_fails  # type: ignore[method-assign]
+    b.exchange.puller._pull_mapped = lets_go_and_fails  # type: ignore[method-assign]
     assert incoming.start_moving()
-    await b.exchange._pull(incoming)
+    await b.exchange.puller._pull(incoming)
     assert where
     assert threading.get_ident() not in where
     cluster.close()

@@ -21,7 +21,7 @@ from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.ledger import RESERVATIONS
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.shuffle.run import RunInterrupted
+from dask_gpurt.shuffle.messages import RunInterrupted
 from tests.helpers.exchanges import Cluster, Process, in_process, intercept, quiet, spec_of
 from tests.helpers.tiered_buffers import new_tiered_buffer
 

@@ -19,7 +19,7 @@ from distributed.comm import CommClosedError
 from distributed.core import AsyncTaskGroup, Status
 
 from dask_gpurt import config
-from dask_gpurt.exchange import Exchange, Shard, exchange
+from dask_gpurt.exchange import Exchange, Shard, requests
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
@@ -235,7 +235,7 @@ def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> No
 
 
 def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PEER_RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(requests, "PEER_RETRY_INTERVAL_S", 0.0)
 
     async def test() -> None:
         pair = Pair("shared-memory", "comms")

@@ -30,7 +30,7 @@ def test_the_logger_of_a_module_has_its_name() -> None:
                 case ast.Assign(targets=[ast.Name(id="logger")], value=ast.Call(args=[named])):
                     found[str(path.relative_to(PACKAGE))] = ast.unparse(named)
     # Another package's logger is silenced, and what falls back is told by its room.
-    others = {"simulate/simulation.py", "observe/metrics.py"}
+    others = {"simulate/simulation.py", "observe/counting.py"}
     assert {path for path, named in found.items() if named != "__name__"} == others
     assert len(found) > 10
 

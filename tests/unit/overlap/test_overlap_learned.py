@@ -203,7 +203,7 @@ def test_the_command_finds_the_files_of_this_machine(
     monkeypatch.setattr("dask_gpurt.cli.overlap.cuda_missing", lambda: "cudf is not installed")
     (line,) = overlap().stdout.splitlines()
     assert line.startswith("there is no GPU here (cudf is not installed)")
-    assert "there is nothing to see" in line
+    assert "there is nothing to show" in line
     write(default_path(H200), H200, known)
     assert list(json.loads(overlap("--json").stdout)) == [str(default_path(H200))]
 

@@ -1,0 +1,153 @@
+"""Pull offered shards into the tiers of their owner, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from time import perf_counter
+from typing import Any
+
+from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
+from dask_gpurt.dask_hooks.worker import call_soon
+from dask_gpurt.device.base import CodecError
+from dask_gpurt.exchange.comms import Comms
+from dask_gpurt.exchange.endpoint import Endpoint
+from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
+from dask_gpurt.exchange.outgoing import COPIED
+from dask_gpurt.exchange.requests import PeerRequests
+from dask_gpurt.exchange.shard import ExchangeClosed
+from dask_gpurt.observe import Fallback
+
+#: One for all steps that are not recorded.
+_NOT_RECORDED = contextlib.nullcontext()
+
+
+class Puller:
+    """Pull shards: out of mapped pools on threads, or by Dask's comms.
+
+    Parameters
+    ----------
+    inflight
+        The most bytes that are pulled at a time; a shard that is larger is pulled alone.
+    changed
+        Called on the event loop whenever a pull begins or ends.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        inflight: int,
+        comms: Comms,
+        requests: PeerRequests,
+        changed: Callable[[], None],
+    ):
+        self._end = endpoint
+        self._limiter = ResourceLimiter(inflight)
+        self._comms = comms
+        self._requests = requests
+        self._changed = changed
+        #: Pulls that are under way.
+        self.under_way = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are being pulled."""
+        return acquired(self._limiter)
+
+    def pull_soon(self, incoming: IncomingShard) -> bool:
+        """Begin to pull a shard; False where it is under way, there or gone already."""
+        if begins := incoming.start_moving():
+            call_soon(self._end.worker, self._pull, incoming)
+        return begins
+
+    async def _pull(self, incoming: IncomingShard) -> None:
+        try:
+            await self._limiter.wait_for_available()
+            if incoming.state is not ShardState.GONE:
+                await self._pull_now(incoming)
+                return
+        except Exception as error:
+            if incoming.state is not ShardState.GONE:  # else it belongs to what is over, and nothing reads it
+                incoming.fail(error)
+        with contextlib.suppress(ExchangeClosed):  # which lets go of all
+            await self._end.offload(incoming.stop_moving)  # on a thread: it may wait for a device
+
+    async def _pull_now(self, incoming: IncomingShard) -> None:
+        nbytes = incoming.shard.nbytes
+        self._limiter.increase(nbytes)
+        self._end.metrics.peak("exchange.inflight.peak", self.nbytes)
+        try:
+            with self._pulling():
+                if incoming.path.mapping is None:
+                    await self._pull_fetched(incoming)
+                else:
+                    with self._end.metrics.seconds("exchange.seconds.pulling"):
+                        await self._end.offload(self._pull_mapped, incoming)
+        finally:
+            await self._limiter.decrease(nbytes)
+
+    async def _pull_fetched(self, incoming: IncomingShard) -> None:
+        began = perf_counter()
+        try:
+            reply = await self._comms.fetch(incoming)
+            self._record_fetch(incoming, began)
+            await self._end.offload(self._land_fetched, incoming, reply)
+        except CodecError as error:
+            self._end.metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
+            reply = await self._comms.fetch(incoming, by_host=True)
+            await self._end.offload(self._land_fetched, incoming, reply)
+
+    def _record_fetch(self, incoming: IncomingShard, began: float) -> None:
+        if (recording := self._end.metrics.recording) is not None:
+            shard = incoming.shard
+            recording.waited("fetch", began, bytes=shard.nbytes, producer=shard.producer.address)
+
+    def _pull_mapped(self, incoming: IncomingShard) -> None:
+        shard = incoming.shard
+        address = shard.producer.address
+        copy = self._end.traffic.timed(address, incoming.path.name, incoming.device.land, shard.nbytes)
+        try:
+            with self._recorded(incoming):
+                self._land(incoming, incoming.sources(), copy)
+        finally:
+            drop_pages([incoming])
+        self._end.metrics.add("exchange.pulled.bytes", incoming.shard.nbytes)
+
+    def _land_fetched(self, incoming: IncomingShard, reply: dict[str, Any]) -> None:
+        with self._recorded(incoming):
+            sources = self._comms.unpacked(incoming, reply)
+            self._land(incoming, sources, self._comms.bring(incoming.device, reply))
+        if staged := reply["staged"]:
+            assert incoming.path.staging is not None
+            for offset, section in zip(staged["offsets"], incoming.shard.sections, strict=True):
+                incoming.path.staging.drop_pages(offset, section.nbytes)
+            self._requests.release_soon(incoming.shard.producer, "host", staged["shard"], COPIED)
+
+    def _recorded(self, incoming: IncomingShard) -> AbstractContextManager[None]:
+        """Record the body as a pull, while a trace is taken."""
+        if (recording := self._end.metrics.recording) is None:
+            return _NOT_RECORDED
+        shard = incoming.shard
+        return recording.span(
+            "pull",
+            shard=shard.name,
+            bytes=shard.nbytes,
+            path=incoming.path.name,
+            producer=shard.producer.address,
+        )
+
+    def _land(
+        self, incoming: IncomingShard, sources: Sequence[Any], bring: Callable[[Sequence[Any]], list[Any]]
+    ) -> None:
+        incoming.land(lambda key: incoming.landing.put(key, incoming.shard, sources, incoming.device, bring))
+
+    @contextlib.contextmanager
+    def _pulling(self) -> Iterator[None]:
+        self.under_way += 1
+        self._changed()
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            self._changed()

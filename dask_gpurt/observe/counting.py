@@ -1,0 +1,142 @@
+"""Count the metrics and fallbacks of one process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from dask_gpurt.observe.fallbacks import Fallback
+from dask_gpurt.observe.metrics import METRICS, Kind, Metric, UnknownMetricError
+from dask_gpurt.observe.recording import MARKED, STEPS, Recording
+
+
+class Metrics:
+    """Count metrics and fallbacks of one process. Thread-safe.
+
+    Attributes
+    ----------
+    recording
+        Where steps, faults and fallbacks are recorded too, while a trace is taken; None else.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(int)
+        self._fallbacks: dict[str, dict[str, Any]] = {}
+        self.recording: Recording | None = None
+
+    def add(self, name: str, amount: float = 1, *labels: str) -> None:
+        """Add to a counter.
+
+        Parameters
+        ----------
+        name
+            As :data:`METRICS` has it: ``exchange.bytes.{path}``.
+        amount
+            In the unit of the metric.
+        labels
+            The value of each label, in the order of :attr:`Metric.all_labels`.
+
+        Raises
+        ------
+        UnknownMetricError
+            When the table has no such counter, or one with other labels.
+        """
+        _require(name, Kind.COUNTER, labels)
+        with self._lock:
+            self._values[name, labels] += amount
+        if (recording := self.recording) is not None and name in MARKED:
+            recording.mark(METRICS[name].filled(labels), amount=amount)
+
+    def peak(self, name: str, value: float, *labels: str) -> None:
+        """Keep the largest value seen of a gauge; parameters and errors as of :meth:`add`."""
+        _require(name, Kind.GAUGE, labels)
+        with self._lock:
+            self._values[name, labels] = max(self._values[name, labels], value)
+
+    @contextmanager
+    def seconds(self, name: str, subject: int | None = None) -> Iterator[None]:
+        """Add the time that the body takes to a counter of seconds, and record it as a step of this thread.
+
+        Parameters
+        ----------
+        subject
+            What the step is about, for the trace: see :data:`~dask_gpurt.observe.recording.STEPS`.
+        """
+        recording = self.recording  # one that begins meanwhile has not seen the begin
+        step = None if recording is None else STEPS.get(name)
+        if recording is not None and step is not None:
+            recording.enter(step.name)
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, perf_counter() - start)
+            if recording is not None and step is not None:
+                recording.leave(step.name, start, {} if subject is None else {step.subject: subject})
+
+    def fallback(self, what: Fallback, reason: str, *labels: str) -> None:
+        """Count that something was left to Dask, or done in a lesser way; log it the first time.
+
+        Parameters
+        ----------
+        what
+            The id of what was not done.
+        reason
+            Why, for people.
+        labels
+            The value of each label of the id.
+        """
+        filled, text = what.filled(*labels)
+        with self._lock:
+            known = self._fallbacks.setdefault(filled, {"text": text, "reason": reason, "count": 0})
+            known["count"] += 1
+            known["reason"] = reason
+            first = known["count"] == 1
+        if (recording := self.recording) is not None:
+            recording.mark("fallback", id=filled, reason=reason)
+        if first:
+            logger = logging.getLogger(f"dask_gpurt.{what.room}")
+            logger.warning("%s: %s (%s; logged once, `dask gpurt doctor` counts)", text, reason, filled)
+
+    def total(self, name: str) -> dict[tuple[str, ...], float]:
+        """Return the values of a metric by the values of its labels."""
+        with self._lock:
+            return {labels: value for (known, labels), value in self._values.items() if known == name}
+
+    def samples(self) -> list[tuple[Metric, tuple[str, ...], float]]:
+        """Return every metric that has a value, with the values of all its labels and its own."""
+        with self._lock:
+            values = list(self._values.items())
+        return [(METRICS[name], labels, value) for (name, labels), value in values]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return ``counters`` by filled name, and ``fallbacks`` by id, as plain values."""
+        counters: dict[str, float] = {}
+        for metric, labels, value in self.samples():
+            filled = metric.filled(labels)
+            counters[filled] = counters.get(filled, 0) + value
+        return {"counters": counters, "fallbacks": self.fallbacks()}
+
+    def fallbacks(self) -> dict[str, dict[str, Any]]:
+        """Return ``text``, ``reason`` and ``count`` of what fell back, by id."""
+        with self._lock:
+            return {id: dict(known) for id, known in self._fallbacks.items()}
+
+
+def _require(name: str, kind: Kind, labels: tuple[str, ...]) -> None:
+    metric = METRICS.get(name)
+    if metric is None:
+        raise UnknownMetricError(
+            f"{name!r} is not in the table of metrics, dask_gpurt.observe.metrics.METRICS"
+        )
+    if metric.kind is not kind or len(metric.all_labels) != len(labels):
+        raise UnknownMetricError(
+            f"{name!r} is a {metric.kind} with the labels {metric.all_labels}, "
+            f"and was given {labels} as a {kind}"
+        )

@@ -1,0 +1,160 @@
+"""Keep the results of the transfers and barriers of runs, for as long as an output may be needed again.
+
+Dask lets go of a result once the tasks that read it are done. The scheduler is told of a client that wants
+these results, one for each shuffle, so that a lost output can be received again without another transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dask.typing import Key
+from distributed.metrics import time
+
+from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.plugins.run_outputs import IDLE, is_unfinished
+from dask_gpurt.shuffle.spec import outputs_of
+
+
+class KeptResults:
+    """Keep results of runs on a scheduler, and end a run once none of its outputs is needed.
+
+    Parameters
+    ----------
+    scheduler
+        Dask's.
+    ended
+        Called with each shuffle that ends.
+    """
+
+    def __init__(self, scheduler: SchedulerServer, ended: Callable[[Any], None]):
+        self._scheduler = scheduler
+        self._ended = ended
+        #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if
+        #: that can be told.
+        self._kept: dict[Any, dict[Key, int | None]] = {}
+        #: Outputs that have been in memory since they were received.
+        self._read: dict[Any, set[int]] = {}
+        self._shuffles_of: dict[Key, set[Any]] = {}
+        self._pending: dict[Any, set[Key]] = {}
+        #: The workers that have transferred inputs, by task; None before.
+        self._producers: dict[Key, str | None] = {}
+
+    def __contains__(self, shuffle: object) -> bool:
+        return shuffle in self._kept
+
+    def outputs(self, shuffle: Any) -> Mapping[Key, int | None]:
+        """Return the tasks of the outputs of a shuffle that is kept, and the partition of each, if known."""
+        return self._kept.get(shuffle, {})
+
+    def read(self, shuffle: Any) -> set[int]:
+        """Return the outputs that have been in memory since they were received."""
+        return self._read[shuffle]
+
+    def unread(self, shuffle: Any, outputs: Iterable[int]) -> None:
+        """Note that outputs are received once more."""
+        self._read[shuffle].difference_update(outputs)
+
+    def producer(self, transfer: Key) -> str | None:
+        """Return the worker that has run a transfer task, if one has."""
+        return self._producers.get(transfer)
+
+    def begins(self, shuffle: Any) -> None:
+        """Take care of a run that begins."""
+        self._read[shuffle] = set()
+        self.keep(shuffle)
+
+    def forgotten(self, shuffle: Any) -> None:
+        """Forget a shuffle with its barrier."""
+        self._read.pop(shuffle, None)
+
+    def keep(self, shuffle: Any) -> None:
+        """Keep the results of the tasks of a run."""
+        barrier = self._barrier(shuffle)
+        self._forget(shuffle)
+        outputs = {task.key: output for task, output in outputs_of(barrier)}
+        # Where a part of what is made of outputs was lost, the other outputs are not needed,
+        # and stay so for as long as the collection is kept.
+        pending = {task.key for task in barrier.dependents if task.state not in IDLE}
+        self._kept[shuffle], self._pending[shuffle] = outputs, pending
+        for key in outputs:
+            self._shuffles_of.setdefault(key, set()).add(shuffle)
+        transfers = [task.key for task in barrier.dependencies]
+        self._producers |= dict.fromkeys(transfers)
+        # As Dask keeps published datasets.
+        self._scheduler.client_desires_keys([barrier.key, *transfers], _client(shuffle))
+
+    def transition(self, key: Key, finish: str, worker: str | None) -> None:
+        """Note what has become of a task; a run ends once none of its outputs is needed.
+
+        Parameters
+        ----------
+        worker
+            The one that has run it, if it is in memory now.
+        """
+        if finish == "memory" and key in self._producers:
+            self._producers[key] = worker
+        for shuffle in self._shuffles_of.get(key, ()):
+            pending = self._pending[shuffle]
+            if finish not in IDLE:
+                pending.add(key)
+                if finish == "memory" and (partition := self._kept[shuffle][key]) is not None:
+                    self._read[shuffle].add(partition)
+                continue
+            pending.discard(key)
+            if not pending:  # not within a transition: one of them may be about to be needed again
+                self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
+
+    def _end_unless_needed(self, shuffle: Any) -> None:
+        if shuffle not in self._kept or self._pending[shuffle]:
+            return
+        if self.is_done(shuffle):
+            self.end(shuffle)
+        else:  # a graph that came later needs others of its outputs
+            self.keep(shuffle)
+
+    def end(self, shuffle: Any) -> None:
+        """Keep nothing of a shuffle any more: Dask ends the run, if no output waits for it."""
+        self._ended(shuffle)
+        self._forget(shuffle)
+        if (client := self._scheduler.clients.get(_client(shuffle))) is not None:
+            keys = [task.key for task in client.wants_what]
+            for key in keys:
+                self._producers.pop(key, None)
+            self._scheduler.client_releases_keys(keys, client.client_key, f"gpurt-shuffle-ends-{time()}")
+            self._scheduler.clients.pop(client.client_key, None)
+
+    def _forget(self, shuffle: Any) -> None:
+        self._pending.pop(shuffle, None)
+        for key in self._kept.pop(shuffle, ()):
+            self._shuffles_of[key].discard(shuffle)
+            if not self._shuffles_of[key]:
+                del self._shuffles_of[key]
+
+    def restart(self) -> None:
+        """Forget all tasks, as the scheduler does."""
+        for shuffle in list(self._kept):
+            self._forget(shuffle)
+            self._scheduler.clients.pop(_client(shuffle), None)
+        self._producers.clear()
+        self._read.clear()
+
+    def end_all(self) -> None:
+        """Keep nothing of any shuffle."""
+        for shuffle in list(self._kept):
+            self.end(shuffle)
+        self._read.clear()
+
+    def is_done(self, shuffle: Any) -> bool:
+        """Return whether a shuffle has put all of its outputs together that are needed."""
+        return not any(map(is_unfinished, self._barrier(shuffle).dependents))
+
+    def _barrier(self, shuffle: Any) -> Any:
+        return self._scheduler.tasks[barrier_key(shuffle)]
+
+
+def _client(shuffle: Any) -> str:
+    """Return the name under which the scheduler keeps the results of a shuffle."""
+    return f"gpurt-shuffle-{shuffle}"

@@ -1,0 +1,69 @@
+"""Send offers of shards to their owners, one message at a time to each, with all that has come up by then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from dask_gpurt.exchange import Commit, Shard
+from dask_gpurt.shuffle.messages import GONE
+
+
+class Offers:
+    """Queue offers by owner, and deliver them. On the event loop.
+
+    Parameters
+    ----------
+    deliver
+        Sends a message to an owner; raises one of ``GONE`` where the owner can not be reached.
+    unreachable
+        Called with such an owner and the error, to give its outputs to others; raises when the run is over.
+    keeps
+        Returns whether a share still has its owner.
+    failed
+        Called with any other error.
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[str, list[Shard | Commit]], Awaitable[object]],
+        unreachable: Callable[[str, Exception], Awaitable[None]],
+        keeps: Callable[[int], bool],
+        failed: Callable[[Exception], None],
+    ):
+        self._deliver = deliver
+        self._unreachable = unreachable
+        self._keeps = keeps
+        self._failed = failed
+        self._queued: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
+        self._senders: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, owner: str, offer: Shard | Commit) -> None:
+        """Queue an offer, and begin to send where nothing is on its way to that owner."""
+        self._queued[owner].append(offer)
+        sender = self._senders.get(owner)
+        if sender is None or sender.done():
+            self._senders[owner] = asyncio.create_task(self._send(owner))
+
+    async def _send(self, owner: str) -> None:
+        try:
+            while offers := self._queued.pop(owner, None):
+                try:
+                    await self._deliver(owner, offers)
+                except GONE as error:
+                    await self._unreachable(owner, error)
+                    # The new owners of moved shares are offered these anew. The rest is still for this one.
+                    self._queued[owner][:0] = [offer for offer in offers if self._keeps(offer.share)]
+        except Exception as error:
+            self._failed(error)
+
+    async def sent(self) -> None:
+        """Wait until all offers have been delivered."""
+        while pending := [sender for sender in self._senders.values() if not sender.done()]:
+            await asyncio.wait(pending)
+
+    def cancel(self) -> None:
+        """Send nothing more."""
+        for sender in self._senders.values():
+            sender.cancel()
