@@ -199,7 +199,7 @@ what the scheduler knows from heartbeats: no worker is asked, but for the detail
 **Stability.** A field keeps its name, type and meaning as long as `api` is the same; fields may be added.
 `/gpurt/api/schema` has the [JSON Schema](https://json-schema.org) of all replies.
 
-**Access.** Whoever reaches the dashboard reaches this; it changes nothing. It has the prefix of the
+**Access.** A client that reaches the dashboard reaches this; it changes nothing. It has the prefix of the
 dashboard's pages, and comes and goes with the runtime. A scheduler whose setting
 `distributed.scheduler.http.routes` names `dask_gpurt.plugins.json_api` besides Dask's own modules has it from
 its start, and answers 503 while the runtime is off.

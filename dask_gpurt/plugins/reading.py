@@ -115,7 +115,7 @@ class WorkerReads:
         wrap_submit(self._patches, self._worker, lambda submit: partial(self._submit, submit))
 
     def uninstall(self) -> None:
-        """Hold nobody back any more. On the event loop; tasks that have begun end as they would have."""
+        """Hold no task back any more. On the event loop; tasks that have begun end as they would have."""
         self._patches.restore()
         self._undo.close()
         if self.turns is not None:

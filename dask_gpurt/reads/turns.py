@@ -9,8 +9,8 @@ Why nothing waits here for ever. Tasks may wait for each other (an Event, a Queu
     A reads aside; B begins, and waits for an Event that A sets after its read
     A has read, and asks for the turn that B has
 
-In Dask B would begin only after A has ended. So a turn is not worth waiting for where nobody makes use of it:
-when no thread that has one has used its processor for ``TURN_PATIENCE_S``, the first that waits goes on
+In Dask B would begin only after A has ended. So a turn is not worth waiting for where no thread makes use of
+it: when no thread that has one has used its processor for ``TURN_PATIENCE_S``, the first that waits goes on
 without. A thread that leaves the worker's pool (``secede``, ``worker_client``) has given up its turn.
 """
 
@@ -95,7 +95,7 @@ class Turns:
                 self.take()
 
     def close(self) -> None:
-        """Hold nobody back any more."""
+        """Hold no thread back any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -161,7 +161,7 @@ def with_runs(block: np.ndarray, kind: str) -> np.ndarray:
 
 
 def test_chunks_that_were_culled_are_received_when_they_are_asked_for(client: Client) -> None:
-    """Two graphs share a rechunk: the second one needs chunks that nobody wanted as the run began."""
+    """Two graphs share a rechunk: the second one needs chunks that were not wanted as the run began."""
     result = array().rechunk(COLUMNS, method="p2p")
     first = result[:, :18].persist()
     wait(first)

@@ -1,4 +1,4 @@
-"""Whoever waits in a shuffle waits for something that is watched: failures that were told to nobody."""
+"""Wait in shuffles only for something that is watched: failures that had gone unnoticed."""
 
 from __future__ import annotations
 
