@@ -199,8 +199,8 @@ class WorkerSpeeds:
     So the sums of them are compared; and of the difference only what is beyond chance counts, else outputs
     would move to whichever of equal workers was luckier.
 
-    Transfers of earlier runs make the estimate surer, and the run that asks has to confirm it by its own: a
-    worker that was slow may not be so any more.
+    Transfers of earlier runs make the estimate surer, where the run that asks confirms it: a worker
+    that was slow may not be so any more, and one that was not may be now.
     """
 
     def __init__(self) -> None:
@@ -213,23 +213,37 @@ class WorkerSpeeds:
             known.append(_Pace(run, seconds, usual))
 
     def of(self, worker: str, runs: Collection[int]) -> float:
-        """Return the speed closest to 1 within the confidence margin and by some runs; below 1 is slow."""
+        """Return the speed of a worker, as far as some runs show it; 1 if they do not, below 1 is slow."""
         known = self._workers.get(worker, ())
         own = [pace for pace in known if pace.run in runs]
-        usual = sum(pace.usual for pace in known)
-        if len(own) < MIN_TRANSFERS or usual < MIN_USUAL_S:
+        if len(own) < MIN_TRANSFERS:
             return 1.0
-        number, slowdown = len(known), sum(pace.seconds for pace in known) / usual
-        residual = sum((pace.seconds - slowdown * pace.usual) ** 2 for pace in known)
-        error = math.sqrt(residual * number / (number - 1)) / usual
-        surely = math.copysign(max(0.0, abs(slowdown - 1) - CHANCE_ERRORS * error), slowdown - 1)
-        shown = sum(pace.seconds for pace in own) / sum(pace.usual for pace in own) - 1
-        confirmed = min(surely, shown, key=abs) if surely * shown > 0 else 0.0
-        return 1 / min(max(1 + confirmed, FASTEST), SLOWEST)
+        # It may have changed since the runs before: these make surer of what the run itself shows, and what
+        # is sure without them counts too.
+        shown, before = _excess(own), _beyond_chance(known)
+        confirmed = min(before, shown, key=abs) if before * shown > 0 else 0.0
+        excess = max(confirmed, _beyond_chance(own), key=abs)
+        return 1 / min(max(1 + excess, FASTEST), SLOWEST)
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker."""
         self._workers.pop(worker, None)
+
+
+def _excess(paces: Collection[_Pace]) -> float:
+    """Return how much longer than usual some transfers took together, as a share of the usual time."""
+    return sum(pace.seconds for pace in paces) / sum(pace.usual for pace in paces) - 1
+
+
+def _beyond_chance(paces: Collection[_Pace]) -> float:
+    """Return the excess closest to 0 within the confidence margin."""
+    number, usual = len(paces), sum(pace.usual for pace in paces)
+    if usual < MIN_USUAL_S:
+        return 0.0
+    excess = _excess(paces)
+    residual = sum((pace.seconds - (1 + excess) * pace.usual) ** 2 for pace in paces)
+    error = math.sqrt(residual * number / (number - 1)) / usual
+    return math.copysign(max(0.0, abs(excess) - CHANCE_ERRORS * error), excess)
 
 
 # ---- owners --------------------------------------------------------------------------------------------

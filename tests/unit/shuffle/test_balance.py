@@ -152,6 +152,14 @@ def test_a_worker_that_was_slow_counts_as_slow_once_a_run_confirms_it() -> None:
     assert speed_after([0.03] * 3, before=slow) == pytest.approx(2 / 3), "it is faster than it was"
 
 
+def test_a_worker_that_becomes_slow_is_found_so_whatever_it_was_before() -> None:
+    """Stopped for 20 ms of 40, after runs at full speed: these do not make it faster."""
+    chance = random.Random(0)
+    for _ in range(99):
+        seconds = [chance.choice([0.012, 0.032, 0.032]) for _ in range(12)]
+        assert speed_after(seconds, 0.012, before=[0.012] * 32) == speed_after(seconds, 0.012) < 0.95
+
+
 @given(factor=st.floats(0.8, 1.0), number=st.integers(3, 8))
 def test_a_worker_that_was_slow_and_is_not_any_more_keeps_its_outputs(factor: float, number: int) -> None:
     """Even right after it was slow, and with transfers that are a little slower than the usual one."""
