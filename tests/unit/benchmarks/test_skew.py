@@ -138,7 +138,7 @@ def test_a_worker_with_a_slow_link_has_an_ideal_share() -> None:
 def test_the_ideal_of_a_slow_link_is_by_what_the_yardstick_has_shuffled() -> None:
     full = replace(run("full-speed", "gpurt", 1, 3.0), sent=[30, 30, 30, 30], received=[30] * 4)
     slow = replace(run("slow-link", "gpurt", 1, 6.0), sent=[1, 2, 3, 4], received=[9, 8, 7, 6])
-    slow = replace(slow, rows=[1] * 4, slow=3, slow_rate=10, cores=16)
+    slow = replace(slow, rows=[1] * 4, processor_seconds=[1.0] * 4, slow=3, slow_rate=10, cores=16)
     again = [replace(each, turn=2) for each in (full, slow)]  # an interval takes two turns
     (_, found) = figures([full, slow, *again], {"slow-link": "full-speed"}, "gpurt", limit=400)
     ideal = ideal_with_slow_link(3.0, 160, 10, workers=4, threads=1, cores=16)
