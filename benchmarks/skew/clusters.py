@@ -17,6 +17,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from benchmarks.common.peaks import PeakMemory
+from benchmarks.skew.links import Star, cluster_on, make_star
 from dask_gpurt.config import KEYS
 
 OURS, UNBALANCED = "gpurt", "gpurt-unbalanced"
@@ -42,6 +43,9 @@ class Plan:
         Of the cluster; Dask's default for None.
     rmm_pool_size
         Share of a GPU, or a size, that a worker allocates at once; None for no pool.
+    link
+        Bytes per second of the link of each worker, which is on a host of its own; None for workers that are
+        all on this one.
     """
 
     workers: int
@@ -50,6 +54,7 @@ class Plan:
     memory_limit: int
     protocol: str | None = None
     rmm_pool_size: float | str | None = None
+    link: int | None = None
 
 
 def require(contenders: Sequence[str]) -> None:
@@ -65,28 +70,37 @@ def require(contenders: Sequence[str]) -> None:
 
 
 @contextmanager
-def clusters(plan: Plan, contenders: Sequence[str]) -> Iterator[dict[str, Client]]:
-    """Yield a client for each contender; those of Dask share a cluster."""
+def clusters(plan: Plan, contenders: Sequence[str]) -> Iterator[tuple[dict[str, Client], Star | None]]:
+    """Yield a client for each contender, and the hosts of workers with links.
+
+    The contenders of Dask share a cluster, and all clusters the hosts.
+    """
     with ExitStack() as stack:
+        star = make_star(stack, plan.workers, plan.link) if plan.link else None
         made: dict[str, Client] = {}
         for contender in contenders:
             kind = contender if contender in (OURS, UNBALANCED) else "dask"
             if kind not in made:
-                made[kind] = stack.enter_context(_cluster(plan, kind))
-        yield {each: made.get(each) or made["dask"] for each in contenders}
+                made[kind] = stack.enter_context(_cluster(plan, kind, star, len(made)))
+        yield {each: made.get(each) or made["dask"] for each in contenders}, star
 
 
 @contextmanager
-def _cluster(plan: Plan, kind: str) -> Iterator[Client]:
+def _cluster(plan: Plan, kind: str, star: Star | None, number: int) -> Iterator[Client]:
     settings = {BALANCE: False} if kind == UNBALANCED else {}
     with (
         dask.config.set({"dataframe.backend": plan.backend, **settings}),
-        _local(plan) as cluster,
-        Client(cluster, set_as_default=False) as client,
+        _on_this_host(plan) if star is None else cluster_on(star, plan, number) as client,
     ):
         if kind != "dask":
             dask_gpurt.enable(client)
         client.register_plugin(PeakMemory())
+        yield client
+
+
+@contextmanager
+def _on_this_host(plan: Plan) -> Iterator[Client]:
+    with _local(plan) as cluster, Client(cluster, set_as_default=False) as client:
         yield client
 
 

@@ -28,6 +28,7 @@ from benchmarks.skew.frames import (
     right_frame,
     total,
 )
+from benchmarks.skew.links import SLOWER, Star, link_bytes
 from benchmarks.skew.slowed import half_speed
 
 #: Seconds after which a run counts as hung.
@@ -49,6 +50,8 @@ class Cell:
         Whether both sides are on the workers before the clock starts; otherwise they are made meanwhile.
     slow
         Whether one worker is slow meanwhile.
+    slow_link
+        Whether the link of one worker is.
     counts
         Whether it is told; otherwise it only lets the cluster find out that no worker is slow any more.
     """
@@ -57,6 +60,7 @@ class Cell:
     keys: str = "even"
     persisted: bool = False
     slow: bool = False
+    slow_link: bool = False
     counts: bool = True
 
 
@@ -67,6 +71,8 @@ CELLS: Mapping[str, Cell] = {
     "full-speed": Cell(join_groupby),
     "half-speed": Cell(join_groupby, slow=True),
     "half-speed-known": Cell(join_groupby, slow=True),
+    "slow-link": Cell(join_groupby, slow_link=True),
+    "slow-link-known": Cell(join_groupby, slow_link=True),
     "settle": Cell(join_groupby, counts=False),
 }
 YARDSTICKS = {
@@ -74,14 +80,21 @@ YARDSTICKS = {
     "hot": "even",
     "half-speed": "full-speed",
     "half-speed-known": "full-speed",
+    "slow-link": "full-speed",
+    "slow-link-known": "full-speed",
 }
+#: Cells that take workers with links of their own.
+LINKED = ("slow-link", "slow-link-known")
 #: What is run in a turn for the sake of a cell.
 BESIDE = {
     "zipf": ("even",),
     "hot": ("even",),
     "half-speed": ("full-speed", "settle"),
     "half-speed-known": ("full-speed", "half-speed", "settle"),
+    "slow-link": ("full-speed", "settle"),
+    "slow-link-known": ("full-speed", "slow-link", "settle"),
 }
+ON_ONE_HOST = tuple(cell for cell in BESIDE if cell not in LINKED)
 
 
 def in_order(cells: Sequence[str]) -> list[str]:
@@ -101,6 +114,8 @@ class Contest:
         Of the frames.
     cells
         In the order of a turn.
+    star
+        The hosts of their workers; None where all are on this one.
 
     Attributes
     ----------
@@ -108,11 +123,14 @@ class Contest:
         Those that were timed.
     """
 
-    def __init__(self, clients: Mapping[str, Client], size: Size, cells: Sequence[str]):
+    def __init__(
+        self, clients: Mapping[str, Client], size: Size, cells: Sequence[str], star: Star | None = None
+    ):
         self.runs: list[Run] = []
         self._clients = clients
         self._size = size
         self._cells = cells
+        self._star = star
         self._expected = _expected(cells, size)
         self._frames = {client: self._frames_on(client) for client in set(clients.values())}
 
@@ -140,7 +158,8 @@ class Contest:
                 if CELLS[cell].counts:
                     self.runs.append(run)
                     Console(stderr=True).print(
-                        f"{cell}, {contender}, run {number}: {run.seconds:.2f} s", style="dim"
+                        f"{cell}, {contender}, run {number}: {run.seconds:.2f} s",
+                        style="dim",
                     )
 
     def _run(self, name: str, contender: str, turn: int) -> Run:
@@ -149,11 +168,13 @@ class Contest:
         client.run(gc.collect)
         peaks(client)
         threads, used, moved = client.nthreads(), processor_seconds(client), outputs_moved(client)
-        slow = max(threads) if cell.slow else None
+        slow = max(threads) if cell.slow or cell.slow_link else None
+        crossed = link_bytes(client)
         with (
             client.as_current(),
             dask.config.set({"dataframe.shuffle.method": shuffle_method(contender)}),
-            slowed(client, slow) as stopped_seconds,
+            self._slow_link(slow if cell.slow_link else None) as rate,
+            slowed(client, slow if cell.slow else None) as stopped_seconds,
         ):
             before, began = stopped_seconds(), time.perf_counter()
             result = cell.build(*sides).persist()
@@ -161,6 +182,8 @@ class Contest:
             seconds = time.perf_counter() - began
             stopped = (stopped_seconds() - before) / seconds
         now, taken = processor_seconds(client), peaks(client)
+        crosses = link_bytes(client)
+        each, cores = max(threads.values()), len(os.sched_getaffinity(0))
         rows = self._checked(client, result, f"{name} by {contender}, run {turn}")
         outputs = [future.key for future in futures_of(result)]
         del result
@@ -171,14 +194,27 @@ class Contest:
             contender,
             turn,
             seconds,
-            capacity_left(len(threads), max(threads.values()), stopped, len(os.sched_getaffinity(0))),
+            capacity_left(len(threads), each, stopped, cores),
             rows,
             [now[worker] - used[worker] for worker in threads],
             [taken[worker]["host"] for worker in threads],
             [taken[worker]["device"] for worker in threads if "device" in taken[worker]],
             outputs_moved(client) - moved,
             None if slow is None else list(threads).index(slow),
+            *([crosses[worker][way] - crossed[worker][way] for worker in threads] for way in (0, 1)),
+            rate,
+            each,
+            cores,
         )
+
+    @contextmanager
+    def _slow_link(self, worker: str | None) -> Iterator[int]:
+        """Have the link of a worker be slow, or of none; yield its bytes per second, 0 for none."""
+        if worker is None or self._star is None:
+            yield 0
+            return
+        with self._star.slow(worker):
+            yield self._star.rate // SLOWER
 
     def _checked(self, client: Client, result: Any, run: str) -> list[int]:
         """Compare a result with that of pandas, and return its rows by worker.

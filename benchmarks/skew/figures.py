@@ -13,7 +13,9 @@ from rich.table import Table
 from benchmarks.two_hosts.figures import Interval, interval
 
 #: The width of the table, in characters: on a terminal, and in a file too.
-WIDTH = 140
+WIDTH = 150
+#: Shares of a worker with a slow link, between none and that of any other, of which the best is ideal.
+IDEAL_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,13 @@ class Run:
     moved
         Outputs that have got other owners since their sizes were known.
     slow
-        The position of the worker that was slow; None where none was.
+        The position of the worker that was slow, or whose link was; None where none was.
+    sent, received
+        Bytes over the link of each worker; 0 where all are on one host.
+    slow_rate
+        Bytes per second of the link that was slow, in either direction; 0 where none was.
+    threads, cores
+        Of a worker, and processors of the machine.
     """
 
     cell: str
@@ -54,6 +62,11 @@ class Run:
     device_bytes: Sequence[int] = ()
     moved: int = 0
     slow: int | None = None
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
+    slow_rate: int = 0
+    threads: int = 1
+    cores: int = 1
 
 
 def capacity_left(workers: int, threads: int, stopped: float, cores: int) -> float:
@@ -62,6 +75,34 @@ def capacity_left(workers: int, threads: int, stopped: float, cores: int) -> flo
     Where workers share processors, others take the time of the one that is stopped.
     """
     return min(cores, threads * (workers - stopped)) / min(cores, threads * workers)
+
+
+def ideal_with_slow_link(
+    seconds: float, shuffled: float, rate: int, workers: int, threads: int, cores: int
+) -> float:
+    """Return the seconds of a run, one of whose workers has a slow link, if its share of the work were ideal.
+
+    A worker that makes a share ``s`` of the inputs, and puts the same share of the outputs together, sends
+    ``s (1 - s)`` of what is shuffled and receives as much, at the same time. The others do the rest::
+
+        min over s up to 1/workers of max(s (1 - s) shuffled / rate, seconds * share of the processors at full
+        speed * (1 - s) / share of the processors that the others have)
+
+    Parameters
+    ----------
+    seconds
+        Of the run at full speed.
+    shuffled
+        Bytes of all inputs of its shuffles.
+    rate
+        Bytes per second of the slow link, in either direction.
+    """
+    slowdown = min(cores, threads * workers) / min(cores, threads * (workers - 1))
+    shares = [step / (IDEAL_STEPS * workers) for step in range(IDEAL_STEPS + 1)]
+    return min(
+        max(share * (1 - share) * shuffled / rate, seconds * max(1.0, (1 - share) * slowdown))
+        for share in shares
+    )
 
 
 def figures(
@@ -104,7 +145,9 @@ def _figure(
         base = _by_turn(warm, yardstick, contender)
         found["yardstick"] = yardstick
         found["capacity"] = fmean(run.capacity for run in mine.values())
-        found["of_ideal"] = _ratio(mine, base, lambda run: run.seconds * run.capacity)
+        ideal = {turn: _ideal(run, base[turn]) for turn, run in mine.items()}
+        found["ideal_seconds"] = median(ideal.values())
+        found["of_ideal"] = interval([run.seconds / ideal[turn] for turn, run in mine.items()])._asdict()
         found["busiest_processor_seconds"] = _ratio(mine, base, lambda run: max(run.processor_seconds))
     slow = [
         run.processor_seconds[run.slow] / fmean(run.processor_seconds)
@@ -113,10 +156,29 @@ def _figure(
     ]
     if slow:
         found["slow_processor"] = median(slow)
+    if any(max(run.received, default=0) for run in mine.values()):
+        where = {turn: run.slow or 0 for turn, run in mine.items()}
+        found["link_sent"] = median(run.sent[where[turn]] for turn, run in mine.items())
+        found["link_received"] = median(run.received[where[turn]] for turn, run in mine.items())
+        found["shuffled"] = median(shuffled(run) for run in mine.values())
     if contender != ours and (theirs := _by_turn(warm, cell, ours)):
         found[f"times_{ours}"] = _ratio(mine, theirs, lambda run: run.seconds)
         found[f"processor_times_{ours}"] = _ratio(mine, theirs, lambda run: sum(run.processor_seconds))
     return found
+
+
+def _ideal(run: Run, base: Run) -> float:
+    """Return the seconds of a run, if what was left were used as well as all of it was in another run."""
+    if not run.slow_rate:
+        return base.seconds / run.capacity
+    return ideal_with_slow_link(
+        base.seconds, shuffled(base), run.slow_rate, len(run.rows), run.threads, run.cores
+    )
+
+
+def shuffled(run: Run) -> float:
+    """Return the bytes of what was shuffled, as sent: all but what stayed on its worker crossed a link."""
+    return sum(run.sent) / (1 - 1 / len(run.sent))
 
 
 def _by_turn(runs: Sequence[Run], cell: str, contender: str) -> dict[int, Run]:
@@ -174,6 +236,21 @@ def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
             f"{each['peak_of_limit']:.0%}",
         )
     return made
+
+
+def slow_link_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the ideal of cells with a slow link, with its formula, and what has crossed that link."""
+    lines = [
+        f"{each['cell']}, {each['contender']}: ideal {each['ideal_seconds']:.2f} s; over the slow link "
+        f"{each['link_sent'] / 1e6:.1f} MB sent, {each['link_received'] / 1e6:.1f} MB received"
+        for each in found
+        if "ideal_seconds" in each and "link_sent" in each
+    ]
+    formula = (
+        "ideal: min over shares s of max(s (1 - s) shuffled bytes / slow rate, seconds at full speed "
+        "(1 - s) processors of all / processors of the others)"
+    )
+    return [formula, *lines] if lines else []
 
 
 def _told(ratio: Mapping[str, float] | None) -> str:

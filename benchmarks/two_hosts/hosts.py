@@ -95,15 +95,16 @@ class Host:
         self.run("mount", "-t", "sysfs", "sysfs", "/sys")  # where UCX looks for the devices of a network
         self.configure("ip", "link", "set", "lo", "up")
 
-    def start(self, *command: str) -> None:
-        """Start something that runs on; it ends with the host."""
+    def start(self, *command: str, stack: contextlib.ExitStack | None = None) -> None:
+        """Start something that runs on; it ends with ``stack`` if given, and with the host at the latest."""
+        stack = stack or self.stack
         inherited = {"DASK_INTERNAL_INHERIT_CONFIG": dask.config.serialize(dask.config.global_config)}
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         environment = {**os.environ, **self.environment, **inherited}
         enter = ["nsenter", "--target", str(self.pid), "--all", "--wd=."]
         process = subprocess.Popen([*enter, *command], env=environment, stderr=subprocess.DEVNULL)
-        self.stack.callback(process.wait, PATIENCE_S)
-        self.stack.callback(process.kill)
+        stack.callback(process.wait, PATIENCE_S)
+        stack.callback(process.kill)
 
     def run(self, *command: str, within: str = "--all") -> None:
         """Run something to its end."""
@@ -165,9 +166,20 @@ def _join(one: Host, other: Host, rate: int | None) -> None:
         host.configure("ip", "address", "add", f"{host.address}/24", "dev", LINK)
         host.configure("ip", "link", "set", LINK, "up")
         if rate is not None:
-            burst = max(MIN_BURST_BYTES, round(rate * BURST_S))
-            limit = ("tbf", "rate", f"{8 * rate}bit", "burst", f"{burst}b", "latency", "50ms")
-            host.configure("tc", "qdisc", "add", "dev", LINK, "root", *limit)
+            limit(host, LINK, rate)
+
+
+def limit(host: Host, device: str, rate: int, queue_ms: int = 50) -> None:
+    """Have a device of a host's network send so many bytes per second at most, from now on.
+
+    Parameters
+    ----------
+    queue_ms
+        What it holds back before it drops packets, in milliseconds at that rate.
+    """
+    burst = max(MIN_BURST_BYTES, round(rate * BURST_S))
+    bucket = ("tbf", "rate", f"{8 * rate}bit", "burst", f"{burst}b", "latency", f"{queue_ms}ms")
+    host.configure("tc", "qdisc", "replace", "dev", device, "root", *bucket)
 
 
 def host_of(worker: str) -> str:

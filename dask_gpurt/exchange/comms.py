@@ -20,6 +20,7 @@ from dask_gpurt.device.base import Buffer, Codec
 from dask_gpurt.exchange.compression import Compressor
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard
+from dask_gpurt.exchange.links import PeerClass
 from dask_gpurt.exchange.outgoing import COPIED
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.shard import PeerLost, RunKey
@@ -132,6 +133,8 @@ class Comms:
         nbytes, now = sum(map(size_of, data)), perf_counter()
         self._end.traffic.note(peer, COMMS, nbytes, seconds)
         self._end.links.observe(peer, nbytes, now - seconds, now)
+        if self._end.links.peer_class(peer) is PeerClass.OTHER_HOST:
+            self._end.links.arrivals.observe(nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
         """Return the sections of a shard that was fetched; where staged, they stay until it is released.

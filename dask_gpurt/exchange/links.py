@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from typing import NamedTuple
@@ -22,6 +24,8 @@ from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 UNKNOWN_PEER_RETRY_S = 10.0
 #: Bytes that count as transferred at the usual speed beforehand, and bytes that the average extends over.
 PRIOR_BYTES, WINDOW_BYTES = 2**20, 2**26
+#: The last transfers to a worker that tell how fast bytes can come, and how many there have to be.
+MAX_ARRIVALS, MIN_ARRIVALS = 32, 8
 
 
 class PeerClass(StrEnum):
@@ -76,6 +80,43 @@ class MeasuredBandwidth:
         return self._seconds_per_byte.inverse
 
 
+class _Arrival(NamedTuple):
+    nbytes: int
+    begin: float
+    end: float
+
+    def within(self, begin: float, end: float) -> float:
+        """Return the bytes that have come meanwhile, if they came evenly."""
+        seconds = min(self.end, end) - max(self.begin, begin)
+        return self.nbytes * max(0.0, seconds) / max(self.end - self.begin, 1e-9)
+
+
+class ArrivalRate:
+    """Measure how fast bytes can come to a worker: the greatest rate of its last transfers. Thread-safe.
+
+    A worker with a fast link may wait for one with a slow link, and what comes meanwhile comes slowly. So the
+    mean does not tell one from the other; the greatest does. The rate is taken over the time of each
+    transfer, and those beside it count as far as they overlap.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrivals: deque[tuple[_Arrival, float]] = deque(maxlen=MAX_ARRIVALS)
+
+    def observe(self, nbytes: int, begin: float, end: float) -> None:
+        """Take a transfer that is over, later than those before; seconds by any clock."""
+        with self._lock:
+            together = nbytes + sum(other.within(begin, end) for other, _ in self._arrivals)
+            rate = together / max(end - begin, 1e-9)
+            self._arrivals.append((_Arrival(nbytes, begin, end), rate))
+
+    def since(self, begin: float) -> float:
+        """Return bytes per second since some time; 0 where too few transfers show it."""
+        with self._lock:
+            rates = [rate for arrival, rate in self._arrivals if arrival.begin >= begin]
+        return max(rates) if len(rates) >= MIN_ARRIVALS else 0.0
+
+
 class Links:
     """Keep the links to this worker, by peer. Not thread-safe: it is used on the event loop.
 
@@ -94,6 +135,8 @@ class Links:
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
         self._measured: dict[Link, MeasuredBandwidth] = {}
+        #: How fast bytes can come from other hosts.
+        self.arrivals = ArrivalRate()
 
     def known(self, peers: Collection[str]) -> dict[str, LinkEstimate]:
         """Return the known links of some peers, and ask the scheduler for the others."""

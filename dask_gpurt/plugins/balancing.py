@@ -20,6 +20,7 @@ from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.plugins.run_outputs import sharing_outputs
 from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, WorkerSpeeds, balanced
+from dask_gpurt.shuffle.move_cost import Link, reading_s
 from dask_gpurt.shuffle.transferred import sizes_of_task
 
 #: The shares of the inputs of a run after which its outputs are looked at: the fewer, the less has been
@@ -45,6 +46,8 @@ class _Watch:
         The estimate of the bytes of its outputs.
     paces, compared
         The worker, seconds and bytes of each transfer; and how many of these have been compared.
+    arriving
+        Bytes per second that come to each worker from other hosts, where the run has shown it.
     whole
         Whether all that was published is still there to be offered to others.
     looks, moves
@@ -58,6 +61,7 @@ class _Watch:
     nbytes: OutputBytes
     paces: list[tuple[str, float, int]] = field(default_factory=list)
     compared: int = 0
+    arriving: dict[str, float] = field(default_factory=dict)
     whole: bool = True
     looks: int = 0
     moves: int = 0
@@ -137,6 +141,8 @@ class Balancing:
         watch.whole &= sizes.whole
         if sizes.nbytes and (holder := next(iter(task.who_has), None)) is not None:
             watch.paces.append((holder.address, sizes.seconds, sizes.nbytes))
+            if sizes.arriving:
+                watch.arriving[holder.address] = sizes.arriving
         if watch.due > watch.looks:
             self._look(shuffle)
 
@@ -184,7 +190,7 @@ class Balancing:
         least = median(nbytes for _, _, nbytes in watch.paces) / 2
         for worker, seconds, nbytes in watch.paces[watch.compared :]:
             if nbytes >= least:
-                self._speeds.observe(worker, seconds, usual * nbytes)
+                self._speeds.observe(worker, seconds, usual * nbytes, watch.run)
         watch.compared = len(watch.paces)
 
     def _decide(self, together: Collection[Any]) -> Moves:
@@ -197,7 +203,18 @@ class Balancing:
         moves = self._moves(together, nbytes, self._recovery.owners_of(next(iter(together))))
         if moves.to:
             moves = self._moves(together, nbytes, self._recovery.movable(together))
-        return moves
+        return moves if self._is_worth_reading(moves, together, nbytes) else Moves({})
+
+    def _is_worth_reading(self, moves: Moves, together: Collection[Any], nbytes: Mapping[int, float]) -> bool:
+        """Return whether moves save more time than new owners take to read what has been cut by now."""
+        watches = [self._watched[each] for each in together]
+        paces = [seconds / nbytes for watch in watches for _, seconds, nbytes in watch.paces]
+        if not moves.to or not paces:
+            return bool(moves.to)
+        cut = sum(len(watch.nbytes) for watch in watches) / sum(watch.inputs for watch in watches)
+        owners = self._recovery.owners_of(next(iter(together)))
+        reading = reading_s(moves.to, owners, nbytes, cut, self._links(watches))
+        return reading < (moves.before - moves.after) * median(paces)
 
     def _moves(
         self, together: Collection[Any], nbytes: Mapping[int, float], owners: Mapping[int, str]
@@ -207,17 +224,34 @@ class Balancing:
             held[owner] += nbytes[output]
         possible = set(self._recovery.candidates(*together))
         threads = self._threads(possible | held.keys(), together)
+        runs = {self._watched[each].run for each in together}
         capacities = [
             Capacity(
                 worker,
                 threads[worker],
-                self._speeds.of(worker),
+                self._speeds.of(worker, runs),
                 self._room(worker, held[worker]) if worker in possible else 0.0,
             )
             for worker in sorted(threads)
         ]
         known = {output: owner for output, owner in owners.items() if owner in threads}
         return balanced(nbytes, known, capacities) if known else Moves({})
+
+    def _links(self, watches: Collection[_Watch]) -> dict[str, Link]:
+        """Return what runs have shown of the links of workers to other hosts."""
+        made = Counter[str]()
+        for watch in watches:
+            for worker, _, nbytes in watch.paces:
+                made[worker] += nbytes
+        rates = {worker: rate for watch in watches for worker, rate in watch.arriving.items()}
+        total = max(1, made.total())
+        return {
+            worker: Link(self._host(worker), rate, made[worker] / total) for worker, rate in rates.items()
+        }
+
+    def _host(self, worker: str) -> str:
+        known = self._scheduler.workers.get(worker)
+        return worker if known is None else str(known.host)
 
     def _threads(self, workers: Collection[str], together: Collection[Any]) -> dict[str, float]:
         """Return the threads of workers; where placement has dealt outputs out, in proportion to its shares.

@@ -25,8 +25,8 @@ from dask_gpurt.exchange.shard import Section
 MAX_TOLD, HEAVY = 32, 1.25
 #: Standard errors of an estimate that count as chance.
 CHANCE_ERRORS = 2.0
-#: The last transfers that the speed of a worker is estimated from; how many there have to be, and how many
-#: seconds they usually take together.
+#: The last transfers that the speed of a worker is estimated from; how many of the run that asks are among
+#: them at least, and how many seconds all usually take together.
 SPEED_WINDOW_TRANSFERS, MIN_TRANSFERS, MIN_USUAL_S = 32, 3, 0.02
 #: Limits to a slowdown.
 FASTEST, SLOWEST = 0.25, 10.0
@@ -54,16 +54,26 @@ class InputSizes(NamedTuple):
         That a thread took to split and pack it, without waiting for room.
     whole
         Whether all that its worker has published in the run is still there to be offered to others.
+    arriving
+        Bytes per second that can come to its worker from other hosts, as the run has shown; 0 where that is
+        not known.
     """
 
     nbytes: int
     heavy: Mapping[int, int]
     seconds: float
     whole: bool
+    arriving: float = 0.0
 
     @classmethod
     def of(
-        cls, sections: Iterable[Section], outputs: int, *, seconds: float = 0.0, whole: bool = True
+        cls,
+        sections: Iterable[Section],
+        outputs: int,
+        *,
+        seconds: float = 0.0,
+        whole: bool = True,
+        arriving: float = 0.0,
     ) -> InputSizes:
         """Return the sizes of an input.
 
@@ -82,7 +92,7 @@ class InputSizes(NamedTuple):
                 found[output] += int((stop - start) * per_row)
         least = HEAVY * total / max(1, outputs)
         heavy = {output: nbytes for output, nbytes in found.most_common(MAX_TOLD) if nbytes > least}
-        return cls(total, heavy, seconds, whole)
+        return cls(total, heavy, seconds, whole, arriving)
 
 
 @dataclass
@@ -174,38 +184,66 @@ class OutputBytes:
 # ---- speeds of workers ---------------------------------------------------------------------------------
 
 
+class _Pace(NamedTuple):
+    """A transfer of a run took so many seconds, where such ones usually take others."""
+
+    run: int
+    seconds: float
+    usual: float
+
+
 class WorkerSpeeds:
     """Estimate how fast the threads of workers are, relative to the usual, from how long transfers took.
 
     A worker that is stopped, and goes on, many times a second is found to be either by each of its transfers.
     So the sums of them are compared; and of the difference only what is beyond chance counts, else outputs
     would move to whichever of equal workers was luckier.
+
+    Transfers of earlier runs make the estimate surer, where the run that asks confirms it: a worker
+    that was slow may not be so any more, and one that was not may be now.
     """
 
     def __init__(self) -> None:
-        self._workers: dict[str, deque[tuple[float, float]]] = {}
+        self._workers: dict[str, deque[_Pace]] = {}
 
-    def observe(self, worker: str, seconds: float, usual: float) -> None:
-        """Learn from a transfer that took ``seconds`` where such ones usually take ``usual``."""
+    def observe(self, worker: str, seconds: float, usual: float, run: int) -> None:
+        """Learn from a transfer of a run that took ``seconds`` where such ones usually take ``usual``."""
         if usual > 0:
             known = self._workers.setdefault(worker, deque(maxlen=SPEED_WINDOW_TRANSFERS))
-            known.append((seconds, usual))
+            known.append(_Pace(run, seconds, usual))
 
-    def of(self, worker: str) -> float:
-        """Return the speed closest to 1 within the confidence margin; below 1 is slow."""
+    def of(self, worker: str, runs: Collection[int]) -> float:
+        """Return the speed of a worker, as far as some runs show it; 1 if they do not, below 1 is slow."""
         known = self._workers.get(worker, ())
-        number, usual = len(known), sum(usual for _, usual in known)
-        if number < MIN_TRANSFERS or usual < MIN_USUAL_S:
+        own = [pace for pace in known if pace.run in runs]
+        if len(own) < MIN_TRANSFERS:
             return 1.0
-        slowdown = sum(seconds for seconds, _ in known) / usual
-        residual = sum((seconds - slowdown * usual) ** 2 for seconds, usual in known)
-        error = math.sqrt(residual * number / (number - 1)) / usual
-        beyond_chance = max(0.0, abs(slowdown - 1) - CHANCE_ERRORS * error)
-        return 1 / min(max(1 + math.copysign(beyond_chance, slowdown - 1), FASTEST), SLOWEST)
+        # It may have changed since the runs before: these make surer of what the run itself shows, and what
+        # is sure without them counts too.
+        shown, before = _excess(own), _beyond_chance(known)
+        confirmed = min(before, shown, key=abs) if before * shown > 0 else 0.0
+        excess = max(confirmed, _beyond_chance(own), key=abs)
+        return 1 / min(max(1 + excess, FASTEST), SLOWEST)
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker."""
         self._workers.pop(worker, None)
+
+
+def _excess(paces: Collection[_Pace]) -> float:
+    """Return how much longer than usual some transfers took together, as a share of the usual time."""
+    return sum(pace.seconds for pace in paces) / sum(pace.usual for pace in paces) - 1
+
+
+def _beyond_chance(paces: Collection[_Pace]) -> float:
+    """Return the excess closest to 0 within the confidence margin."""
+    number, usual = len(paces), sum(pace.usual for pace in paces)
+    if usual < MIN_USUAL_S:
+        return 0.0
+    excess = _excess(paces)
+    residual = sum((pace.seconds - (1 + excess) * pace.usual) ** 2 for pace in paces)
+    error = math.sqrt(residual * number / (number - 1)) / usual
+    return math.copysign(max(0.0, abs(excess) - CHANCE_ERRORS * error), excess)
 
 
 # ---- owners --------------------------------------------------------------------------------------------

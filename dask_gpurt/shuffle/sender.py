@@ -86,6 +86,7 @@ class Sender:
         self.owners = owners
         self._published: dict[int, _Published] = {}
         self._retries = itertools.count()
+        self._began = perf_counter()
 
     def add(self, data: Any, source: int, dispatch: int) -> Attempt:
         """Split an input partition and publish its shards, and a commit for each share.
@@ -142,8 +143,13 @@ class Sender:
         if published is None or published.attempt != attempt:
             return None
         sections = (section for shard in published.shards for section in shard.sections)
-        whole = published.outbox.has_all(self.run)
-        return InputSizes.of(sections, len(published.outputs), seconds=published.seconds, whole=whole)
+        return InputSizes.of(
+            sections,
+            len(published.outputs),
+            seconds=published.seconds,
+            whole=published.outbox.has_all(self.run),
+            arriving=self.exchange.links.arrivals.since(self._began),
+        )
 
     def in_parts(
         self,

@@ -5,17 +5,26 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
+import click
 import pandas as pd
 import psutil
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.skew import clusters
-from benchmarks.skew.__main__ import main, turns
+from benchmarks.skew.__main__ import link_of, main, turns
 from benchmarks.skew.contest import in_order, rows_by_worker
-from benchmarks.skew.figures import Run, busiest, capacity_left, figures
+from benchmarks.skew.figures import (
+    Run,
+    busiest,
+    capacity_left,
+    figures,
+    ideal_with_slow_link,
+    slow_link_lines,
+)
 from benchmarks.skew.frames import (
     KEYS,
     Size,
@@ -111,6 +120,41 @@ def test_others_take_the_time_of_a_stopped_worker_where_processors_are_shared() 
     assert capacity_left(workers=2, threads=1, stopped=0.5, cores=2) == pytest.approx(0.75)
     assert capacity_left(workers=4, threads=1, stopped=0.5, cores=2) == 1
     assert (busiest([1, 3]), busiest([0, 0])) == (1.5, 1)
+
+
+def test_a_worker_with_a_slow_link_has_an_ideal_share() -> None:
+    def ideal(seconds: float, rate: int, cores: int = 16) -> float:
+        """Return it for four workers of a thread that shuffle 160 MB."""
+        return ideal_with_slow_link(seconds, 160e6, rate, workers=4, threads=1, cores=cores)
+
+    assert ideal(3.0, 10**9) == pytest.approx(3.0), "the link is fast enough for a quarter"
+    assert ideal(3.0, 1) == pytest.approx(4.0, rel=0.01), "the others do all"
+    assert ideal(3.0, 1, cores=2) == pytest.approx(3.0, rel=0.01), "so they do, by as many processors"
+    between = ideal(3.0, 5 * 10**6)
+    share = 1 - between / 4.0
+    assert share * (1 - share) * 160e6 / 5e6 == pytest.approx(between, rel=0.02)
+
+
+def test_the_ideal_of_a_slow_link_is_by_what_the_yardstick_has_shuffled() -> None:
+    full = replace(run("full-speed", "gpurt", 1, 3.0), sent=[30, 30, 30, 30], received=[30] * 4)
+    slow = replace(run("slow-link", "gpurt", 1, 6.0), sent=[1, 2, 3, 4], received=[9, 8, 7, 6])
+    slow = replace(slow, rows=[1] * 4, processor_seconds=[1.0] * 4, slow=3, slow_rate=10, cores=16)
+    again = [replace(each, turn=2) for each in (full, slow)]  # an interval takes two turns
+    (_, found) = figures([full, slow, *again], {"slow-link": "full-speed"}, "gpurt", limit=400)
+    ideal = ideal_with_slow_link(3.0, 160, 10, workers=4, threads=1, cores=16)
+    assert found["ideal_seconds"] == ideal
+    assert found["of_ideal"]["ratio"] == pytest.approx(6.0 / ideal)
+    assert (found["link_sent"], found["link_received"]) == (4, 6)
+    formula, line = slow_link_lines([found])
+    assert "s (1 - s)" in formula
+    assert line.startswith(f"slow-link, gpurt: ideal {ideal:.2f} s")
+
+
+def test_cells_with_links_and_without_do_not_mix() -> None:
+    assert link_of(["zipf"], 10) is None
+    assert link_of(["slow-link", "slow-link-known"], 10) == 10
+    with pytest.raises(click.UsageError, match="half-speed"):
+        link_of(["slow-link", "half-speed"], 10)
 
 
 def test_rows_count_where_they_are() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -103,15 +104,16 @@ def test_of_nothing_nothing_is_known() -> None:
 # ---- speeds ----------------------------------------------------------------------------
 
 
-def speed_after(seconds: list[float], usual: float = 0.02) -> float:
+def speed_after(seconds: list[float], usual: float = 0.02, before: Sequence[float] = ()) -> float:
+    """Return the speed in a run of whose transfers each took so many seconds, and of one before."""
     speeds = WorkerSpeeds()
-    for each in seconds:
-        speeds.observe("a", each, usual)
-    return speeds.of("a")
+    for run, each in [(0, each) for each in before] + [(1, each) for each in seconds]:
+        speeds.observe("a", each, usual, run)
+    return speeds.of("a", {1})
 
 
 def test_a_worker_is_as_fast_as_usual_until_it_shows() -> None:
-    assert WorkerSpeeds().of("a") == 1
+    assert WorkerSpeeds().of("a", {1}) == 1
     assert speed_after([0.04, 0.04]) == 1
     assert speed_after([0.04] * 4) == pytest.approx(0.5)
     assert speed_after([0.01] * 4) == pytest.approx(2.0)
@@ -136,10 +138,35 @@ def test_of_equal_workers_none_is_preferred_by_chance() -> None:
 def test_a_worker_that_has_left_is_forgotten() -> None:
     speeds = WorkerSpeeds()
     for _ in range(9):
-        speeds.observe("a", 1.0, 0.1)
-    assert speeds.of("a") < 0.2
+        speeds.observe("a", 1.0, 0.1, 1)
+    assert speeds.of("a", {1}) < 0.2
     speeds.on_worker_removed("a")
-    assert speeds.of("a") == 1
+    assert speeds.of("a", {1}) == 1
+
+
+def test_a_worker_that_was_slow_counts_as_slow_once_a_run_confirms_it() -> None:
+    slow = [0.04] * 32
+    assert speed_after([], before=slow) == 1
+    assert speed_after([0.04, 0.04], before=slow) == 1, "too few to tell"
+    assert speed_after([0.04] * 3, before=slow) == pytest.approx(0.5)
+    assert speed_after([0.03] * 3, before=slow) == pytest.approx(2 / 3), "it is faster than it was"
+
+
+def test_a_worker_that_becomes_slow_is_found_so_whatever_it_was_before() -> None:
+    """Stopped for 20 ms of 40, after runs at full speed: these do not make it faster."""
+    chance = random.Random(0)
+    for _ in range(99):
+        seconds = [chance.choice([0.012, 0.032, 0.032]) for _ in range(12)]
+        assert speed_after(seconds, 0.012, before=[0.012] * 32) == speed_after(seconds, 0.012) < 0.95
+
+
+@given(factor=st.floats(0.8, 1.0), number=st.integers(3, 8))
+def test_a_worker_that_was_slow_and_is_not_any_more_keeps_its_outputs(factor: float, number: int) -> None:
+    """Even right after it was slow, and with transfers that are a little slower than the usual one."""
+    speed = speed_after([0.02 / factor] * number, before=[0.04] * 32)
+    assert factor * 0.999 <= speed <= 1
+    nbytes = dict.fromkeys(range(32), 10.0 * MIB)
+    assert not balanced(nbytes, dealt(32), capacities(a=speed)).to
 
 
 # ---- owners ----------------------------------------------------------------------------
