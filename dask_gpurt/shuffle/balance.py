@@ -232,7 +232,8 @@ class WorkerSpeeds:
 
 def _excess(paces: Collection[_Pace]) -> float:
     """Return how much longer than usual some transfers took together, as a share of the usual time."""
-    return sum(pace.seconds for pace in paces) / sum(pace.usual for pace in paces) - 1
+    usual = sum(pace.usual for pace in paces)
+    return sum(pace.seconds for pace in paces) / usual - 1 if usual else 0.0
 
 
 def _beyond_chance(paces: Collection[_Pace]) -> float:

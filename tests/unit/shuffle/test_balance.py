@@ -152,6 +152,10 @@ def test_a_worker_that_was_slow_counts_as_slow_once_a_run_confirms_it() -> None:
     assert speed_after([0.03] * 3, before=slow) == pytest.approx(2 / 3), "it is faster than it was"
 
 
+def test_transfers_that_take_no_time_tell_nothing() -> None:
+    assert speed_after([0.0] * 3, 0.0) == 1
+
+
 def test_a_worker_that_becomes_slow_is_found_so_whatever_it_was_before() -> None:
     """Stopped for 20 ms of 40, after runs at full speed: these do not make it faster."""
     chance = random.Random(0)
@@ -250,11 +254,12 @@ def test_a_move_makes_the_last_worker_earlier_and_none_overfull(
 def test_what_is_balanced_stays(
     cluster: tuple[dict[int, float], dict[int, str], list[Capacity]],
 ) -> None:
+    """To give the largest outputs away first is not the best there is, but not twice as long as that."""
     nbytes, owners, workers = cluster
     workers = [worker._replace(room=float("inf")) for worker in workers]
     moves = balanced(nbytes, owners, workers)
     assume(moves.to)
-    assert not balanced(nbytes, {**owners, **moves.to}, workers, gain=1.5).to
+    assert not balanced(nbytes, {**owners, **moves.to}, workers, gain=2.0).to
 
 
 def test_the_owner_of_a_heavy_output_gives_the_others_away() -> None:
