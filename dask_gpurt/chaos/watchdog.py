@@ -92,5 +92,6 @@ async def describe_worker(dask_worker: Any) -> str:
     if (shuffles := dask_worker.plugins.get("shuffle")) is not None:
         lines += [f"run: {run!r}" for run in active_runs(shuffles).values()]
     if hasattr(runtime := dask_worker.plugins.get("gpurt"), "exchange"):  # else it is being switched on
-        lines.append(f"pools: {runtime.exchange.pools.describe()}, counters: {runtime.metrics.snapshot()}")
+        lines.append(f"pools: {runtime.exchange.pools.describe()}")
+        lines += [f"{part}: {known}" for part, known in runtime.waiting().items()]
     return "\n".join([*lines, "coroutines:", coroutines(), "threads:", threads()])

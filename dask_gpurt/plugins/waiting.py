@@ -23,10 +23,7 @@ def waiting(plugin: Any) -> dict[str, Any]:
         "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
         "moving": lambda: list(map(str, plugin.tiers.tiered_buffer.moving())),
         "exchange": lambda: queued(plugin.exchange.executor),
-        "pulls": lambda: {
-            "under way": plugin.exchange.puller.under_way,
-            "bytes": plugin.exchange.puller.nbytes,
-        },
+        "pulls": lambda: _pulls(plugin.exchange.puller),
         "shards": lambda: _shards(plugin.exchange),
         "published": lambda: _published(plugin.exchange.pools),
         "counters": lambda: plugin.metrics.snapshot(),
