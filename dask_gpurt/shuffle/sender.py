@@ -314,9 +314,10 @@ class _Packing:
         sections: dict[Share, list[tuple[Piece, Packed]]] = {}
         for share, piece, one in packed:
             sections.setdefault(share, []).append((piece, one))
-        for share, mine in sections.items():
-            blocks = (one.block for _, one in mine)
-            id_ = self.outbox.publish(self.sender.run, share.id, share.owner, blocks)
+        while sections:
+            share = next(iter(sections))
+            id_ = self._publish_section(share, sections)
+            mine = sections.pop(share)
             self.shards.append(self._describe(id_, share, mine))
             if (recording := self.sender.exchange.metrics.recording) is not None:
                 recording.sent(self.shards[-1].name, share.owner, self.shards[-1].nbytes)
@@ -327,6 +328,23 @@ class _Packing:
             # block was published, or the newer owners are seen here.
             if share.id in self.sender.owners.left:
                 self.outbox.drop_shares(self.sender.run, [share.id])
+
+    def _publish_section(self, share: Share, sections: dict[Share, list[tuple[Piece, Packed]]]) -> int:
+        """Publish a section and return its id; where the run has ended, none of the sections is published."""
+        id_ = self.outbox.publish(
+            self.sender.run, share.id, share.owner, (one.block for _, one in sections[share])
+        )
+        try:
+            # The event loop ends the run: it says so, and then withdraws what has been published. Either it
+            # finds this block, or the run has ended before it was published, and it is found out here. Else
+            # the block would fill the pool for as long as the worker lives.
+            self.sender.check()
+        except BaseException:
+            self.outbox.release([(id_, share.id)])
+            others = (each for each in sections.items() if each[0] is not share)
+            self._packed = [(other, piece, one) for other, mine in others for piece, one in mine]
+            raise
+        return id_
 
     def _describe(self, id_: int, share: Share, packed: list[tuple[Piece, Packed]]) -> Shard:
         return Shard(

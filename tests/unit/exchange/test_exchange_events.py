@@ -18,6 +18,7 @@ from distributed import Client, LocalCluster
 from distributed.comm import CommClosedError
 from distributed.core import Status, error_message
 from distributed.exceptions import Reschedule
+from distributed.shuffle._core import ShuffleId
 from distributed.shuffle._exceptions import ShuffleClosedError
 
 import dask_gpurt
@@ -25,7 +26,7 @@ from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchanges import Cluster, Process, in_process, intercept, quiet, spec_of
+from tests.helpers.exchanges import Cluster, Process, frame_of, in_process, intercept, quiet, spec_of
 
 A, B = "tcp://a:1", "tcp://b:1"
 
@@ -812,4 +813,28 @@ async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
     await quiet()
     run.raise_if_closed()
     assert run._receiver.seal({incoming.shard.source: incoming.shard.attempt}) == {incoming.shard.source}
+    cluster.close()
+
+
+@in_process
+async def test_a_run_that_ends_as_a_shard_is_published_leaves_nothing_in_the_pool() -> None:
+    """Nothing withdraws what comes after the run has withdrawn all that was published in it."""
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("shuffle", cluster.OUTPUTS))
+    process = cluster.network.processes[A]
+    run: Any = await process.shuffles.shuffle_runs.get_or_create(ShuffleId("shuffle"), "transfer-0")
+    loop, publish = asyncio.get_running_loop(), process.outbox.publish
+
+    def publish_once_it_has_ended(*args: Any) -> int:
+        asyncio.run_coroutine_threadsafe(run.close(), loop).result()
+        return publish(*args)
+
+    def transfer() -> None:
+        with process.task("transfer-0", cluster.scheduler.next_dispatch()):
+            run.add_partition(frame_of(cluster.rows(0), cluster.OUTPUTS), 0)
+
+    process.outbox.publish = publish_once_it_has_ended  # type: ignore[method-assign]
+    with pytest.raises(ShuffleClosedError):
+        await asyncio.to_thread(transfer)
+    assert process.outbox.pool.used == 0
     cluster.close()
