@@ -251,7 +251,8 @@ class _Packing:
         #: Seconds that were spent waiting for room.
         self.waited_s = 0.0
         self._parts = Counter[int]()
-        self._packed: list[tuple[Share, Piece, Packed]] = []
+        #: By the share that it waits to be published for.
+        self._packed: dict[Share, list[tuple[Piece, Packed]]] = {}
 
     def publish_all(self, owned: list[tuple[Share, Piece]]) -> None:
         metrics, progress = self.sender.exchange.metrics, self.sender.progress
@@ -274,7 +275,7 @@ class _Packing:
     def _give_back(self) -> None:
         if self._packed:
             self.packer.settle()  # nothing may write into these blocks when they are used next
-            for _, _, packed in self._packed:
+            for _, packed in itertools.chain.from_iterable(self._packed.values()):
                 self.outbox.give_back(packed.block)
 
     def _pack(self, share: Share, piece: Piece) -> None:
@@ -284,7 +285,7 @@ class _Packing:
         parts = self.sender.in_parts(self._pack_whole, piece, self._halves, self.source, **errors)
         try:
             for part, packed in parts:
-                self._packed.append((share, part, packed))
+                self._packed.setdefault(share, []).append((part, packed))
         except PoolFull as full:
             raise ValueError(
                 f"{self.sender.spec.smallest} takes {full.nbytes} bytes, "
@@ -310,41 +311,32 @@ class _Packing:
 
     def _publish(self) -> None:
         self.packer.settle()
-        packed, self._packed = self._packed, []
-        sections: dict[Share, list[tuple[Piece, Packed]]] = {}
-        for share, piece, one in packed:
-            sections.setdefault(share, []).append((piece, one))
-        while sections:
-            share = next(iter(sections))
-            id_ = self._publish_section(share, sections)
-            mine = sections.pop(share)
-            self.shards.append(self._describe(id_, share, mine))
-            if (recording := self.sender.exchange.metrics.recording) is not None:
-                recording.sent(self.shards[-1].name, share.owner, self.shards[-1].nbytes)
-            self.sender.progress.offered(self.shards[-1].nbytes)
-            self.sender.offer(share.owner, self.shards[-1])
-            self._parts[share.id] += 1
-            # The owner may have left since this attempt began. Either `renew` has told the outbox after this
-            # block was published, or the newer owners are seen here.
-            if share.id in self.sender.owners.left:
-                self.outbox.drop_shares(self.sender.run, [share.id])
+        while self._packed:
+            share = next(iter(self._packed))
+            self._publish_shard(share, self._packed.pop(share))
 
-    def _publish_section(self, share: Share, sections: dict[Share, list[tuple[Piece, Packed]]]) -> int:
-        """Publish a section and return its id; where the run has ended, none of the sections is published."""
-        id_ = self.outbox.publish(
-            self.sender.run, share.id, share.owner, (one.block for _, one in sections[share])
-        )
+    def _publish_shard(self, share: Share, packed: list[tuple[Piece, Packed]]) -> None:
+        sender = self.sender
+        id_ = self.outbox.publish(sender.run, share.id, share.owner, (one.block for _, one in packed))
         try:
             # The event loop ends the run: it says so, and then withdraws what has been published. Either it
             # finds this block, or the run has ended before it was published, and it is found out here. Else
             # the block would fill the pool for as long as the worker lives.
-            self.sender.check()
+            sender.check()
         except BaseException:
             self.outbox.release([(id_, share.id)])
-            others = (each for each in sections.items() if each[0] is not share)
-            self._packed = [(other, piece, one) for other, mine in others for piece, one in mine]
             raise
-        return id_
+        shard = self._describe(id_, share, packed)
+        self.shards.append(shard)
+        if (recording := sender.exchange.metrics.recording) is not None:
+            recording.sent(shard.name, share.owner, shard.nbytes)
+        sender.progress.offered(shard.nbytes)
+        sender.offer(share.owner, shard)
+        self._parts[share.id] += 1
+        # The owner may have left since this attempt began. Either `renew` has told the outbox after this
+        # block was published, or the newer owners are seen here.
+        if share.id in sender.owners.left:
+            self.outbox.drop_shares(sender.run, [share.id])
 
     def _describe(self, id_: int, share: Share, packed: list[tuple[Piece, Packed]]) -> Shard:
         return Shard(
