@@ -8,15 +8,18 @@ the device, for ever.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 from dask.sizeof import sizeof
+from dask.utils import typename
 from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.device.base import contents, lives_on_device
@@ -24,6 +27,8 @@ from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
 from dask_gpurt.memory.objects import sizeof_objects
 from dask_gpurt.memory.serialize import Raw
 from dask_gpurt.memory.tiers import Limits, Tier
+
+logger = logging.getLogger(__name__)
 
 #: Bytes by the address of each root allocation.
 Roots = dict[int, int]
@@ -49,9 +54,19 @@ def owned(value: Any) -> Roots:
     try:
         for address, nbytes in _walk(value):
             roots[address] = max(nbytes, roots.get(address, 0))
-    except Exception:
+    except Exception as error:  # any class of a user may fail here in any way, which is not to fail its task
+        _warn_once(typename(type(value)), type(error).__name__)
         return {id(value): safe_sizeof(value)}
     return roots
+
+
+@cache
+def _warn_once(kind: str, error: str) -> None:
+    logger.warning(
+        "what an object of type %s owns can not be told (%s): its size is taken as Dask estimates it",
+        kind,
+        error,
+    )
 
 
 def _walk(value: Any) -> Iterator[tuple[int, int]]:
@@ -89,7 +104,7 @@ def _walk(value: Any) -> Iterator[tuple[int, int]]:
 
 
 def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
-    library = type(value).__module__.partition(".")[0]
+    library = str(type(value).__module__).partition(".")[0]
     if isinstance(value, Raw):
         for buffer in value.buffers:
             yield from _walk(buffer)

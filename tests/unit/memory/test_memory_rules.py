@@ -259,6 +259,19 @@ def test_what_can_not_tell_its_size_has_the_one_that_dask_takes_then(make: Any) 
     assert owned(value) == {id(value): safe_sizeof(value)}
 
 
+def test_it_is_said_once_of_a_type_that_it_can_not_tell_its_size(caplog: pytest.LogCaptureFixture) -> None:
+    class Unheard(Sizeless):
+        pass
+
+    with caplog.at_level("WARNING", "dask_gpurt.memory.accounting"):
+        for _ in range(3):
+            owned(Unheard())
+    said = [record.getMessage() for record in caplog.records if record.name == "dask_gpurt.memory.accounting"]
+    assert len(said) == 1
+    assert "Unheard" in said[0]
+    assert "RuntimeError" in said[0]
+
+
 def test_a_type_may_have_no_module() -> None:
     value = WithoutModule()
     assert owned(value) == {id(value): sizeof(value)}
