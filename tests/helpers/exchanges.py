@@ -214,6 +214,9 @@ class Process:
     def outbox(self) -> Outbox:
         return self.exchange.pools.outbox("host")
 
+    def counted(self, name: str) -> float:
+        return float(self.exchange.metrics.snapshot()["counters"].get(name, 0))
+
     def rpc(self, address: str) -> Any:
         class Rpc:
             def __getattr__(rpc, op: str) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,21 +16,13 @@ from distributed import Client, LocalCluster
 from distributed.comm import CommClosedError
 from distributed.core import Status, error_message
 from distributed.exceptions import Reschedule
-from distributed.shuffle._core import ShuffleId
-from distributed.shuffle._exceptions import ShuffleClosedError
 
 import dask_gpurt
-from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
-from dask_gpurt.exchange.mappings import HeldMapping
-from dask_gpurt.exchange.shard import PeerError
+from dask_gpurt.exchange import Attempt, PeerLost
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchanges import Cluster, Process, frame_of, in_process, intercept, quiet, spec_of
+from tests.helpers.exchanges import Cluster, in_process, intercept, quiet, spec_of
 
 A, B = "tcp://a:1", "tcp://b:1"
-
-
-def counted(process: Process, name: str) -> float:
-    return float(process.exchange.metrics.snapshot()["counters"].get(name, 0))
 
 
 # ---- wrong rows ----------------------------------------------------------------------
@@ -63,7 +53,7 @@ async def test_a_release_for_the_worker_before_at_an_address_frees_nothing() -> 
     for number in range(10):
         await cluster.network.processes[A].exchange.requests._send_release(old, "host", [(number, 0)])
     assert new.outbox.pool.used == used
-    assert counted(new, "exchange.messages.stale") == 10
+    assert new.counted("exchange.messages.stale") == 10
     cluster.close()
 
 
@@ -82,7 +72,7 @@ async def test_an_offer_is_repeated_since_its_answer_got_lost() -> None:
     intercept(cluster, lose_answers)
     assert await cluster.shuffle("a shuffle") == cluster.expected()
     assert lost
-    assert sum(counted(p, "shuffle.shards.repeated") for p in cluster.network.processes.values()) > 0
+    assert sum(p.counted("shuffle.shards.repeated") for p in cluster.network.processes.values()) > 0
     await cluster.end("a shuffle")
     cluster.close()
 
@@ -175,7 +165,7 @@ async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> Non
     assert not barrier.done(), "the other worker was asked, and misses what it has not been offered"
     arrives.set()
     await barrier
-    assert counted(cluster.network.processes[A], "shuffle.inputs.missing") == 0
+    assert cluster.network.processes[A].counted("shuffle.inputs.missing") == 0
     assert await cluster.outputs("a shuffle") == cluster.expected()
     await cluster.end("a shuffle")
     cluster.close()
@@ -220,7 +210,7 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     results[0] = await cluster.transfer("a shuffle", 0, b)  # once more, elsewhere
     await b.exchange.offload(int)
     await run._receiver.receive([late])
-    assert counted(b, "shuffle.shards.stale") == 1
+    assert b.counted("shuffle.shards.stale") == 1
     await quiet()
     assert a.outbox.view(late.id) is None, "its block is freed"
     await cluster.barrier("a shuffle", results)
@@ -540,301 +530,4 @@ async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing
     while any(b.exchange._incoming.values()) or a.outbox.pool.used:
         await asyncio.sleep(0.01)
     assert b.exchange.puller._limiter.empty
-    cluster.close()
-
-
-# ---- what fails where it could go on -------------------------------------------------
-
-
-@in_process
-async def test_the_connection_breaks_while_a_pool_is_asked_for() -> None:
-    cluster = Cluster(A, B)
-    failures = iter([True, True])
-
-    async def lose(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "gpurt_ticket" and next(failures, False):
-            raise CommClosedError("the connection was reset")
-        return await handle(address, op, content)
-
-    intercept(cluster, lose)
-    assert await cluster.shuffle("a shuffle") == cluster.expected()
-    assert next(failures, None) is None
-    cluster.close()
-
-
-@in_process
-async def test_the_runtime_is_switched_off_at_a_producer_while_a_shard_is_fetched() -> None:
-    """Dask answers None then. What was offered from there is lost, and the barrier finds that out."""
-    cluster = Cluster(A, B, paths=["comms"])
-
-    async def is_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        return None if op == "gpurt_fetch" else await handle(address, op, content)
-
-    intercept(cluster, is_off)
-    results = await cluster.transfer_all("a shuffle")
-    assert sum(counted(each, "shuffle.lost.shards") for each in cluster.network.processes.values())
-    with pytest.raises(Reschedule, match="are transferred again"):
-        await cluster.barrier("a shuffle", results)
-    cluster.close()
-
-
-@in_process
-async def test_the_runtime_is_switched_off_at_an_owner_while_shards_are_offered() -> None:
-    cluster = Cluster(A, B)
-
-    async def is_closed(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "shuffle_receive" and address == B:
-            raise ExchangeClosed("the exchange is closed")
-        return await handle(address, op, content)
-
-    intercept(cluster, is_closed)
-    await cluster.transfer_all("a shuffle")
-    await cluster.hear()
-    active = cluster.scheduler.active["a shuffle"]
-    assert {share.owner for share in active.owners.shares.values()} == {A}
-    cluster.close()
-
-
-@in_process
-async def test_a_task_of_another_graph_ends() -> None:
-    """No shard is looked at: the event loop would be busy for 150 ms with 100,000 of them."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    run: Any = cluster.network.processes[A].run_of("a shuffle")
-    receiver = run._receiver
-    receiver._places = receiver._unread = receiver._lock = None
-    run.task_done("another task")
-
-
-@in_process
-async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> None:
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    run: Any = b.run_of("a shuffle")
-    incoming_shards = [
-        incoming for incoming in run._receiver._unread if incoming.shard.producer == a.exchange.me
-    ]
-    found = b.exchange.peers.path
-
-    async def ends_first(*args: Any) -> Any:
-        path = await found(*args)
-        await cluster.end("a shuffle")
-        return path
-
-    b.exchange.peers.path = ends_first  # type: ignore[method-assign]
-    await cluster.hear()
-    shard = incoming_shards[0].shard
-    again = replace(shard, part=9)
-    with pytest.raises((ExchangeClosed, ShuffleClosedError)):
-        await run._receiver.receive([again])
-    assert not any(b.exchange._incoming.values())
-    cluster.close()
-
-
-@in_process
-async def test_the_runtime_is_switched_off_while_a_shard_is_taken_or_an_input_is_added() -> None:
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    run: Any = b.run_of("a shuffle")
-    shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
-
-    async def off(*_: Any) -> Any:
-        b.exchange.close()
-        raise ExchangeClosed("the exchange is closed")
-
-    def add(*_: Any) -> Any:
-        raise ValueError("mmap closed or invalid")
-
-    b.exchange.peers.path = off  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="the runtime was switched off"):
-        await run._receive(A, 0, [replace(shard, part=9)])
-    run._sender.add = add
-    b.exchange.closed = False
-    with pytest.raises(ValueError, match="mmap"):
-        run.add_partition(None, 0)
-    run._sender.add = lambda *_: (setattr(b.exchange, "closed", True), add())
-    with pytest.raises(RuntimeError, match="the runtime was switched off"):
-        run.add_partition(None, 0)
-    cluster.close()
-
-
-@in_process
-async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> None:
-    """Its block may hold what belongs to another run by then."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    run: Any = b.run_of("a shuffle")
-    shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
-    await a.exchange.withdraw(("a shuffle", run.run_id))
-    await quiet()
-    assert not any(p.shard.producer == a.exchange.me for p in run._receiver._unread)
-    with pytest.raises(ExchangeClosed, match="after the end of its run"):
-        await run._receiver.receive([replace(shard, attempt=Attempt(99, 0))])
-    cluster.close()
-
-
-class Pool:
-    """A mapping that says whether it is open."""
-
-    def __init__(self) -> None:
-        self.open = True
-
-    def view(self, offset: int, nbytes: int) -> Any:
-        assert self.open
-        return np.zeros(nbytes, np.uint8)
-
-    def drop_pages(self, offset: int, nbytes: int) -> None:
-        assert self.open
-
-    def close(self) -> None:
-        self.open = False
-
-
-def test_a_peer_leaves_while_its_pool_is_read() -> None:
-    pool = Pool()
-    mapping = HeldMapping(pool, lambda close: close())
-    assert mapping.hold()
-    assert mapping.hold()
-    mapping.retire()
-    mapping.let_go()
-    assert pool.open
-    assert not mapping.hold(), "what comes later is refused"
-    mapping.let_go()
-    assert not pool.open
-
-
-def test_a_peer_leaves_while_nothing_is_read() -> None:
-    pool = Pool()
-    mapping = HeldMapping(pool, lambda close: close())
-    assert mapping.hold()
-    mapping.let_go()
-    assert pool.open
-    mapping.retire()
-    mapping.retire()
-    assert not pool.open
-
-
-@in_process
-async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    run: Any = b.run_of("a shuffle")
-    shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
-    a.die()
-    b.exchange.on_worker_removed(A)
-    await quiet()
-    await run._receiver.receive([replace(shard, part=9)])
-    assert run._receiver.seal({shard.source: shard.attempt}) == {shard.source}, "it is missing"
-    cluster.close()
-
-
-@in_process
-async def test_the_runtime_is_switched_off_while_shards_are_held() -> None:
-    """Pools of peers would stay mapped for as long as their runs are known."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    b = cluster.network.processes[B]
-    held = {
-        incoming.path.mapping
-        for incoming_shards in b.exchange._incoming.values()
-        for incoming in incoming_shards
-        if isinstance(incoming.path.mapping, HeldMapping)
-    }
-    assert held
-    closed = list[Any]()
-    for mapping in held:
-        mapping._close_soon = closed.append  # type: ignore[method-assign]
-    b.exchange.close()
-    assert len(closed) == len(held)
-    await quiet()
-
-
-@in_process
-async def test_the_runtime_is_switched_off_while_a_pool_is_mapped() -> None:
-    cluster = Cluster(A, B)
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    made = list[HeldMapping]()
-    hold = b.exchange.peers._held
-
-    def closes_first(path: Any) -> Any:
-        b.exchange.close()
-        held = hold(path)
-        made.append(held.mapping)
-        return held
-
-    b.exchange.peers._held = closes_first  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match="is closed"):
-        await b.exchange.peers.path(a.exchange.me, "host", 1)
-    assert made
-    assert not made[0].hold()
-
-
-@in_process
-async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it() -> None:
-    """The event loop does not wait for that."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    incoming = next(iter(b.exchange._incoming[a.exchange.me]))
-    where = list[int]()
-    incoming.read_until(lambda: where.append(threading.get_ident()))
-    b.exchange.executor.shutdown()
-    b.exchange.executor = ThreadPoolExecutor(1)
-
-    def lets_go_and_fails(incoming: Any) -> None:
-        incoming.discard()
-        raise OSError("a test")
-
-    b.exchange.puller._pull_mapped = lets_go_and_fails  # type: ignore[method-assign]
-    assert incoming.start_moving()
-    await b.exchange.puller._pull(incoming)
-    assert where
-    assert threading.get_ident() not in where
-    cluster.close()
-
-
-@in_process
-async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
-    """The shard counts as lost; that it has landed all the same fails nothing."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    run: Any = b.run_of("a shuffle")
-    incoming = next(
-        incoming for incoming in run._receiver._unread if incoming.shard.producer == a.exchange.me
-    )
-    assert incoming.start_moving()
-    incoming.fail(PeerLost("it closes"))
-    incoming.land(lambda key: None)
-    await quiet()
-    run.raise_if_closed()
-    assert run._receiver.seal({incoming.shard.source: incoming.shard.attempt}) == {incoming.shard.source}
-    cluster.close()
-
-
-@in_process
-async def test_a_run_that_ends_as_a_shard_is_published_leaves_nothing_in_the_pool() -> None:
-    """Nothing withdraws what comes after the run has withdrawn all that was published in it."""
-    cluster = Cluster(A, B)
-    cluster.scheduler.begin(spec_of("shuffle", cluster.OUTPUTS))
-    process = cluster.network.processes[A]
-    run: Any = await process.shuffles.shuffle_runs.get_or_create(ShuffleId("shuffle"), "transfer-0")
-    loop, publish = asyncio.get_running_loop(), process.outbox.publish
-
-    def publish_once_it_has_ended(*args: Any) -> int:
-        asyncio.run_coroutine_threadsafe(run.close(), loop).result()
-        return publish(*args)
-
-    def transfer() -> None:
-        with process.task("transfer-0", cluster.scheduler.next_dispatch()):
-            run.add_partition(frame_of(cluster.rows(0), cluster.OUTPUTS), 0)
-
-    process.outbox.publish = publish_once_it_has_ended  # type: ignore[method-assign]
-    with pytest.raises(ShuffleClosedError):
-        await asyncio.to_thread(transfer)
-    assert process.outbox.pool.used == 0
     cluster.close()
