@@ -1,7 +1,7 @@
 """Run Dask clusters on GPUs and CPUs with a faster shuffle, memory tiers and placement.
 
-Importing this module is cheap on purpose: every Dask process that reads the shipped
-configuration imports it to find out whether the runtime is enabled.
+This module must stay cheap to import: every Dask process that reads the shipped configuration
+imports it, only to find out whether the runtime is enabled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "trace",
 ]
 
-#: The names that are not in ``api``.
+#: Public names that live in ``traces``; the others live in ``api``.
 _OF_TRACES = {"performance_report", "trace"}
 _PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report"}
 
@@ -46,8 +46,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    """Suggest a public name that is spelt alike."""
-    if name.startswith("_"):  # tools try many of these
+    """Suggest a public name with a similar spelling."""
+    if name.startswith("_"):  # tools probe for many of these
         return ""
     import difflib
 
@@ -73,7 +73,7 @@ async def dask_setup(server: Any) -> None:
 
 
 async def dask_teardown(server: Any) -> None:
-    """Close the processes that a nanny with ``--preload-nanny dask_gpurt`` has started beside its own."""
+    """Close the extra worker processes that a nanny with ``--preload-nanny dask_gpurt`` has started."""
     from dask_gpurt import preload
 
     await preload.dask_teardown(server)

@@ -73,7 +73,7 @@ def enable(client: Client | str | None = None) -> Any:
         When this is not Linux, or when the Dask of a process of the cluster differs in a part that the
         runtime replaces.
     RuntimeError
-        When the scheduler or a worker can not load the package or does not answer, or when another client
+        When the scheduler or a worker cannot load the package or does not answer, or when another client
         switches the runtime off meanwhile.
     """
     config.load()  # before a client is connected for it
@@ -292,7 +292,7 @@ async def activate(client: Client) -> None:
         await client.register_plugin(plugin, NAME)
     except ImportError as error:
         raise RuntimeError(
-            f"the scheduler at {_address(client)} can not load dask_gpurt ({error}): install "
+            f"the scheduler at {_address(client)} cannot load dask_gpurt ({error}): install "
             f"dask-gpurt {__version__} there and on all workers, with a Dask from {dask_hooks.OLDEST} to "
             f"{dask_hooks.NEWEST}"
         ) from error
@@ -342,7 +342,7 @@ def _tell_choice(expression: str, choice: MethodChoice) -> None:
 
 def _leave(client: Client) -> None:
     with _lock:
-        # The cluster is switched off, so other clients of it can not go on either.
+        # The cluster is switched off, so other clients of it cannot go on either.
         for other in list(_enabled):
             of_the_cluster = other is client or _address(other) == _address(client) is not None
             if of_the_cluster or other.status == "closed":

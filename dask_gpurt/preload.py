@@ -111,7 +111,7 @@ async def _activate(server: Any) -> None:
         # Workers of dask-cuda do not read distributed.worker.preload, their nannies do read their own list.
         await _activate_through(server, plugin)
     else:
-        raise TypeError(f"dask_gpurt can not be preloaded into a {type(server).__qualname__}")
+        raise TypeError(f"dask_gpurt cannot be preloaded into a {type(server).__qualname__}")
 
 
 async def _activate_through(worker: Any, plugin: Any) -> None:
@@ -127,7 +127,7 @@ async def _activate_through(worker: Any, plugin: Any) -> None:
         raise
     except (ImportError, ValueError) as error:
         raise RuntimeError(
-            f"the scheduler at {worker.scheduler.address} can not load dask_gpurt ({error}), so shuffles "
+            f"the scheduler at {worker.scheduler.address} cannot load dask_gpurt ({error}), so shuffles "
             "stay Dask's own: install the same version of dask-gpurt there, and check that its "
             "distributed.scheduler.pickle is true"
         ) from error

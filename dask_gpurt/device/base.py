@@ -104,15 +104,15 @@ class NoBacking(PoolFull):
 
 
 class MappingError(Exception):
-    """A peer's pool can not be mapped; the message says why."""
+    """A peer's pool cannot be mapped; the message says why."""
 
 
 class SmsError(OSError):
-    """Compute can not be confined to some of the SMs; the message says why."""
+    """Compute cannot be confined to some of the SMs; the message says why."""
 
 
 class PriorityError(OSError):
-    """The priority of communication can not be changed; the message says why."""
+    """The priority of communication cannot be changed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -413,7 +413,7 @@ class Device(Protocol):
         Raises
         ------
         MappingError
-            With the reason, when this process can not read it.
+            With the reason, when this process cannot read it.
         """
         ...
 
@@ -493,7 +493,7 @@ class Device(Protocol):
         Parameters
         ----------
         refused
-            Told why, when the faster of two ways can not be taken from now on.
+            Told why, when the faster of two ways cannot be taken from now on.
         """
         ...
 

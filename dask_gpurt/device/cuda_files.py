@@ -37,7 +37,7 @@ class CudaFiles:
     Parameters
     ----------
     refused
-        Called with the reason, once kvikio can not be used.
+        Called with the reason, once kvikio cannot be used.
     with_kvikio
         Whether to try.
     """

@@ -78,7 +78,7 @@ class GreenContexts:
 
     def __init__(self, device: int, instead: Instead):
         if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD_STREAM:
-            raise SmsError("default streams of threads can not be confined: unset CUDF_PER_THREAD_STREAM")
+            raise SmsError("default streams of threads cannot be confined: unset CUDF_PER_THREAD_STREAM")
         self._index = device
         self._instead = instead
         runtime.setDevice(device)

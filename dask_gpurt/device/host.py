@@ -166,7 +166,7 @@ class HostPool(HostMapping):
 
     def _back(self, block: Block) -> bool:
         """Allocate memory behind a block; return False when the system has none now."""
-        # A page that the system can not provide would be a SIGBUS on first touch.
+        # A page that the system cannot provide would be a SIGBUS on first touch.
         start, end = _down(block.offset), _up(block.offset + block.nbytes)
         with self._growing:
             for first, last in self._backed.gaps(start, end):
@@ -212,7 +212,7 @@ class HostPool(HostMapping):
 
 
 def no_room(nbytes: int) -> str:
-    """Return advice about a block that can not be allocated."""
+    """Return advice about a block that cannot be allocated."""
     free, total = shm_memory()
     return (
         f"{SHM} has no room for {nbytes} bytes ({format_bytes(free)} of {format_bytes(total)} are free, and "
@@ -328,7 +328,7 @@ class HostDevice:
                 raise MappingError("the peer lives in another process namespace")
             mapping = HostMapping(fd, ticket["nbytes"])
         except (OSError, ValueError) as error:
-            raise MappingError(f"shared memory can not be mapped: {error}") from error
+            raise MappingError(f"shared memory cannot be mapped: {error}") from error
         finally:
             os.close(fd)
         if mapping.token() != ticket["token"]:

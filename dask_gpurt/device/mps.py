@@ -29,7 +29,7 @@ ANSWER_TIMEOUT_S = 20.0
 
 
 class MpsError(RuntimeError):
-    """Tell why processes can not share a GPU at the same time."""
+    """Tell why processes cannot share a GPU at the same time."""
 
 
 class MultiProcessService:
@@ -141,7 +141,7 @@ class MultiProcessService:
                 timeout=ANSWER_TIMEOUT_S,
             )
         except OSError as error:
-            raise MpsError(f"{CONTROL} can not be run: {error}") from error
+            raise MpsError(f"{CONTROL} cannot be run: {error}") from error
         except subprocess.CalledProcessError as error:
             said = f"{error.stdout}{error.stderr}".strip()
             raise MpsError(f"{CONTROL} ended with {error.returncode}: {said}") from error

@@ -1,4 +1,4 @@
-"""Move bytes from worker to worker: publish, pull, land, release."""
+"""Move shards between workers: publish, pull, land, release."""
 
 from dask_gpurt.exchange.exchange import Exchange
 from dask_gpurt.exchange.shard import Attempt, Commit, ExchangeClosed, Peer, PeerLost, Shard

@@ -135,11 +135,11 @@ class Calls:
         return found
 
     async def has_left(self, address: str) -> bool:
-        """Ask the scheduler whether a worker has left; False where it can not be asked."""
+        """Ask the scheduler whether a worker has left; False where it cannot be asked."""
         return await self._ask(address)
 
     async def is_closing(self, address: str) -> bool:
-        """Ask the scheduler whether a worker has left, or is about to; False where it can not be asked."""
+        """Ask the scheduler whether a worker has left, or is about to; False where it cannot be asked."""
         return await self._ask(address, closing=True)
 
     async def _ask(self, address: str, **more: bool) -> bool:

@@ -187,7 +187,7 @@ class Exchange:
         path
             From :meth:`path`.
         failed
-            Called when the shard can not be pulled.
+            Called when the shard cannot be pulled.
 
         Raises
         ------

@@ -2,7 +2,7 @@
 
 A pool promises its capacity and takes memory as blocks need it. The pools of a host may promise more together
 than the host has, and workers join later. So a block may fit into its pool while the system has no memory for
-it. Its producer then waits as it does when its own pool is full. This can not deadlock:
+it. Its producer then waits as it does when its own pool is full. This cannot deadlock:
 
 1. A producer that waits holds no unpublished block. The memory that the pools of a host have taken belongs to
    free blocks, to published ones, and to blocks that are being packed by producers that do not wait: these

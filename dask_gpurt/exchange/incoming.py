@@ -41,7 +41,7 @@ class IncomingShard:
     release
         Called once, from any thread, when the producer may reuse the block.
     failed
-        Called when the bytes can not be had: whatever is accepted belongs to a run that can be failed.
+        Called when the bytes cannot be had: whatever is accepted belongs to a run that can be failed.
     """
 
     _keys = itertools.count()

@@ -16,7 +16,7 @@ class HeldMapping:
 
     - the event loop retires it, and something is held: it is closed as the last shard is let go;
     - the last shard is let go, and the mapping is not retired: it stays for the next one;
-    - a shard is offered after that, by a message that was late: it can not be held, and is refused.
+    - a shard is offered after that, by a message that was late: it cannot be held, and is refused.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 A producer that finds the pool full waits here. It holds no block that no owner knows of, and
 owners can always make room: they copy the shards that they had left in place into their own
-memory, at last to disk, so they never wait for a pool. This is why a full pool can not deadlock.
+memory, at last to disk, so they never wait for a pool. This is why a full pool cannot deadlock.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Outbox:
         self._changed = threading.Condition()
         #: The producers that wait for room.
         self.waiting = 0
-        #: Counts blocks that came back, so that a producer can not miss one.
+        #: Counts blocks that came back, so that a producer cannot miss one.
         self.freed = 0
 
     def allocate(self, nbytes: int) -> Block:

@@ -16,11 +16,11 @@ class ExchangeClosed(Exception):
 
 
 class PeerError(RuntimeError):
-    """A peer can not be worked with; the message says what would be right."""
+    """A peer cannot be worked with; the message says what would be right."""
 
 
 class PeerLost(PeerError):
-    """A peer has left, was replaced, or can not be reached: a run that begins again may do without it."""
+    """A peer has left, was replaced, or cannot be reached: a run that begins again may do without it."""
 
 
 class Peer(NamedTuple):

@@ -72,7 +72,7 @@ class _Schema:
 
 @dataclass(frozen=True)
 class _Nested:
-    """Describe a list or struct dtype by way of Arrow; cudf can not pickle those that hold strings."""
+    """Describe a list or struct dtype by way of Arrow; cudf cannot pickle those that hold strings."""
 
     kind: type[cudf.ListDtype] | type[cudf.StructDtype]
     arrow: Any

@@ -305,7 +305,7 @@ class PandasLayout:
         return [view[start:stop] for view in self.views(part.buffer, part.offsets[-1])]
 
     def _order(self, columns: Sequence[Sequence[np.ndarray]], by: Hashable) -> np.ndarray | None:
-        """Return the order of a column, in pieces; None if it can not be found or does not exist."""
+        """Return the order of a column, in pieces; None if it cannot be found or does not exist."""
         found = [column for label, column in zip(self.columns, columns, strict=True) if label == by]
         return (
             order_of(np.concatenate(found[0]), distinct=True) if by is not None and len(found) == 1 else None

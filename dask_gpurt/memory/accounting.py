@@ -63,7 +63,7 @@ def owned(value: Any) -> Roots:
 @cache
 def _warn_once(kind: str, error: str) -> None:
     logger.warning(
-        "what an object of type %s owns can not be told (%s): its size is taken as Dask estimates it",
+        "what an object of type %s owns cannot be told (%s): its size is taken as Dask estimates it",
         kind,
         error,
     )

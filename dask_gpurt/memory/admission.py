@@ -279,7 +279,7 @@ class AdmissionQueue:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Count data that go to a peer meanwhile: they can not be spilled."""
+        """Count data that go to a peer meanwhile: they cannot be spilled."""
         request = MemoryRequest(SEND, next(self._numbers))
         self._admission.ask(request, True, time.monotonic())
         try:

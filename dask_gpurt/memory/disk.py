@@ -45,7 +45,7 @@ class CorruptFile(OSError):
 
 
 def corrupt(path: str, why: str | None) -> CorruptFile:
-    """Return the error for a file that can not be used."""
+    """Return the error for a file that cannot be used."""
     return CorruptFile(errno.EIO, f"spilled data is lost and is to be computed again ({why})", path)
 
 
@@ -232,7 +232,7 @@ class DiskTier(MutableMapping[str, Frames]):
             os.makedirs(directory, exist_ok=True)
             self.path = tempfile.mkdtemp(prefix="gpurt-tier-", dir=directory)
         except OSError as error:
-            why = f"data can not be spilled here ({error.strerror}), set another local_directory"
+            why = f"data cannot be spilled here ({error.strerror}), set another local_directory"
             raise OSError(error.errno, why, directory) from error
         self.capacity = capacity
         self.used = 0
@@ -449,7 +449,7 @@ def _with_fd(path: str, flags: int, action: Callable[[int], _T]) -> _T:
 
 
 def _remove(path: str, pid: int) -> None:
-    # At the end of a forked process the files are still its parent's. What can not be removed
+    # At the end of a forked process the files are still its parent's. What cannot be removed
     # at the end of an interpreter is left to Dask, which cleans its local directories up.
     if os.getpid() == pid:
         shutil.rmtree(path, ignore_errors=True)

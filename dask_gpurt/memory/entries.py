@@ -66,7 +66,7 @@ class Entry:
     readers, doomed
         How many read its copies in lower tiers, and the copies that go when the last of them is done.
     immovable
-        Whether it has been found that it can not be taken apart.
+        Whether it has been found that it cannot be taken apart.
     foreign
         Where it lies, as long as that is not one of our tiers.
     """

@@ -63,7 +63,7 @@ def order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
 
 
 def choose(candidates: Iterable[EvictionCandidate], nbytes: int) -> list[EvictionCandidate]:
-    """Return the first ones in :func:`order` that free ``nbytes`` between them; all if they can not."""
+    """Return the first ones in :func:`order` that free ``nbytes`` between them; all if they cannot."""
     chosen: list[EvictionCandidate] = []
     for candidate in order(c for c in candidates if c.nbytes):
         if nbytes <= 0:

@@ -60,7 +60,7 @@ class Reader:
     def messages(self, keys: Iterable[Key], stack: ExitStack) -> dict[Key, Serialized]:
         """Return what Dask sends of objects in lower tiers; it refers to those until ``stack`` is left.
 
-        Nothing is put together, and nothing goes to the device. Keys of which that can not be sent are
+        Nothing is put together, and nothing goes to the device. Keys of which that cannot be sent are
         left out.
         """
         table = self._table

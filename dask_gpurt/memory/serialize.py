@@ -24,13 +24,13 @@ _INLINE_BYTES = 4096
 #: Those that register serializers with Dask for the device and for the host.
 _SAME_ON_HOST = frozenset({"cudf", "cupy", "rmm"})
 
-#: Whether Dask's error about what it can not pickle is an answer here, and nothing to log.
+#: Whether Dask's error about what it cannot pickle is an answer here, and nothing to log.
 _asking: ContextVar[bool] = ContextVar("asking", default=False)
 dask_pickle.logger.addFilter(lambda record: not _asking.get())
 
 
 class NotMovable(Exception):
-    """An object can not be taken apart; the message names its type and says why."""
+    """An object cannot be taken apart; the message names its type and says why."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def take_apart(value: Any) -> Frames:
     Raises
     ------
     NotMovable
-        When it can not be serialised, or would come back as something else.
+        When it cannot be serialised, or would come back as something else.
     """
     if isinstance(value, Raw):
         return raw_frames(value.buffers)
@@ -93,7 +93,7 @@ def take_apart(value: Any) -> Frames:
         with _unlogged():
             return _device_frames(value) if lives_on_device(value) else _host_frames(value)
     except Exception as error:
-        raise NotMovable(f"a {type(value).__qualname__} can not be serialised: {error}") from error
+        raise NotMovable(f"a {type(value).__qualname__} cannot be serialised: {error}") from error
 
 
 @contextmanager

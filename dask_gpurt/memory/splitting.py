@@ -41,7 +41,7 @@ def split_and_retry(
     work
         Done with a part, from its beginning each time.
     halve
-        Returns the parts of a part, in order; fewer than two where it can not be split.
+        Returns the parts of a part, in order; fewer than two where it cannot be split.
     make_room
         Spills what nothing uses, wherever memory was short.
     on_split

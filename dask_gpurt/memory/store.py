@@ -273,7 +273,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
         return found | {key: self[key] for key in foreign}
 
     def unreadable(self, keys: Iterable[Key]) -> list[Key]:
-        """Return those of ``keys`` that can not be read any more. Blocks."""
+        """Return those of ``keys`` that cannot be read any more. Blocks."""
         lost = []
         for key in keys:
             try:

@@ -32,7 +32,7 @@ class Tier(StrEnum):
 
 
 class NoRoom(Exception):
-    """A tier can not take an object.
+    """A tier cannot take an object.
 
     Parameters
     ----------

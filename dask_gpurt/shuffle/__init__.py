@@ -1,4 +1,4 @@
-"""Shuffle: a spec describes a shuffle, runs attempt it."""
+"""Shuffle dataframes and rechunk arrays: a spec describes a shuffle, and each run is an attempt at it."""
 
 from dask_gpurt.shuffle.spec import ShuffleSpec
 

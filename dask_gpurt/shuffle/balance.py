@@ -1,12 +1,12 @@
-"""Balance the outputs of a run over its workers, by what is known once inputs have been split. Pure.
+"""Balance the outputs of a run across workers, once the sizes of split inputs are known. Pure.
 
-As a run begins nothing is known of the sizes of its outputs, and each worker owns as many. With the end of
-each transfer its worker tells the bytes of the heaviest outputs in that input, and how long it took. From
-these follow the bytes of each output (:class:`OutputBytes`), and the outputs that have to get other owners
-for all workers to be done at about the same time (:func:`balanced`).
+When a run starts, the sizes of its outputs are unknown, and all workers own equally many. At the end of each
+transfer, the worker reports the bytes of the heaviest outputs in that input, and how long the transfer took.
+From these reports, :class:`OutputBytes` estimates the bytes of each output, and :func:`balanced` chooses new
+owners, so that all workers finish at about the same time.
 
-A move is paid for with messages, and with shards that are read once more. So even outputs never move,
-and uneven ones as few as will do.
+Moving an output costs messages, and shards that are read again. Evenly sized outputs are therefore never
+moved, and of uneven ones as few as possible.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import NamedTuple
 
 from dask_gpurt.exchange.shard import Section
 
-#: The most outputs of which a transfer tells the bytes, and how many times the mean these have at least.
+#: The most outputs whose bytes a transfer reports, and the least multiple of the mean that is reported.
 MAX_TOLD, HEAVY = 32, 1.25
-#: Standard errors of an estimate that count as chance.
+#: Deviations up to this many standard errors count as chance.
 CHANCE_ERRORS = 2.0
-#: The last transfers that the speed of a worker is estimated from; how many of the run that asks are among
-#: them at least, and how many seconds all usually take together.
+#: Transfers that the speed of a worker is estimated from: the most, the fewest that have to be of the run in
+#: question, and the least total of their usual durations in seconds.
 SPEED_WINDOW_TRANSFERS, MIN_TRANSFERS, MIN_USUAL_S = 32, 3, 0.02
-#: Limits to a slowdown.
+#: Limits of the slowdown factor of a worker.
 FASTEST, SLOWEST = 0.25, 10.0
-#: Outputs move if the last worker is done so many times as early thereby, and so many bytes of one thread.
+#: Outputs move only if the makespan shrinks by this factor, and by this many bytes of one thread.
 MIN_GAIN, MIN_GAIN_BYTES = 1.2, 2**20
-#: How much later than possible the last worker may be done, for fewer moves.
+#: Factor by which the makespan may exceed the best one found, for fewer moves.
 SLACK = 1.03
-#: Halvings of the range in which the earliest possible end lies.
+#: Bisection steps in the search for the best makespan.
 SEARCH_STEPS = 12
 
 
@@ -42,21 +42,21 @@ SEARCH_STEPS = 12
 
 
 class InputSizes(NamedTuple):
-    """Tell what is learnt of outputs as an input is split.
+    """Report the sizes of outputs in one input.
 
     Attributes
     ----------
     nbytes
-        Of all outputs, packed.
+        Packed bytes of all outputs.
     heavy
-        The bytes of outputs that are far above the mean, at most :data:`MAX_TOLD` of them.
+        Bytes of the outputs far above the mean, at most :data:`MAX_TOLD` of them.
     seconds
-        That a thread took to split and pack it, without waiting for room.
+        Time to split and pack the input, excluding waits for room, in seconds.
     whole
-        Whether all that its worker has published in the run is still there to be offered to others.
+        Whether the worker still has all blocks that it published in the run, and could offer them again.
     arriving
-        Bytes per second that can come to its worker from other hosts, as the run has shown; 0 where that is
-        not known.
+        Measured rate at which the worker receives from other hosts during the run, in bytes per second;
+        0 if unknown.
     """
 
     nbytes: int
@@ -75,14 +75,14 @@ class InputSizes(NamedTuple):
         whole: bool = True,
         arriving: float = 0.0,
     ) -> InputSizes:
-        """Return the sizes of an input.
+        """Compute the sizes from the packed sections of an input.
 
         Parameters
         ----------
         sections
-            All that it was packed into. Rows of one section count as equally large.
+            All sections of the input. Rows of the same section count as equally large.
         outputs
-            The number of outputs that it was cut for.
+            The number of outputs that the input was split for.
         """
         total, found = 0, Counter[int]()
         for section in sections:
@@ -97,7 +97,7 @@ class InputSizes(NamedTuple):
 
 @dataclass
 class _Sums:
-    """Sum up the bytes of an output over the inputs that tell it: x, x², and x times bytes of the input."""
+    """Sum the bytes x of an output over the inputs that report it: x, x², and x times the input's bytes."""
 
     x: float = 0.0
     squares: float = 0.0
@@ -110,19 +110,19 @@ class _Sums:
 
 
 class OutputBytes:
-    """Estimate the bytes of each output from the inputs that have been split so far.
+    """Estimate the bytes of each output from the inputs split so far.
 
-    Where one output is heavy in all of these inputs it will be in the others. Where each input has other
-    heavy outputs, as in data that are sorted already, those of the inputs to come are not known. So only the
-    part of an output counts as its own that is beyond chance; the rest counts as spread evenly. Once all
-    inputs are known nothing is left to chance.
+    An output that is heavy in all reported inputs will be heavy in the remaining ones. If each input has
+    different heavy outputs, as in sorted data, nothing is known about those of the remaining inputs.
+    Therefore only the part of an output beyond the confidence margin is attributed to it; the rest is spread
+    evenly. Once all inputs have been reported, the margin is zero.
 
     Parameters
     ----------
     outputs
-        Those that are received.
+        The outputs received in the run.
     inputs
-        How many there are in all.
+        The total number of inputs.
     """
 
     def __init__(self, outputs: Collection[int], inputs: int):
@@ -134,11 +134,11 @@ class OutputBytes:
         return len(self._told)
 
     def add(self, source: int, sizes: InputSizes) -> None:
-        """Take what an input tells, in the place of what it has told before: it may be transferred again."""
+        """Add the report of an input, replacing an earlier one: the input may be transferred again."""
         self._told[source] = sizes
 
     def estimate(self) -> dict[int, float]:
-        """Return the bytes of each output over all inputs, those to come included."""
+        """Return the estimated bytes of each output over all inputs, reported or not."""
         nbytes = sum(sizes.nbytes for sizes in self._told.values())
         if not nbytes:
             return dict.fromkeys(self._outputs, 0.0)
@@ -153,9 +153,9 @@ class OutputBytes:
         return {output: scale * (certain.get(output, others) + by_chance) for output in self._outputs}
 
     def _shares(self, nbytes: float) -> dict[int, tuple[float, float]]:
-        """Return the share of the bytes of each output that was told of, with its standard error."""
-        # An input that does not tell of an output has a mean one of those that it does not tell of: all are
-        # summed up for that case first, and those that do tell are corrected for.
+        """Return the share of all bytes of each reported output, with its standard error."""
+        # An output that an input does not report counts as the mean of that input's unreported outputs. These
+        # means are summed first, as if nothing were reported, and then corrected for each reported output.
         mean, told = _Sums(), defaultdict[int, _Sums](_Sums)
         for sizes in self._told.values():
             untold = max(1, len(self._outputs) - len(sizes.heavy))
@@ -171,7 +171,7 @@ class OutputBytes:
         shares = {}
         for output, sums in told.items():
             share = (mean.x + sums.x) / nbytes
-            # Of a share that is estimated as a ratio, with the correction for a finite population.
+            # Standard error of a ratio estimate, with the finite population correction.
             residual = (
                 mean.squares + sums.squares - 2 * share * (mean.products + sums.products) + share**2 * squares
             )
@@ -185,7 +185,7 @@ class OutputBytes:
 
 
 class _Pace(NamedTuple):
-    """A transfer of a run took so many seconds, where such ones usually take others."""
+    """Record the duration of a transfer of a run, and the usual duration of such transfers, in seconds."""
 
     run: int
     seconds: float
@@ -193,33 +193,33 @@ class _Pace(NamedTuple):
 
 
 class WorkerSpeeds:
-    """Estimate how fast the threads of workers are, relative to the usual, from how long transfers took.
+    """Estimate the speed of workers' threads, relative to the usual, from the durations of transfers.
 
-    A worker that is stopped, and goes on, many times a second is found to be either by each of its transfers.
-    So the sums of them are compared; and of the difference only what is beyond chance counts, else outputs
-    would move to whichever of equal workers was luckier.
+    Single transfers are too noisy: a worker that is paused and resumed many times a second looks either fast
+    or stopped in each of them. So their sums are compared, and only a difference beyond the confidence margin
+    counts. Otherwise outputs would move to whichever of equal workers was luckier.
 
-    Transfers of earlier runs make the estimate surer, where the run that asks confirms it: a worker
-    that was slow may not be so any more, and one that was not may be now.
+    Transfers of earlier runs narrow the margin, but count only if the current run agrees: a worker that was
+    slow before may be fast now, and vice versa.
     """
 
     def __init__(self) -> None:
         self._workers: dict[str, deque[_Pace]] = {}
 
     def observe(self, worker: str, seconds: float, usual: float, run: int) -> None:
-        """Learn from a transfer of a run that took ``seconds`` where such ones usually take ``usual``."""
+        """Add a transfer that took ``seconds``, where such transfers usually take ``usual``."""
         if usual > 0:
             known = self._workers.setdefault(worker, deque(maxlen=SPEED_WINDOW_TRANSFERS))
             known.append(_Pace(run, seconds, usual))
 
     def of(self, worker: str, runs: Collection[int]) -> float:
-        """Return the speed of a worker, as far as some runs show it; 1 if they do not, below 1 is slow."""
+        """Return the speed of a worker measured in ``runs``: below 1 is slow; 1 with too few transfers."""
         known = self._workers.get(worker, ())
         own = [pace for pace in known if pace.run in runs]
         if len(own) < MIN_TRANSFERS:
             return 1.0
-        # It may have changed since the runs before: these make surer of what the run itself shows, and what
-        # is sure without them counts too.
+        # The speed may have changed since the earlier runs. They count only as far as the given runs show the
+        # same; what the given runs show beyond chance counts regardless.
         shown, before = _excess(own), _beyond_chance(known)
         confirmed = min(before, shown, key=abs) if before * shown > 0 else 0.0
         excess = max(confirmed, _beyond_chance(own), key=abs)
@@ -231,13 +231,13 @@ class WorkerSpeeds:
 
 
 def _excess(paces: Collection[_Pace]) -> float:
-    """Return how much longer than usual some transfers took together, as a share of the usual time."""
+    """Return by how much the total duration of transfers exceeds the usual, as a fraction of the usual."""
     usual = sum(pace.usual for pace in paces)
     return sum(pace.seconds for pace in paces) / usual - 1 if usual else 0.0
 
 
 def _beyond_chance(paces: Collection[_Pace]) -> float:
-    """Return the excess closest to 0 within the confidence margin."""
+    """Return the excess with the smallest magnitude within the confidence interval."""
     number, usual = len(paces), sum(pace.usual for pace in paces)
     if usual < MIN_USUAL_S:
         return 0.0
@@ -251,18 +251,18 @@ def _beyond_chance(paces: Collection[_Pace]) -> float:
 
 
 class Capacity(NamedTuple):
-    """Describe what a worker can take.
+    """Describe the capacity of a worker.
 
     Attributes
     ----------
     worker
-        Its address.
+        The address.
     threads
-        Outputs that it puts together at once.
+        The number of outputs assembled in parallel.
     speed
-        Of one thread, relative to the others: 1 as these.
+        The speed of one thread, relative to the usual.
     room
-        Bytes of outputs that it may get besides its own; 0 for a worker that may get none.
+        Bytes of outputs that the worker may receive in addition to its own.
     """
 
     worker: str
@@ -272,14 +272,14 @@ class Capacity(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Name outputs that get other owners.
+    """Assign new owners to outputs.
 
     Attributes
     ----------
     to
-        The new owner of each.
+        The new owner of each output that moves.
     before, after
-        When the last worker is done with its outputs, in bytes of one thread.
+        The makespan without and with the moves, in bytes of one thread.
     """
 
     to: dict[int, str]
@@ -295,18 +295,18 @@ def balanced(
     gain: float = MIN_GAIN,
     least: float = MIN_GAIN_BYTES,
 ) -> Moves:
-    """Return the outputs that have to move for the last worker to be done much earlier; none where it is not.
+    """Return few moves of outputs that reduce the makespan; none unless the gain is large enough.
 
     Parameters
     ----------
     nbytes
-        Bytes of each output, on all sides of a join together.
+        Bytes of each output, summed over both sides of a join.
     owners
-        The owner of each.
+        The owner of each output.
     capacities
-        Of all owners, and of whatever worker may become one.
+        The capacities of all owners, and of other workers that may become owners.
     gain, least
-        How many times as early it has to be done for that, and by how many bytes of one thread.
+        The least reduction of the makespan, as a factor and in bytes of one thread.
     """
     state = _Loads(nbytes, owners, capacities)
     before, low = state.end(), state.lower_bound()
@@ -326,7 +326,7 @@ def balanced(
 def _earliest(
     low: float, high: float, moves_within: Callable[[float], dict[int, str] | None]
 ) -> tuple[float, dict[int, str]]:
-    """Return the earliest end in a range for which moves are found, and these; none for its upper end."""
+    """Bisect for the earliest end for which moves are found; return it and the moves, which may be none."""
     found = dict[int, str]()
     for _ in range(SEARCH_STEPS):
         middle = (low + high) / 2
@@ -340,7 +340,7 @@ def _earliest(
 
 @dataclass
 class _Load:
-    """Keep the outputs of one worker: the heaviest first, of equal ones the last, so that neighbours move."""
+    """Hold the outputs of one worker, heaviest first; ties in descending order, so that neighbours move."""
 
     capacity: Capacity
     outputs: list[tuple[float, int]] = field(default_factory=list)
@@ -352,18 +352,18 @@ class _Load:
 
     @property
     def end(self) -> float:
-        """Return when it is done: not before its heaviest output, which one thread puts together."""
+        """Return when the worker finishes; its heaviest output, assembled by one thread, is a lower bound."""
         heaviest = self.outputs[0][0] if self.outputs else 0.0
         return max(self.nbytes / self.rate, heaviest / self.capacity.speed)
 
     def without(self, outputs: Collection[int]) -> _Load:
-        """Return what is left without some outputs."""
+        """Return the load without some outputs."""
         kept = [(size, output) for size, output in self.outputs if output not in outputs]
         return _Load(self.capacity, kept, sum(size for size, _ in kept))
 
 
 class _Loads:
-    """Keep the outputs of all workers."""
+    """Hold the outputs of all workers."""
 
     def __init__(
         self, nbytes: Mapping[int, float], owners: Mapping[int, str], capacities: Iterable[Capacity]
@@ -377,11 +377,11 @@ class _Loads:
             load.nbytes = sum(size for size, _ in load.outputs)
 
     def end(self) -> float:
-        """Return when the last worker is done."""
+        """Return the makespan: when the last worker finishes."""
         return max(load.end for load in self._workers.values())
 
     def lower_bound(self) -> float:
-        """Return when the last worker could be done if outputs could be divided."""
+        """Return a lower bound of the makespan, as if outputs were divisible."""
         workers = self._workers.values()
         heaviest = max((load.outputs[0][0] for load in workers if load.outputs), default=0.0)
         fastest = max(load.capacity.speed for load in workers)
@@ -390,7 +390,7 @@ class _Loads:
         )
 
     def moves_within(self, bound: float) -> dict[int, str] | None:
-        """Return moves after which all workers are done by some time; None where none are found."""
+        """Return moves with which all workers finish by ``bound``; None if none are found."""
         late = [load for load in self._workers.values() if load.end > bound]
         takers = _Takers([load for load in self._workers.values() if load.end <= bound], bound)
         moves: dict[int, str] = {}
@@ -400,9 +400,9 @@ class _Loads:
         return moves
 
     def spread(self, moves: Mapping[int, str]) -> dict[int, str]:
-        """Return moves of the same outputs after which their new owners are done as early as possible.
+        """Reassign the moved outputs so that their new owners finish as early as possible.
 
-        Those are left out that could as well stay.
+        Moves of outputs that may as well stay are left out.
         """
         kept = [load.without(moves) for load in self._workers.values()]
         moved = sorted(((self._nbytes.get(output, 0.0), output) for output in moves), reverse=True)
@@ -419,7 +419,7 @@ class _Loads:
 
 
 def _shed(load: _Load, bound: float, takers: _Takers, moves: dict[int, str]) -> bool:
-    """Move outputs of a worker to others until it is done in time; False where they have no room."""
+    """Move outputs off a worker until it finishes in time; return False if the takers have no room."""
     excess = load.nbytes - bound * load.rate
     kept = list[tuple[float, int]]()
     for at, (size, output) in enumerate(load.outputs):
@@ -436,7 +436,7 @@ def _shed(load: _Load, bound: float, takers: _Takers, moves: dict[int, str]) -> 
             kept.append((size, output))
     if excess <= bound * load.rate * 1e-9:
         return True
-    for size, output in reversed(kept):  # the lightest that is enough
+    for size, output in reversed(kept):  # the lightest output that suffices
         if size >= excess and (taker := takers.take(size)) is not None:
             moves[output] = taker
             return True
@@ -444,7 +444,7 @@ def _shed(load: _Load, bound: float, takers: _Takers, moves: dict[int, str]) -> 
 
 
 class _Takers:
-    """Give outputs to workers that are done early, each as many as it can take."""
+    """Assign outputs to workers that finish early, up to the capacity of each."""
 
     def __init__(self, loads: Sequence[_Load], bound: float):
         self._bound = bound
@@ -457,7 +457,7 @@ class _Takers:
         self._last: str | None = None
 
     def take(self, size: float) -> str | None:
-        """Return the worker that takes an output, the one that took the last if it can; None for none."""
+        """Assign an output to the last taker if it fits, else to the one with most room, else return None."""
         if self._last is None or not self._fits(size, self._last):
             self._last = self._with_most_room(size)
         if self._last is not None:
@@ -472,14 +472,14 @@ class _Takers:
         while self._by_room:
             left, worker = heapq.heappop(self._by_room)
             now = self._left[worker]
-            if -left > now:  # it has taken something since
+            if -left > now:  # stale: the worker has taken an output since
                 heapq.heappush(self._by_room, (-now, worker))
                 continue
             passed.append((left, worker))
             if self._fits(size, worker):
                 found = worker
                 break
-            if now < size:  # so has no other
+            if now < size:  # no other worker has more room
                 break
         for each in passed:
             heapq.heappush(self._by_room, each)

@@ -1,17 +1,17 @@
-"""Track which shards of each input partition a share has, so that each row counts exactly once. Pure.
+"""Track the received shards of each input partition, so that each row counts exactly once. Pure.
 
-An input partition is cut by a transfer task, in attempts that the scheduler orders. Each attempt publishes
-parts 0, 1, … for each share, and ends with a commit that says how many. A message may come twice, late or
-not at all, and an attempt may end in the middle, its task to be run again elsewhere. Therefore
+A transfer task splits an input partition in one or more attempts, which the scheduler orders. Each attempt
+publishes parts 0, 1, … for each share, and ends with a commit that has their number. Messages may be
+duplicated, delayed or lost, and an attempt may fail halfway and be retried on another worker. Therefore
 
-- of two attempts only the later one counts: what the earlier one has published is outdated;
-- a part that is known is ignored, and so is a commit;
-- an input is complete once its commit and all of its parts are there;
-- the barrier seals the run with the attempts that have succeeded. From then on nothing changes, and what
-  is missing is told.
+- of two attempts only the later one counts, and supersedes the parts of the earlier one;
+- parts and commits are idempotent;
+- an input is complete once its commit and all of its parts have been received;
+- the barrier seals the run with the successful attempts. A seal either reports the incomplete inputs, or
+  fixes the list of shards for good.
 
-Missing parts are transferred again: no row is lost silently. docs/design/exactly-once.md
-has the whole protocol.
+Missing parts are transferred again, so no row is lost silently. docs/design/exactly-once.md describes the
+protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Offered(Enum):
-    """Name what an offer is to an owner."""
+    """Classify an offered part."""
 
     NEW = "to be taken"
     REPEATED = "known already"
@@ -36,13 +36,13 @@ class Offered(Enum):
 
 @dataclass
 class Input(Generic[T]):
-    """Keep the parts of one attempt at an input partition."""
+    """Hold the received parts of one attempt at an input partition."""
 
     attempt: Attempt
     parts: dict[int, T] = field(default_factory=dict)
     #: The number of parts, None before the commit.
     expected: int | None = None
-    #: Whether a part can not be had.
+    #: Whether a part was lost, so that only a later attempt can complete the input.
     lost: bool = False
 
     @property
@@ -51,15 +51,15 @@ class Input(Generic[T]):
 
 
 class Inputs(Generic[T]):
-    """Track the input partitions of a run, as the owner of a share knows them. Not thread-safe."""
+    """Track the input partitions of a run for one share, on its owner. Not thread-safe."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, Input[T]] = {}
-        #: The attempts that count, once the barrier has said so.
+        #: The successful attempts; None before the seal.
         self._sealed: Mapping[int, Attempt] | None = None
 
     def classify(self, source: int, attempt: Attempt, part: int) -> Offered:
-        """Classify an offered part, without a change."""
+        """Classify an offered part, without side effects."""
         known = self._inputs.get(source)
         if self._sealed is not None and self._sealed.get(source) != attempt:
             return Offered.STALE
@@ -70,14 +70,14 @@ class Inputs(Generic[T]):
         return Offered.REPEATED if part in known.parts else Offered.NEW
 
     def add(self, source: int, attempt: Attempt, part: int, shard: T) -> list[T]:
-        """Add a part that is new; returns what it outdates."""
+        """Add a new part; return the parts that it supersedes."""
         assert self.classify(source, attempt, part) is Offered.NEW
         outdated = self._advance(source, attempt)
         self._inputs[source].parts[part] = shard
         return outdated
 
     def commit(self, source: int, attempt: Attempt, parts: int) -> list[T]:
-        """Note the end of an attempt; returns what it outdates. A stale or repeated one changes nothing."""
+        """Commit an attempt; return the parts that it supersedes. Stale and repeated commits are ignored."""
         if self._sealed is not None and self._sealed.get(source) != attempt:
             return []
         outdated = self._advance(source, attempt)
@@ -87,7 +87,7 @@ class Inputs(Generic[T]):
         return outdated
 
     def _advance(self, source: int, attempt: Attempt) -> list[T]:
-        """Begin an attempt if it is later than the known one."""
+        """Start an attempt if it is later than the known one; return the parts that it supersedes."""
         known = self._inputs.get(source)
         if known is not None and known.attempt >= attempt:
             return []
@@ -95,10 +95,10 @@ class Inputs(Generic[T]):
         return [] if known is None else list(known.parts.values())
 
     def lose(self, source: int, attempt: Attempt) -> list[T]:
-        """Note that a part of an attempt can not be had: only a later one counts. Return the other parts.
+        """Mark an attempt as lost, so that only a later one counts; return its other parts.
 
-        A shard that was released is never taken again, even if it is offered once more: its producer may
-        reuse the block as soon as the first release arrives.
+        A released shard is never accepted again, even if it is offered again: its producer may reuse the
+        block as soon as the first release arrives.
         """
         known = self._inputs.get(source)
         if known is not None and known.attempt > attempt:
@@ -108,16 +108,16 @@ class Inputs(Generic[T]):
 
     @property
     def sealed(self) -> bool:
-        """Return whether the barrier has found all of them complete."""
+        """Return whether the barrier has found all inputs complete."""
         return self._sealed is not None
 
     def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
-        """Close the list of shards, unless something is missing; return the inputs that it is missing of.
+        """Close the list of shards if all inputs are complete; otherwise return the incomplete ones.
 
         Parameters
         ----------
         succeeded
-            The attempt that has succeeded at each input.
+            The successful attempt at each input.
         """
         missing = {source for source, attempt in succeeded.items() if not self._has(source, attempt)}
         if not missing:

@@ -1,9 +1,9 @@
-"""Join the two sides of an output; one side in pieces where there is no memory for all of it at once.
+"""Join the two sides of an output, one of them in pieces if memory is short.
 
 The output rows for a row of the probe side depend only on that row and on the other side. So the probe side
-can be cut into pieces, and their results, concatenated, are the result of the whole: pandas keeps the order
-of that side, and cudf promises none. A join that also keeps the rows of the *other* side without a match is
-not the sum of such pieces, and is not split.
+can be joined in pieces, and the results concatenated: pandas keeps the order of that side, and cudf does not
+guarantee any. A join that also keeps unmatched rows of the *other* side cannot be computed piecewise, and is
+not split.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def merge_unpack(
     right_index: bool,
     indicator: bool | str = False,
 ) -> Any:
-    """Put both sides of an output together and join them; name and arguments are those of Dask's own task."""
+    """Assemble and join both sides of an output. Name and arguments are those of Dask's task."""
     join = partial(
         merge_chunk,
         how=how,
@@ -55,7 +55,7 @@ def merge_unpack(
     )
     left = output_of(shuffle_id_left, barrier_left, output_partition)
     right = output_of(shuffle_id_right, barrier_right, output_partition)
-    # Only such a join numbers its rows anew. Of one that has index values to keep, Dask may sort the result.
+    # Only a join on columns renumbers its rows. If index values are kept, Dask may sort the result.
     on_columns = not (left_index or right_index) and _has(left, left_on) and _has(right, right_on)
     runtime: Any = get_worker().plugins.get("gpurt")
     if (exchange := getattr(runtime, "exchange", None)) is None:
@@ -84,10 +84,10 @@ def merge_aligned(left: Any, right: Any, **options: Any) -> Any:
 
 
 def with_categories_of(other: Any, side: Any) -> Any:
-    """Return a side of a join, with the categories of the other one where it has no rows.
+    """Return ``side`` with the categories of ``other``, if ``side`` is empty.
 
-    It is as the description of its collection then, whose categories may not be known: Dask describes them as
-    strings of one type, and unites them with those of the other side, which are of any.
+    An empty partition equals the collection's meta, whose categories may be unknown. Dask represents unknown
+    categories as strings, and would unite them with those of the other side, which may be of any type.
     """
     if len(side) or not len(other) or not side.ndim == other.ndim == 2:
         return side
@@ -102,8 +102,8 @@ def with_categories_of(other: Any, side: Any) -> Any:
         return side
     side = side.copy(deep=False)
     for name in shared:
-        # Not by a cast: cudf's makes `ordered` False where it was None, and columns that differ in it do
-        # not join there.
+        # Not astype: in cudf it changes `ordered` from None to False, and cudf does not join columns that
+        # differ in it.
         empty = other[name].iloc[:0]
         empty.index = side.index
         side[name] = empty
@@ -111,7 +111,7 @@ def with_categories_of(other: Any, side: Any) -> Any:
 
 
 def _is_categorical(dtype: Any) -> bool:
-    """Return whether a dtype has categories, of pandas or of cudf, whose class is another one."""
+    """Return whether a dtype is categorical, in pandas or in cudf, which has its own class."""
     return str(dtype) == "category"
 
 
@@ -127,18 +127,18 @@ def join_in_pieces(
     make_room: Callable[[], object],
     on_split: Callable[[MemoryError], object],
 ) -> Any:
-    """Join two frames on columns, in as few pieces as there is memory for.
+    """Join two frames on columns, in as few pieces as memory allows.
 
     Parameters
     ----------
     join
         Joins a left and a right frame.
     sides
-        The left and the right frame; emptied, so that they make room for the result.
+        The left and the right frame; the list is emptied, to free their memory for the result.
     probe
-        The side that may be cut into pieces; None for neither.
+        The side that may be split; None for neither.
     make_room, on_split
-        As of :func:`~dask_gpurt.memory.splitting.split_and_retry`.
+        See :func:`~dask_gpurt.memory.splitting.split_and_retry`.
     """
 
     def joined(piece: Any) -> Any:
@@ -156,9 +156,9 @@ def join_in_pieces(
 
 
 def _put_together(pieces: list[Any]) -> Any:
-    """Return the concatenated frames, with new row numbers."""
+    """Concatenate frames, and renumber the rows."""
     rows = concat(pieces, ignore_index=True)
-    # Where there are categories, Dask's function keeps the old numbers.
+    # With categoricals, Dask's concat keeps the old index despite ignore_index.
     rows.reset_index(drop=True, inplace=True)
     return rows
 

@@ -1,6 +1,6 @@
-"""Define the messages of a run from worker to worker, and the errors that they end with.
+"""Define the messages between the workers of a run, and their errors.
 
-Dask's ``shuffle_receive`` carries them. docs/design/exactly-once.md says when each is sent.
+They are sent through Dask's ``shuffle_receive``. docs/design/exactly-once.md says when each is sent.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from dask_gpurt.exchange import Attempt, Commit, ExchangeClosed, PeerLost, Shard
 
 
 class Seal(NamedTuple):
-    """Ask a worker to deliver what it still has to offer, then to close its lists of shards.
+    """Ask a worker to deliver its queued offers, and then to seal its shares.
 
     Attributes
     ----------
     succeeded
-        The attempt that counts at each input.
+        The successful attempt at each input.
     """
 
     succeeded: Mapping[int, Attempt]
 
 
 class Retire(NamedTuple):
-    """Ask an owner to let go of shares that have been given to others."""
+    """Ask a former owner to release shares that have been replaced."""
 
     shares: frozenset[int]
 
 
-#: Messages from worker to worker.
+#: The messages between workers.
 Message = list[Shard | Commit] | Seal | Retire
-#: The errors with which messages to a worker end that has left, closes, or has ended its part of the run.
+#: The errors of sending to a worker that has left, is closing, or has ended its part of the run.
 GONE = (PeerLost, ExchangeClosed, P2PConsistencyError)
 
 
 class RunInterrupted(ShuffleClosedError, Reschedule):
-    """Tell the tasks of a run that begins again that they are to be scheduled again.
+    """Reschedule the calling task, because the run restarts or the barrier has to be repeated.
 
-    Dask's transfer and unpack tasks take a ShuffleClosedError for that, its barrier task only a Reschedule.
+    Dask's transfer and unpack tasks reschedule themselves on ShuffleClosedError, its barrier task on
+    Reschedule.
     """
 
 
 class Stale(Exception):
-    """The barrier was begun with other owners than there are now."""
+    """The owners have changed since the barrier started."""
 
 
 def error_of(reply: OKMessage | ErrorMessage) -> Exception | None:
-    """Return the error of an answer, None of one that is a success."""
+    """Return the error of a reply; None if it succeeded."""
     if reply["status"] == "OK":
         return None
     _, exception, _ = clean_exception(**cast(ErrorMessage, reply))

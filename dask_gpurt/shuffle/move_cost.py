@@ -1,7 +1,7 @@
-"""Tell how long new owners of outputs take to read what has been cut for the old ones. Pure.
+"""Estimate how long new owners take to read the shards that were packed for the former owners. Pure.
 
-A shard that goes over comms is read as a whole, for whichever of its outputs. So each new owner reads all
-that was cut for the worker that it gets an output of; and that worker, if it keeps others, does so too.
+A shard that is fetched over comms is always read as a whole. So each new owner reads all shards that were
+packed for the former owner of its new outputs; and the former owner reads them too, if it keeps any output.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Link(NamedTuple):
     Attributes
     ----------
     host
-        Of the worker.
+        The host of the worker.
     rate
-        Bytes per second, in either direction, above 0.
+        Bytes per second in each direction, above 0.
     made
-        The share of the inputs that is made at this worker.
+        The share of the inputs that are transferred on this worker.
     """
 
     host: str
@@ -36,20 +36,20 @@ def reading_s(
     cut: float,
     links: Mapping[str, Link],
 ) -> float:
-    """Return the seconds until the last worker has sent, or received, what has to be read once more.
+    """Return the seconds until the last worker has sent and received the shards that are read again.
 
     Parameters
     ----------
     to
         The new owners of outputs that move.
     owners
-        The owners of all outputs until now.
+        The current owners of all outputs.
     nbytes
         Bytes of each output.
     cut
-        The share of the inputs that has been cut by now.
+        The share of the inputs split so far.
     links
-        Of workers, as far as they are known; the others count as fast.
+        The known links of workers; unknown links count as infinitely fast.
     """
     held = defaultdict[str, float](float)
     for output, owner in owners.items():

@@ -1,4 +1,4 @@
-"""Send offers of shards to their owners, one message at a time to each, with all that has come up by then."""
+"""Send offers of shards to their owners, batched: at most one message to each owner is in flight."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Offers:
     Parameters
     ----------
     deliver
-        Sends a message to an owner; raises one of ``GONE`` where the owner can not be reached.
+        Sends a message to an owner; raises one of ``GONE`` if the owner is unreachable.
     unreachable
-        Called with such an owner and the error, to give its outputs to others; raises when the run is over.
+        Called with the owner and the error in that case, to reassign its outputs; raises if the run is over.
     keeps
-        Returns whether a share still has its owner.
+        Returns whether a share is still valid.
     failed
         Called with any other error.
     """
@@ -40,7 +40,7 @@ class Offers:
         self._senders: dict[str, asyncio.Task[None]] = {}
 
     def add(self, owner: str, offer: Shard | Commit) -> None:
-        """Queue an offer, and begin to send where nothing is on its way to that owner."""
+        """Queue an offer, and start sending unless a message to that owner is in flight."""
         self._queued[owner].append(offer)
         sender = self._senders.get(owner)
         if sender is None or sender.done():
@@ -53,17 +53,17 @@ class Offers:
                     await self._deliver(owner, offers)
                 except GONE as error:
                     await self._unreachable(owner, error)
-                    # The new owners of moved shares are offered these anew. The rest is still for this one.
+                    # `Sender.renew` offers moved outputs to their new owners. The rest is retried here.
                     self._queued[owner][:0] = [offer for offer in offers if self._keeps(offer.share)]
         except Exception as error:
             self._failed(error)
 
     async def sent(self) -> None:
-        """Wait until all offers have been delivered."""
+        """Wait until all queued offers have been delivered."""
         while pending := [sender for sender in self._senders.values() if not sender.done()]:
             await asyncio.wait(pending)
 
     def cancel(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         for sender in self._senders.values():
             sender.cancel()

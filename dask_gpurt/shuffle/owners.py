@@ -1,9 +1,9 @@
-"""Assign outputs to the workers that put them together, also while a run goes on. Pure.
+"""Assign outputs to the workers that assemble them, and reassign them during a run. Pure.
 
-The outputs of a run are dealt out in *shares*. Producers cut one shard of each input for a share, and its
-owner keeps account of the shards that it has received for it. A share is never given to another worker:
-outputs that need another owner, or that have to be received once more, are moved to new shares. Messages that
-are still on their way for old shares are refused by their numbers.
+The outputs of a run are divided into *shares*. Producers pack one shard per input and share, and the owner
+of a share tracks which of them it has received. A share never changes its owner: outputs that need another
+owner, or that have to be received again, are moved to new shares. Messages in flight for old shares are
+recognised by the id of the share, and refused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Share:
     Attributes
     ----------
     id
-        Unique within a run, and greater than those before.
+        Unique within a run; increases with each new share.
     owner
         The address of the worker.
     outputs
-        Ascending. They become fewer as outputs are moved to other shares.
+        In ascending order; outputs that move to another share are removed.
     sealed
-        Whether the barrier has found all there is to receive: nothing is sent for it any more.
+        Whether the barrier has found the share complete, so that nothing more is sent for it.
     """
 
     id: int
@@ -37,18 +37,18 @@ class Share:
 
 
 class Owners(dict[int, str]):
-    """Map each output to the address of its owner, in the place of the plain dict of Dask's runs.
+    """Map each output to the address of its owner, in place of the plain dict of Dask's runs.
 
-    The scheduler changes it; workers get copies, of which a greater epoch is newer.
+    The scheduler modifies it, and sends copies to the workers; the one with the greatest epoch is the newest.
 
     Attributes
     ----------
     epoch
-        How often outputs have been moved, or have to be sealed again.
+        Incremented each time that outputs are moved or have to be sealed again.
     shares
-        Those that count, by id.
+        The valid shares by id.
     left
-        The shares that do not, since their owners have left: nothing reads what was published for them.
+        Ids of shares whose owners have left; nothing reads the shards published for them.
     """
 
     epoch: int
@@ -58,14 +58,14 @@ class Owners(dict[int, str]):
 
     @classmethod
     def begin(cls, worker_for: Mapping[int, str], wanted: Collection[int] | None = None) -> Owners:
-        """Deal outputs out as a run begins.
+        """Assign the outputs of a new run.
 
         Parameters
         ----------
         worker_for
             The owner of each output.
         wanted
-            The outputs to be received, all for None. Others are moved to a share when they are needed.
+            The outputs to receive; None for all. Other outputs are moved to a share once they are needed.
         """
         self = cls(worker_for)
         self.epoch, self.shares, self.left, self._issued = 0, {}, frozenset(), 0
@@ -76,11 +76,11 @@ class Owners(dict[int, str]):
 
     @classmethod
     def of(cls, worker_for: Mapping[int, str]) -> Owners:
-        """Return the owners as they are now, or have a plain mapping be those that a run begins with."""
+        """Return a snapshot of owners, or the initial owners of a run for a plain mapping."""
         return worker_for.snapshot() if isinstance(worker_for, Owners) else cls.begin(worker_for)
 
     def snapshot(self) -> Owners:
-        """Return the owners as they are now. Within one process messages hand over the object itself."""
+        """Return a copy. Messages within one process would otherwise share the object itself."""
         copy = Owners(self)
         copy.epoch, copy.shares, copy.left, copy._issued = self.epoch, self.shares, self.left, self._issued
         return copy
@@ -93,11 +93,11 @@ class Owners(dict[int, str]):
         Parameters
         ----------
         to
-            Their new owners, which may be those that they have.
+            The new owners, which may equal the current ones.
         gone
             Workers that have left.
         idle
-            New owners of outputs that are not needed now, and so are in no share.
+            New owners of outputs that are in no share because they are not needed now.
         """
         self.epoch += 1
         self.update(idle or {})
@@ -120,11 +120,11 @@ class Owners(dict[int, str]):
             for id_, (owner, outputs) in enumerate(by_owner.items(), self._issued)
         ]
         self._issued += len(new)
-        # A new mapping each time: the one before may be on its way to a worker.
+        # A new mapping each time, since the old one may be in flight to a worker.
         self.shares = {**self.shares, **{share.id: share for share in new}}
 
     def seal(self, epoch: int) -> bool:
-        """Note that all shares of an epoch are complete; False when it is not the current one."""
+        """Seal all shares, if ``epoch`` is the current one; return whether it is."""
         if epoch != self.epoch:
             return False
         self.shares = {id_: replace(share, sealed=True) for id_, share in self.shares.items()}
@@ -132,26 +132,26 @@ class Owners(dict[int, str]):
 
     @property
     def sealed(self) -> bool:
-        """Return whether nothing is to be received any more."""
+        """Return whether all shares are sealed."""
         return all(share.sealed for share in self.shares.values())
 
     def received(self, outputs: Iterable[int]) -> set[int]:
-        """Return those of some outputs of which nothing more would come without a new share."""
+        """Return the given outputs that are in no open share: to receive them again takes a new share."""
         coming = {output for share in self.open_shares() for output in share.outputs}
         return set(outputs) - coming
 
     def open_shares(self) -> list[Share]:
-        """Return the shares that are still received."""
+        """Return the shares that are not sealed."""
         return [share for share in self.shares.values() if not share.sealed]
 
 
 def deal(outputs: Iterable[int], workers: Sequence[str], owned: Mapping[str, int]) -> dict[int, str]:
-    """Deal outputs out to workers; each gets neighbours, since a shard is one run of sorted rows.
+    """Distribute outputs among workers, neighbours together, since a shard is one range of sorted rows.
 
     Parameters
     ----------
     owned
-        How many outputs each worker has to put together already: those with fewer get more.
+        The number of outputs that each worker already has to assemble; workers with fewer get more.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Receive a run's shards: take offers, put output partitions together."""
+"""Receive the shards of a run: accept offers, assemble output partitions."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from dask_gpurt.shuffle.spec import Assembler, RunSpec
 
 
 class NotReceived(Exception):
-    """An output was asked for that is not, or not yet, or no longer there; the message says why."""
+    """An output cannot be assembled: it is incomplete or its shards were released; the message says which."""
 
 
 @dataclass
 class _Received:
-    """Keep what has been received of a share.
+    """Hold the received shards of a share.
 
     Attributes
     ----------
     outputs
-        Those that have not been read for good, each with the incoming shards that have rows of it: in which
-        sections, and where they stand in each.
+        The outputs still to be read. Each maps the incoming shards that have rows of it to the section and
+        the position within the section of those rows.
     """
 
     inputs: Inputs[IncomingShard] = field(default_factory=Inputs)
@@ -42,21 +42,21 @@ class _Received:
 
 
 class Receiver:
-    """Hold what was offered to this worker until it has been read for good.
+    """Hold the shards offered to this worker until their outputs are in memory.
 
-    A partition counts as read once the task that asked for it is in memory: a task that
-    fails after reading, and is tried again, finds its shards.
+    The shards of an output are released only once the task that assembled it is in memory, so that a task
+    that fails after reading can be retried.
 
     Parameters
     ----------
     owners
-        Who receives what, as the run begins.
+        The owner of each output when the run starts.
     check
-        Raises when the run is over.
+        Raises if the run is over.
     failed
-        Called when a shard that was accepted can not be had, with the error.
+        Called with an accepted shard and the error if its bytes cannot be read.
     progress
-        Counts what is received and put together.
+        Counts the shards received and the outputs assembled.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Receiver:
         self._closed = False
         self._shares: dict[int, _Received] = {}
         self._share_of: dict[int, _Received] = {}
-        #: The number of outputs of each incoming shard that have not been read for good.
+        #: For each incoming shard, the number of its outputs still to be read.
         self._unread: dict[IncomingShard, int] = {}
         self._readers: dict[Key, dict[int, _Received]] = {}
         self.renew(owners)
@@ -87,7 +87,7 @@ class Receiver:
     # ---- shares ----------------------------------------------------------------------
 
     def renew(self, owners: Owners) -> list[IncomingShard]:
-        """Take new shares, and drop those that others own now; return the incoming shards of these."""
+        """Add new shares and drop those that have moved; return the incoming shards no longer needed."""
         mine = {id_: share for id_, share in owners.shares.items() if share.owner == self.exchange.me.address}
         with self._lock:
             finished: list[IncomingShard] = []
@@ -103,7 +103,7 @@ class Receiver:
         return finished
 
     def _keep(self, id_: int, share: Share | None) -> list[IncomingShard]:
-        """Keep what is still in a share; returns the shards that are no longer needed. Under the lock."""
+        """Forget outputs that left a share; return the incoming shards no longer needed. Under the lock."""
         received = self._shares[id_]
         kept = () if share is None else share.outputs
         finished = []
@@ -116,7 +116,7 @@ class Receiver:
         return finished
 
     def _finish(self, received: _Received, output: int) -> list[IncomingShard]:
-        """Forget an output; returns the incoming shards that are no longer needed. Under the lock."""
+        """Forget an output; return the incoming shards no longer needed. Under the lock."""
         finished = []
         for incoming in received.outputs.pop(output, ()):
             self._unread[incoming] -= 1
@@ -128,12 +128,12 @@ class Receiver:
     # ---- offers ----------------------------------------------------------------------
 
     async def receive(self, offers: Iterable[Shard | Commit]) -> None:
-        """Take the offers of a producer; known and stale ones change nothing.
+        """Handle the offers of a producer; repeated and stale ones are ignored.
 
         Raises
         ------
         ExchangeClosed
-            When the run is over.
+            If the run is over.
         """
         for offer in offers:
             self._check()
@@ -152,13 +152,13 @@ class Receiver:
             return self._drop(received, received.inputs.commit(commit.source, commit.attempt, commit.parts))
 
     async def _take(self, shard: Shard) -> list[IncomingShard]:
-        """Take a shard if it is new; returns what it outdates."""
+        """Accept a shard if it is new; return the incoming shards that it supersedes."""
         try:
             path = await self.exchange.path(shard)
         except PeerLost:
             path = None
-        # From here on nothing is awaited. While the path was found out, the same shard may have been offered
-        # again, and the run may have ended.
+        # During the await above, the same shard may have been offered again, or the run may have ended. There
+        # is no await between here and the point where the shard is added.
         with self._lock:
             if self._closed:
                 raise ExchangeClosed(f"shuffle {self.run} is over")
@@ -168,17 +168,16 @@ class Receiver:
                 offered = received.inputs.classify(shard.source, shard.attempt, shard.part)
             if received is None or offered is not Offered.NEW:
                 self.exchange.metrics.add("shuffle.shards.{answer}", 1, offered.name.lower())
-                if offered is Offered.STALE:  # its block would fill the producer's pool until the run is over
+                if offered is Offered.STALE:  # else its block would stay in the producer's pool until the end
                     self.exchange.refuse(shard)
                 return []
             incoming = None
             if path is not None:
                 with contextlib.suppress(PeerLost):
                     incoming = self.exchange.take(self.run, shard, path, partial(self._failed, shard))
-            if incoming is None:  # the barrier will find that something is missing
-                self.exchange.refuse(
-                    shard
-                )  # should the producer live after all, it would hold the block for ever
+            if incoming is None:  # the barrier reports the input as missing
+                # Refuse it nonetheless: if the producer is alive after all, it would keep the block forever.
+                self.exchange.refuse(shard)
                 return self._drop(received, received.inputs.lose(shard.source, shard.attempt))
             self._progress.received(shard.nbytes)
             outdated = received.inputs.add(shard.source, shard.attempt, shard.part, incoming)
@@ -193,7 +192,7 @@ class Receiver:
         return outdated
 
     def _drop(self, received: _Received, incoming_shards: Iterable[IncomingShard]) -> list[IncomingShard]:
-        """Forget incoming shards that do not count any more; returns those that were held. Under the lock."""
+        """Forget superseded incoming shards; return those that were still held. Under the lock."""
         held = [incoming for incoming in incoming_shards if self._unread.pop(incoming, None) is not None]
         for incoming in held:
             for places in received.outputs.values():
@@ -201,13 +200,13 @@ class Receiver:
         return held
 
     def lose(self, shard: Shard) -> tuple[list[IncomingShard], list[int]]:
-        """Note that a shard can not be had.
+        """Handle the loss of a shard.
 
         Returns
         -------
         tuple
-            The incoming shards that are of no use without it; and the outputs that have to be received once
-            more, if the barrier does not find out by itself that something is missing.
+            The incoming shards that are useless without it, and the outputs that have to be received again.
+            The outputs are empty before the seal, since the barrier then reports the input as missing.
         """
         with self._lock:
             if (received := self._shares.get(shard.share)) is None:
@@ -217,7 +216,7 @@ class Receiver:
             return self._drop(received, received.inputs.lose(shard.source, shard.attempt)), []
 
     def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
-        """Close the lists of shards of all shares that are complete; return the inputs that others miss."""
+        """Seal all complete shares; return the inputs that the incomplete ones are missing."""
         with self._lock:
             open_ = [received.inputs for received in self._shares.values() if not received.inputs.sealed]
             return {source for inputs in open_ for source in inputs.seal(succeeded)}
@@ -225,21 +224,21 @@ class Receiver:
     # ---- outputs ---------------------------------------------------------------------
 
     def assemble(self, partition: int, key: Key) -> Any:
-        """Assemble an output from the rows that each input has for it, in the order of inputs.
+        """Assemble an output from the rows of all inputs, in the order of inputs.
 
         Parameters
         ----------
         key
-            The task that asks.
+            The calling task.
 
         Raises
         ------
         NotReceived
-            When it has not been sealed, or has been read for good.
+            If the share of the output is not sealed, or its shards have been released.
         """
         with self._lock:
-            # Whether it is sealed, and what it consists of, are looked at together: as outputs are moved, or
-            # inputs transferred again, the one changes with the other.
+            # Read the seal and the shards under one lock: the event loop changes both together when it moves
+            # outputs or takes inputs that are transferred again.
             received = self._share_of.get(partition)
             if received is None or not received.inputs.sealed:
                 raise NotReceived(f"output {partition} has not been received as a whole")
@@ -273,28 +272,30 @@ class Receiver:
 
     @cached_property
     def _assembler(self) -> Assembler:
-        # Not before it is needed: this may import libraries.
+        # Lazy, since this may import libraries.
         return self.spec.assembler(self.exchange)
 
     def task_done(self, key: Key) -> list[IncomingShard]:
-        """Note that a task is in memory; returns the incoming shards that are no longer needed."""
-        if key not in self._readers:  # as almost every task; only the tasks of this run ever add themselves
+        """Note that a task is in memory; return the incoming shards no longer needed."""
+        if (
+            key not in self._readers
+        ):  # the common case, checked without the lock: only tasks of this run add themselves
             return []
         with self._lock:
             finished: list[IncomingShard] = []
             for partition, received in self._readers.pop(key, {}).items():
-                if self._share_of.get(partition) is received:  # else it is being received once more
+                if self._share_of.get(partition) is received:  # otherwise it is being received again
                     finished += self._finish(received, partition)
             return finished
 
     @property
     def is_read(self) -> bool:
-        """Return whether no output is left that has not been read for good."""
+        """Return whether there is no output left to read."""
         with self._lock:
             return not any(received.outputs for received in self._shares.values())
 
     def close(self) -> None:
-        """Release all shards. Blocks while one of them is being read."""
+        """Release all shards. Blocks while any of them is being read."""
         with self._lock:
             self._closed = True
             incoming_shards = list(self._unread)

@@ -1,4 +1,4 @@
-"""Describe a rechunk of an array: its old chunks are the inputs of a run, and its new chunks the outputs."""
+"""Describe a rechunk of an array: the old chunks are the inputs of a run, the new chunks its outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.shuffle.spec import RunSpec, Tables
 
 @dataclass(frozen=True)
 class RechunkSpec(RunSpec):
-    """Describe a rechunk of an array, or of a part whose new chunks need no other old ones.
+    """Describe a rechunk of an array, or of an independent part of it.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class RechunkSpec(RunSpec):
 
     @classmethod
     def of(cls, spec: ArrayRechunkSpec) -> RechunkSpec:
-        """Return our spec for the rechunk that a spec of Dask's p2p describes."""
+        """Convert a spec of Dask's p2p rechunk."""
         return cls(id=spec.id, disk=False, npartitions=len(Grid.of(spec.new)), old=spec.old, new=spec.new)
 
     @property
@@ -57,10 +57,10 @@ class RechunkSpec(RunSpec):
         return ChunkInput(tables.chunk_table(array_library(data)), data, source, _plan(self.old, self.new))
 
     def _validate(self, chunk: Any, source: int) -> None:
-        """Refuse a chunk of another shape than the array says."""
+        """Reject a chunk whose shape differs from that in the array's chunks."""
         index = Grid.of(self.old).index(source)
         known = tuple(axis[at] for axis, at in zip(self.old, index, strict=True))
-        # A size that is not known is not equal to itself.
+        # Unknown sizes are NaN, which is not equal to itself.
         if len(chunk.shape) != len(known) or any(
             size != length and size == size for size, length in zip(known, chunk.shape, strict=True)
         ):
@@ -74,13 +74,13 @@ class RechunkSpec(RunSpec):
 
 @lru_cache(16)
 def _plan(old: Chunks, new: Chunks) -> Plan:
-    """Return the plan of a rechunk: the same for all inputs, and long where there are many."""
+    """Return the plan of a rechunk, cached, since it is the same for all inputs and may be large."""
     return Plan(Grid.of(old), Grid.of(new), old_to_new(old, new))
 
 
 @dataclass(frozen=True)
 class ChunkInput:
-    """Cut an old chunk of a rechunk."""
+    """Split an old chunk of a rechunk."""
 
     packer: ChunkTable
     data: Any
@@ -94,17 +94,17 @@ class ChunkInput:
         return self.packer.split(self.data, self.plan.boxes(self.source, self.data.shape), groups)
 
     def halves(self) -> Sequence[ChunkInput]:
-        return ()  # boxes are views of the chunk: cutting takes no memory of its size
+        return ()  # boxes are views of the chunk: splitting hardly takes memory
 
 
 @dataclass(frozen=True)
 class ChunkAssembler:
-    """Put the new chunks of a rechunk together."""
+    """Assemble the new chunks of a rechunk."""
 
     tables: Tables
 
     def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
-        """Return a new chunk that consists of the boxes of some parts."""
+        """Assemble a new chunk from the boxes of its parts."""
         libraries = {opened(part)[0].library for part in parts}
         if len(libraries) > 1:
             raise TypeError(f"the chunks of an array are of different libraries: {sorted(libraries)}")

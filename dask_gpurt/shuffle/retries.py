@@ -1,4 +1,4 @@
-"""Count the runs, or the losses, of a shuffle since a run of it was completed."""
+"""Count the consecutive failed runs, or losses, of a shuffle."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Collection, Hashable, Iterable
 
 from dask.typing import Key
 
-#: Stands among the workers that were lost for outputs that were moved without a loss.
+#: Pseudo-worker among the lost ones: outputs were moved without a loss.
 MOVED = "moved"
 
 
 class RunsInARow:
-    """Count the runs of shuffles since the last one of each that was completed.
+    """Count the runs of each shuffle since its last completed run.
 
-    A run is completed when all outputs that it began with are in memory, or not wanted any more. So
-    a collection that is kept for weeks, and loses an output now and then, is made again each time; one
-    whose runs all fail is given up.
+    A run is completed once all outputs that it started with are in memory or no longer wanted. So a
+    collection that is persisted for weeks, and loses an output now and then, is always recomputed, whereas a
+    shuffle whose runs all fail is given up.
     """
 
     def __init__(self) -> None:
         self._runs: Counter[str] = Counter()
         self._missing: dict[str, set[Key]] = {}
-        self._of: defaultdict[Key, set[str]] = defaultdict(set)  # an output of a join is one of two shuffles
+        self._of: defaultdict[Key, set[str]] = defaultdict(set)  # an output of a join is of two shuffles
 
     def __getitem__(self, shuffle: str) -> int:
         return self._runs[shuffle]
@@ -33,22 +33,22 @@ class RunsInARow:
         Parameters
         ----------
         shuffle
-            Its id.
+            The id of the shuffle.
         outputs
-            The keys that are not in memory.
+            The keys of the outputs that are not in memory.
         """
         self._runs[shuffle] += 1
         self._wait_for(shuffle, outputs)
 
     def _wait_for(self, shuffle: str, outputs: Iterable[Key]) -> None:
-        """Have a run count as completed once these outputs are there."""
+        """Count the run as completed once these outputs are in memory."""
         self._forget_outputs(shuffle)
         self._missing[shuffle] = set(outputs)
         for key in self._missing[shuffle]:
             self._of[key].add(shuffle)
 
     def done(self, key: Key) -> None:
-        """Note that a key is in memory, or not wanted any more."""
+        """Note that a key is in memory or no longer wanted."""
         if key not in self._of:
             return
         for shuffle in self._of.pop(key):
@@ -58,7 +58,7 @@ class RunsInARow:
                 self.forget(shuffle)
 
     def forget(self, shuffle: str) -> None:
-        """Begin to count anew."""
+        """Reset the count of a shuffle."""
         self._forget_outputs(shuffle)
         self._runs.pop(shuffle, None)
 
@@ -70,29 +70,29 @@ class RunsInARow:
 
 
 class LossesInARow(RunsInARow):
-    """Count the losses of runs that are mended, each once.
+    """Count the losses that runs recover from, each once.
 
-    The loss of a worker is told of again and again: by the scheduler, by workers that can not reach it, by
-    those that could not read its shards, and by the barrier, which finds what is missing since. So a loss
-    is a new one when a worker is lost that was not lost before. Something else that is missing is laid to the
-    last worker that was lost, once; it is a new loss when it is missing again, or when no worker was lost.
+    The loss of one worker is reported several times: by the scheduler, by workers that cannot reach it or
+    read its shards, and by the barrier, which finds inputs missing. So a loss is new if it names a worker
+    that was not lost before. Missing inputs or outputs are attributed to the last lost worker, once; they are
+    a new loss if they are missing again, or if no worker was lost.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        #: The workers that each shuffle has lost, and what was missing since the last of them.
+        #: By shuffle, the lost workers, and what has been attributed to the last of them.
         self._lost: defaultdict[str, set[str]] = defaultdict(set)
         self._laid: defaultdict[str, set[Hashable]] = defaultdict(set)
 
     def is_new(self, shuffle: str, workers: Collection[str], missing: Iterable[Hashable]) -> bool:
-        """Return whether a loss has not been counted yet.
+        """Return whether a loss has not been counted.
 
         Parameters
         ----------
         workers
-            Those that are lost.
+            The lost workers.
         missing
-            What else is to be had once more: outputs and inputs.
+            Outputs and inputs that are missing.
         """
         if not self._lost[shuffle].issuperset(workers):
             return True
@@ -101,7 +101,7 @@ class LossesInARow(RunsInARow):
     def loses(
         self, shuffle: str, outputs: Iterable[Key], workers: Collection[str], missing: Collection[Hashable]
     ) -> None:
-        """Count a loss, if it is a new one; see :meth:`begins` and :meth:`is_new`."""
+        """Count a loss if it is new; see :meth:`begins` and :meth:`is_new`."""
         if self.is_new(shuffle, workers, missing):
             self.begins(shuffle, outputs)
             self._laid[shuffle].clear()
@@ -111,17 +111,17 @@ class LossesInARow(RunsInARow):
         self._laid[shuffle].update(missing)
 
     def moves(self, shuffle: str) -> None:
-        """Note that outputs get other owners with nothing lost: what is missing then is laid to that."""
+        """Note that outputs move without a loss: shards missing afterwards are attributed to the move."""
         self._lost[shuffle].add(MOVED)
         self._laid[shuffle].clear()
 
     def takes_part(self, worker: str, shuffles: Iterable[str] | None = None) -> None:
-        """Note that a worker takes part again, or another one at its address: it may be lost once more.
+        """Note that a worker, or a new one at its address, takes part again, so that losing it is a new loss.
 
         Parameters
         ----------
         shuffles
-            Those that it takes part in, any for None.
+            The shuffles that it takes part in; None for all.
         """
         for shuffle in self._lost if shuffles is None else shuffles:
             self._lost[shuffle].discard(worker)

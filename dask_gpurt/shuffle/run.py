@@ -1,10 +1,10 @@
-"""Run a shuffle on one worker, in the place of Dask's own p2p run.
+"""Run a shuffle on one worker, in place of Dask's own p2p run.
 
-Dask's ``ShuffleWorkerPlugin`` makes runs, finds them by id, rejects stale messages and ends
-them; the methods here are the ones that it calls. ``add_partition`` and
-``get_output_partition`` run on the threads of tasks, everything else on the event loop.
+Dask's ``ShuffleWorkerPlugin`` creates runs, looks them up by id, rejects stale messages and closes runs; the
+public methods of :class:`ShuffleRun` are those that it calls. ``add_partition`` and ``get_output_partition``
+run in task threads, everything else on the event loop.
 
-docs/design/exactly-once.md has the messages from worker to worker, and the reason why each row counts once.
+docs/design/exactly-once.md describes the messages between workers, and why each row counts exactly once.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 
 logger = logging.getLogger(__name__)
 
-#: Handlers of the scheduler; see `dask_gpurt.plugins.recovery`.
+#: Names of scheduler handlers; see `dask_gpurt.plugins.recovery`.
 OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
-#: Notes of barriers to the scheduler, on the stream of their worker.
+#: Stream message from a worker to the scheduler: a barrier has sealed its run.
 SEALED = "gpurt-sealed"
-#: Messages of the scheduler to workers as owners change.
+#: Message from the scheduler to workers: the owners have changed.
 RENEW = "gpurt-renew"
 
 
@@ -63,9 +63,9 @@ class ShuffleRun:
     spec
         The shuffle.
     run_id
-        Grows with each run; unique on the scheduler.
+        Unique on the scheduler; increases with each run.
     owners
-        The owner of each output partition, as the run begins here.
+        The owner of each output partition when the run starts on this worker.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ShuffleRun:
         )
         self._disk_before = exchange.disk_traffic()
         self._offers = Offers(self._deliver, self._unreachable, self._keeps, self.fail)
-        #: Shares that their owners have been asked to let go of.
+        #: Shares that their former owners are being asked to release.
         self._retiring: set[int] = set()
         exchange.metrics.add("shuffle.runs")
         exchange.run_begins(self._key)
@@ -112,7 +112,7 @@ class ShuffleRun:
     # ---- state -----------------------------------------------------------------------
 
     def raise_if_closed(self) -> None:
-        """Raise what ended the run, once it has ended."""
+        """Raise the error that ended the run, or ShuffleClosedError if it has been closed."""
         if self._exchange.closed and not self._is_closing():
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
@@ -124,62 +124,64 @@ class ShuffleRun:
             raise ShuffleClosedError(f"{self} is over")
 
     def _is_closing(self) -> bool:
-        """Return whether the worker ends, and the runtime with it; the tasks of the run go on elsewhere."""
+        """Return whether the worker itself is closing, in which case its tasks move to other workers."""
         return is_closing(self._worker)
 
     @property
     def is_open(self) -> bool:
-        """Return whether nothing has ended it; from any thread."""
+        """Return whether the run has neither failed nor been closed. Callable from any thread."""
         return not self.closed and self._exception is None and not self._exchange.closed
 
     def fail(self, exception: Exception) -> None:
-        """End the run with an error that everything that waits in it will see. On the event loop.
+        """End the run with an error, which every call waiting in it raises. On the event loop.
 
-        Where the runtime was switched off at a peer, the tasks are scheduled again and a new run begins.
+        If a peer was lost, or the runtime was switched off on it, the run ends with RunInterrupted instead:
+        its tasks are rescheduled, and the scheduler starts a new run.
         """
         if self.closed or self._exception is not None:
             return
-        # An exchange that is closed, while ours is not, is that of a peer.
+        # ExchangeClosed is a peer's: if our own exchange were closed, `raise_if_closed` would report that.
         if isinstance(exception, PeerLost | ExchangeClosed):
-            self._exception = RunInterrupted(f"{self} begins again: {exception}")
+            self._exception = RunInterrupted(f"{self} restarts: {exception}")
             call_soon(self._worker, self._begin_again, str(exception))
         elif isinstance(exception, OSError):
-            # A peer that gets one as an answer takes it for a broken connection, and calls again for long.
+            # A peer would take an OSError in a reply for a broken connection, and keep retrying.
             self._exception = RuntimeError(f"{self} has failed: {exception}")
             self._exception.__cause__ = exception
         else:
             self._exception = exception
         self._exchange.pools.wake()
-        # A producer that waits for room in its pool offers nothing meanwhile, so it would not hear of this:
-        # it waits for the release of what was received here, which nothing will read.
+        # Peers learn of the failure from the reply to their next offer. A producer that waits for room in its
+        # pool sends no offers, and the shards received here would never be read: release them, so that it
+        # can continue.
         call_soon(self._worker, self._let_go)
 
     async def _let_go(self) -> None:
-        """Release all shards that have been received."""
-        with contextlib.suppress(ExchangeClosed):  # which lets go of all
+        """Release all received shards."""
+        with contextlib.suppress(ExchangeClosed):  # a closed exchange has released them
             await self._exchange.offload(self._receiver.close)
 
     async def close(self) -> None:
-        """Release all that the run holds, here and in the pools of peers."""
+        """Release everything that the run holds, on this worker and in the pools of peers. Idempotent."""
         if self.closed:
             return
         self.closed = True
         self._exchange.run_published(self._key)
         self._exchange.pools.wake()
         self._offers.cancel()
-        with contextlib.suppress(ExchangeClosed):  # then all is released already
+        with contextlib.suppress(ExchangeClosed):  # a closed exchange has released everything
             try:
                 await self._exchange.offload(self._receiver.close)
-            finally:  # whatever became of what was received, what was published is not needed
+            finally:  # even if that failed, published shards are no longer needed
                 self._exchange.run_ends(self._key)
                 await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
-        """Report to Dask's own page of shuffles, with what stands in the place of its buffers.
+        """Return the figures for Dask's shuffle dashboard page.
 
-        The exchange pools, from which shards are sent, are its buffer for comms; all runs of the worker share
-        them. It has none for disks: what is spilled is written at once. The bytes of files are all that the
-        worker has moved since this run began.
+        The exchange pools, which all runs of the worker share, are reported as the comm buffer. There is no
+        disk buffer, since spilled data are written at once. Disk traffic is that of the whole worker since
+        this run began.
         """
         figures, exchange = self._progress.snapshot(), self._exchange
         pools = exchange.pools.describe().values()
@@ -208,7 +210,7 @@ class ShuffleRun:
     # ---- owners ----------------------------------------------------------------------
 
     def renew(self, owners: Owners) -> None:
-        """Go on with other owners, if these are newer than those that are known. On the event loop."""
+        """Switch to new owners, unless they are older than the current ones. On the event loop."""
         if owners.epoch <= self._owners.epoch or not self.is_open:
             return
         self._owners = owners
@@ -218,11 +220,11 @@ class ShuffleRun:
             self._sender.renew(owners)
             self._exchange.discard_soon(outdated)
             self._retire_all()
-        except Exception as error:  # half of it may have been done, and will not be done again
+        except Exception as error:  # the change may be half applied, and is not retried
             self.fail(error)
 
     def _retire_all(self) -> None:
-        """Retire published shares that have other owners now: their blocks must not wait for the old ones."""
+        """Retire published shares that have been replaced, so that no block waits for a former owner."""
         retired = defaultdict[str, set[int]](set)
         for share, owner in self._exchange.pools.shares(self._key).items():
             if share not in self._owners.shares and share not in self._retiring:
@@ -232,53 +234,53 @@ class ShuffleRun:
             call_soon(self._worker, self._retire, owner, frozenset(shares))
 
     async def _retire(self, owner: str, shares: frozenset[int]) -> None:
-        """Ask an owner to let go of shares that it no longer owns, also if it never heard of them."""
+        """Ask a former owner to release shares, even if it never received an offer for them."""
         try:
             while self.is_open:
                 try:
                     await self._deliver(owner, Retire(shares))
-                except GONE:  # it is about to leave, or its run is over and ours will be before long
+                except GONE:  # it is leaving, or its run has ended and ours is about to
                     if not await self._exchange.calls.has_left(owner):
                         await asyncio.sleep(LONGEST_PAUSE_S)
                         continue
                 self._exchange.pools.drop_shares(self._key, shares)
                 return
-        except Exception as error:  # else these blocks would fill the pool
+        except Exception as error:  # otherwise these blocks would fill the pool
             self.fail(error)
         finally:
             self._retiring -= shares
 
     async def _catch_up(self) -> None:
-        """Ask the scheduler for the owners as they are now; raise ShuffleClosedError when the run is over."""
+        """Fetch the current owners from the scheduler; raise ShuffleClosedError if the run is over."""
         reply = await self._ask_scheduler(OWNERS)
-        # None is the answer of a scheduler on which the runtime has been switched off.
+        # A scheduler on which the runtime has been switched off replies None.
         if reply is None or reply["owners"] is None:
             raise ShuffleClosedError(f"{self} is over")
         self.renew(reply["owners"])
 
     async def _recover(self, reason: str, **what: Any) -> None:
-        """Ask the scheduler to recover from a loss, unless it has changed owners since."""
+        """Ask the scheduler to recover from a loss, unless it has changed the owners since."""
         logger.warning("%s: %s", self, reason)
         epoch = self._owners.epoch
         try:
             await self._ask_scheduler(RECOVER, epoch=epoch, reason=reason, **what)
             if self._owners.epoch == epoch:
                 await self._catch_up()
-        except Exception as error:  # kept for everything that waits in this run
+        except Exception as error:  # every call waiting in this run raises it
             self.fail(error)
 
     async def _ask_scheduler(self, op: str, **message: Any) -> Any:
-        """Call a handler of the scheduler: again where the connection breaks, while the run goes on."""
+        """Call a handler of the scheduler, retrying broken connections while the run is open."""
         while True:
             try:
                 return await getattr(self._worker.scheduler, op)(id=self.id, run_id=self.run_id, **message)
             except OSError as error:
-                logger.warning("%s can not reach the scheduler and tries again: %s", self, error)
+                logger.warning("%s cannot reach the scheduler, retrying: %s", self, error)
             await asyncio.sleep(LONGEST_PAUSE_S)
             self.raise_if_closed()
 
     def _shard_failed(self, shard: Shard, error: Exception) -> None:
-        """Note that a shard that was accepted can not be had. On the event loop; does not wait."""
+        """Handle the failed pull of an accepted shard. On the event loop; does not block."""
         if isinstance(error, PeerLost):
             call_soon(self._worker, self._lose, shard, str(error))
         else:
@@ -289,7 +291,7 @@ class ShuffleRun:
             useless, outputs = self._receiver.lose(shard)
             self._exchange.metrics.add("shuffle.lost.shards")
             self._exchange.discard_soon(useless)
-            if outputs:  # else the barrier finds what is missing
+            if outputs:  # otherwise the barrier detects the loss
                 producers = [shard.producer.address]
                 await self._recover(f"a shard is lost: {reason}", outputs=outputs, producers=producers)
         except Exception as error:
@@ -298,16 +300,16 @@ class ShuffleRun:
     # ---- producing -------------------------------------------------------------------
 
     def add_partition(self, data: Any, partition_id: Any, **_: Any) -> int:
-        """Publish an input partition. On the thread of a transfer task."""
+        """Publish an input partition. In the thread of a transfer task."""
         self.raise_if_closed()
         source = self._spec.source_of(partition_id)
-        # The scheduler counts the times that it sends a task to a worker.
+        # The task's run_id, which the scheduler increases with each dispatch, orders attempts across workers.
         key: Key = getattr(thread_state, "key", "")
         task = self._worker.state.tasks.get(key)
         try:
             attempt = self._sender.add(data, source, -1 if task is None else int(task.run_id))
         except Exception:
-            self.raise_if_closed()  # what has ended the run meanwhile says more
+            self.raise_if_closed()  # the error that ended the run is the cause
             raise
         result = Transferred(self.run_id, source, attempt, key, self._worker.address)
         if task is not None:
@@ -317,7 +319,7 @@ class ShuffleRun:
         return result
 
     def _note_sizes(self, metadata: dict[str, Any], result: Transferred) -> None:
-        """Note how large outputs are, while their owners may still change for that."""
+        """Add the sizes of the outputs to the task's metadata, for the scheduler to balance owners."""
         sizes = self._sender.sizes(result.source, result.attempt)
         if sizes is not None:
             note_sizes(metadata, result, sizes)
@@ -326,20 +328,20 @@ class ShuffleRun:
         self._worker.loop.add_callback(self._offers.add, owner, offer)
 
     def _keeps(self, share: int) -> bool:
-        """Return whether a share has not been given to others."""
+        """Return whether a share is still valid, that is, not retired in favour of a new one."""
         return share in self._owners.shares
 
     async def _unreachable(self, owner: str, error: Exception) -> None:
-        """Let others have the outputs of an owner that can not be reached; raise what has ended the run."""
+        """Reassign the outputs of an unreachable owner; raise the error that ended the run, if any."""
         self.raise_if_closed()
         await self._recover(str(error), unreachable=owner)
         self._retire_all()
         self.raise_if_closed()
 
     async def _deliver(self, owner: str, message: Message) -> list[int]:
-        """Send a message to an owner; returns the inputs that it misses, if that was a seal.
+        """Send a message to a worker of the run; return the inputs it is missing if the message is a seal.
 
-        Raises what it fails with there. The same message twice does what it does once.
+        Raises the error of the receiver. All messages are idempotent.
         """
         epoch = self._owners.epoch
         if owner == self._worker.address:
@@ -359,17 +361,18 @@ class ShuffleRun:
         return cast(dict[str, list[int]], reply).get("missing", [])
 
     async def _flush(self) -> None:
-        """Deliver what is still on its way. At the barrier, on workers that have transferred inputs."""
+        """Deliver all queued offers. At the barrier, on workers that have transferred inputs."""
         await self._offers.sent()
         self._exchange.run_published(self._key)
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
-        """Close the lists of shards on all workers that take part, and see that each has all of its own.
+        """Seal the run: check that every owner has received all of its shards, and accept no others.
 
         Raises
         ------
         RunInterrupted
-            When the barrier has to be run again, after what is missing has been transferred again.
+            When shards are missing or the owners have changed: the barrier has to run again, after the
+            missing inputs have been transferred again.
         """
         self.raise_if_closed()
         if any(run_id != self.run_id for run_id in run_ids):
@@ -391,16 +394,16 @@ class ShuffleRun:
             )
             raise RunInterrupted(f"inputs {sorted(missing)} are transferred again")
         self.raise_if_closed()
-        # The scheduler hears of it before it hears of the end of this task, which comes on the same stream.
-        # Has it moved outputs meanwhile, it has had the barrier run again too, and takes neither.
+        # This message and the end of this task use the same stream, so the scheduler gets this message first.
+        # If it has moved outputs meanwhile, it has also rescheduled the barrier, and ignores both.
         self._worker.batched_stream.send({"op": SEALED, "id": self.id, "run_id": self.run_id, "epoch": epoch})
         return self.run_id
 
     async def _seal_all(self, results: Sequence[Transferred]) -> set[int]:
-        """Have all workers deliver what they have, and owners seal; return the inputs that are missing.
+        """Make producers deliver their offers and owners seal; return the missing inputs.
 
-        Both are asked for at once. An owner that another worker still had something for misses that at
-        first; by the time all have answered, everything is delivered, and it is asked once more.
+        Both happen in one round, so an owner may seal before the last offers to it arrive, and report them as
+        missing. Once all workers have replied, everything has been delivered: such owners get a second round.
         """
         seal = Seal({result.source: result.attempt for result in results})
         owners = {share.owner for share in self._owners.open_shares()}
@@ -413,7 +416,7 @@ class ShuffleRun:
     async def _seal(
         self, seal: Seal, workers: Collection[str], owners: Collection[str]
     ) -> dict[str, Sequence[int]]:
-        """Send a seal to workers; return the inputs that something is missing of, by owner."""
+        """Send a seal to workers; return the incomplete inputs by owner."""
         workers = sorted(workers)
         answers = await asyncio.gather(
             *(self._deliver(worker, seal) for worker in workers), return_exceptions=True
@@ -429,7 +432,7 @@ class ShuffleRun:
         for answer in answers:
             if isinstance(answer, Stale):
                 await self._catch_up()
-            # Inputs that were not delivered by a worker that has left, and owns nothing, are missing.
+            # GONE is no error from a producer that owns nothing: its undelivered inputs are reported missing.
             if isinstance(answer, BaseException) and not isinstance(answer, GONE):
                 raise answer
         return missing
@@ -437,21 +440,21 @@ class ShuffleRun:
     # ---- consuming -------------------------------------------------------------------
 
     async def receive(self, data: bytes) -> OKMessage | ErrorMessage:
-        """Take a message of another worker in this run."""
+        """Handle a message from another worker of this run."""
         try:
             missing = await self._receive(*pickle.loads(data))
         except Exception as error:
-            # The sender raises it where its task can see it.
+            # The sender raises it, where its task sees it.
             return error_message(error)
         return cast(OKMessage, {"status": "OK", "missing": missing})
 
     async def _receive(self, sender: str, epoch: int, message: Message) -> list[int]:
         self.raise_if_closed()
-        if epoch > self._owners.epoch:  # the sender has heard of new owners first
+        if epoch > self._owners.epoch:  # the sender has received new owners before this worker
             await self._catch_up()
         if isinstance(message, Seal):
             await self._flush()
-            self.raise_if_closed()  # else it would miss nothing, since nothing is left
+            self.raise_if_closed()  # a closed receiver has no shares, and would report nothing missing
             if epoch != self._owners.epoch:
                 raise Stale(f"{self} has other owners by now")
             return sorted(self._receiver.seal(message.succeeded))
@@ -461,12 +464,12 @@ class ShuffleRun:
         try:
             await self._receiver.receive(message)
         except Exception:
-            self.raise_if_closed()  # what has ended the run meanwhile says more
+            self.raise_if_closed()  # the error that ended the run is the cause
             raise
         return []
 
     def get_output_partition(self, partition_id: Any, key: Key, **_: Any) -> Any:
-        """Put an output partition together. On the thread of an unpack task."""
+        """Assemble an output partition. In the thread of an unpack task."""
         self.raise_if_closed()
         output = self._spec.output_of(partition_id)
         self._ensure_owner(output, key)
@@ -477,14 +480,14 @@ class ShuffleRun:
             sync(self._worker.loop, self._recover, str(error), outputs=[output])
             raise Reschedule(str(error)) from None
         except Exception:
-            self.raise_if_closed()  # what was read of a run that had ended may have made no sense
+            self.raise_if_closed()  # once the run has ended, blocks may be reused while they are read
             raise
-        # Data that were read after the run had ended may be anything.
+        # For the same reason, an output that was read after the end of the run may be garbage.
         self.raise_if_closed()
         return assembled
 
     def _ensure_owner(self, partition: int, key: Key) -> None:
-        """Send a task that was started on another worker than its owner there."""
+        """Reschedule an unpack task on the owner of its output, if that is another worker."""
         if self._owners[partition] == self._worker.address:
             return
         sync(self._worker.loop, self._catch_up)
@@ -504,30 +507,30 @@ class ShuffleRun:
         raise Reschedule()
 
     async def _begin_again(self, reason: str) -> None:
-        """Ask the scheduler to begin a new run, unless it has done so."""
-        logger.warning("%s begins again: %s", self, reason)
+        """Ask the scheduler to start a new run, unless it has already done so."""
+        logger.warning("%s restarts: %s", self, reason)
         while not self.closed:
             try:
                 await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=False)
                 return
-            except (KeyError, ValueError) as error:  # it is not the active run any more
+            except (KeyError, ValueError) as error:  # no longer the active run
                 logger.debug("%s had ended: %s", self, error)
                 return
             except OSError as error:
-                logger.warning("%s can not reach the scheduler and tries again: %s", self, error)
+                logger.warning("%s cannot reach the scheduler, retrying: %s", self, error)
                 await asyncio.sleep(LONGEST_PAUSE_S)
             except Exception as error:
-                logger.exception("%s can not begin again", self)
-                self._exception = error  # its tasks, scheduled again, would find the same run for ever
+                logger.exception("%s cannot restart", self)
+                self._exception = error  # otherwise its rescheduled tasks would find this run forever
                 return
 
     def task_done(self, key: Key) -> None:
-        """Release the shards of a task that has read outputs and is in memory."""
+        """Release the shards of the outputs that a task has read, now that its result is in memory."""
         if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
             self._note_what_is_left()
 
     def _note_what_is_left(self) -> None:
-        """Let retained blocks make room for other runs while this worker has no output to read."""
+        """Tell the exchange whether outputs are left to read here; if not, retained blocks may be reused."""
         if not self.closed:
             self._exchange.run_is_read(self._key, self._receiver.is_read)

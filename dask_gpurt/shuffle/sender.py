@@ -1,4 +1,4 @@
-"""Send a run's shards: cut a partition, pack it, tell the owners."""
+"""Send the shards of a run: split a partition, pack the pieces, offer them to their owners."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class _Published:
-    """Keep an attempt that has ended well.
+    """Record a successful attempt.
 
     Attributes
     ----------
     outputs
-        Those that it was cut for.
+        The outputs that the input was split for.
     shards
-        One for each block in the pool, as it was first offered.
+        The shards as first offered, one for each block in the pool.
     seconds
-        That it took to split and pack it, without waiting for room.
+        Time to split and pack, excluding waits for room, in seconds.
     """
 
     source: int
@@ -56,14 +56,13 @@ class Sender:
     Parameters
     ----------
     owners
-        Who receives what, as the run begins.
+        The owner of each output when the run starts.
     offer
-        Called with an owner and a shard that waits for it, or the end of an attempt; from the thread of the
-        caller.
+        Called with an owner and a published shard or a commit for it, in the calling thread.
     check
-        Raises when the run is over.
+        Raises if the run is over.
     progress
-        Counts what is sent.
+        Counts the shards and bytes offered.
     """
 
     def __init__(
@@ -89,19 +88,19 @@ class Sender:
         self._began = perf_counter()
 
     def add(self, data: Any, source: int, dispatch: int) -> Attempt:
-        """Split an input partition and publish its shards, and a commit for each share.
+        """Split an input partition, publish its shards, and commit the attempt to each share.
 
         Blocks while the exchange pool is full.
 
         Parameters
         ----------
         dispatch
-            Orders the attempts at this input on all workers; see :class:`~dask_gpurt.exchange.Attempt`.
+            Orders attempts at this input across workers; see :class:`~dask_gpurt.exchange.Attempt`.
 
         Returns
         -------
         Attempt
-            The one that has succeeded.
+            The attempt, which has succeeded.
         """
         began = perf_counter()
         attempt = Attempt(dispatch, next(self._retries))
@@ -111,7 +110,7 @@ class Sender:
         ready.count(metrics)
         owners = self.owners
         shares = _beginning_after(self.exchange.me.address, owners.open_shares())
-        if not shares:  # all that is needed of it has been received
+        if not shares:  # every share is sealed: nothing of this input is needed
             return attempt
         groups = [(share, share.outputs) for share in shares]
         if self._will_spill(ready, len(groups)):
@@ -125,8 +124,8 @@ class Sender:
             return [(share, piece) for share, piece in shares_of if piece is not None]
 
         packing = _Packing(self, ready.packer, outbox, source, attempt)
-        # Halves of an input are parts of one attempt, in the order of its rows: the first is published, and
-        # its memory free, before the second is split.
+        # If the input has to be halved, the halves are parts of one attempt, in row order. The first half is
+        # published, and its memory freed, before the second is split.
         for owned in self.in_parts(split, ready, lambda part: part.halves(), source):
             packing.publish_all(owned)
             owned.clear()
@@ -137,7 +136,7 @@ class Sender:
         return attempt
 
     def sizes(self, source: int, attempt: Attempt) -> InputSizes | None:
-        """Return how large the outputs are in an input that this attempt has published, if it has."""
+        """Return the sizes of the outputs in an input; None unless this attempt has published it."""
         with self._lock:
             published = self._published.get(source)
         if published is None or published.attempt != attempt:
@@ -159,7 +158,7 @@ class Sender:
         source: int,
         **errors: Any,
     ) -> Iterator[R]:
-        """Yield what is made of a whole input, or of its parts; see :func:`split_and_retry`."""
+        """Yield the results of ``work`` on an input, or on its parts: see :func:`split_and_retry`."""
 
         def on_split(error: MemoryError) -> None:
             reason = f"input {source} of shuffle {self.spec.id}, transferred: {error}"
@@ -169,10 +168,10 @@ class Sender:
         return split_and_retry(work, whole, halve=halve, make_room=make_room, on_split=on_split, **errors)
 
     def _end(self, published: _Published, owners: Owners, commits: list[tuple[str, Commit]]) -> None:
-        """End an attempt, and offer what it has published to the shares that have come up meanwhile."""
-        # The event loop takes new owners while this thread cuts for the old ones. Either it finds this
-        # attempt among those that have ended, and offers it to the new shares itself; or it comes first, and
-        # the newer owners are found here.
+        """Commit an attempt, and offer its shards to shares that were created in the meantime."""
+        # The event loop may run `renew` while this thread splits for the old owners. If `renew` takes the
+        # lock second, it finds the attempt in `_published` and offers it to the new shares itself. If it took
+        # the lock first, the new owners are read here.
         with self._lock:
             self._published[published.source] = published
             newer = self.owners
@@ -183,7 +182,7 @@ class Sender:
                 self._offer_again(published, share)
 
     def renew(self, owners: Owners) -> None:
-        """Offer what has been published to the owners of shares that are new. On the event loop."""
+        """Offer published attempts to the owners of new shares. On the event loop."""
         with self._lock:
             before, self.owners = self.owners, owners
             published = list(self._published.values())
@@ -194,9 +193,9 @@ class Sender:
                     self._offer_again(each, share)
 
     def _offer_again(self, published: _Published, share: Share) -> None:
-        """Offer an attempt to the owner of another share than those it was cut for, where it is still there.
+        """Offer an attempt to the owner of a share that was created later, if its blocks still exist.
 
-        Else it has no commit for that share, and the barrier finds that something is missing.
+        Otherwise no commit is sent for that share, and the barrier reports the input as missing.
         """
         if not published.outputs.issuperset(share.outputs):
             return
@@ -208,17 +207,17 @@ class Sender:
             self.offer(share.owner, Commit(share.id, published.source, published.attempt, len(shards)))
 
     def _will_spill(self, ready: Input, shares: int) -> bool:
-        """Return whether owners can hardly keep live all that is shuffled, if other inputs are like this one.
+        """Return whether owners will probably have to spill shards, if other inputs are as large as this one.
 
-        A section that has been spilled is read as a whole for each output in it. So each output
-        gets a section of its own then; otherwise fewer and larger ones are cheaper.
+        A spilled section is read back as a whole for each output in it, so each output then gets its own
+        section. Otherwise fewer, larger sections are cheaper.
         """
         share = sizeof(ready.data) * self.spec.ninputs // max(1, shares)
         return not self.exchange.landing.keeps(share, ready.packer.device.kind)
 
 
 def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
-    """Sort shares by their outputs, from the first behind our own on: not all send to one owner first."""
+    """Sort shares by output, starting after our own, so that producers do not all begin with one owner."""
     shares = sorted(shares, key=lambda share: share.outputs)
     mine = [at for at, share in enumerate(shares) if share.owner == me]
     start = mine[-1] + 1 if mine else 0
@@ -226,18 +225,18 @@ def _beginning_after(me: str, shares: list[Share]) -> list[Share]:
 
 
 class _NotPacked(MemoryError):
-    """Tell that there is no memory to pack a piece, and all is as it was.
+    """Packing a piece ran out of memory, without side effects, so that it can be retried in halves.
 
-    A MemoryError from elsewhere fails the attempt: what was packed before may be neither here nor published.
+    Any other MemoryError fails the attempt, because it may have lost pieces that were already packed.
     """
 
 
 class _Packing:
     """Pack one input partition into the pool.
 
-    Pieces are published once they are all packed, or as soon as one more does not fit:
-    no attempt waits for room while it holds blocks that no owner knows of. An attempt that fails
-    after that has no commit, and a later one takes the place of what it has published.
+    Pieces are published once all are packed, or as soon as the next one does not fit. An attempt therefore
+    never waits for room while holding unpublished blocks, which no owner could release. If it fails after
+    publishing, it sends no commit, and a later attempt supersedes its shards.
     """
 
     def __init__(self, sender: Sender, packer: Packer, outbox: Outbox, source: int, attempt: Attempt):
@@ -248,10 +247,10 @@ class _Packing:
         self.attempt = attempt
         #: Shards that have been offered.
         self.shards: list[Shard] = []
-        #: Seconds that were spent waiting for room.
+        #: Time spent waiting for room, in seconds.
         self.waited_s = 0.0
         self._parts = Counter[int]()
-        #: By the share that it waits to be published for.
+        #: Packed but unpublished pieces, by share.
         self._packed: dict[Share, list[tuple[Piece, Packed]]] = {}
 
     def publish_all(self, owned: list[tuple[Share, Piece]]) -> None:
@@ -262,11 +261,11 @@ class _Packing:
                 for share, piece in owned:
                     self._pack(share, piece)
                 self._publish()
-            finally:  # when the run has ended meanwhile, or a piece could not be packed
+            finally:  # pieces are left if the run has ended or packing has failed
                 self._give_back()
 
     def commits(self, shares: Iterable[Share]) -> list[tuple[str, Commit]]:
-        """Return the commits that end the attempt, for the owner of each share."""
+        """Return the commits of the attempt, one for each share."""
         return [
             (share.owner, Commit(share.id, self.source, self.attempt, self._parts[share.id]))
             for share in shares
@@ -274,13 +273,13 @@ class _Packing:
 
     def _give_back(self) -> None:
         if self._packed:
-            self.packer.settle()  # nothing may write into these blocks when they are used next
+            self.packer.settle()  # no pending copy may write to these blocks once they are reused
             for _, packed in itertools.chain.from_iterable(self._packed.values()):
                 self.outbox.give_back(packed.block)
 
     def _pack(self, share: Share, piece: Piece) -> None:
-        """Pack a piece, in halves where it does not fit into the pool, or memory is short, as a whole."""
-        # Before the next part is packed, which may publish what was packed before, this one is noted.
+        """Pack a piece, in halves if it is larger than the pool or memory is short."""
+        # Each part has to be in `_packed` before the next one is packed, since that may publish `_packed`.
         errors = {"short": _NotPacked, "too_large": (PoolFull,)}
         parts = self.sender.in_parts(self._pack_whole, piece, self._halves, self.source, **errors)
         try:
@@ -319,9 +318,9 @@ class _Packing:
         sender = self.sender
         id_ = self.outbox.publish(sender.run, share.id, share.owner, (one.block for _, one in packed))
         try:
-            # The event loop ends the run: it says so, and then withdraws what has been published. Either it
-            # finds this block, or the run has ended before it was published, and it is found out here. Else
-            # the block would fill the pool for as long as the worker lives.
+            # When the event loop ends the run, it first marks it as closed and then withdraws its blocks. If
+            # it withdraws after this block was published, it finds the block. Otherwise the run was already
+            # closed, and this check raises. Without it the block would leak until the worker exits.
             sender.check()
         except BaseException:
             self.outbox.release([(id_, share.id)])
@@ -333,8 +332,9 @@ class _Packing:
         sender.progress.offered(shard.nbytes)
         sender.offer(share.owner, shard)
         self._parts[share.id] += 1
-        # The owner may have left since this attempt began. Either `renew` has told the outbox after this
-        # block was published, or the newer owners are seen here.
+        # The owner may have left since this attempt started. `renew` sets the new owners before it drops
+        # shares from the outbox. So if it dropped them before this block was published, the new owners are
+        # visible here.
         if share.id in sender.owners.left:
             self.outbox.drop_shares(sender.run, [share.id])
 

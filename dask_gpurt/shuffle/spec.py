@@ -1,10 +1,11 @@
-"""Describe a shuffle: the same on the scheduler and on every worker, for all its runs.
+"""Describe shuffles. A spec is the same on the scheduler and on every worker, and for all runs of a shuffle.
 
-Runs, their ids, their restart and their owners are managed by the machinery of Dask's p2p
-shuffles on the scheduler and the workers; a spec of ours makes it work with our runs.
+Dask's p2p plugins on the scheduler and the workers manage runs, their ids, restarts and owners. These specs
+make them create the runs of this package.
 
-Each kind of data has a spec: :class:`ShuffleSpec` is for the rows of dataframes, and
-:class:`~dask_gpurt.shuffle.rechunk.RechunkSpec` for the chunks of arrays. Runs number inputs and outputs.
+There is a spec for each kind of data: :class:`ShuffleSpec` for the rows of dataframes, and
+:class:`~dask_gpurt.shuffle.rechunk.RechunkSpec` for the chunks of arrays. Runs refer to inputs and outputs by
+number.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ if TYPE_CHECKING:
 
 
 class Tables(Protocol):
-    """Find what packs on a worker, as its exchange does."""
+    """Provide the backends of a worker; implemented by its exchange."""
 
     def table(self, frame: Any) -> Table:
         """Return the backend for a frame."""
         ...
 
     def chunk_table(self, library: str) -> ChunkTable:
-        """Return what packs the chunks of an array library."""
+        """Return the backend for the chunks of an array library."""
         ...
 
 
 class Input(Protocol):
-    """Cut an input partition."""
+    """Split an input partition."""
 
     @property
     def packer(self) -> Packer:
-        """Return what packs its pieces."""
+        """Return the backend that packs the pieces."""
         ...
 
     @property
@@ -59,98 +60,97 @@ class Input(Protocol):
         ...
 
     def count(self, metrics: Metrics) -> None:
-        """Count what it consists of."""
+        """Count its rows or elements."""
         ...
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Piece | None]:
-        """Cut it into a piece for each group of outputs, None where that has nothing of it."""
+        """Split it into a piece for each group of outputs; None for groups without rows or elements."""
         ...
 
     def halves(self) -> Sequence[Input]:
-        """Return its halves, for where memory is too short to cut it whole; none where it has none."""
+        """Return its halves, to split it when memory is short; empty if it cannot be halved."""
         ...
 
 
 class Assembler(Protocol):
-    """Put outputs together. Thread-safe."""
+    """Assemble outputs. Thread-safe."""
 
     def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
-        """Return an output, and the packer that is to be asked for a fence."""
+        """Assemble an output; return it with the packer whose fence guards the reads."""
         ...
 
 
 @dataclass(frozen=True)
 class RunSpec(DaskShuffleSpec[int]):
-    """Describe what goes through a run, of whatever kind.
+    """Describe a shuffle of any kind of data.
 
     Attributes
     ----------
     npartitions
-        Outputs, wanted or not.
+        The number of outputs, wanted or not.
     """
 
     npartitions: int
 
     @property
     def ninputs(self) -> int:
-        """Return the number of inputs, or a guess at it."""
+        """Return the number of inputs, or an estimate of it."""
         return self.npartitions
 
     @property
     def device(self) -> str | None:
-        """Return the kind of device that a worker needs to put outputs together; None where any may do."""
+        """Return the kind of device that a worker needs to assemble outputs; None for any."""
         return None
 
     @property
     @abstractmethod
     def smallest(self) -> str:
-        """Return a name for what of an input is never divided, for people."""
+        """Return a description of the smallest part that an input can be split into, for messages."""
 
     @abstractmethod
     def input(self, data: Any, source: int, tables: Tables) -> Input:
-        """Make an input ready to be cut.
+        """Validate an input, and return it ready to be split.
 
         Raises
         ------
         ValueError
-            When it is not of this shuffle.
+            If the input does not have the columns or the shape of the collection.
         """
 
     @abstractmethod
     def assembler(self, tables: Tables) -> Assembler:
-        """Return what puts the outputs together on one worker."""
+        """Return the assembler of the outputs on one worker."""
 
     def source_of(self, input_id: Any) -> int:
-        """Return the number of the input that a transfer task names."""
+        """Return the number of the input with the id in a transfer task."""
         return int(input_id)
 
     def output_of(self, output_id: Any) -> int:
-        """Return the number of the output that an unpack task names."""
+        """Return the number of the output with the id in an unpack task."""
         return int(output_id)
 
     def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
-        """Return the owner of an output.
+        """Return the initial owner of an output.
 
-        Neighbouring partitions share one, so that a shard is one run of sorted rows.
-
-        With placement on, the scheduler has other owners; then too neighbours share them.
+        Neighbouring partitions have the same owner, so that a shard is one range of sorted rows. With
+        placement enabled, the scheduler chooses other owners, for which the same holds.
         """
         return str(worker_for_range_sharding(self.npartitions, partition, workers))
 
     def create_new_run(self, worker_for: dict[int, str], span_id: str | None) -> SchedulerShuffleState[int]:
-        """Begin a run on the scheduler, whose owners can change."""
+        """Start a run on the scheduler, with owners that can change."""
         return super().create_new_run(Owners.of(worker_for), span_id)
 
-    # Dask wants a run of its own class, and calls no more of it than ours has.
+    # The type is that of Dask's own run, of which Dask calls only the methods that ours implements.
     def create_run_on_worker(  # type: ignore[override]
         self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: ShuffleWorkerPlugin
     ) -> ShuffleRun:
-        """Begin this worker's part of a run."""
+        """Start this worker's part of a run."""
         from dask_gpurt.shuffle.run import ShuffleRun
 
         worker = plugin.worker
         runtime: Any = worker.plugins.get("gpurt")
-        # A worker has the plugin before that has an exchange, which is made on a thread.
+        # The plugin creates its exchange in a thread, so it may not have one yet.
         if (exchange := getattr(runtime, "exchange", None)) is None:
             raise RuntimeError(
                 f"worker {worker.address} takes part in a gpurt shuffle, but the runtime is not on there: "
@@ -161,27 +161,27 @@ class RunSpec(DaskShuffleSpec[int]):
 
 @dataclass(frozen=True)
 class ShuffleSpec(RunSpec):
-    """Describe a shuffle of dataframes by a column that holds output partitions.
+    """Describe a shuffle of dataframes by a column of output partition numbers.
 
     Attributes
     ----------
     column
         Holds the output partition of each row.
     meta
-        The pickled empty frame that describes a partition, ``column`` included. Only workers
-        unpickle it: it may live on a GPU, which the scheduler need not have.
+        The pickled empty frame that describes a partition, including ``column``. Only workers unpickle it,
+        since it may need a GPU, which the scheduler may not have.
     columns
-        Labels that every input partition has.
+        The column labels of every input partition.
     parts_out
-        The output partitions that are wanted.
+        The wanted output partitions.
     drop_column, ignore_index
-        Whether ``column`` and the index are left out of the outputs.
+        Whether to drop ``column`` and the index from the outputs.
     order_by
-        The column that outputs are about to be sorted by, None where that is not known.
+        The column that the outputs will be sorted by; None if unknown.
     computation
-        The name of the only computation that this shuffle is a part of; None where others may share it.
+        The name of the only computation that this shuffle is part of; None if several may share it.
     device
-        The kind of device that a worker needs to put outputs together.
+        The kind of device that a worker needs to assemble outputs.
     """
 
     column: str
@@ -203,14 +203,14 @@ class ShuffleSpec(RunSpec):
         order_by: Any = None,
         computation: str | None = None,
     ) -> ShuffleSpec:
-        """Return our spec for the shuffle that a spec of Dask's p2p describes."""
+        """Convert a spec of Dask's p2p shuffle."""
         wanted = range(spec.parts_out) if isinstance(spec.parts_out, int) else spec.parts_out
         return cls(
             id=spec.id,
             disk=False,
             npartitions=spec.npartitions,
             column=spec.column,
-            # That of a collection made of a bag has a row, which is none of the outputs'.
+            # The meta of a collection made from a bag may have a row, which is not part of the data.
             meta=pickle.dumps(spec.meta.iloc[:0]),
             columns=tuple(spec.meta.columns),
             parts_out=tuple(wanted),
@@ -235,7 +235,7 @@ class ShuffleSpec(RunSpec):
         return FrameInput(self, tables.table(plain), frame, plain)
 
     def _validated(self, frame: Any, source: int) -> Any:
-        """Return the partition with its columns in order; refuses it before anything of it is published."""
+        """Return the partition with its columns in order; raise ValueError before any of it is published."""
         if isinstance(frame, Routed):
             plain = self._in_order(frame.frame, [c for c in self.columns if c != self.column], source)
             if plain is frame.frame:
@@ -265,12 +265,14 @@ class ShuffleSpec(RunSpec):
 
 @dataclass(frozen=True)
 class FrameInput:
-    """Cut an input partition of a shuffle.
+    """Split an input partition of a shuffle.
 
     Attributes
     ----------
-    frame, data
-        The partition, with its output partitions or how to find them, and without.
+    frame
+        The partition with its output partition numbers, or with a way to compute them.
+    data
+        The partition alone.
     """
 
     spec: ShuffleSpec
@@ -298,7 +300,7 @@ class FrameInput:
 
 @dataclass(frozen=True)
 class FrameAssembler:
-    """Put output partitions of a shuffle together.
+    """Assemble output partitions of a shuffle.
 
     Attributes
     ----------
@@ -321,14 +323,14 @@ class FrameAssembler:
 
 
 def outputs_of(barrier: Any) -> Iterator[tuple[Any, int | None]]:
-    """Yield the tasks that depend on the barrier of a shuffle, each with the output that it assembles.
+    """Yield the tasks that depend on a shuffle's barrier, each with the output that it assembles.
 
-    That is None when the task does not show it.
+    The output is None if it cannot be read from the task.
 
     Parameters
     ----------
     barrier
-        The barrier's task, as the scheduler has it.
+        The barrier's task on the scheduler.
     """
     number = _numbering(barrier.run_spec.spec)
     for task in barrier.dependents:
@@ -337,18 +339,18 @@ def outputs_of(barrier: Any) -> Iterator[tuple[Any, int | None]]:
 
 
 def _numbering(spec: Any) -> Callable[[Any, Any], int | None]:
-    """Return what numbers the output that a task names, given the shuffle and the output; None: another's."""
+    """Return a function that numbers the output of a shuffle; None for an output of another shuffle."""
     if isinstance(spec, ArrayRechunkSpec):
         grid = Grid.of(spec.new)
-        # Chunks of two shuffles may be the inputs of one task, and have their numbers in different grids.
+        # One task may take chunks of two shuffles, which number them in different grids.
         return lambda shuffle, output: grid.number(output) if shuffle == spec.id else None
     return lambda shuffle, output: output if isinstance(output, int) else None
 
 
 def _named_outputs(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the shuffle and the output of each unpack task in a task."""
+    """Yield the shuffle id and the output id of each unpack task in a task, including fused ones."""
     name = getattr(getattr(node, "func", None), "__name__", "")
-    if name == "_execute_subgraph":  # tasks that were fused
+    if name == "_execute_subgraph":  # fused tasks
         for inner in node.args[0].values():
             yield from _named_outputs(inner)
     position = {"shuffle_unpack": 1, "merge_unpack": 2, "rechunk_unpack": 1}.get(name)

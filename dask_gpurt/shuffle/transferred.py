@@ -1,4 +1,4 @@
-"""Describe the successful attempt at an input: the result of a transfer, and its notes for the scheduler."""
+"""Describe the result of a transfer task, and the metadata that its worker sends to the scheduler."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.exchange import Attempt
 from dask_gpurt.shuffle.balance import InputSizes
 
-#: Among the metadata of a task, the note of what a transfer has returned.
+#: Key in a task's metadata for the result of a transfer.
 NOTE = "gpurt-transferred"
-#: The same for how large the outputs are in the input of a transfer.
+#: Key in a task's metadata for the sizes of the outputs in the input of a transfer.
 SIZES = "gpurt-output-sizes"
 
 
 class Transferred(int):
-    """Hold the result of a transfer task: the id of its run, and the attempt that succeeded at which input.
+    """Hold the result of a transfer task: the id of its run, as Dask expects, and the successful attempt.
 
     Attributes
     ----------
     source, attempt
-        The input, and the attempt.
+        The input, and the attempt at it.
     key
-        The task.
+        The key of the task.
     producer
         The address of its worker.
     """
@@ -43,39 +43,38 @@ class Transferred(int):
         return Transferred, (int(self), self.source, self.attempt, self.key, self.producer)
 
     def note(self, metadata: dict[str, Any]) -> None:
-        """Note the result in what a worker tells the scheduler with the end of its task."""
+        """Add the result to the task's metadata, which reach the scheduler when the task ends."""
         metadata[NOTE] = int(self), self.source, *self.attempt, self.producer
 
     @classmethod
     def of_task(cls, task: SchedulerTask, run_id: int) -> Transferred | None:
-        """Return the result of a task in memory, as its worker has noted it; None if that can not be told.
+        """Return the result of a task in memory from its metadata; None if that is missing or stale.
 
         Parameters
         ----------
         run_id
-            The run that it has to be of.
+            The expected run.
         """
         if task.state != "memory" or (note := (task.metadata or {}).get(NOTE)) is None:
             return None
         of_run, source, dispatch, retry, producer = note
-        # A task that was sent to a worker again may have the note of the time before.
+        # A task that was dispatched again may still have the metadata of the previous dispatch.
         if of_run != run_id or dispatch != task.run_id:
             return None
         return cls(run_id, source, Attempt(dispatch, retry), task.key, producer)
 
 
 def note_sizes(metadata: dict[str, Any], result: Transferred, sizes: InputSizes) -> None:
-    """Note the sizes of outputs in what a worker tells the scheduler with the end of a transfer."""
+    """Add the sizes of outputs to the task's metadata; see :meth:`Transferred.note`."""
     heavy = [number for pair in sizes.heavy.items() for number in pair]
     which = int(result), result.source, result.attempt.dispatch
     metadata[SIZES] = *which, sizes.nbytes, sizes.seconds, sizes.whole, heavy, sizes.arriving
 
 
 def sizes_of_task(task: SchedulerTask, run_id: int) -> tuple[int, InputSizes] | None:
-    """Return the input of a transfer and the sizes of outputs in it, as its worker has noted them.
+    """Return the input of a transfer and the sizes of outputs in it, from the task's metadata.
 
-    None where they can not be told, or are of another run, or of a time before the task was sent to a worker
-    once more.
+    Returns None if they are missing, of another run, or of a previous dispatch of the task.
     """
     if (note := (task.metadata or {}).get(SIZES)) is None:
         return None

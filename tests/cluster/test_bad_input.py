@@ -294,5 +294,5 @@ def test_a_worker_says_that_its_scheduler_cannot_load_the_package(tmp_path: Path
             worker.wait_for("Registered to:")
             done = run(sys.executable, script, address, **no_hooks)
     assert done.stdout.split() == ["right", "False"]
-    assert f"the scheduler at {address} can not load dask_gpurt" in worker.printed()
+    assert f"the scheduler at {address} cannot load dask_gpurt" in worker.printed()
     assert "shuffles stay Dask's own: install the same version of dask-gpurt there" in worker.printed()
