@@ -1,9 +1,9 @@
-"""Call peers: again where a connection breaks, until the peer answers or has left.
+"""Call handlers of peers, and retry broken connections until the peer replies or has left.
 
-A worker that has left silently, or is stopped, does not break connections: Dask tries to connect for 30
-seconds, and waits for an answer for ever. So each call is watched.
+A worker that disappears silently, or is paused, does not break its connections: Dask tries to connect for 30
+seconds, and waits for a reply forever. So each call is monitored.
 
-Every handler of the exchange is idempotent, so a call whose answer got lost may be made again.
+Every handler of the exchange is idempotent, so a call whose reply was lost can be retried.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.shard import PeerLost
 from dask_gpurt.observe import Metrics
 
-#: Calls until a peer that has not left counts as lost, and the longest pause between them in seconds.
+#: Failed calls after which a peer counts as lost, and the longest pause between two of them in seconds.
 MAX_CALLS, LONGEST_PAUSE_S = 30, 1.0
-#: The pause before the second call, in seconds; each further one is twice as long.
+#: The pause before the second call, in seconds; doubled for each further call.
 FIRST_PAUSE_S = 0.05
-#: The answer of a worker that closes, in the place of whatever was asked for.
+#: The reply of a closing worker to any call.
 CLOSES = "gpurt: this worker closes"
-#: Seconds between looks at a call that is under way: does the peer live, is its answer needed?
+#: Seconds between checks during a call: is the peer alive, is the reply still needed?
 WATCH_S = 0.5
-#: Addresses of removed workers that are remembered.
+#: The most addresses of removed workers that are remembered.
 MAX_REMOVED = 1024
 
 
@@ -35,19 +35,19 @@ class Calls:
     Parameters
     ----------
     worker
-        The Dask worker, whose connections are used.
+        The Dask worker, for its connections.
     """
 
     def __init__(self, worker: WorkerServer, metrics: Metrics):
         self._worker = worker
         self._metrics = metrics
-        #: Done as the worker at an address is removed, for the calls to it that are under way.
+        #: By address, a future that is done when the worker is removed, for the calls in flight to it.
         self._removals: dict[str, asyncio.Future[None]] = {}
-        #: Addresses from which workers were removed, the latest last. Others may be there by now.
+        #: Addresses of removed workers, the latest last. New workers may have taken these addresses.
         self._removed: dict[str, None] = {}
 
     def on_worker_removed(self, address: str) -> None:
-        """End all calls to a worker that the scheduler has removed."""
+        """Abort the calls to a worker that the scheduler has removed."""
         self._removed.pop(address, None)
         self._removed[address] = None
         if len(self._removed) > MAX_REMOVED:
@@ -56,20 +56,19 @@ class Calls:
             removal.set_result(None)
 
     async def call(self, address: str, op: str, *, check: Callable[[], None], **message: Any) -> Any:
-        """Call a handler of the worker at an address; returns its answer.
+        """Call a handler of the worker at an address, with retries; return its reply.
 
         Parameters
         ----------
         op
-            The name of the handler, which may be called again with the same message.
+            The name of the handler, which has to be idempotent.
         check
-            Raises when the answer is of no use any more. Looked at while waiting, and before each call but
-            the first.
+            Raises if the reply is no longer needed. Called while waiting and before each retry.
 
         Raises
         ------
         PeerLost
-            When the worker has left, or could not be reached again and again.
+            If the worker has left, is closing, or could not be reached in :data:`MAX_CALLS` calls.
         """
         pause = FIRST_PAUSE_S
         for number in range(1, MAX_CALLS + 1):
@@ -94,12 +93,12 @@ class Calls:
         Raises
         ------
         PeerLost
-            When the worker leaves meanwhile, or has failed to answer because it closes.
+            If the worker leaves during the call, or fails to reply because it is closing.
         OSError
-            When the connection breaks.
+            If the connection breaks.
         """
         if address in self._removed:
-            if await self.has_left(address):  # Dask would try for long to connect
+            if await self.has_left(address):  # Dask would try to connect for 30 s
                 raise PeerLost(f"worker {address} has left")
             self._removed.pop(address, None)
         answer = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**message))
@@ -110,10 +109,10 @@ class Calls:
                     raise PeerLost(f"worker {address} has left")
             return await self._result(answer, address)
         finally:
-            answer.cancel()  # which does nothing to one that is done
+            answer.cancel()  # a no-op if it is done
 
     async def _answered(self, answer: asyncio.Future[Any], address: str) -> bool:
-        """Wait for an answer, until the worker is removed or it is time to look; tell whether it is there."""
+        """Wait for a reply, a removal of the worker or the next check; return whether the reply has come."""
         removal = self._removals.get(address)
         if removal is None:
             removal = self._removals[address] = asyncio.get_running_loop().create_future()
@@ -121,29 +120,29 @@ class Calls:
         return answer.done()
 
     async def _result(self, answer: asyncio.Future[Any], address: str) -> Any:
-        """Return an answer. Any error of a worker that closes means that it is lost; no run has failed."""
+        """Return a reply; any error of a closing worker raises PeerLost, since it does not fail the run."""
         try:
             found = answer.result()
         except OSError:
             raise
         except Exception as error:
             if await self.is_closing(address):
-                raise PeerLost(f"worker {address} closes ({error})") from error
+                raise PeerLost(f"worker {address} is closing ({error})") from error
             raise
         if isinstance(found, str) and found == CLOSES:
-            raise PeerLost(f"worker {address} closes")
+            raise PeerLost(f"worker {address} is closing")
         return found
 
     async def has_left(self, address: str) -> bool:
-        """Ask the scheduler whether a worker has left; False where it cannot be asked."""
+        """Ask the scheduler whether a worker has left; False if it is unreachable."""
         return await self._ask(address)
 
     async def is_closing(self, address: str) -> bool:
-        """Ask the scheduler whether a worker has left, or is about to; False where it cannot be asked."""
+        """Ask the scheduler whether a worker has left or is closing; False if it is unreachable."""
         return await self._ask(address, closing=True)
 
     async def _ask(self, address: str, **more: bool) -> bool:
-        # Without a scheduler this worker ends too; of one that ends itself the connections are closed.
+        # Either way this worker is about to close: it has lost its scheduler, or closed its own connections.
         with contextlib.suppress(OSError, RuntimeError):
             gone = await self._worker.scheduler.gpurt_gone(peers=[address], **more)
             return gone is not None and address in gone  # None: the runtime has been switched off there
@@ -151,5 +150,5 @@ class Calls:
 
 
 async def closes(**_: Any) -> str:
-    """Handle any call of a peer to a worker that closes."""
+    """Reply to any call of a peer while this worker is closing."""
     return CLOSES

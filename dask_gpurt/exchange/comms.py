@@ -1,6 +1,6 @@
-"""Send shards by Dask's comms: one worker asks for them, another hands them out.
+"""Send shards through Dask's comms: owners fetch them, producers serve them.
 
-Coroutines run on the event loop; what copies or compresses runs on threads of the exchange.
+Coroutines run on the event loop, copies and compression in threads of the exchange.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dask_gpurt.observe import Fallback
 
 
 class Comms:
-    """Fetch shards from peers, and serve theirs.
+    """Fetch shards from peers, and serve the fetches of peers.
 
     Parameters
     ----------
     compression
-        Whether shards may be compressed on their way to another host: "auto", "gpu" for those of a GPU on
-        that too, or "off".
+        Whether to compress shards sent to another host: "auto", "off", or "gpu" to compress shards of a GPU
+        on the GPU as well.
     """
 
     def __init__(self, endpoint: Endpoint, compression: str):
@@ -42,39 +42,39 @@ class Comms:
         self._protocol = endpoint.me.address.partition("://")[0]
         self._compress, self._on_gpu = compression != "off", compression == "gpu"
         self._compressor = Compressor(endpoint.metrics)
-        #: By peer, for as long as a task waits for its first shard.
+        #: By peer, the lock for its first shard, held while that is fetched.
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def _carries(self, device: Device) -> bool:
-        """Return whether the comms of this worker take buffers of a device as they are."""
+        """Return whether this worker's comms can send buffers of a device directly."""
         return device.carried_by(self._protocol)
 
     # ---- fetching ----------------------------------------------------------------------
 
     async def fetch(self, incoming: IncomingShard, *, by_host: bool = False) -> dict[str, Any]:
-        """Ask the producer for a shard.
+        """Fetch a shard from its producer.
 
         Parameters
         ----------
         by_host
-            Whether it is to be compressed in host memory only, if it is.
+            Whether to allow only codecs in host memory.
 
         Returns
         -------
         dict
-            What :meth:`unpacked` reads.
+            The reply, for :meth:`unpacked`.
 
         Raises
         ------
         PeerLost
-            When the producer does not have it any more, or has left.
+            If the producer no longer has the shard, or has left.
         ExchangeClosed
-            When nothing needs the shard any more.
+            If the shard is no longer needed.
         """
         peer = incoming.shard.producer.address
         packing = await self._packing(peer, incoming.device, by_host)
         if packing is not None and not self._end.links.is_measured(peer):
-            # The first shard of a peer comes alone: it shows how fast the link is before the others are sent.
+            # Fetch the first shard of a peer alone, to measure the link before the others are sent.
             async with self._first.setdefault(peer, asyncio.Lock()):
                 if not self._end.links.is_measured(peer):
                     return await self._ask(incoming, packing)
@@ -96,7 +96,7 @@ class Comms:
             staged_for=None if incoming.path.staging is None else self._end.me.address,
             to=producer.incarnation,
         )
-        if reply is None:  # Dask's answer to an operation that it does not know
+        if reply is None:  # Dask's reply to an unknown operation
             raise PeerLost(f"the runtime was switched off at worker {producer.address}")
         if reply["data"] is None:
             raise PeerLost(f"worker {producer.address} does not have shard {shard.id} any more")
@@ -105,16 +105,16 @@ class Comms:
         return reply
 
     async def _packing(self, peer: str, device: Device, by_host: bool) -> dict[str, Any] | None:
-        """Describe to a peer what it needs to decide on compression; None where shards come as they are."""
+        """Return the bandwidth and codecs for the producer to decide on compression; None to disable it."""
         if self._compress:
             await self._end.links.learn(peer)
         bandwidth = self._end.links.bandwidth_between_hosts(peer)
         if not self._compress or bandwidth is None:
             return None
-        codecs = await self._end.offload(self._codecs, device)  # the first time they are loaded
+        codecs = await self._end.offload(self._codecs, device)  # blocks: the first call loads libraries
         if not codecs:
             if self._compress and not (self._carries(device) and not self._on_gpu):
-                self._compress = False  # so that it is counted once
+                self._compress = False  # so that the fallback is counted once
                 self._end.metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, device.codecs_missing)
             return None
         names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
@@ -123,13 +123,13 @@ class Comms:
     def _codecs(self, device: Device) -> dict[str, Codec]:
         """Return the codecs for shards of a device.
 
-        Those of the host are among them only where the comms do not take the device's buffers.
+        They include the host's codecs only if the comms cannot send the device's buffers directly.
         """
         by_host = {} if self._carries(device) else device.host_codecs()
         return {**device.own_codecs(), **by_host} if self._on_gpu else by_host
 
     def _note(self, peer: str, data: list[Any], seconds: float) -> None:
-        """Learn what the link did, apart from what the peer took to copy and compress."""
+        """Record a transfer, without the time in which the peer copied and compressed."""
         nbytes, now = sum(map(size_of, data)), perf_counter()
         self._end.traffic.note(peer, COMMS, nbytes, seconds)
         self._end.links.observe(peer, nbytes, now - seconds, now)
@@ -137,7 +137,7 @@ class Comms:
             self._end.links.arrivals.observe(nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
-        """Return the sections of a shard that was fetched; where staged, they stay until it is released.
+        """Return the sections of a fetched shard. Staged ones are valid until the staged copy is released.
         Blocks.
         """
         sizes = [section.nbytes for section in incoming.shard.sections]
@@ -146,14 +146,14 @@ class Comms:
             return list(map(incoming.path.staging.view, reply["staged"]["offsets"], sizes))
         if reply["codec"] is None:
             whole = [received(data) for data in reply["data"]]
-            # Within a process a comm hands over the memory of the producer, which will reuse it.
+            # An inproc comm passes the producer's own memory, which the producer will reuse.
             return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
         with self._end.metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])
             return self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes)
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
-        """Return what makes buffers of a device out of fetched sections."""
+        """Return the function that copies fetched sections into buffers of a device."""
         if reply["codec"] is not None:
             return device.from_host if self._codecs(device)[reply["codec"]].on_host else list
         return device.from_comm if self._carries(device) and not reply["staged"] else device.from_host
@@ -169,21 +169,23 @@ class Comms:
         staged_for: str | None,
         to: str,
     ) -> dict[str, Any]:
-        """Handle a fetch: return the bytes of a shard of ``to``, and the seconds that it took.
+        """Handle a fetch: return the bytes of a shard published by incarnation ``to``.
 
-        Sent is the pool itself, where it can be: its block is not used again before the peer has let go.
+        If possible, the block in the pool is sent without a copy, since it is not reused before the peer has
+        released it.
 
         Parameters
         ----------
         packing
-            Whether they may be compressed: the bandwidth of the link, and the codecs of the peer.
+            The bandwidth of the link and the codecs of the peer; None to disable compression.
         staged_for
-            The peer, where it maps this worker's pool in host memory.
+            The address of the peer if it maps this worker's pool in host memory, else None.
 
         Returns
         -------
         dict
-            Under "staged" where the sections lie in that pool; else the sections, or all compressed as one.
+            Under "staged" the place of the sections in that pool; otherwise under "data" the sections, or
+            a single buffer if compressed. Also the "codec", and the "seconds" it took.
         """
         start = perf_counter()
         key = (run[0], run[1])
@@ -201,7 +203,7 @@ class Comms:
         codec, data = None, []
         if staged is None:
             codec, data = await self._end.offload(self._prepared, device, blocks, key, packing)
-        if outbox.view(shard) is None:  # the run has ended meanwhile, too early to see what was staged
+        if outbox.view(shard) is None:  # the run has ended, before the staged copy was published
             if staged is not None:
                 self._end.pools.known("host").release([(staged["shard"], COPIED)])
             return {"data": None}
@@ -215,7 +217,7 @@ class Comms:
     def _staged(
         self, device: Device, blocks: Sequence[Block], run: RunKey, peer: str
     ) -> dict[str, Any] | None:
-        """Copy a shard into the pool in host memory; None where that has no room."""
+        """Copy a shard into the pool in host memory; return None if that has no room."""
         outbox = self._end.pools.outbox("host")
         copies: list[Block] = []
         try:
@@ -254,7 +256,7 @@ class Comms:
 
 
 def received(data: Any) -> Buffer | np.ndarray:
-    """Return what a comm has brought, as bytes."""
+    """Return a buffer received through a comm, as bytes."""
     if hasattr(data, "__cuda_array_interface__"):
         return data
     return np.frombuffer(memoryview(data).cast("B"), np.uint8)

@@ -1,6 +1,6 @@
-"""Decide from a sample of each run whether its shards are worth compressing on their way.
+"""Decide from a sample of each run whether to compress its shards for the network.
 
-The functions at the top are pure: figures in, figures out. The codecs are those of the shard's device.
+The functions at the top are pure. The codecs are those of the shard's device.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from dask_gpurt.device.base import Buffer, Codec, CodecError
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Fallback, Metrics
 
-#: With compression it has to take at most so much of the time without: what a sample tells is rough, and
-#: compression takes processors from tasks.
+#: The most time that a compressed transfer may take, as a share of an uncompressed one: a sample is only a
+#: rough estimate, and compression takes CPU time from tasks.
 PAYING_TIME_SHARE = 0.9
-#: Bytes of a shard: of smaller ones it is the latency that counts, larger ones no codec takes at once.
+#: Limits of a shard in bytes: latency dominates below, and above no codec compresses it in one call.
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 2**16, 2**30
-#: Runs of which samples are kept, those used last: one may be taken as its run ends, and stays then.
+#: The most runs whose samples are kept, least recently used first out. A sample taken while its run ends is
+#: only removed this way.
 MAX_RUNS = 256
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Describe how a codec does on a run.
+    """Describe the performance of a codec on a run.
 
     Parameters
     ----------
     codec
-        Its name.
+        The name of the codec.
     ratio
-        Bytes after by bytes before, above 0.
+        Compressed by uncompressed bytes, above 0.
     compress_rate, decompress_rate
-        Bytes before compression, per second of one thread.
+        Uncompressed bytes per second of one thread.
     """
 
     codec: str
@@ -46,13 +47,14 @@ class Sample:
     decompress_rate: float
 
     def seconds_per_byte(self, bandwidth: float) -> float:
-        """Return the seconds that a byte takes to be compressed, sent and decompressed."""
+        """Return the time to compress, send and decompress a byte."""
         return 1 / self.compress_rate + self.ratio / bandwidth + 1 / self.decompress_rate
 
     def corrected(self, ratio: float, compress_rate: float) -> Sample:
-        """Return the sample to be expected after a shard: the mean of this one and of the shard's.
+        """Return the mean of this sample and the measurements of a shard.
 
-        Restoring is done elsewhere, and counts as slower by as much as compressing is: it competes too.
+        Decompression runs on the peer and is not measured. It is assumed to slow down as compression does,
+        since both compete with tasks.
         """
         seconds_per_byte = (1 / self.compress_rate + 1 / compress_rate) / 2
         slower = seconds_per_byte * self.compress_rate
@@ -62,16 +64,16 @@ class Sample:
 
 
 def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decompress_rate: float) -> bool:
-    """Return whether bytes arrive clearly sooner compressed on one side and restored on the other.
+    """Return whether bytes arrive clearly earlier with compression.
 
     Parameters
     ----------
     bandwidth
-        Of the link, in bytes per second.
+        Bytes per second of the link.
     ratio
-        Bytes after compression by bytes before.
+        Compressed by uncompressed bytes.
     compress_rate, decompress_rate
-        Bytes before compression, per second.
+        Uncompressed bytes per second.
     """
     return (
         Sample("", ratio, compress_rate, decompress_rate).seconds_per_byte(bandwidth)
@@ -80,7 +82,7 @@ def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decom
 
 
 def best(samples: Iterable[Sample], bandwidth: float) -> str | None:
-    """Return the codec with which bytes arrive soonest over a link, None where none pays."""
+    """Return the codec with which bytes arrive first over a link; None if none pays off."""
     paying = [
         sample
         for sample in samples
@@ -90,7 +92,7 @@ def best(samples: Iterable[Sample], bandwidth: float) -> str | None:
 
 
 def sample(codec: Codec, whole: Any) -> Sample:
-    """Try a codec out, on a part of some bytes; the better of two times, since the first may be slow."""
+    """Measure a codec on a part of some bytes: the better of two runs, since the first may be slow."""
     part = codec.part(whole)
     packings, restorings = [], []
     for _ in range(2):
@@ -109,7 +111,7 @@ def sample(codec: Codec, whole: Any) -> Sample:
 
 
 class _Run:
-    """Keep what is known of a run, by codec."""
+    """Hold the samples of a run, by codec."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.samples: dict[str, Sample] = {}
@@ -117,10 +119,10 @@ class _Run:
         self._trying = threading.Lock()
 
     def try_out(self, codecs: Iterable[Codec], sections: Sequence[Buffer]) -> None:
-        """Sample those that are new to the run; a thread that comes meanwhile waits for the result.
+        """Sample the codecs that are new to the run; other threads block until that is done.
 
-        A sample is small and a link where it matters is slow: a shard that does not wait crosses it in full,
-        and all others wait for that.
+        Blocking pays off: taking a sample is quick, and compression matters on slow links only, where a shard
+        sent uncompressed in the meantime would hold up all others.
         """
         with self._trying:
             for codec in codecs:
@@ -130,7 +132,7 @@ class _Run:
 
 
 class Compressor:
-    """Compress the shards of this worker where that pays. Thread-safe; its methods take a while."""
+    """Compress the shards of this worker where that pays off. Thread-safe; its methods block."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
@@ -140,17 +142,24 @@ class Compressor:
     def pack(
         self, run: RunKey, sections: Sequence[Buffer], bandwidth: float, codecs: Iterable[Codec]
     ) -> tuple[Codec, Any] | None:
-        """Return all sections of a shard as one, compressed, and by what; None where that does not pay.
+        """Compress all sections of a shard into one buffer; return None if that does not pay off.
+
+        The first shard of a run serves as its sample, and each compressed shard updates it. While the sample
+        is taken, other shards of the run block, those of other runs do not.
 
         Parameters
         ----------
         run
-            Of the shard; the first of a run is the sample for it, and those that are compressed correct that.
-            While it is taken, other shards of the run wait, and those of other runs do not.
+            The run of the shard.
         bandwidth
-            Bytes per second of the link that it will cross.
+            Bytes per second of the link.
         codecs
-            Those of its device that the peer has too.
+            The codecs of the device that the peer has too.
+
+        Returns
+        -------
+        tuple or None
+            The codec and the compressed bytes.
         """
         nbytes = sum(section.nbytes for section in sections)
         tried = {codec.name: codec for codec in codecs if bandwidth < codec.fast}

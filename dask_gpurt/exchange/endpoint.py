@@ -1,4 +1,4 @@
-"""Hold the parts that all of one worker's end of the exchange share."""
+"""Define the components that the classes of the exchange share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dask_gpurt.observe import Metrics
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Hold the parts that the exchange of a worker shares among its classes.
+    """Hold the shared components of a worker's exchange.
 
     Attributes
     ----------
     me
-        This worker, as peers know it.
+        The identity of this exchange to peers.
     worker
         The Dask worker.
     pools
@@ -32,11 +32,11 @@ class Endpoint:
     traffic
         Measured transfers.
     calls
-        Calls handlers of peers.
+        Client for the handlers of peers.
     metrics
         The counters of the worker.
     offload
-        Runs a function that blocks on a thread.
+        Runs a blocking function in a thread.
     """
 
     me: Peer

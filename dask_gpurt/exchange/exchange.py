@@ -1,7 +1,7 @@
-"""Hold one worker's end of the exchange: its pools, its paths to peers, and the shards it was offered.
+"""Run one worker's end of the exchange: its pools, its paths to peers, and the shards offered to it.
 
-Coroutines run on the worker's event loop; everything that copies runs on the threads of
-``executor``. The handlers at the end are called by the :class:`PeerRequests` of peers.
+Coroutines run on the worker's event loop, everything that copies in the threads of ``executor``. Peers call
+the handlers in the section "what peers call", mostly through their :class:`PeerRequests`.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from dask_gpurt.observe.progress import RecentRuns
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between looks at whether a pool is empty and can give its memory back.
+#: Seconds between checks whether a pool is idle and can return its memory.
 TRIM_INTERVAL_S = 10.0
-#: Seconds for which a producer that asked for room counts as short of it.
+#: Seconds for which a producer counts as short of room after it has asked for room.
 PRESSURE_LASTS_S = 1.0
-#: Copies are short on a fast link: several threads keep it busy between them.
+#: Threads that copy: several, since copies over a fast link are too short for one to keep it busy.
 COPY_THREADS = 4
 
 
 class Exchange:
-    """Offer, take and release shards: one worker's end of all transfers.
+    """Publish, receive and release shards: one worker's end of all transfers.
 
     Parameters
     ----------
     worker
-        The Dask worker; its ``rpc``, ``loop``, ``address`` and directory are used.
+        The Dask worker.
     pools
         The devices of the worker and their pools.
     tiered_buffer
-        Where pulled shards go.
+        The destination of pulled shards.
     settings, metrics
-        Shared by all rooms of this worker.
+        The settings and counters of this worker's runtime.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class Exchange:
         self._incoming: defaultdict[Peer, set[IncomingShard]] = defaultdict(set)
         self._asked: dict[Peer, float] = {}
         self._publishing: set[RunKey] = set()
-        #: The runs that receive here, each with the producers that have withdrawn from it.
+        #: The runs that are active here, each with the producers that have ended their part of it.
         self._receiving: dict[RunKey, set[Peer]] = {}
-        #: The runs of which nothing is left to be read here.
+        #: The runs without outputs left to read here.
         self._read: set[RunKey] = set()
-        #: Bytes of shards that were offered to this worker.
+        #: Bytes of the shards accepted by this worker.
         self.moved = 0
-        #: Called on the event loop with how many runs publish and how many shards are being pulled.
+        #: Called on the event loop with the numbers of publishing runs and of pulls in flight.
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
         self._handlers: dict[str, Callable[..., Any]] = {
@@ -118,40 +118,40 @@ class Exchange:
         }
         worker.handlers.update(self._handlers)
 
-    # ---- what is in flight -----------------------------------------------------------
+    # ---- active runs -----------------------------------------------------------------
 
     def run_begins(self, run: RunKey) -> None:
-        """Note that a run begins to publish and to receive on this worker."""
+        """Note that a run starts to publish and to receive on this worker."""
         self._publishing.add(run)
         self._receiving[run] = set()
         self._tell_in_flight()
 
     def _goes_on(self, run: RunKey) -> bool:
-        """Return whether a run may need once more what it has published here. From any thread."""
+        """Return whether a run is active, so that it may need its published blocks again. From any thread."""
         return run in self._receiving
 
     def run_is_read(self, run: RunKey, is_read: bool) -> None:
-        """Note whether a run has outputs left that will be read here."""
+        """Note whether a run has no outputs left to read here."""
         if is_read:
             self._read.add(run)
         else:
             self._read.discard(run)
 
     def _is_read(self, run: RunKey) -> bool:
-        """Return whether a run neither publishes nor reads here, for now. From any thread."""
+        """Return whether a run currently neither publishes nor reads here. From any thread."""
         return run in self._read and run not in self._publishing
 
     def run_published(self, run: RunKey) -> None:
-        """Note that a run publishes nothing any more; a second call does nothing."""
+        """Note that a run has published all of its shards here. Idempotent."""
         if run in self._publishing:
             self._publishing.remove(run)
             self._tell_in_flight()
 
     def run_ends(self, run: RunKey) -> None:
-        """Note that a run is over on this worker; a second call does nothing."""
+        """Note that a run has ended on this worker. Idempotent."""
         self.run_published(run)
         self._read.discard(run)
-        self._receiving.pop(run, None)  # from here on nothing of it is retained
+        self._receiving.pop(run, None)  # its blocks are no longer retained from here on
         self.pools.end(run)
 
     def _tell_in_flight(self) -> None:
@@ -162,46 +162,46 @@ class Exchange:
         return backend_for(frame, self.pools.device)
 
     def chunk_table(self, library: str) -> ChunkTable:
-        """Return what packs chunks; see :func:`~dask_gpurt.frames.chunk_table`."""
+        """Return the backend for chunks; see :func:`~dask_gpurt.frames.chunk_table`."""
         return chunk_table(library, self.pools.device)
 
     # ---- reading ---------------------------------------------------------------------
 
     async def path(self, shard: Shard) -> Path:
-        """Return how an offered shard will be read.
+        """Return the path along which an offered shard will be read.
 
         Raises
         ------
         PeerLost
-            When its producer has left.
+            If its producer has left.
         """
         return await self.peers.path(shard.producer, shard.device, shard.nbytes)
 
     def take(
         self, run: RunKey, shard: Shard, path: Path, failed: Callable[[Exception], None]
     ) -> IncomingShard:
-        """Take an offered shard: begin to pull it, unless it can stay where it is. Does not wait.
+        """Accept an offered shard, and start to pull it unless it can be read in place. Does not block.
 
         Parameters
         ----------
         path
-            From :meth:`path`.
+            The result of :meth:`path`.
         failed
-            Called when the shard cannot be pulled.
+            Called with the error if the pull fails.
 
         Raises
         ------
         ExchangeClosed
-            When the run is over here, or at the producer, which may have reused the block.
+            If the run has ended here, or on the producer, which may have reused the block.
         PeerLost
-            When the producer has left.
+            If the producer has left.
         """
         withdrawn = self._receiving.get(run)
         if withdrawn is None or shard.producer in withdrawn:
             address = shard.producer.address
             raise ExchangeClosed(f"shard {shard.id} of {address} was offered after the end of its run")
         device = self.pools.device(shard.device)
-        if not path.hold():  # from here on nothing fails: the incoming shard lets go of it
+        if not path.hold():  # nothing below raises, and the incoming shard releases it
             raise PeerLost(f"worker {shard.producer.address} has left")
         release = partial(self._release_soon, path)
         incoming = IncomingShard(run, shard, path, device, self.landing, release, failed)
@@ -221,28 +221,28 @@ class Exchange:
         return incoming
 
     def disk_traffic(self) -> tuple[float, float]:
-        """Return the bytes that were written into the tier of files, and read from it, so far."""
+        """Return the bytes written to and read from the disk tier so far."""
         moves = self.metrics.total("memory.spill.bytes.{from}.{to}").items()
         written = sum(nbytes for (_, target), nbytes in moves if target == Tier.DISK)
         return written, sum(nbytes for (source, _), nbytes in moves if source == Tier.DISK)
 
     def refuse(self, shard: Shard) -> None:
-        """Tell the producer of a shard that it will not be taken, so that it is freed."""
+        """Release a shard that is not accepted, so that its producer can free it."""
         self.requests.release_soon(shard.producer, shard.device, shard.id, shard.share)
 
-    # ---- letting go ------------------------------------------------------------------
+    # ---- releasing -------------------------------------------------------------------
 
     def _release_soon(self, path: Path, shard: Shard) -> None:
-        """Release a shard at its producer, after it was read along a path. From any thread."""
+        """Release a shard at its producer. From any thread."""
         self.requests.release_soon(shard.producer, shard.device, shard.id, shard.share)
 
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
-        """Let go of incoming shards that will not be read any more. Blocks while landed ones are read.
+        """Release incoming shards that are no longer needed. Blocks while landed ones are being read.
 
         Raises
         ------
         Exception
-            The first that one of them has failed with, once all have been let go of.
+            The first error, after an attempt to release each of them.
         """
         errors: list[Exception] = []
         for incoming in incoming_shards:
@@ -250,7 +250,7 @@ class Exchange:
                 incoming.discard()
             except Exception as error:
                 errors.append(error)
-            # Not before: until then its producer has to hear that it is being read.
+            # It stays listed until its last reader is done, so that `forget` waits for that reader.
             incoming.let_go.add_done_callback(partial(self._unlist, incoming))
         if errors:
             raise errors[0]
@@ -259,19 +259,19 @@ class Exchange:
         self._incoming[incoming.shard.producer].discard(incoming)
 
     def discard_soon(self, incoming_shards: Iterable[IncomingShard]) -> None:
-        """Let go of incoming shards on a thread of the exchange."""
-        with contextlib.suppress(ExchangeClosed):  # which lets go of all
+        """Release incoming shards in a thread of the exchange."""
+        with contextlib.suppress(ExchangeClosed):  # a closed exchange has released them
             self._submit(self.discard, incoming_shards).add_done_callback(_complain)
 
     async def withdraw(self, run: RunKey) -> None:
-        """Free what a run has published, once no owner reads it any more."""
+        """Free the published blocks of a run, once no owner reads them any more."""
         self.comms.forget(run)
         await self.requests.withdraw(run)
 
     # ---- what peers call -------------------------------------------------------------
 
     async def ticket(self, kind: str, to: str | None) -> dict[str, Any]:
-        """Handle a peer that has been offered shards of ``to``: tell it how to map this worker's pool."""
+        """Return a ticket with which a peer maps the pool of incarnation ``to`` of this worker."""
         reply = {"version": __version__, "incarnation": self.me.incarnation, "ticket": None}
         if kind in self.pools.devices and to in (None, self.me.incarnation):
             outbox = await self.offload(self.pools.outbox, kind)
@@ -279,43 +279,42 @@ class Exchange:
         return reply
 
     def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None:
-        """Handle the release of shards of ``to`` by the owners of shares; each comes with its share."""
+        """Handle the release of shards of incarnation ``to``, given as pairs of a shard and a share."""
         if to == self.me.incarnation:
             self.pools.known(kind).release((shard, share) for shard, share in shards)
-        else:  # of the one before at this address, whose ids are others here
+        else:  # for a former worker at this address, whose shard ids mean nothing here
             self.metrics.add("exchange.messages.stale")
 
     def drain(self, producer: list[str]) -> None:
-        """Handle a producer that waits for room: copy what was left in its pool."""
+        """Make room in the pool of a producer: pull the shards that were left there to be read in place."""
         peer = Peer(*producer)
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
         for incoming in sorted(tuple(self._incoming[peer]), key=lambda incoming: incoming.shard.id):
-            if self.puller.pull_soon(incoming):  # it was to be read in place, and is copied after all
+            if self.puller.pull_soon(incoming):  # it was counted as read in place
                 self.traffic.note(peer.address, IN_PLACE, -incoming.shard.nbytes, 0.0)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
         """Handle the end of a producer's part of a run.
 
-        Returns when nothing of it is being read, nor will be.
-
-        Where the run goes on, since only the producer closes, what has not been pulled is lost.
+        Returns once none of its shards is being read, nor will be. If the run is still active here, because
+        only the producer closes, shards that have not landed are lost.
         """
         peer, key = Peer(*producer), (run[0], run[1])
-        if key in self._receiving:  # what it has offered may still be on its way here
+        if key in self._receiving:  # offers of the producer may still be in flight
             self._receiving[key].add(peer)
         incoming_shards = [incoming for incoming in list(self._incoming[peer]) if incoming.run == key]
         for incoming in incoming_shards:
             if incoming.state in (ShardState.PRODUCER, ShardState.MOVING):
                 incoming.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
-        # Shards that have landed are ours. Those that are gone may still be read.
+        # Landed shards are copies of our own. Gone ones may still have readers in the producer's pool.
         await self._let_go(
             incoming for incoming in incoming_shards if incoming.state is not ShardState.LANDED
         )
 
     async def forget_shares(self, producer: str, run: RunKey, shares: Collection[int]) -> None:
-        """Let go of shards of shares that other workers have now; return when none of them is read."""
-        # Copies: threads that let go of an incoming shard take it from its set meanwhile.
+        """Release the shards of shares that have been replaced; return once none of them is being read."""
+        # Copies of the sets, since threads remove released shards from them concurrently.
         mine = [
             (peer, incoming)
             for peer, incoming_shards in self._incoming.items()
@@ -331,29 +330,29 @@ class Exchange:
         incoming_shards = list(which)
         with contextlib.suppress(ExchangeClosed):
             await self.offload(self.discard, incoming_shards)
-            # Only here is known when that is: what a producer sends of its pool is on its way long after
-            # the comm has taken it, and what is mapped is read without the producer.
+            # Only the reader knows when it is done: a comm is still sending from the producer's pool long
+            # after it has accepted a message, and mapped pools are read without the producer.
             waiting = [asyncio.wrap_future(incoming.let_go) for incoming in incoming_shards]
             await asyncio.gather(*waiting, return_exceptions=True)  # these are raised where they happen
 
     # ---- life ------------------------------------------------------------------------
 
     async def offload(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run something that blocks on a thread of this exchange."""
+        """Run a blocking function in a thread of this exchange."""
         return await asyncio.wrap_future(self._submit(function, *args))
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Hand something over to a thread; raises ExchangeClosed."""
+        """Submit a function to the threads; raise ExchangeClosed if the exchange is closed."""
         try:
             if not self.closed:
                 return self.executor.submit(function, *args)
-        except RuntimeError:  # `close`, on another thread, has shut it down meanwhile
+        except RuntimeError:  # race: `close` has shut the executor down in another thread
             if not self.closed:
                 raise
         raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
 
     def on_worker_removed(self, address: str) -> None:
-        """Forget a worker that has left the cluster: another one at its address has nothing to do with it."""
+        """Forget a worker that has left the cluster; a new one at the same address is unrelated to it."""
         self.links.forget([address])
         self.peers.forget([address])
         self.calls.on_worker_removed(address)
@@ -364,9 +363,9 @@ class Exchange:
                 del self._incoming[peer]
 
     async def keep_house(self) -> None:
-        """Free idle memory, and mappings of workers that have left. Called at intervals."""
+        """Free idle memory, and mappings of workers that have left. Called periodically."""
         peers = list(self.peers)
-        # None is the answer of a scheduler on which the runtime has been switched off.
+        # A scheduler on which the runtime has been switched off replies None.
         gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []
         for address in gone:
             self.on_worker_removed(address)
@@ -390,24 +389,24 @@ class Exchange:
             for incoming_shards in list(self._incoming.values())
             for incoming in list(incoming_shards)
         ]:
-            incoming.abandon()  # else its mapping would stay open
+            incoming.abandon()  # otherwise its mapping would stay open
         self.peers.close()
         self.pools.close()
 
     def _stop_answering(self) -> None:
-        """Leave the worker as it was without the runtime; one that closes says so to its peers."""
+        """Remove the handlers from the worker, or, if it is closing, let them tell peers so."""
         for name in self._handlers:
             if not is_closing(self.worker):
                 self.worker.handlers.pop(name, None)
-            elif name != "gpurt_make_room":  # which knows by itself that there is nothing to be had here
+            elif name != "gpurt_make_room":  # its handler checks for that itself
                 self.worker.handlers[name] = closes
 
 
 def _complain(done: Future[Any]) -> None:
-    """Log what something that nothing waits for has failed with."""
+    """Log the error of a call that nothing waits for."""
     if not done.cancelled() and (error := done.exception()) is not None:
-        logger.error("the exchange could not let go of something", exc_info=error)
+        logger.error("the exchange failed to release a shard or a mapping", exc_info=error)
 
 
 def _ignore(runs: int, pulls: int) -> None:
-    """Ignore what is in flight."""
+    """Do nothing."""

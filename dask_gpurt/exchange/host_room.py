@@ -1,23 +1,21 @@
 """Share /dev/shm among the pools of all workers of a host.
 
-A pool promises its capacity and takes memory as blocks need it. The pools of a host may promise more together
-than the host has, and workers join later. So a block may fit into its pool while the system has no memory for
-it. Its producer then waits as it does when its own pool is full. This cannot deadlock:
+A pool has a capacity, and allocates memory only as blocks need it. The pools of a host may have more capacity
+together than the host has memory, since workers may join later. So a block may fit into its pool while the
+system has no memory for it. Its producer then waits as if the pool were full. This cannot deadlock:
 
-1. A producer that waits holds no unpublished block. The memory that the pools of a host have taken belongs to
-   free blocks, to published ones, and to blocks that are being packed by producers that do not wait: these
-   publish them, or wait, next.
-2. Each round, twice a second for as long as a producer waits, all workers of the host return the memory of
-   free blocks, and ask the owners of all their published blocks to copy them. Owners need no pool for that:
-   their copies can go to disk. So published blocks become free, and their memory is returned by the next
-   round.
-3. A producer that waits with nothing published needs no signal: it tries again each round.
-4. Memory that other producers take meanwhile goes into blocks that are published in turn, and there
-   are only as many of these as there are inputs. A run that fails, and a worker that dies, give back all that
-   they had.
+1. A waiting producer holds no unpublished block. The allocated memory of the pools of a host belongs to free
+   blocks, to published blocks, and to blocks that other producers are packing, which publish them or wait
+   next.
+2. While a producer waits, there is a round twice a second: all workers of the host return the memory of free
+   blocks, and ask the owners of all their published blocks to copy them. Owners need no pool for that, since
+   the copies can go to disk. So published blocks become free, and the next round returns their memory.
+3. A waiting producer without published blocks needs no signal, since it retries each round.
+4. Memory that other producers take in the meantime goes into blocks that are published in turn, and their
+   number is bounded by the number of inputs. A run that fails, and a worker that dies, return all of theirs.
 
-So as long as a worker of the host holds memory, it is returned or its run fails, which ends the waiting too.
-Once no worker holds any, other programs fill /dev/shm: that is waited for only for a limited time.
+So as long as a worker of the host holds memory, the memory is returned, or its run fails and ends the wait.
+Once no worker holds any, /dev/shm is filled by other programs, for which producers wait a limited time.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from dask_gpurt.device.base import PoolFull
 from dask_gpurt.device.host import SHM, no_room
 from dask_gpurt.observe import Fallback, Metrics
 
-#: Seconds for which a producer waits for memory of /dev/shm that no worker of this cluster holds.
+#: Seconds for which a producer waits while /dev/shm is full without any worker of this cluster using it.
 FOREIGN_PATIENCE_S = 20.0
-#: Seconds without a round after which what the last one found says nothing about now.
+#: Seconds after which the result of the last round is stale.
 ROUND_FORGOTTEN_S = 5.0
-#: Bytes of a block from which on it is cut in halves, which may find room, before its task fails.
+#: Blocks above this many bytes are halved before their task fails, since the halves may find room.
 SMALLEST_BLOCK = 2**16
 
 
@@ -51,11 +49,11 @@ class HostRoom:
     worker
         The Dask worker.
     give_back
-        Gives back what is behind free blocks of this worker's pool; returns the bytes it still holds. Blocks.
+        Returns the memory of free blocks of this worker's pool, and the bytes still in use. Blocks.
     drain
-        Asks the owners of what this worker has published to copy it; must not block.
+        Asks the owners of this worker's published blocks to copy them; must not block.
     offload
-        Runs what blocks on a thread.
+        Runs a blocking function in a thread.
     """
 
     def __init__(
@@ -72,25 +70,25 @@ class HostRoom:
         self._metrics = metrics
         self._offload = offload
         self._asking = False
-        #: When a round first found that no worker holds anything, and when the last round was.
+        #: Time since which rounds have found no worker that uses memory, and time of the last round.
         self._foreign_since: float | None = None
         self._last_round = time.monotonic()
 
     def ask(self, nbytes: int) -> None:
-        """Begin a round, for a block of this many bytes. From any thread; does not block.
+        """Start a round for a block of this many bytes. From any thread; does not block.
 
         Raises
         ------
         PoolFull
-            When waiting is in vain, but smaller blocks might fit.
+            If waiting is futile, but smaller blocks might fit.
         MemoryError
-            When it is in vain for small ones too.
+            If waiting is futile and the block is small.
         """
         now = time.monotonic()
         if now - self._last_round > ROUND_FORGOTTEN_S:
             self._foreign_since = None
-        # Also where waiting is in vain, so that those who come next know it. Else each of many tasks,
-        # whenever it is tried again, would wait as long as the first.
+        # Start a round even if waiting is futile, so that this finding stays fresh. Otherwise every further
+        # task, and every retry, would wait as long as the first.
         self._worker.loop.add_callback(self._round)
         if self._foreign_since is not None and now - self._foreign_since > FOREIGN_PATIENCE_S:
             if nbytes > SMALLEST_BLOCK:
@@ -103,14 +101,14 @@ class HostRoom:
         self._asking = True
         self._metrics.fallback(Fallback.EXCHANGE_SHM_FULL, f"{SHM} is full")
         try:
-            # A scheduler that is out of reach is asked by the next round, or this worker ends.
+            # If the scheduler is unreachable, the next round asks it, or this worker closes.
             with contextlib.suppress(OSError):
                 self._note(await self._held())
         finally:
             self._asking = False
 
     async def _held(self) -> dict[str, Any]:
-        """Return the bytes that each worker of this host holds after it has given back what it could."""
+        """Make all workers of this host return memory; return the bytes that each of them still uses."""
         replies: dict[str, Any] = await self._worker.scheduler.broadcast(
             msg={"op": "gpurt_make_room"},
             hosts=[get_address_host(self._worker.address)],
@@ -119,9 +117,9 @@ class HostRoom:
         return replies
 
     def _note(self, held: dict[str, Any]) -> None:
-        """Note the result of a round."""
-        # A worker on which the runtime is off replies None; one that could not be asked, which may hold
-        # something, has an error here.
+        """Record the result of a round."""
+        # The reply of a worker on which the runtime is off is None. The reply of an unreachable worker is an
+        # error, which counts as memory in use.
         now = time.monotonic()
         if self._worker.address not in held or any(held.values()):
             self._foreign_since = None
@@ -130,7 +128,7 @@ class HostRoom:
         self._last_round = now
 
     async def make_room(self) -> int:
-        """Handle a worker of this host that waits for room; returns the bytes that this one still holds."""
+        """Handle a round of a worker of this host; return the bytes that this worker still uses."""
         if is_closing(self._worker):
             return 0
         self._drain()

@@ -1,4 +1,4 @@
-"""Keep the shards that producers have offered to this worker, while they are pulled and read."""
+"""Manage the shards offered to this worker, while they are pulled and read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard
 
-#: Seconds after which a thread that waits for a shard checks that its run goes on.
+#: Seconds after which a thread that waits for a shard checks whether its run is still open.
 RUN_CHECK_INTERVAL_S = 0.5
 
 
 class ShardState(Enum):
-    """Name the states of an offered shard, by where its bytes are."""
+    """States of an offered shard, by the place of its bytes."""
 
     PRODUCER = "in the producer's pool"
     MOVING = "being pulled"
@@ -32,16 +32,16 @@ class ShardState(Enum):
 
 
 class IncomingShard:
-    """Keep a shard that was offered to this worker. Thread-safe.
+    """Track a shard that was offered to this worker. Thread-safe.
 
     Parameters
     ----------
     path
-        How its bytes are read; held, and let go of with the shard.
+        The path to its bytes, which the caller has held; it is let go when the producer's block is released.
     release
         Called once, from any thread, when the producer may reuse the block.
     failed
-        Called when the bytes cannot be had: whatever is accepted belongs to a run that can be failed.
+        Called with the error if the bytes cannot be read, to fail the run.
     """
 
     _keys = itertools.count()
@@ -70,14 +70,14 @@ class IncomingShard:
         self._moving = False
         self._held = True
         self._landed: Future[None] = Future()
-        #: Done once nothing here reads the producer's block any more.
+        #: Done once the producer's block is released: nothing here reads it any more.
         self.let_go: Future[None] = Future()
-        #: Memos of the table backend for each section, while it lies in the producer's pool.
+        #: Memos of the table backend for each section, for reads in the producer's pool.
         self.memos: list[dict[str, Any]] = [{} for _ in shard.sections]
         self._fences: list[Callable[[], None]] = []
 
     def start_moving(self) -> bool:
-        """Claim the move to this process; False when it is under way, done or too late."""
+        """Claim the move to this process; return False if it is in flight, done or too late."""
         with self._lock:
             if self.state is not ShardState.PRODUCER:
                 return False
@@ -86,7 +86,7 @@ class IncomingShard:
             return True
 
     def land(self, put: Callable[[str], None]) -> None:
-        """End the move: ``put`` stores the bytes in the landing under the key given."""
+        """Complete the move: ``put`` stores the bytes in the landing under the given key."""
         put(self.key)
         with self._lock:
             self._moving = False
@@ -100,12 +100,12 @@ class IncomingShard:
         if let_go:
             self._let_go()
         if not in_vain:
-            with self._lock:  # it may have failed meanwhile, since its producer closes: then it is lost
+            with self._lock:  # it may have failed concurrently, because its producer closes
                 if not self._landed.done():
                     self._landed.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Tell the readers, and the run, that the move has failed."""
+        """Fail the move: readers raise the error, and the run is notified."""
         with self._lock:
             if not self._landed.done():
                 self._landed.set_exception(error)
@@ -113,17 +113,17 @@ class IncomingShard:
 
     @contextmanager
     def staying(self, check: Callable[[], None]) -> Iterator[bool]:
-        """Keep the bytes where they are for as long as the body runs; waits for a move under way.
+        """Keep the bytes in place while the body runs. Blocks until a move in flight has ended.
 
         Yields
         ------
         bool
-            Whether they have landed.
+            Whether the bytes have landed.
 
         Raises
         ------
         ExchangeClosed
-            When the run is over.
+            If the run is over.
         """
         while True:
             check()
@@ -149,7 +149,7 @@ class IncomingShard:
                 self._let_go()
 
     def source(self, which: int) -> Buffer:
-        """Return the mapped bytes of a section in the producer's pool, while the shard is there."""
+        """Return the mapped bytes of a section in the producer's pool; valid while the shard is there."""
         assert self.path.mapping is not None
         section = self.shard.sections[which]
         return self.path.mapping.view(section.offset, section.nbytes)
@@ -159,10 +159,10 @@ class IncomingShard:
         return [self.source(which) for which in range(len(self.shard.sections))]
 
     def discard(self) -> None:
-        """Let a shard go that will not be read any more. Blocks while one that has landed is read.
+        """Release a shard that is no longer needed. If it has landed, blocks while it is being read.
 
-        Where it lies in the producer's pool, its last reader lets go of it. A thread that waited for that
-        reader could be the one that the reader waits for, to pull another shard.
+        If it is in the producer's pool, its last reader releases it, and this does not block. Blocking could
+        deadlock: the reader may be waiting for the pull of another shard, which needs this thread.
         """
         with self._lock:
             before, self.state = self.state, ShardState.GONE
@@ -177,7 +177,7 @@ class IncomingShard:
         self._forget()
 
     def abandon(self) -> None:
-        """Let go of the shard, now or with its last reader. Nothing moves, and no new reader comes."""
+        """Release the shard, now or with its last reader. The caller ensures that no move or read starts."""
         with self._lock:
             self.state, self._moving = ShardState.GONE, False
             let_go = self._lets_go()
@@ -188,13 +188,13 @@ class IncomingShard:
         self.memos = [{} for _ in self.shard.sections]
 
     def check_wanted(self) -> None:
-        """Raise ExchangeClosed when nothing will read this any more."""
+        """Raise ExchangeClosed if the shard is no longer needed."""
         if self.state is ShardState.GONE:
             address = self.shard.producer.address
-            raise ExchangeClosed(f"shard {self.shard.id} of {address} is not wanted any more")
+            raise ExchangeClosed(f"shard {self.shard.id} of {address} is no longer needed")
 
     def stop_moving(self) -> None:
-        """Note that the mover reads no more, whether it has landed the bytes or not."""
+        """Note that the mover does not read any more, whether the bytes have landed or not."""
         with self._lock:
             self._moving = False
             let_go = self.state is ShardState.GONE and self._lets_go()
@@ -202,27 +202,27 @@ class IncomingShard:
             self._let_go()
 
     def read_until(self, fence: Callable[[], None] | None) -> None:
-        """Note that the device goes on reading after the reader has left, until ``fence`` has been passed."""
+        """Note that the device reads the bytes until ``fence`` has passed, even after the reader is done."""
         if fence is not None:
             self._fences.append(fence)
 
     def _pass_fences(self) -> None:
-        # Each thread passes all of them: one that another thread is at is not passed yet.
+        # Each thread waits for all fences, since one that another thread is waiting for has not passed yet.
         for fence in list(self._fences):
             fence()
 
     def _lets_go(self) -> bool:
-        """Return whether the producer's block is ours to give back now, once. Under the lock."""
+        """Return whether the caller must release the producer's block; True at most once. Under the lock."""
         held, self._held = self._held, self._held and (self._moving or self._readers > 0)
         return held and not self._held
 
     def _let_go(self) -> None:
-        # Not under the lock, which the event loop takes too: a fence may be a while away.
+        # Not under the lock, since waiting for a fence may take long, and the event loop takes the lock too.
         try:
             self._pass_fences()
             self._release(self.shard)
         except BaseException as error:
-            self.let_go.set_exception(error)  # nothing may wait for it for ever
+            self.let_go.set_exception(error)  # so that nothing waits for it forever
             raise
         finally:
             self.path.let_go()
@@ -233,13 +233,12 @@ class IncomingShard:
 def reading(
     wanted: Sequence[tuple[IncomingShard, int]], landing: Landing, check: Callable[[], None], task: Key
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
-    """Yield the bytes of some sections of shards, each with a memo, for as long as the body of a task runs.
-    Blocks.
+    """Yield the bytes of sections, each with its memo, and keep them in place while the body runs. Blocks.
 
     Raises
     ------
     ExchangeClosed
-        When the run is over.
+        If the run is over.
     """
     with ExitStack() as stack:
         incoming_shards = {incoming for incoming, _ in wanted}
@@ -258,10 +257,10 @@ def reading(
 
 
 def drop_pages(read: Iterable[IncomingShard]) -> None:
-    """Stop counting pages of the pools of peers, after they were read, as memory of this process. Blocks.
+    """Drop pages of peers' pools that were read from the resident set of this process. Blocks.
 
-    Dask pauses workers, and kills them, by what the system counts, and each has read all of its peers' pools
-    before long.
+    Dask pauses and kills workers by the memory that the system reports, and in time each worker reads the
+    pools of all its peers.
     """
     spans: dict[Mapping, tuple[int, int]] = {}
     for incoming in read:
@@ -271,6 +270,6 @@ def drop_pages(read: Iterable[IncomingShard]) -> None:
         for section in incoming.shard.sections:
             start, stop = spans.get(mapping, (section.offset, 0))
             spans[mapping] = min(start, section.offset), max(stop, section.offset + section.nbytes)
-    # One call for a mapping: what lies between these shards is hardly mapped, and to pass it costs nothing.
+    # One call for each mapping: hardly any page between these shards is mapped, so covering them is cheap.
     for mapping, (start, stop) in spans.items():
         mapping.drop_pages(start, stop - start)

@@ -1,7 +1,7 @@
-"""Keep pulled shards in the tiers of the worker, next to the data of its keys.
+"""Store pulled shards in the memory tiers of the worker, next to the data of its keys.
 
-A shard stays live only where there is room without an eviction: it will be read once, and an
-evicted object might be read sooner. It never waits for room, since the lowest tier is the disk.
+A shard is stored live only if no object has to be evicted for it, since a shard is read once, and the object
+might be read sooner. Storing never waits for room, since the lowest tier is the disk.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dask_gpurt.observe import Fallback, Metrics
 
 
 class Landing:
-    """Keep pulled shards by key. Thread-safe; no method is called on the event loop.
+    """Store pulled shards by key. Thread-safe; not for the event loop.
 
     Parameters
     ----------
     tiered_buffer
         The tiers.
     main
-        Kind of the device that is their upper end.
+        The kind of device that holds their top tier.
     """
 
     def __init__(self, tiered_buffer: TieredBuffer, main: str, metrics: Metrics):
@@ -49,19 +49,19 @@ class Landing:
         device: Device,
         bring: Callable[[Sequence[Any]], list[Any]],
     ) -> None:
-        """Keep the bytes of a shard, live or in a lower tier.
+        """Store the bytes of a shard, live or in a lower tier.
 
         Parameters
         ----------
         sources
             The bytes of each section, mapped or in memory of this process.
         bring
-            Makes buffers of ``device`` out of them; may raise MemoryError.
+            Copies them into buffers of ``device``; may raise MemoryError.
 
         Raises
         ------
         OSError
-            When no tier has room.
+            If no tier has room.
         """
         home = self._home(device.kind)
         priority = (math.inf, min(shard.places(), default=0))
@@ -71,7 +71,7 @@ class Landing:
                 return
             except MemoryError:
                 self._metrics.fallback(Fallback.EXCHANGE_SPILLED_ON_ARRIVAL, "it has no room for them")
-            finally:  # whatever it has failed with; what was stored has taken the room
+            finally:  # on any error; if it was stored, the reservation has been used
                 self._tiered_buffer.reservations.cancel(key)
         try:
             tier = self._tiered_buffer.store_below(
@@ -85,18 +85,18 @@ class Landing:
         return Tier.DEVICE if kind == self._main else Tier.HOST
 
     def keeps(self, nbytes: int, kind: str) -> bool:
-        """Return whether this many bytes of shards stay live beside other things."""
+        """Return whether this many bytes of shards may stay live: they take at most half of the tier."""
         return self._tiered_buffer.reservations.leaves_half(nbytes, self._home(kind))
 
     def make_room(self) -> None:
-        """Spill everything that is live on the device and not held, for a task that has run out of memory."""
-        # The failed task has left Python frames behind that hold its intermediate results, in cycles.
+        """Spill all live objects on the device that are not in use, for a task that has run out of memory."""
+        # The traceback of the failed task holds its intermediate results, in reference cycles.
         gc.collect()
         self._tiered_buffer.spill(self._tiered_buffer.live_bytes(Tier.DEVICE))
 
     @contextmanager
     def reading(self, wanted: Iterable[tuple[str, int]], task: Key) -> Iterator[dict[Any, BufferAndMemo]]:
-        """Yield the sections of shards for the table backend, for as long as the body of a task runs."""
+        """Yield sections of shards for the table backend, and keep them in place while the body runs."""
         with self._tiered_buffer.reading(wanted, reservation(task)) as found:
             yield found
 

@@ -1,7 +1,7 @@
 """Estimate the speeds of links from peers to this worker, from the scheduler's topology and from transfers.
 
-The topology is asked for a link once a shard may come over it, so that the memory of all workers for links
-grows with the pairs in use, and not with all pairs.
+The scheduler is asked for a link only when a shard may cross it, so that memory grows with the number of
+pairs of workers in use, not with that of all pairs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 
-#: Seconds until the scheduler is asked again about a peer that it did not know.
+#: Seconds until the scheduler is asked again about an unknown peer.
 UNKNOWN_PEER_RETRY_S = 10.0
-#: Bytes that count as transferred at the usual speed beforehand, and bytes that the average extends over.
+#: Bytes that the prior speed counts for, and window of the running average in bytes.
 PRIOR_BYTES, WINDOW_BYTES = 2**20, 2**26
-#: The last transfers to a worker that tell how fast bytes can come, and how many there have to be.
+#: The most recent transfers that the arrival rate is measured from, and the fewest that it takes.
 MAX_ARRIVALS, MIN_ARRIVALS = 32, 8
 
 
 class PeerClass(StrEnum):
-    """Name how far a peer is away: the label ``peer`` of metrics."""
+    """Distance of a peer: the label ``peer`` of metrics."""
 
     SAME_WORKER = "same-worker"
     SAME_HOST = "same-host"
@@ -37,28 +37,28 @@ class PeerClass(StrEnum):
 
 
 class LinkEstimate(NamedTuple):
-    """Hold the class of a link, and the speed that the topology estimates for it."""
+    """Hold the class of a link and its speed estimated by the topology."""
 
     link: Link
     speed: Speed
 
 
 def _without_port(address: str) -> str:
-    """Return the protocol and the host of an address; of one within a process the protocol."""
+    """Return the protocol and the host of an address; for inproc addresses only the protocol."""
     return address.rpartition(":")[0]
 
 
 class MeasuredBandwidth:
-    """Measure the bandwidth of a worker's transfers, all together that are under way at a time.
+    """Measure the total bandwidth of a worker's concurrent transfers.
 
-    Unlike the averages of the topology it extends over few bytes, so that a slow link is found while the
-    run that uses it goes on. It is the bandwidth of the worker, which has about one processor to compress
-    with, not the share that one transfer gets beside others.
+    Unlike the averages of the topology, this one has a short window, so that a slow link is detected during
+    the run that uses it. It is the bandwidth of the whole worker, not that of a single transfer among
+    several, because all of them share about one core for compression.
 
     Parameters
     ----------
     usual
-        The speed that is assumed beforehand.
+        The prior speed.
     """
 
     def __init__(self, usual: Speed):
@@ -67,7 +67,7 @@ class MeasuredBandwidth:
         self._until = -math.inf
 
     def observe(self, nbytes: int, begin: float, end: float) -> None:
-        """Observe a transfer that has ended, later than those before; seconds by any clock."""
+        """Add a completed transfer, in order of completion; times in seconds of any clock."""
         seconds = end - max(begin, self._until)
         if begin >= self._until:
             seconds = max(seconds - self._latency, seconds / 2)
@@ -86,17 +86,17 @@ class _Arrival(NamedTuple):
     end: float
 
     def within(self, begin: float, end: float) -> float:
-        """Return the bytes that have come meanwhile, if they came evenly."""
+        """Return the bytes that arrived in an interval, assuming a constant rate."""
         seconds = min(self.end, end) - max(self.begin, begin)
         return self.nbytes * max(0.0, seconds) / max(self.end - self.begin, 1e-9)
 
 
 class ArrivalRate:
-    """Measure how fast bytes can come to a worker: the greatest rate of its last transfers. Thread-safe.
+    """Measure how fast a worker can receive: the highest rate among its last transfers. Thread-safe.
 
-    A worker with a fast link may wait for one with a slow link, and what comes meanwhile comes slowly. So the
-    mean does not tell one from the other; the greatest does. The rate is taken over the time of each
-    transfer, and those beside it count as far as they overlap.
+    A worker with a fast link also receives slowly while it waits for one with a slow link, so the mean rate
+    does not distinguish the two; the highest does. The rate is computed over the duration of each transfer,
+    including the overlapping parts of concurrent ones.
     """
 
     def __init__(self) -> None:
@@ -104,21 +104,21 @@ class ArrivalRate:
         self._arrivals: deque[tuple[_Arrival, float]] = deque(maxlen=MAX_ARRIVALS)
 
     def observe(self, nbytes: int, begin: float, end: float) -> None:
-        """Take a transfer that is over, later than those before; seconds by any clock."""
+        """Add a completed transfer, in order of completion; times in seconds of any clock."""
         with self._lock:
             together = nbytes + sum(other.within(begin, end) for other, _ in self._arrivals)
             rate = together / max(end - begin, 1e-9)
             self._arrivals.append((_Arrival(nbytes, begin, end), rate))
 
     def since(self, begin: float) -> float:
-        """Return bytes per second since some time; 0 where too few transfers show it."""
+        """Return the rate in bytes per second since ``begin``; 0 after too few transfers."""
         with self._lock:
             rates = [rate for arrival, rate in self._arrivals if arrival.begin >= begin]
         return max(rates) if len(rates) >= MIN_ARRIVALS else 0.0
 
 
 class Links:
-    """Keep the links to this worker, by peer. Not thread-safe: it is used on the event loop.
+    """Hold the links to this worker, by peer. On the event loop, not thread-safe.
 
     Parameters
     ----------
@@ -129,22 +129,22 @@ class Links:
     def __init__(self, worker: WorkerServer):
         self._worker = worker
         self._known: dict[str, LinkEstimate] = {}
-        #: Speeds by class, for bytes that come another way than over the link between two workers.
+        #: Speeds by class, for paths that do not use the direct link between two workers.
         self._classes: dict[Link, Speed] = dict(SHIPPED)
         self._asked: dict[str, float] = {}
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
         self._measured: dict[Link, MeasuredBandwidth] = {}
-        #: How fast bytes can come from other hosts.
+        #: The rate at which this worker can receive from other hosts.
         self.arrivals = ArrivalRate()
 
     def known(self, peers: Collection[str]) -> dict[str, LinkEstimate]:
-        """Return the known links of some peers, and ask the scheduler for the others."""
+        """Return the known links of peers, and request unknown ones from the scheduler."""
         self._ask_soon(peers)
         return {peer: self._known[peer] for peer in peers if peer in self._known}
 
     def peer_class(self, peer: str) -> PeerClass:
-        """Return how far a peer is away, by the class of the link, or else by the addresses."""
+        """Return the class of a peer, from its link or, if that is unknown, from its address."""
         if peer == self._worker.address:
             return PeerClass.SAME_WORKER
         if (known := self._known.get(peer)) is not None:
@@ -154,7 +154,7 @@ class Links:
         return PeerClass.SAME_HOST if near else PeerClass.OTHER_HOST
 
     async def learn(self, peer: str) -> LinkEstimate | None:
-        """Return the link of a peer, once the scheduler has answered; None if it does not know it."""
+        """Return the link of a peer, waiting for the scheduler's reply; None if it is unknown there."""
         self._ask_soon([peer])
         if peer not in self._known and self._asking is not None:
             await asyncio.shield(self._asking)
@@ -174,12 +174,12 @@ class Links:
 
     async def _ask_missing(self) -> None:
         while self._missing:
-            await asyncio.sleep(0)  # peers that are asked about in the same turn of the loop go along
+            await asyncio.sleep(0)  # batch the peers of one turn of the loop
             peers, self._missing = list(self._missing), set()
             await self._ask(peers)
 
     async def _ask(self, peers: list[str]) -> None:
-        with contextlib.suppress(OSError):  # asked again later, if the scheduler comes back
+        with contextlib.suppress(OSError):  # if the scheduler comes back, peers are requested again
             answer = await self._worker.scheduler.gpurt_links(worker=self._worker.address, peers=peers)
             if answer is not None:  # None comes from a scheduler on which the runtime is off
                 for peer, (link, *figures) in answer["links"].items():
@@ -187,12 +187,12 @@ class Links:
                 self._classes.update({Link(link): Speed(*known) for link, known in answer["classes"].items()})
 
     async def refresh(self) -> None:
-        """Ask again about peers on this host, since only these have several paths."""
+        """Request the links of peers on this host again, since only these have several paths."""
         if near := [peer for peer, known in self._known.items() if known.link in WITHIN_HOST]:
             await self._ask(near)
 
     def speed_from(self, peer: str) -> Callable[[Link], Speed]:
-        """Return a function that tells the speed of a class of link on the way from a peer."""
+        """Return the function from a class of link to its speed on the way from a peer."""
         known = self._known.get(peer)
         return lambda link: known.speed if known and known.link is link else self._classes[link]
 
@@ -205,16 +205,16 @@ class Links:
     # ---- measurements ------------------------------------------------------------------
 
     def observe(self, peer: str, nbytes: int, begin: float, end: float) -> None:
-        """Take a transfer from a peer that has ended later than those before; seconds by any clock."""
+        """Add a completed transfer from a peer, in order of completion; times in seconds of any clock."""
         if (known := self._known.get(peer)) is not None:
             self._measured.setdefault(known.link, MeasuredBandwidth(known.speed)).observe(nbytes, begin, end)
 
     def is_measured(self, peer: str) -> bool:
-        """Return whether a link of the class that joins a peer has been measured."""
+        """Return whether any link of the same class as that of a peer has been measured."""
         return peer in self._known and self._known[peer].link in self._measured
 
     def bandwidth_between_hosts(self, peer: str) -> float | None:
-        """Return bytes per second from a peer on another host, as known by now; None of any other peer."""
+        """Return the estimated bytes per second from a peer on another host; None for any other peer."""
         known = self._known.get(peer)
         if known is None or known.link not in BETWEEN_HOSTS:
             return None

@@ -1,4 +1,4 @@
-"""Hold mapped pools of peers, and close them once nothing is read from them any more."""
+"""Keep pools of peers mapped while they are read, and close them afterwards."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dask_gpurt.device.base import Buffer
 class HeldMapping:
     """Keep a peer's pool mapped for as long as a shard in it is held. Thread-safe.
 
-    A peer that leaves retires its mapping while a pull may still be under way:
+    When a peer leaves, its mapping is retired, possibly while a pull is in flight:
 
-    - the event loop retires it, and something is held: it is closed as the last shard is let go;
-    - the last shard is let go, and the mapping is not retired: it stays for the next one;
-    - a shard is offered after that, by a message that was late: it cannot be held, and is refused.
+    - If shards hold the mapping when the event loop retires it, it is closed with the last ``let_go``.
+    - If the mapping is not retired at the last ``let_go``, it stays open for the next shard.
+    - If a late message offers a shard after the mapping was retired, ``hold`` fails and the shard is refused.
 
     Parameters
     ----------
     mapping
         The mapped pool.
     close_soon
-        Has it closed on a thread where that may block.
+        Closes the mapping in a thread, where that may block.
     """
 
     def __init__(self, mapping: Mapping, close_soon: Callable[[Callable[[], None]], None]):
@@ -34,15 +34,15 @@ class HeldMapping:
         self._retired = False
 
     def view(self, offset: int, nbytes: int) -> Buffer:
-        """View a part of the pool, while it is held."""
+        """Return a view of a part of the pool; valid while the mapping is held."""
         return self._mapping.view(offset, nbytes)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Stop counting a part that was read as memory of this process."""
+        """Drop the pages of a part from the resident set of this process."""
         self._mapping.drop_pages(offset, nbytes)
 
     def hold(self) -> bool:
-        """Keep it mapped until :meth:`let_go`; False when it is retired."""
+        """Keep the pool mapped until :meth:`let_go`; return False if the mapping is retired."""
         with self._lock:
             if self._retired:
                 return False
@@ -58,7 +58,7 @@ class HeldMapping:
             self._close_soon(self._mapping.close)
 
     def retire(self) -> None:
-        """Close the mapping once nothing holds it; a second call does nothing."""
+        """Close the mapping once nothing holds it. Idempotent."""
         with self._lock:
             again, self._retired = self._retired, True
             unused = not again and not self._held

@@ -1,8 +1,8 @@
-"""Publish blocks of this worker's pool, which owners may read.
+"""Publish blocks of this worker's pool to the owners that may read them.
 
-A producer that finds the pool full waits here. It holds no block that no owner knows of, and
-owners can always make room: they copy the shards that they had left in place into their own
-memory, at last to disk, so they never wait for a pool. This is why a full pool cannot deadlock.
+A producer that finds the pool full waits here. A full pool cannot deadlock: the waiting producer holds no
+unpublished block, and owners can always free published ones. They copy shards that they would read in place
+into their own memory, in the worst case to disk, and so never wait for a pool.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dask_gpurt.device import Block, Pool, PoolFull
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
-#: Seconds after which a producer that still waits tries, and asks the owners, again.
+#: Seconds after which a waiting producer retries, and asks the owners again.
 ROOM_RETRY_INTERVAL_S = 0.5
 
 
-#: The share of copies that are made for one reader, and are of no use to any other.
+#: Pseudo-share of staged copies, which are made for a single reader and never offered again.
 COPIED = -1
 
 
@@ -33,19 +33,19 @@ class _Publication:
 
 
 class Outbox:
-    """Keep the published blocks of one pool, by shard id. Thread-safe.
+    """Hold the published blocks of one pool, by shard id. Thread-safe.
 
-    Blocks that all readers have let go of are *retained* for as long as their run goes on and nothing else
-    needs their room: should a reader be lost, another one is offered them again. A pool does not grow beside
-    them once all has been read here: memory that was never used is slower than memory that was.
+    Blocks that all readers have released are *retained* while their run is active and their room is not
+    needed: if a reader is lost, they can be offered to another one. Once a run has read all of its outputs
+    on this worker, its retained blocks are reused before the pool grows, since memory that is touched for the
+    first time is slower.
 
     Parameters
     ----------
     pool
-        Where blocks are cut from.
+        The pool that blocks are allocated from.
     ask_for_room
-        Called from waiting producers with the owners whose shards fill the pool; must not
-        block.
+        Called from waiting producers with the owners whose shards fill the pool; must not block.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class Outbox:
         self._ask_for_room = ask_for_room
         self._metrics = metrics
         self._entries: dict[int, _Publication] = {}
-        #: Those without readers, the oldest first.
+        #: Retained blocks, which have no readers, the oldest first.
         self._retained: dict[int, _Publication] = {}
-        #: The runs that go on of which blocks were freed that others could be offered.
+        #: Active runs of which retained blocks were freed, so that they cannot be offered again.
         self._gone: set[RunKey] = set()
-        #: Runs of which blocks came or went since the last look.
+        #: Runs that published or released blocks since the last `reclaim_idle`.
         self._busy: set[RunKey] = set()
-        #: Whether blocks of a run may be read once more. Called under the lock, from any thread.
+        #: Returns whether blocks of a run may be read again. Called under the lock, from any thread.
         self.retains: Callable[[RunKey], bool] = _never
-        #: Whether retained blocks of a run make room for what is cut now, also where the pool has other room.
-        #: Called as the one before.
+        #: Returns whether retained blocks of a run are reused even if the pool has other room. Called under
+        #: the lock, from any thread.
         self.yields: Callable[[RunKey], bool] = _never
         self._ids = itertools.count()
         self._changed = threading.Condition()
-        #: The producers that wait for room.
+        #: The number of producers that wait for room.
         self.waiting = 0
-        #: Counts blocks that came back, so that a producer cannot miss one.
+        #: Counts freed blocks, so that a producer cannot miss one between a failed attempt and its wait.
         self.freed = 0
 
     def allocate(self, nbytes: int) -> Block:
-        """Cut a block, if need be where retained blocks are; or raise PoolFull."""
+        """Allocate a block, reclaiming retained blocks if necessary; raise PoolFull if that fails."""
         self._reclaim(nbytes, self.yields)
         while True:
             try:
@@ -92,12 +92,12 @@ class Outbox:
     def give_back(self, block: Block) -> None:
         """Free a block that was never published.
 
-        This is not room that a producer waits for: it may be what its own attempt gave back.
+        This does not wake waiting producers, since a producer may be freeing the blocks of its own attempt.
         """
         self.pool.free(block)
 
     def publish(self, run: RunKey, share: int, owner: str, blocks: Iterable[Block]) -> int:
-        """Hand the blocks of a shard over to the owner of a share; return the id of the shard."""
+        """Publish the blocks of a shard to the owner of a share; return the id of the shard."""
         entry = _Publication(run, tuple(blocks), {share: owner})
         with self._changed:
             shard = next(self._ids)
@@ -106,7 +106,7 @@ class Outbox:
         return shard
 
     def publish_again(self, shards: Iterable[int], share: int, owner: str) -> bool:
-        """Offer shards to the owner of another share too; False, and nothing done, when one is gone."""
+        """Publish shards to the owner of another share too; return False, without effect, if one is gone."""
         with self._changed:
             found = [self._entries.get(shard) or self._retained.get(shard) for shard in shards]
             if not all(found):
@@ -119,21 +119,21 @@ class Outbox:
             return True
 
     def wait_for_room(self, nbytes: int, seen: int, check: Callable[[], None]) -> None:
-        """Ask for room and wait until a block comes back, or for a moment: then try again.
+        """Ask for room, and block until a block is freed or it is time to retry.
 
         Parameters
         ----------
         nbytes
             Size of the block that did not fit.
         seen
-            ``freed`` from before the attempt.
+            The value of ``freed`` before the failed attempt.
         check
-            Raises when waiting makes no sense any more.
+            Raises if the run is over.
 
         Raises
         ------
         PoolFull
-            When the block does not fit into the whole pool.
+            If the block is larger than the whole pool.
         """
         if nbytes > self.pool.capacity:
             raise PoolFull(nbytes)
@@ -149,18 +149,18 @@ class Outbox:
                 self.waiting -= 1
 
     def view(self, shard: int) -> tuple[Block, ...] | None:
-        """Return the blocks of a shard that is still published."""
+        """Return the blocks of a shard; None if it is not published any more."""
         with self._changed:
             entry = self._entries.get(shard)
         return entry.blocks if entry else None
 
     def release(self, shards: Iterable[tuple[int, int]]) -> None:
-        """Note that owners are done with shards.
+        """Release shards on behalf of their owners.
 
         Parameters
         ----------
         shards
-            Each with the share that needs it no more; unknown ones are ignored.
+            Pairs of a shard and the share that no longer needs it; unknown pairs are ignored.
         """
         with self._changed:
             for shard, share in shards:
@@ -168,7 +168,7 @@ class Outbox:
                     self._left(shard, share)
 
     def _left(self, shard: int, share: int) -> None:
-        """Retain or free a block that a reader has left, if that was the last. Under the lock."""
+        """Retain or free the blocks of a shard if its last reader has released it. Under the lock."""
         entry = self._entries[shard]
         if entry.readers:
             return
@@ -176,12 +176,12 @@ class Outbox:
         self._busy.add(entry.run)
         if share != COPIED and self.retains(entry.run):
             self._retained[shard] = entry
-            self._notify(1)  # a producer that waits for room takes it
+            self._notify(1)  # a waiting producer may reclaim it
         else:
             self._free([entry])
 
     def has_all(self, run: RunKey) -> bool:
-        """Return whether all that was published in a run that goes on is still there to be offered."""
+        """Return whether all published blocks of an active run still exist, and can be offered again."""
         with self._changed:
             return run not in self._gone
 
@@ -208,11 +208,11 @@ class Outbox:
         return {owner for entry in self._entries.values() for owner in entry.readers.values()}
 
     def drop(self, run: RunKey, owner: str) -> None:
-        """Note that an owner will not read any more what a run had published for it."""
+        """Release all shards of a run on behalf of an owner."""
         self._drop(run, lambda share, reader: reader == owner)
 
     def drop_shares(self, run: RunKey, shares: Collection[int]) -> None:
-        """Note that nothing reads what a run had published for these shares, since their owners have left."""
+        """Release all shards of a run on behalf of these shares, whose owners will not read them."""
         self._drop(run, lambda share, reader: share in shares)
 
     def _drop(self, run: RunKey, leaves: Callable[[int, str], bool]) -> None:
@@ -224,7 +224,7 @@ class Outbox:
                         self._left(shard, share)
 
     def end(self, run: RunKey) -> None:
-        """Free what was retained of a run."""
+        """Free the retained blocks of a run that has ended."""
         with self._changed:
             ended = [shard for shard, entry in self._retained.items() if entry.run == run]
             self._free([self._retained.pop(shard) for shard in ended])
@@ -232,8 +232,8 @@ class Outbox:
             self._gone.discard(run)
 
     def _reclaim(self, nbytes: int, of: Callable[[RunKey], bool]) -> bool:
-        """Free this many bytes of the oldest retained blocks of some runs; False when there are none."""
-        if not self._retained:  # as most often; should one come at this moment, the pool grows by a block
+        """Free the oldest retained blocks of some runs, of ``nbytes`` if possible; return False if none."""
+        if not self._retained:  # the common case, without the lock; after a race the pool grows by a block
             return False
         with self._changed:
             oldest, found = [], 0
@@ -248,26 +248,26 @@ class Outbox:
         return bool(oldest)
 
     def reclaim_idle(self) -> None:
-        """Free what is retained of runs of which nothing came or went since the last call."""
+        """Free the retained blocks of runs that published and released nothing since the last call."""
         with self._changed:
             idle = [shard for shard, entry in self._retained.items() if entry.run not in self._busy]
             self._drop_retained(idle)
             self._busy.clear()
 
     def reclaim_all(self) -> None:
-        """Free all that is retained."""
+        """Free all retained blocks."""
         with self._changed:
             self._drop_retained(list(self._retained))
 
     def _drop_retained(self, shards: Iterable[int]) -> None:
-        """Free what is retained of runs that go on. Under the lock."""
+        """Free retained blocks of active runs. Under the lock."""
         dropped = [self._retained.pop(shard) for shard in shards]
         self._gone.update(entry.run for entry in dropped)
         self._free(dropped)
 
     @property
     def retained(self) -> int:
-        """Return the bytes that are retained."""
+        """Return the bytes of retained blocks."""
         with self._changed:
             return sum(block.nbytes for entry in self._retained.values() for block in entry.blocks)
 
@@ -283,7 +283,7 @@ class Outbox:
         self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let waiting producers look again, because a run has ended."""
+        """Wake waiting producers, because a run has ended."""
         with self._changed:
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""Find the ways that the bytes of a shard can take between two workers, and the one that takes least."""
+"""Enumerate the paths of shards between two workers, and select the fastest."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from dask_gpurt.topology.links import BETWEEN_HOSTS
 COMMS = "comms"
 LOCAL = "local"
 THROUGH_HOST = "through-host"
-#: Seconds until a producer that is asked for something begins: a message on Dask's event loops.
+#: Latency of a request to a producer through Dask's event loops, in seconds.
 MESSAGE = SHIPPED[Link.SHARED_MEMORY].latency
-#: Links over which a device reads the memory of another one.
+#: Links over which a device can read another device's memory.
 _BETWEEN_DEVICES = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE)
 
-#: The speed of each class of link here.
+#: Returns the speed of a class of link.
 SpeedOf = Callable[[Link], Speed]
 
 
 @dataclass(frozen=True)
 class Path:
-    """Describe how shards of a peer are read.
+    """Describe a path along which shards of a peer are read.
 
     Attributes
     ----------
     name
         "local", "shared-memory", "cuda-ipc", "through-host" or "comms".
     mapping
-        The peer's pool; None where its bytes come through a comm, or through host memory.
+        The peer's pool; None if its bytes come through a comm or through host memory.
     in_place
-        Whether a shard may stay where it is until it is read.
+        Whether shards are read in the peer's pool, without a copy.
     reason
-        Why a better path was not taken.
+        Why a better path is not possible.
     steps
-        The links that bytes cross, one after another.
+        The links that bytes cross in sequence.
     message
-        Seconds before anything moves.
+        Latency before the transfer starts, in seconds.
     staging
-        The peer's pool in host memory, into which it copies shards that are asked for.
+        The peer's pool in host memory, into which it copies shards on request.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Path:
     staging: Mapping | None = None
 
     def seconds(self, nbytes: int, speed: SpeedOf) -> float:
-        """Return the time until this many bytes can be read here."""
+        """Return the estimated time until this many bytes can be read here."""
         return self.message + sum(speed(link).seconds(nbytes) for link in self.steps)
 
     def describe(self) -> dict[str, Any]:
@@ -64,11 +64,11 @@ class Path:
 
     @property
     def mappings(self) -> tuple[HeldMapping, ...]:
-        """Return the pools of the peer that it reads."""
+        """Return the mapped pools of the peer that it uses."""
         return tuple(each for each in (self.mapping, self.staging) if isinstance(each, HeldMapping))
 
     def hold(self) -> bool:
-        """Keep its mappings open until :meth:`let_go`; False when the peer has left."""
+        """Keep its mappings open until :meth:`let_go`; return False if the peer has left."""
         with ExitStack() as undo:
             for mapping in self.mappings:
                 if not mapping.hold():
@@ -84,22 +84,22 @@ class Path:
 
 
 def least(paths: Iterable[Path], nbytes: int, speed: SpeedOf) -> Path:
-    """Return the path that takes least; the first of those that take as long."""
+    """Return the fastest path; the first one in case of a tie."""
     return min(paths, key=lambda path: path.seconds(nbytes, speed))
 
 
 @dataclass(frozen=True)
 class Between:
-    """Describe what is known of two workers.
+    """Describe the connection of two workers.
 
     Attributes
     ----------
     link
-        The class of link between them, None where it is unknown.
+        The class of link between them; None if unknown.
     staging
-        The peer's pool in host memory, where this worker maps it.
+        The peer's pool in host memory, if this worker maps it.
     carried
-        Whether Dask's comms between them take buffers of the device as they are.
+        Whether Dask's comms between them send buffers of the device directly.
     """
 
     link: Link | None = None
@@ -110,14 +110,14 @@ class Between:
 def possible(
     device: Device | None, ticket: Ticket | None, allowed: frozenset[str], between: Between
 ) -> tuple[Path, ...]:
-    """Return the paths from a peer's pool, those without a copy first; mapping it may take a while.
+    """Return the possible paths from a peer's pool, starting with that in place. Blocks while mapping.
 
     Parameters
     ----------
     device
-        This worker's device of the kind in question, if it has one.
+        This worker's device of the kind of the pool; None if it has none.
     ticket
-        What the peer's pool says of itself; None where it has none.
+        The ticket of the peer's pool; None if it has none.
     allowed
         The setting ``gpurt.exchange.paths``.
     """
@@ -138,10 +138,10 @@ def possible(
 def _mapped(
     device: Device, ticket: Ticket, allowed: frozenset[str], link: Link | None
 ) -> tuple[Path | None, str | None]:
-    """Return the path to the mapped pool, or why there is none."""
+    """Return the path through the mapped pool, or the reason why there is none."""
     name = device.shared_path
     if name not in allowed:
-        return None, f"gpurt.exchange.paths leaves {name} out"
+        return None, f"gpurt.exchange.paths excludes {name}"
     try:
         mapping = device.map(ticket)
     except MappingError as error:

@@ -1,4 +1,4 @@
-"""Find the paths from the pools of peers to this worker, once for each, and choose one for each shard."""
+"""Find the paths from peers' pools to this worker, once for each pool, and select one for each shard."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dask_gpurt.exchange.paths import Between, Path
 from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
 from dask_gpurt.observe import Fallback
 
-#: Bytes of a shard as they are on GPUs, for which a path is described.
+#: Bytes of a typical shard on a GPU, for which the selected path is reported.
 USUAL_SHARD_BYTES = 2**24
 
 
 class Peers:
-    """Keep the paths by peer and kind of device. On the event loop.
+    """Hold the paths by peer and kind of device. On the event loop.
 
-    A path belongs to one life of a peer: one that was restarted at the same address has another pool.
+    A path belongs to one incarnation of a peer: after a restart at the same address, the pool is a new one.
 
     Parameters
     ----------
     allowed
         The setting ``gpurt.exchange.paths``.
     close_soon
-        Has a mapping closed on a thread.
+        Closes a mapping in a thread.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Peers:
         self._closed = False
 
     async def path(self, peer: Peer, kind: str, nbytes: int) -> Path:
-        """Return the path by which a shard of a peer's pool is there first.
+        """Return the fastest path for a shard of this size in a peer's pool.
 
         Raises
         ------
         PeerLost
-            When that peer has left, or another one is there in its place.
+            If that incarnation of the peer has left or was replaced.
         """
         return paths.least(await self._possible(peer, kind), nbytes, self._end.links.speed_from(peer.address))
 
@@ -61,7 +61,7 @@ class Peers:
         try:
             return await asyncio.shield(task)
         except PeerLost:
-            self._found.pop((peer, kind), None)  # it never comes back
+            self._found.pop((peer, kind), None)  # an incarnation never comes back
             raise
 
     async def _connect(self, peer: Peer, kind: str) -> tuple[Path, ...]:
@@ -74,18 +74,18 @@ class Peers:
             paths.possible, self._end.pools.devices.get(kind), reply["ticket"], self._allowed, between
         )
         found = tuple(map(self._held, found))
-        if self._closed:  # while it was mapped, so that this was not retired with the others
+        if self._closed:  # `close` ran while this was being mapped, and did not retire it
             await asyncio.to_thread(_retire_all, found)
             raise PeerError(f"the exchange of {self._end.me.address} is closed")
         self._note(paths.least(found, USUAL_SHARD_BYTES, self._end.links.speed_from(peer.address)))
         return found
 
     async def _ticket(self, address: str, kind: str, incarnation: str | None) -> dict[str, Any]:
-        """Ask a worker how to map its pool: one incarnation, or with None the one that is there now."""
+        """Request the ticket of a worker's pool: of one incarnation, or of the current one for None."""
         reply: dict[str, Any] | None = await self._end.calls.call(
             address, "gpurt_ticket", check=_never, kind=kind, to=incarnation
         )
-        if reply is None:  # Dask's answer to an operation that it does not know
+        if reply is None:  # Dask's reply to an unknown operation
             raise PeerError(
                 f"the runtime is not on at worker {address}: call dask_gpurt.enable(client) again"
             )
@@ -99,7 +99,7 @@ class Peers:
         return reply
 
     def _held(self, path: Path) -> Path:
-        """Return the same path, whose mapping is closed once nothing holds it."""
+        """Wrap the mapping of a path, so that it is closed once nothing holds it."""
         if path.mapping is None:
             return path
         return replace(path, mapping=HeldMapping(path.mapping, self._close_soon))
@@ -107,7 +107,7 @@ class Peers:
     async def _between(self, peer: Peer, kind: str) -> Between:
         device = self._end.pools.devices.get(kind)
         if device is None or not device.host_links:
-            return Between()  # the one path without a copy, or else comms
+            return Between()  # read in place, or else through comms
         known = await self._end.links.learn(peer.address)
         by_host = await self._possible(peer, "host")
         return Between(
@@ -117,7 +117,7 @@ class Peers:
         )
 
     def _note(self, path: Path) -> None:
-        """Count that a path is not the best that there could be."""
+        """Count a fallback if a better path was not possible."""
         if path.reason is not None:
             ways = {
                 paths.COMMS: Fallback.EXCHANGE_COMMS,
@@ -132,7 +132,7 @@ class Peers:
         await asyncio.gather(*connecting, return_exceptions=True)
 
     async def _connect_to(self, address: str) -> None:
-        """Find the paths to the worker that is at an address now."""
+        """Find the paths to the current worker at an address."""
         if address == self._end.me.address:
             peer = self._end.me
         else:
@@ -140,7 +140,7 @@ class Peers:
         await asyncio.gather(*(self._possible(peer, kind) for kind in self._end.pools.devices))
 
     def describe(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Return the path of a usual shard from each peer whose pool of a kind is known."""
+        """Describe the path of a typical shard from each peer whose pool of a kind is known."""
         return {
             peer.address: {
                 "device": kind,
@@ -155,14 +155,14 @@ class Peers:
     # ---- life ------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the addresses of peers that paths were found to."""
+        """Yield the addresses of connected peers."""
         return iter({peer.address for peer, _ in self._found} - {self._end.me.address})
 
     def forget(self, gone: Collection[str]) -> None:
-        """Forget peers that have left: their pools are closed once nothing is read from them."""
+        """Forget peers that have left; their mapped pools are closed once nothing reads them."""
         for key in [key for key in self._found if key[0].address in gone and key[0] != self._end.me]:
             task = self._found.pop(key)
-            task.add_done_callback(_retire)  # at once, unless it is still being mapped
+            task.add_done_callback(_retire)  # immediately, or once mapping has finished
 
     def close(self) -> None:
         """Retire all mappings."""
@@ -183,9 +183,9 @@ def _retire_all(found: Iterable[Path]) -> None:
 
 
 def _never() -> None:
-    """Keep mappings open: they are of use to every later run."""
+    """Never cancel a call: later runs need the mapping too."""
 
 
 def _result(task: asyncio.Task[tuple[Path, ...]]) -> tuple[Path, ...]:
-    """Return the paths that were found, none if that failed."""
+    """Return the paths found by a task; none if it is not done or has failed."""
     return task.result() if task.done() and not task.cancelled() and not task.exception() else ()

@@ -1,4 +1,4 @@
-"""Make the pools of one worker's devices, size them, and give their memory back."""
+"""Create the pools of a worker's devices, size them, and trim them."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
-#: Below this a pool is not worth having: what is wrong then shows as it is made.
+#: The least automatic size in bytes; if not even that is available, creating the pool raises a clear error.
 SMALLEST_POOL = 2**16
 
 
 class NoSuchDevice(RuntimeError):
-    """A worker was given partitions that live on a device it does not have."""
+    """A worker was given partitions on a device that it does not have."""
 
 
 class Pools:
-    """Keep the devices by kind, and the blocks that were published in the pool of each. Thread-safe.
+    """Hold the devices by kind, and the published blocks in the pool of each. Thread-safe.
 
     Parameters
     ----------
     size
-        The setting ``gpurt.exchange.pool``; None leaves it to us.
+        The setting ``gpurt.exchange.pool``; None for an automatic size.
     memory_limit
-        Bytes of host memory that the worker may use.
+        The worker's limit of host memory in bytes.
     """
 
     #: Called from waiting producers with the owners whose shards fill a pool; must not block.
     ask_for_room: Callable[[set[str]], None]
-    #: Called from producers that wait since the host has no memory for a block, of that size; must not block.
+    #: Called from waiting producers with the size of a block that the host has no memory for; must not block.
     ask_host: Callable[[int], None]
-    #: Whether blocks of a run may be read once more; from any thread.
+    #: Returns whether blocks of a run may be read again. Called from any thread.
     retains: Callable[[RunKey], bool]
-    #: Whether what is retained of a run makes room for what is published now; from any thread.
+    #: Returns whether retained blocks of a run are reused first. Called from any thread.
     yields: Callable[[RunKey], bool]
 
     def __init__(self, size: Size | None, memory_limit: int, metrics: Metrics):
         self.devices: dict[str, Device] = discover(memory_limit)
-        #: The kind of device that this worker is for.
+        #: The kind of device on which this worker computes.
         self.main = main_kind(self.devices)
         self._size = size
         self._metrics = metrics
         self._outboxes: dict[str, Outbox] = {}
-        #: Blocks cut so far as of the last look, by kind.
+        #: Number of allocations at the last `trim_idle`, by kind.
         self._cuts: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def device(self, kind: str) -> Device:
-        """Return the device of a kind; raises NoSuchDevice."""
+        """Return the device of a kind; raise NoSuchDevice if there is none."""
         try:
             return self.devices[kind]
         except KeyError:
@@ -65,7 +65,7 @@ class Pools:
             ) from None
 
     def outbox(self, kind: str) -> Outbox:
-        """Return the published blocks of a device; its pool is made on first use. Blocks."""
+        """Return the published blocks of a device, creating its pool on first use. Blocks."""
         with self._lock:
             if kind not in self._outboxes:
                 device = self.device(kind)
@@ -82,13 +82,13 @@ class Pools:
         self.ask_for_room(owners)
 
     def known(self, kind: str) -> Outbox:
-        """Return the outbox of a pool that has been made, without waiting for anything."""
+        """Return the outbox of a pool that exists. Does not block."""
         return self._outboxes[kind]
 
     def _size_for(self, device: Device) -> int:
-        """Return the size of a device's pool; ConfigError when the setting asks for more than there is."""
+        """Return the size of a device's pool; raise ConfigError if the setting exceeds free memory."""
         limits = device.pool_limits()
-        # On a worker with a GPU the setting is about the GPU.
+        # On a worker with a GPU, the setting applies to the GPU only.
         if self._size is None or device.kind != self.main:
             return int(max(limits.automatic, SMALLEST_POOL))
         asked = self._size.of(limits.whole)
@@ -101,16 +101,16 @@ class Pools:
         return asked
 
     def make_all(self) -> None:
-        """Make every pool, so that a setting that makes no sense is refused at once. Blocks."""
+        """Create all pools, so that an invalid setting raises early. Blocks."""
         for kind in self.devices:
             self.outbox(kind)
 
     def owners(self, run: RunKey) -> list[tuple[Outbox, str]]:
-        """Return the owners that may still read blocks of a run, each with the outbox of these."""
+        """Return the owners that may still read blocks of a run, each with the outbox of the blocks."""
         return [(outbox, owner) for outbox in list(self._outboxes.values()) for owner in outbox.owners(run)]
 
     def end(self, run: RunKey) -> None:
-        """Free what was retained of a run."""
+        """Free the retained blocks of a run that has ended."""
         for outbox in list(self._outboxes.values()):
             outbox.end(run)
 
@@ -122,17 +122,17 @@ class Pools:
         return found
 
     def drop_shares(self, run: RunKey, shares: Collection[int]) -> None:
-        """Note that the owners of these shares of a run have left."""
+        """Release all shards of a run on behalf of these shares, whose owners will not read them."""
         for outbox in list(self._outboxes.values()):
             outbox.drop_shares(run, shares)
 
     def wake(self) -> None:
-        """Let waiting producers see that something has ended."""
+        """Wake waiting producers, because a run or the exchange has ended."""
         for outbox in list(self._outboxes.values()):
             outbox.wake()
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Return capacity and use of the pools made so far, by kind of device."""
+        """Return capacity and use of the existing pools in bytes, by kind of device."""
         return {
             kind: {
                 "capacity": outbox.pool.capacity,
@@ -147,20 +147,20 @@ class Pools:
         return {kind: device.describe() for kind, device in self.devices.items()}
 
     def drain_host(self) -> None:
-        """Ask all owners that may read blocks in host memory to copy them. Does not block."""
+        """Ask all owners of published blocks in host memory to copy them. Does not block."""
         if (outbox := self._outboxes.get("host")) is not None:
             self.ask_for_room(outbox.readers())
 
     def trim(self) -> None:
-        """Give memory that no reader needs back to the system. Blocks."""
+        """Free all blocks without readers, and return unused memory to the system. Blocks."""
         for outbox in list(self._outboxes.values()):
             outbox.reclaim_all()
             outbox.pool.trim()
 
     def trim_idle(self) -> None:
-        """Trim, as :meth:`trim` does, pools that are empty, or had no block cut since the last call. Blocks.
+        """Trim pools that are empty, or had no allocation since the last call. Blocks.
 
-        A pool in use would soon take again what it has given back, which is slower than to copy.
+        A pool in use would soon need the memory again, and first-touch page faults cost more than a copy.
         """
         for kind, outbox in list(self._outboxes.items()):
             outbox.reclaim_idle()
@@ -170,18 +170,18 @@ class Pools:
             self._cuts[kind] = cuts
 
     def trim_host(self) -> int:
-        """Trim as :meth:`trim` does; returns the bytes of host memory that blocks still use. Blocks."""
+        """Trim all pools; return the bytes of host memory still in use by blocks. Blocks."""
         self.trim()
         outbox = self._outboxes.get("host")
         return 0 if outbox is None else outbox.pool.backed
 
     def drop_pages(self) -> None:
-        """Stop counting pages of the pools of peers as memory of this process. Blocks."""
+        """Drop pages of peers' pools from the resident set of this process. Blocks."""
         for device in self.devices.values():
             device.drop_pages()
 
     def close(self) -> None:
-        """Release pools and devices. Blocks."""
+        """Close pools and devices. Blocks."""
         for outbox in self._outboxes.values():
             outbox.pool.close()
         for device in self.devices.values():

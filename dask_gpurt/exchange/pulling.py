@@ -1,4 +1,4 @@
-"""Pull offered shards into the tiers of their owner, a bounded number of bytes at a time."""
+"""Pull offered shards into the memory tiers of their owner, with a bounded number of bytes in flight."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dask_gpurt.exchange.requests import PeerRequests
 from dask_gpurt.exchange.shard import ExchangeClosed
 from dask_gpurt.observe import Fallback
 
-#: One for all steps that are not recorded.
+#: Shared by all steps while no trace is recorded.
 _NOT_RECORDED = contextlib.nullcontext()
 
 
 class Puller:
-    """Pull shards: out of mapped pools on threads, or by Dask's comms.
+    """Pull shards out of mapped pools, in threads, or through Dask's comms.
 
     Parameters
     ----------
     inflight
-        The most bytes that are pulled at a time; a shard that is larger is pulled alone.
+        The most bytes in flight; a larger shard is pulled alone.
     changed
-        Called on the event loop whenever a pull begins or ends.
+        Called on the event loop whenever a pull starts or ends.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Puller:
         self._comms = comms
         self._requests = requests
         self._changed = changed
-        #: Pulls that are under way.
+        #: The number of pulls in flight.
         self.under_way = 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are being pulled."""
+        """Return the bytes in flight."""
         return acquired(self._limiter)
 
     def pull_soon(self, incoming: IncomingShard) -> bool:
-        """Begin to pull a shard; False where it is under way, there or gone already."""
+        """Start to pull a shard; return False if it is already being pulled, has landed or is gone."""
         if begins := incoming.start_moving():
             call_soon(self._end.worker, self._pull, incoming)
         return begins
@@ -68,10 +68,10 @@ class Puller:
                 await self._pull_now(incoming)
                 return
         except Exception as error:
-            if incoming.state is not ShardState.GONE:  # else it belongs to what is over, and nothing reads it
+            if incoming.state is not ShardState.GONE:  # otherwise its run is over, and nothing reads it
                 incoming.fail(error)
-        with contextlib.suppress(ExchangeClosed):  # which lets go of all
-            await self._end.offload(incoming.stop_moving)  # on a thread: it may wait for a device
+        with contextlib.suppress(ExchangeClosed):  # a closed exchange has released it
+            await self._end.offload(incoming.stop_moving)  # in a thread, since it may wait for a device
 
     async def _pull_now(self, incoming: IncomingShard) -> None:
         nbytes = incoming.shard.nbytes
@@ -125,7 +125,7 @@ class Puller:
             self._requests.release_soon(incoming.shard.producer, "host", staged["shard"], COPIED)
 
     def _recorded(self, incoming: IncomingShard) -> AbstractContextManager[None]:
-        """Record the body as a pull, while a trace is taken."""
+        """Record the body as a pull, if a trace is being recorded."""
         if (recording := self._end.metrics.recording) is None:
             return _NOT_RECORDED
         shard = incoming.shard

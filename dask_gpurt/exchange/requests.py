@@ -1,7 +1,7 @@
-"""Send requests to the exchanges of peers; each :class:`Exchange` has the handlers.
+"""Send requests to the exchanges of peers; :class:`Exchange` has the handlers.
 
-An owner tells producers which blocks it has read. A producer that is short of room has owners copy the shards
-that they would read in place; at the end of a run it has them let go of its shards.
+An owner releases the blocks that it has read. A producer that is short of room asks owners to copy the shards
+that they would read in place, and at the end of a run asks them to release its shards.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until a peer that could not be reached, or has failed to answer, but has not left, is asked again
-#: to let a run go, or told again of a release.
+#: Seconds until a release, or the end of a run, is sent again to a peer that has failed to handle it but has
+#: not left.
 PEER_RETRY_INTERVAL_S = 1.0
 
 
 class Handlers(Protocol):
-    """Answer the same requests on this worker, where a call is not needed."""
+    """Handle the same requests on this worker, where no call is needed."""
 
     closed: bool
 
@@ -36,34 +36,34 @@ class Handlers(Protocol):
 
 
 class PeerRequests:
-    """Send requests to peers until they have arrived or are of no use any more.
+    """Send requests to peers, with retries until they succeed or have become pointless.
 
     Parameters
     ----------
     here
-        The handlers of this worker, which may be its own peer.
+        The handlers of this worker, for requests to itself.
     """
 
     def __init__(self, endpoint: Endpoint, here: Handlers):
         self._end = endpoint
         self._here = here
-        #: Releases that are on their way or still to be sent.
+        #: Releases to be sent, by pool; a key exists while a task is sending its releases.
         self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
 
-    # ---- of an owner, to the producers of its shards ---------------------------------
+    # ---- from an owner to the producers of its shards --------------------------------
 
     def release_soon(self, producer: Peer, kind: str, shard: int, share: int) -> None:
-        """Tell a producer, with others, that a block of its pool is free. From any thread."""
+        """Release a shard at its producer, batched with other releases. From any thread."""
         self._end.worker.loop.add_callback(self._note_release, producer, kind, shard, share)
 
     async def _note_release(self, producer: Peer, kind: str, shard: int, share: int) -> None:
         to = (producer, kind)
-        if to in self._released:  # which are sent by the one that came first
+        if to in self._released:  # a task is sending already, and takes it along
             self._released[to].append((shard, share))
             return
         self._released[to] = [(shard, share)]
         try:
-            await asyncio.sleep(0)  # what else is released in this turn goes along
+            await asyncio.sleep(0)  # batch the releases of this turn of the loop
             while shards := self._released[to]:
                 self._released[to] = []
                 await self._send_release(producer, kind, shards)
@@ -76,14 +76,14 @@ class PeerRequests:
                 self._here.release(kind=kind, shards=shards, to=producer.incarnation)
             return
         message = {"kind": kind, "shards": shards, "to": producer.incarnation}
-        # Until it has arrived, or the pool is gone with the producer: one that waits for room would wait for
-        # ever for what got lost. Once this exchange is closed, so are the producers', or else they hear that
-        # this worker leaves.
+        # Retry until the release has arrived or the producer has left: after a lost release, a producer would
+        # wait for room forever. When this exchange closes, either those of producers close too, or producers
+        # are told that this worker leaves.
         while not self._here.closed and not await self._has_taken(producer.address, message):
             await asyncio.sleep(PEER_RETRY_INTERVAL_S)
 
     async def _has_taken(self, producer: str, message: dict[str, Any]) -> bool:
-        """Tell a producer of a release; return False if that has to be repeated."""
+        """Send a release to a producer; return False if it has to be repeated."""
         try:
             await self._end.calls.call(producer, "gpurt_release", check=self._check_open, **message)
         except ExchangeClosed:
@@ -92,7 +92,7 @@ class PeerRequests:
             return await self._end.calls.has_left(producer)
         except Exception as error:
             me = self._end.me.address
-            logger.warning("worker %s has not taken a release of %s: %r", producer, me, error)
+            logger.warning("worker %s failed to handle a release from %s: %r", producer, me, error)
             return False
         return True
 
@@ -100,7 +100,7 @@ class PeerRequests:
         if self._here.closed:
             raise ExchangeClosed(f"the exchange of {self._end.me.address} is closed")
 
-    # ---- of a producer, to the owners of its shards ----------------------------------
+    # ---- from a producer to the owners of its shards ---------------------------------
 
     def ask_for_room(self, owners: set[str]) -> None:
         """Ask owners to copy the shards that they would read in place. From any thread."""
@@ -114,13 +114,13 @@ class PeerRequests:
             self._here.drain(producer=list(self._end.me))
             return
         me = list(self._end.me)
-        # The owner is asked again soon, for as long as room is short.
+        # Best effort: the request is repeated while room is short.
         with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
             await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
 
     async def withdraw(self, run: RunKey) -> None:
-        """Free what a run has published, once no owner reads it any more."""
-        # An owner that was asking may have had more staged meanwhile.
+        """Free the published blocks of a run, once no owner reads them any more."""
+        # Loop, since a fetch in progress may have published a staged copy in the meantime.
         while published := self._end.pools.owners(run):
             await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
 
@@ -130,7 +130,7 @@ class PeerRequests:
         outbox.drop(run, owner)
 
     async def _has_let_go(self, owner: str, run: RunKey) -> bool:
-        """Ask an owner to let go, and wait until it has; return False if it could not be asked."""
+        """Ask an owner to release a run's shards, and wait until it has; return False to retry."""
         if owner == self._end.me.address:
             await self._here.forget(producer=list(self._end.me), run=list(run))
             return True
@@ -145,6 +145,6 @@ class PeerRequests:
             raise
         except Exception as error:
             me = self._end.me.address
-            logger.warning("worker %s has not let go of %s of %s: %r", owner, run, me, error)
+            logger.warning("worker %s failed to release run %s of %s: %r", owner, run, me, error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""Describe to owners the bytes that wait for them: peers, attempts, shards, commits."""
+"""Define the descriptions that producers send to owners: peers, attempts, shards, commits."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: The shuffle and its run; what is published under an old run is never read under a new one.
+#: Ids of a shuffle and its run. Shards of one run are never read by another.
 RunKey = tuple[str, int]
 
 
 class ExchangeClosed(Exception):
-    """The run that a caller waited for is over; the message says why."""
+    """The run or the exchange has ended; the message says which."""
 
 
 class PeerError(RuntimeError):
-    """A peer cannot be worked with; the message says what would be right."""
+    """A peer is unusable, for example because of its version; the message says how to fix it."""
 
 
 class PeerLost(PeerError):
-    """A peer has left, was replaced, or cannot be reached: a run that begins again may do without it."""
+    """A peer has left, was replaced or cannot be reached; the run may recover or restart without it."""
 
 
 class Peer(NamedTuple):
-    """Identify one incarnation of one worker's exchange.
+    """Identify one incarnation of a worker's exchange.
 
-    The address alone does not identify it: a worker that is restarted by its nanny has the address of the
-    one before, and another pool, other shards and other ids.
+    The address alone is ambiguous: a worker restarted by its nanny keeps the address, but has a new pool, new
+    shards and new ids.
     """
 
     address: str
-    #: Made anew with each exchange.
+    #: Random, new for each exchange.
     incarnation: str
 
     @classmethod
     def begin(cls, address: str) -> Peer:
-        """Begin a life at an address."""
+        """Create a new incarnation at an address."""
         return cls(address, secrets.token_hex(8))
 
 
 class Attempt(NamedTuple):
-    """Identify one try to transfer an input partition.
+    """Identify one attempt at transferring an input partition.
 
-    Later tries compare greater, on whichever worker they run.
+    Later attempts compare greater, even across workers.
 
     Attributes
     ----------
     dispatch
-        The ``run_id`` of the transfer task. Dask's scheduler counts it up each time that it sends a task to a
-        worker.
+        The ``run_id`` of the transfer task, which Dask's scheduler increments each time it sends the task to
+        a worker.
     retry
-        Orders the tries of one dispatch, all of which run on one worker.
+        Orders the attempts of one dispatch, all of which run on one worker.
     """
 
     dispatch: int
@@ -65,12 +65,11 @@ class Section:
     Attributes
     ----------
     partitions, offsets
-        The output partitions in it and the rows at which they begin; the number of rows
-        last.
+        The output partitions in it, and the rows at which they start, followed by the number of rows.
     offset, nbytes
-        Where it lies in the pool.
+        Its place in the pool.
     header
-        What the table backend needs to read it.
+        The table backend's description of its layout.
     """
 
     partitions: tuple[int, ...]
@@ -80,7 +79,7 @@ class Section:
     header: bytes
 
     def filled(self) -> Iterator[tuple[int, int]]:
-        """Yield the output partitions that have rows in it, and where they stand in ``partitions``."""
+        """Yield the output partitions that have rows in it, with their indices in ``partitions``."""
         for at, partition in enumerate(self.partitions):
             if self.offsets[at + 1] > self.offsets[at]:
                 yield partition, at
@@ -88,23 +87,23 @@ class Section:
 
 @dataclass(frozen=True)
 class Shard:
-    """Describe the rows of one input partition that one share gets, or a part of them.
+    """Describe the rows of one input partition for one share, or a part of them.
 
     Attributes
     ----------
     id
-        Unique within the producer's life.
+        Unique within an incarnation of the producer.
     producer
         The exchange whose pool holds it.
     device
-        Kind of that pool.
+        The kind of device of that pool.
     share
-        The outputs that it was offered for, some or all of those in its sections.
+        The share that it is offered for, which has some or all of the outputs in its sections.
     source, attempt, part
-        The input partition it was cut from, in which attempt, and which of several shards for its share it
-        is: outputs are put together by source, part and section.
+        The input partition, the attempt at it, and the number of the shard within the attempt and share.
+        Outputs are assembled in the order of source, part and section.
     sections
-        Usually one; many when outputs are to be read one by one.
+        Usually one; several if outputs are to be read separately.
     """
 
     id: int
@@ -123,11 +122,11 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Return a name that no other shard of a cluster has, for traces."""
+        """Return a name for traces that is unique in the cluster."""
         return f"{self.producer.incarnation}.{self.device}.{self.id}"
 
     def places(self) -> dict[int, list[tuple[int, int]]]:
-        """Return where output partitions have rows: in which sections, and where they stand in each."""
+        """Map output partitions to their places: pairs of a section and an index within it."""
         places: dict[int, list[tuple[int, int]]] = {}
         for which, section in enumerate(self.sections):
             for partition, at in section.filled():
@@ -137,16 +136,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class Commit:
-    """End an attempt for one share, which may get no shard of it at all.
+    """Complete an attempt for one share, even if there are no shards for it.
 
     Attributes
     ----------
     share
-        The outputs that it is about.
+        The share.
     source, attempt
-        The input partition, and the attempt that has published all of it.
+        The input partition, and the attempt that has published all of its shards.
     parts
-        How many shards there are.
+        The number of shards for the share.
     """
 
     share: int

@@ -1,4 +1,4 @@
-"""Sum transfers by peer and path, until the sums are reported."""
+"""Total transfers by peer and path between two reports."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-#: Peers and paths between two reports; transfers of more are left out.
+#: The most pairs of a peer and a path in one report; transfers beyond that are not counted.
 MAX_PEERS = 64
-#: In the place of a path, of shards that are read where they lie: nothing is copied, and it takes no time.
+#: Pseudo-path of shards that are read in place, which takes no copy and counts no time.
 IN_PLACE = "in-place"
 
 
 class TransferTotals(NamedTuple):
-    """Hold the sums of transfers from one peer over one path."""
+    """Hold the totals of transfers from one peer over one path."""
 
     peer: str
     path: str
@@ -24,14 +24,14 @@ class TransferTotals(NamedTuple):
 
 
 class Traffic:
-    """Sum transfers by peer and path. Thread-safe."""
+    """Total transfers by peer and path. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals: dict[tuple[str, str], TransferTotals] = {}
 
     def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
-        """Add a transfer that has ended."""
+        """Add a completed transfer."""
         with self._lock:
             if (peer, path) not in self._totals and len(self._totals) >= MAX_PEERS:
                 return
@@ -43,7 +43,7 @@ class Traffic:
     def timed(
         self, peer: str, path: str, copy: Callable[[Sequence[Any]], list[Any]], nbytes: int
     ) -> Callable[[Sequence[Any]], list[Any]]:
-        """Return ``copy`` as a function that adds each call that succeeds."""
+        """Wrap ``copy`` to add each successful call."""
 
         def timed(sources: Sequence[Any]) -> list[Any]:
             start = perf_counter()
@@ -54,7 +54,7 @@ class Traffic:
         return timed
 
     def take(self) -> list[TransferTotals]:
-        """Return the sums since the last call, and begin new ones."""
+        """Return the totals since the last call, and reset them."""
         with self._lock:
             totals, self._totals = self._totals, {}
         return list(totals.values())

@@ -356,7 +356,7 @@ class ShuffleRun:
         )
         if (error := error_of(reply)) is not None:
             if not isinstance(error, GONE) and await self._exchange.calls.is_closing(owner):
-                raise PeerLost(f"worker {owner} closes ({error})") from error
+                raise PeerLost(f"worker {owner} is closing ({error})") from error
             raise error
         return cast(dict[str, list[int]], reply).get("missing", [])
 

@@ -238,7 +238,7 @@ def test_why_a_better_path_is_not_taken(plain: Client, local: LocalCluster) -> N
         printed = doctor("--scheduler", local.scheduler_address).stdout
     finally:
         dask_gpurt.disable(plain)
-    reason = "gpurt.exchange.paths leaves shared-memory out"
+    reason = "gpurt.exchange.paths excludes shared-memory"
     assert {"path": "comms", "reason": reason, "count": 2} in facts["cluster"]["paths"]
     fallback = {"id": "exchange.comms", "what": "bytes take Dask's comms", "reason": reason, "count": 2}
     assert fallback in facts["cluster"]["fallbacks"]

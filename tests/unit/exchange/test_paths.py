@@ -76,7 +76,7 @@ def test_in_host_memory_nothing_is_copied(link: Link | None) -> None:
     ("ticket", "allowed", "reason"),
     [
         ({}, ALL, "no peer access"),
-        ({"mapped": True}, frozenset({"comms"}), "gpurt.exchange.paths leaves cuda-ipc out"),
+        ({"mapped": True}, frozenset({"comms"}), "gpurt.exchange.paths excludes cuda-ipc"),
         (None, ALL, "one of the two workers has no such device"),
     ],
 )
